@@ -33,7 +33,7 @@ def rounded_size(count: int) -> str:
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def printable(text: str, *, lines: bool = False) -> str:

@@ -610,5 +610,5 @@ def test_a_partial_download_has_no_name_in_logs_since_a_client_may_have_chosen_i
 
 def test_a_repository_without_the_files_of_a_lora_is_none(hub: HubStub, tmp_path: Path) -> None:
     hub.repositories["org/lora"] = {"adapter_config.json": b"{}"}
-    with pytest.raises(LoraLoadFailed, match=r"has not adapter_config\.json and adapter_model\.safetensors"):
+    with pytest.raises(LoraLoadFailed, match=r"lacks adapter_config\.json or adapter_model\.safetensors"):
         WeightSources(tmp_path, True).locate_lora(f"org/lora@{COMMIT}", entry(), None)

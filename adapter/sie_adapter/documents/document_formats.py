@@ -56,7 +56,7 @@ def format_of(document: DocumentFile) -> str:
         return _of_archive(data)
     for magic, name in _UNREAD:
         if head.startswith(magic):
-            raise fault("undecodable", f"the document is of {name}, which is not supported; supported: {_READ}")
+            raise fault("undecodable", f"the document's format is {name}, which is not supported; supported: {_READ}")
     if format_name in ("", *_TEXTS) and _HTML.match(head.removeprefix(_MARKS[0])):
         return "html"
     if format_name not in ("", *_TEXTS):

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sie_cli.display import printable
+from sie_cli.display import counted, printable
 from sie_cli.migrating.migration import (
     Aliases,
     MigrationReport,
@@ -116,7 +116,7 @@ class Scan:
     @property
     def gaps_text(self) -> str:
         """Rows without a vector, by reason, and their ids: a text for a person."""
-        reasons = "; ".join(f"{count:,} rows: {reason}" for reason, count in self.gaps.most_common())
+        reasons = "; ".join(f"{counted(count, 'row')}: {reason}" for reason, count in self.gaps.most_common())
         more = ", …" if self.gaps.total() > len(self.gap_ids) else ""
         return f"{reasons} (ids {', '.join(self.gap_ids)}{more})"
 
@@ -367,8 +367,8 @@ class _LiveSteps:
         )
         if is_last and scan.gaps and not self._plan.accepts:
             raise CommandRefused(
-                f"{scan.gaps.total():,} rows have no {side} vector, so searches would not find them; nothing was "
-                "switched. Give these rows a text or remove them, then run the same command. To switch without "
+                f"{counted(scan.gaps.total(), 'row')} without a {side} vector: searches would not find them; nothing "
+                "was switched. Give these rows a text or remove them, then run the same command. To switch without "
                 "them, use --yes"
             )
 

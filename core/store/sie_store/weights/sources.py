@@ -323,7 +323,7 @@ class WeightSources:
                 return unverified
             raise
         if not _has_lora(fetched):
-            raise FetchFailed("INCOMPATIBLE", f"{label} has not {' and '.join(LORA_FILES)}")
+            raise FetchFailed("INCOMPATIBLE", f"{label} lacks {' or '.join(LORA_FILES)}")
         return fetched
 
     def _whole_lora(self, repository: str, commit: str) -> Path | None:
