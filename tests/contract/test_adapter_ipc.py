@@ -54,7 +54,7 @@ asked = {name: getattr(torch.cuda, name) for name in ("is_available", "device_co
 vars(torch.cuda).update(dict.fromkeys(asked, lambda *_: os._exit(9)))
 os.register_at_fork(after_in_child=lambda: vars(torch.cuda).update(asked))
 """
-BACK_S = 1.0  # the promise, without the load; 3x is the test's margin
+BACK_S = 1.0  # the promised time, without the load of a model; the test allows three times as much
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_a_ragged_batch_equals_the_oracle(client: Client, tokenizer: Tokenizer) 
 
 
 def test_a_text_is_the_same_alone_and_in_batches_of_any_size(client: Client, tokenizer: Tokenizer) -> None:
-    """Sizes 2 to 64, random mates, every item against its solo result."""
+    """In batches of 2 to 64 random texts, each text has the vector that it has alone."""
     texts = oracle.ragged_texts(64, 7, longest=60)
     alone = np.stack([encode(client, tokenizer, [text])[0] for text in texts])
     rng = np.random.default_rng(8)
@@ -121,7 +121,7 @@ def test_a_text_is_the_same_alone_and_in_batches_of_any_size(client: Client, tok
 @pytest.mark.long
 @pytest.mark.precision
 def test_bfloat16_is_near_float32_in_batches_of_any_size(client: Client, tokenizer: Tokenizer) -> None:
-    """In 16 bit. On a CPU without bfloat16 instructions the model runs in float32, and says so."""
+    """On a CPU without bfloat16 instructions the model runs in float32 and names the reason."""
     ready = client.load("mini-16", {**ENTRY, "load": {"precision": "bfloat16"}})
     loaded = ready.loaded
     assert (loaded.precision, loaded.precision_reason) == (
@@ -171,7 +171,7 @@ def test_two_connections_at_once_get_their_own_vectors(adapter: Adapter, client:
 
 
 def test_an_overflow_is_an_error_of_its_item_and_the_mates_are_right(client: Client, tmp_path: Path) -> None:
-    """The state of the last position is infinite."""
+    """The position embedding of the long item's last tokens is infinite."""
     folder = toys.save(tmp_path / "toy", "bert")
     tensors = load_file(folder / "model.safetensors")
     tensors["embeddings.position_embeddings.weight"][270] = torch.inf
@@ -257,7 +257,7 @@ def test_a_request_that_cannot_be_served_is_refused_with_its_code(
 
 
 def refusal(client: Client, request: ipc.Request) -> ErrorInfo:
-    """The terminal reply to a request that must fail."""
+    """Return the error of a request that must fail."""
     client.send(request)
     if isinstance(request, ipc.RunBatch):
         assert client.receive() == ipc.BatchStarted(request.batch)
@@ -267,8 +267,8 @@ def refusal(client: Client, request: ipc.Request) -> ErrorInfo:
 
 
 def test_a_released_model_is_gone_and_a_changed_entry_is_served(client: Client, tmp_path: Path) -> None:
-    """A model pools by the mean; its entry says otherwise; what is answered, and the fingerprint, are of the new
-    one.
+    """The entry of a loaded model changes its pooling from mean to cls. Vectors and fingerprint are then those of the
+    new entry.
     """
     entry = toy(toys.save(tmp_path / "toy", "bert", marked=True))
     sequence = toys.random_ids([9])[0].tolist()
@@ -303,7 +303,7 @@ def test_a_model_says_how_its_rows_are_made(client: Client, tmp_path: Path) -> N
 
 
 def test_pairs_are_scored_like_the_stock_model(client: Client, tmp_path: Path) -> None:
-    """With the token types of a pair."""
+    """The rows have the token types of a pair."""
     folder = toys.save(tmp_path / "toy", "bert", auto=AutoModelForSequenceClassification, num_labels=1, marked=True)
     ready = client.load("cross", toy(folder, family="cross-encoder", outputs={"score": 0}))
     assert ready.rows == {"score": ipc.Rows("pair")}
@@ -421,7 +421,7 @@ def test_pings_are_quick_while_large_batches_and_a_load_run(adapter: Adapter, cl
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the adapter ends the connection. Raises TimeoutError if it does not."""
+    """Return True if the adapter ends the connection. Raise TimeoutError if it sends and closes nothing."""
     connection.settimeout(30.0)
     try:
         return connection.recv(1) == b""
@@ -472,7 +472,7 @@ def test_a_peer_that_leaves_during_its_batch_does_no_harm(
 
 
 def test_another_user_is_refused_even_if_the_socket_file_lets_it_in(adapter: Adapter, client: Client) -> None:
-    """Only root may try this; another user sees that its own connection is served."""
+    """Only root can run a client as another user. Other users check only that their own connection is served."""
     mode = stat.S_IMODE(adapter.path.stat().st_mode)
     assert mode == 0o600
     if os.getuid() != 0:
@@ -501,9 +501,9 @@ def test_another_user_is_refused_even_if_the_socket_file_lets_it_in(adapter: Ada
 @pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere the adapter serves in one process")
 def test_a_killed_adapter_is_replaced_by_a_fork(tmp_path: Path) -> None:
-    """An adapter with a spare, whose imports asked nothing of CUDA and left no thread; kill -9 of the process that
-    serves; within a second another one answers at the same path and computes the same; SIGTERM ends both with status 0,
-    without a socket.
+    """The process that serves is killed with SIGKILL. Within a second another one answers at the same path with the
+    same vectors. A fork is possible because the imports did not use CUDA and left no thread. SIGTERM ends the adapter
+    with status 0, and the socket is gone.
     """
     began = time.perf_counter()
     adapter = start(tmp_path / "a.sock", spare=True, before=WITHOUT_CUDA)
@@ -542,7 +542,7 @@ def test_a_second_adapter_on_a_socket_that_is_served_gives_up(adapter: Adapter) 
 
 
 def test_a_signal_lets_the_running_batch_finish(tmp_path: Path) -> None:
-    """A batch runs; SIGTERM; the batch is answered, the process ends with status 0 and removes its socket."""
+    """After SIGTERM the running batch is answered. Then the process ends with status 0 and removes its socket."""
     with running(tmp_path / "a.sock") as adapter:
         with adapter.connect() as client:
             client.load()
@@ -572,7 +572,9 @@ def test_drain_ends_the_process_and_an_absent_device_never_starts(tmp_path: Path
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_an_adapter_of_the_chart_without_its_gpu_says_in_one_line_what_is_missing(tmp_path: Path) -> None:
-    """Before there is a socket, by which the chart's probes see that it is ready: here there could be none."""
+    """The error comes before the socket, whose folder does not exist here. Probes of the chart would take the socket as
+    ready.
+    """
     pod_variables = variables(container(rendered("values-gpu.yaml"), "sie-worker-gpu", "adapter"))
     environ = {name: value for name, value in pod_variables.items() if isinstance(value, str)}
     here = {"SIE_IPC_SOCKET_PATH": str(tmp_path / "no folder" / "s"), "SIE_LOCAL_CACHE": str(tmp_path), "HOME": "/tmp"}

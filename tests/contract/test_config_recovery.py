@@ -1,5 +1,5 @@
-"""Config services whose broker keeps the catalogue in memory and restarts: two replicas in this process, a real
-nats-server.
+"""Two replicas of the config service in this process, and a real nats-server that keeps the catalogue in memory and
+restarts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Site:
         await asyncio.to_thread(self.broker.start)
 
     async def catalogue(self, number: int) -> tuple[str, dict[str, int]] | None:
-        """The epoch and the tokens of each model, as a replica tells it; None while it refuses."""
+        """Return the epoch and the `max_tokens` of each model as a replica exports them, or None while it refuses."""
         answer = await self.clients[number].get("/v1/configs/export")
         assert answer.status_code in (200, 503), answer.text
         if answer.status_code == 503:
@@ -57,9 +57,9 @@ class Site:
         return export["epoch"], {model["model_id"]: model["model_config"]["max_tokens"] for model in export["models"]}
 
     async def shows(self, models: dict[str, int], before: str = "") -> str:
-        """Wait until both replicas have these models and one epoch, of another bucket than that of the epoch `before`.
+        """Wait until both replicas export these models and the same epoch, of another bucket than the epoch `before`.
 
-        Whatever a replica tells of the new bucket meanwhile is whole. Returns the epoch.
+        Each export of the new bucket meanwhile must have all models. Return the epoch.
         """
         catalogues: Any = None
         async with asyncio.timeout(WITHIN_S):
@@ -72,7 +72,7 @@ class Site:
                 await asyncio.sleep(0.02)
 
     async def call(self, method: str, path: str, body: Any, number: int = 0) -> int:
-        """The revision that a write made."""
+        """Send a write and return the revision that it made."""
         answer = await self.clients[number].request(method, path, json=body)
         assert answer.status_code in (200, 201), answer.text
         revision: int = answer.json()["revision"]
@@ -129,8 +129,8 @@ async def ready(client: httpx.AsyncClient) -> None:
 async def test_a_catalogue_that_was_lost_with_its_broker_is_seeded_again(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One model is changed over the API and the broker restarts, twice; both replicas serve the folder's models again,
-    name what was lost, and take writes; no replica takes back what was written after the loss.
+    """Twice a model is changed over the API and the broker restarts. Both replicas then serve the folder's models
+    again, log the loss, and take writes. No replica reverts a write that comes after the loss.
     """
     caplog.set_level(logging.INFO, "sie.config")
     epoch = await site.shows({"org/a": 8, "org/b": 8})
@@ -148,7 +148,7 @@ async def test_a_catalogue_that_was_lost_with_its_broker_is_seeded_again(
 
 
 async def test_what_is_written_before_a_replica_has_seeded_again_stays(site: Site) -> None:
-    """The broker restarts; both replicas are asked to write until one does; that write stays."""
+    """After a restart of the broker both replicas get the same write until each has taken it. The write stays."""
     epoch = await site.shows({"org/a": 8, "org/b": 8})
     await site.restart()
 
@@ -166,7 +166,7 @@ async def test_what_is_written_before_a_replica_has_seeded_again_stays(site: Sit
 async def test_a_folder_that_is_broken_meanwhile_is_seeded_as_it_was(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A file breaks and the broker restarts; the last good models are served; the mended file is applied."""
+    """A file breaks and the broker restarts. The last good models are served, and later the repaired file is applied."""
     epoch = await site.shows({"org/a": 8, "org/b": 8})
     (site.folder / "org-b.yaml").write_text("id: [\n")
     await site.restart()

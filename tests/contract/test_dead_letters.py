@@ -1,4 +1,4 @@
-"""Letters over both brokers: read upwards and downwards, across what was removed."""
+"""Dead letters of both brokers, read in both directions across gaps of removed letters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def letters(broker: Broker) -> Letters:
 
 
 async def test_they_are_read_both_ways_whatever_was_removed(broker: Broker, letters: Letters) -> None:
-    """Removed at random, in long runs, at both ends, and all."""
+    """Letters are removed at the start, in a long run, at random, at the end, and then all."""
     assert [entry async for entry in letters.newest()] == []
     count = 12 * SPAN
     for number in range(1, count + 1):

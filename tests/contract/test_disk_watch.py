@@ -1,4 +1,4 @@
-"""A real adapter process looks at its disk while it serves: weights that nobody uses go when somebody else fills it."""
+"""A real adapter process watches its disk while it serves, and removes unused weights when other files fill the disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def put(cache: LocalCache, repository: str) -> Path:
-    """A snapshot of 1 MiB that SIE fetched."""
+    """Put a snapshot of 1 MiB into the cache and return its folder."""
 
     def fetch(folder: Path, progress: FetchProgress) -> Manifest:
         progress.expect(MIB)
@@ -31,8 +31,8 @@ def put(cache: LocalCache, repository: str) -> Path:
 
 @pytest.mark.long
 def test_weights_that_nobody_uses_go_when_the_disk_fills_while_serving(tmp_path: Path) -> None:
-    """SIE_DISK_PRESSURE_THRESHOLD_PERCENT: 1. three snapshots in a volume of 10 MiB, one of them in use; 2. 6 MiB of
-    somebody else's are written there; 3. the older one that nobody uses is gone, the others are there.
+    """A volume of 10 MiB has three snapshots of 1 MiB, of which one is in use. Another file of 6 MiB raises its use
+    above SIE_DISK_PRESSURE_THRESHOLD_PERCENT. The older of the unused snapshots is removed; the other two stay.
     """
     cache = LocalCache(tmp_path / "cache")
     snapshots = [put(cache, name) for name in ("org/used", "org/old", "org/new")]

@@ -1,5 +1,5 @@
-"""The fixed-cost adapter is an adapter like the others: a sidecar's own link speaks to its process, and its answers
-take their time.
+"""The fixed-cost adapter: the link of a sidecar speaks to its process, and its batches and loads take the configured
+time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def batch(*texts: str, model: str = "toy/one") -> ipc.RunBatch:
 
 @asynccontextmanager
 async def linked(part: Part, path: Path) -> AsyncIterator[AdapterLink]:
-    """The sidecar's link to the process, with the toy model loaded."""
+    """Start the process and connect a sidecar's link to it, with the toy model loaded."""
     stop = Stop()
     part.start()
     link = AdapterLink(str(path), size=4, ping_s=0.2, stale_s=20.0, clock=time.monotonic)
@@ -88,9 +88,7 @@ async def test_a_load_takes_its_time_once(tmp_path: Path) -> None:
 
 
 async def test_batches_take_their_time_and_no_processor(tmp_path: Path) -> None:
-    """Four batches of 100 ms on two lanes: 200 ms, whoever else uses the machine; a lane's time is
-    counted, not slept.
-    """
+    """Four batches of 100 ms on two lanes take at least 200 ms and almost no processor time."""
     part, path = process(tmp_path, Options(batch_ms=60, token_us=2000, lanes=2))
     async with linked(part, path) as link:
         before_s, started_s = part.cpu_s(), time.monotonic()
@@ -110,8 +108,8 @@ def test_a_lane_goes_on_where_its_last_batch_ended() -> None:
 
 
 async def test_the_deadly_text_ends_the_process_after_the_device_took_the_batch(tmp_path: Path) -> None:
-    """A batch without it is answered; one that holds it is started, which names the suspects, and then the process is
-    gone.
+    """A batch without the deadly text is answered. A batch with it is reported as started, so its items are the
+    suspects; then the process ends.
     """
     part, path = process(tmp_path, Options(deadly="the end"))
     async with linked(part, path) as link:

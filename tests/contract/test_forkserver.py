@@ -1,5 +1,5 @@
-"""The parent of the adapter, with children that do what a test needs instead of serving: no torch, so each is there in
-an instant.
+"""The parent process of the adapter. Its children run code of the test instead of serving, and start fast because they
+do not import torch.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.SIGNALS)
 print("serving", os.getpid(), number, flush=True)
 {child}
 """
-# in short turns: a handler of Python runs after the sleep that its signal came just before
+# short sleeps: Python runs the handler of a signal that comes just before a sleep only after that sleep
 WAITS = "while True: time.sleep(0.05)"
-WRITTEN = "written = os.memfd_create('written')"  # a file of all children
+WRITTEN = "written = os.memfd_create('written')"  # a file that all children share
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -59,7 +59,7 @@ def start() -> Iterator[Start]:
 
 
 def serving(process: subprocess.Popen[str]) -> int:
-    """The process that serves next."""
+    """Return the id of the next process that serves."""
     return int(line_with("serving", process).split()[1])
 
 
@@ -144,7 +144,7 @@ def test_a_process_with_threads_serves_itself_and_says_so(start: Start) -> None:
 
 
 def test_orphans_are_reaped(start: Start, tmp_path: Path) -> None:
-    """In a container the parent is process 1: the children of a dead child become its own."""
+    """In a container the parent is process 1: the children of a dead child become its children."""
     child = f"""
     if not os.path.exists({str(tmp_path / "left")!r}):
         open({str(tmp_path / "left")!r}, "w").close()
@@ -159,7 +159,7 @@ def test_orphans_are_reaped(start: Start, tmp_path: Path) -> None:
 
 
 def test_each_of_several_children_is_replaced_alone(start: Start) -> None:
-    """The child that lives longest goes on while its sibling dies; the parent ends when both have drained."""
+    """A child goes on while its sibling dies and is replaced. The parent ends when both have drained."""
     child = """
     if number == 0:
         while not os.path.exists(marker + " of the sibling"):

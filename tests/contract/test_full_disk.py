@@ -1,4 +1,4 @@
-"""An adapter where no temporary file can be written, as in a container with a read-only root and a full volume."""
+"""An adapter that can write no temporary file, as in a container with a read-only root and a full volume."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Live collections, each store by the same cases: a second vector for each row while an application writes, the switch,
-the way back, and what is left of it. The engines are those of test_sinks.
+"""Live collections, with the same cases for each database: a second vector for each row while an application writes,
+the switch, the way back, and the clean-up. The database servers are those of test_sinks.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ pytestmark = [pytest.mark.xdist_group("sinks"), pytest.mark.timeout(300)]
 
 
 def vector_of(text: str | None, side: Side, widths: dict[Side, int] = WIDTHS) -> list[float]:
-    """The vector that the model of a side makes of a text."""
+    """Return the vector that the model of a side makes of a text."""
     seed = int.from_bytes(hashlib.sha256(f"{side} {text}".encode()).digest()[:8], "big")
     return [float(value) for value in np.random.default_rng(seed).standard_normal(widths[side], dtype=np.float32)]
 
 
 def as_written(vector: list[float], output: Output) -> Vector:
-    """A vector as one of another kind with the same numbers: all indices of a sparse one, one token."""
+    """Return the numbers as a vector of an output: sparse with all indices, multivector with one token."""
     numbers = np.array(vector, np.float32)
     if output == "sparse":
         return SparseRow.from_arrays(np.arange(len(vector)), numbers)
@@ -113,7 +113,7 @@ def source(application: Application, **changes: Any) -> LiveSource:
 
 @dataclass
 class Migrator:
-    """A migration by models that are functions."""
+    """A migration whose models are functions."""
 
     live: LiveCollection
     widths: dict[Side, int] = field(default_factory=lambda: dict(WIDTHS))
@@ -122,7 +122,7 @@ class Migrator:
     output: Output = "dense"
 
     async def scan(self, side: Side) -> int:
-        """Rows that were embedded."""
+        """Embed the pending rows and return how many were embedded."""
         self.embedded = self.gaps = 0
         async for page in self.live.pending(side):
             rows, texts, without = [], [], []
@@ -157,7 +157,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 async def begun(application: Application, migrator: Migrator, count: int) -> None:
-    """An index in use, and the place for new vectors."""
+    """Create an index in use, and the place for new vectors."""
     await application.create(migrator.widths["old"])
     texts = {str(number): f"text {number}" for number in range(count)}
     await application.write({key: (text, vector_of(text, "old", migrator.widths)) for key, text in texts.items()})
@@ -238,9 +238,9 @@ async def test_rows_without_a_text_stay_without_a_vector_and_are_counted_by_each
 async def test_switch_and_way_back_keep_each_vector_that_still_stands_for_its_text(
     application: Application, migrator: Migrator, widths: dict[Side, int]
 ) -> None:
-    """After the switch a writer still has vectors of the old model, where the widths allow that; others write new ones.
-    Result: the rows are pending. Back: untouched rows have the very vectors from before, the others new ones of the old
-    model. Forward again and clean up: nothing is left but the new vectors.
+    """After the switch, rows that writers write are pending. The vectors that they write are of the old model where the
+    widths are equal. After the way back, untouched rows have exactly their vectors from before, and the others have new
+    vectors of the old model. After the second switch and the clean-up only new vectors are left.
     """
     migrator.widths = widths
     await begun(application, migrator, 300)
@@ -297,8 +297,8 @@ async def test_switch_and_way_back_keep_each_vector_that_still_stands_for_its_te
 async def test_writes_between_the_last_scan_and_the_switch_are_taken_over_unless_later_ones_follow(
     application: Application, migrator: Migrator
 ) -> None:
-    """The application writes after the last scan, and again after the switch. Result: the latest write of each row
-    stays, deleted rows do not come back, and each vector is that of the row's text. The same on the way back.
+    """The application writes after the last scan, and again after the switch. The latest write of each row stays,
+    deleted rows do not come back, and each vector is that of the row's text. The way back does the same.
     """
     await begun(application, migrator, 40)
     await migrator.scan("new")
@@ -337,7 +337,7 @@ async def test_writes_between_the_last_scan_and_the_switch_are_taken_over_unless
     assert await migrator.scan("old") == 0
     back = await application.stored_rows()
     assert back.keys() == stored_rows.keys() - {"1", "77", "10"} | {"90"}
-    # vectors that the application itself has left beside another text, or none
+    # vectors that the application itself left beside another text, or beside no text
     own = {"78": "image", "5": "text 5"} if isinstance(application, Points) else {}
     for row_id, (text, vector) in back.items():
         if text is None and not own:
@@ -573,7 +573,7 @@ async def test_vectors_of_another_model_are_never_taken_for_those_of_this_one(ta
 
 @pytest.mark.parametrize("kind", ["vector", "halfvec"])
 async def test_indexes_are_built_as_the_old_ones_are_and_stay_through_the_switch(table: Table, kind: str) -> None:
-    """One that was left invalid is built again."""
+    """An index that was left invalid is built again."""
     await table.run(
         f'CREATE TABLE "{table.collection}" (number bigint PRIMARY KEY, body text, embedding {kind}(16) NOT NULL)'
     )
@@ -672,7 +672,7 @@ async def test_rows_that_a_writer_has_locked_are_written_by_a_later_scan(table: 
 
 
 async def test_a_change_of_the_table_does_not_wait_behind_a_long_transaction(table: Table) -> None:
-    """A reader holds the table. Result: the change gives up its lock after a moment, and works when the reader ends."""
+    """While a reader holds the table, the change gives up its wait for the lock. It succeeds when the reader ends."""
     migrator = Migrator(opened_live(table.url, "SINK", source(table), RetryPolicy(60.0, tries=30, pause_s=0.1)))
     await begun(table, migrator, 5)
     await migrator.scan("new")
@@ -737,7 +737,7 @@ async def test_a_collection_without_an_alias_or_with_rests_of_a_migration_is_ref
 
 
 async def test_two_commands_at_once_do_not_write_over_what_is_in_use(points: Points) -> None:
-    """One switches while the other one has read a page. Result: the other one is refused before it writes."""
+    """A command that read a page before another command switched is refused before it writes."""
     first = Migrator(opened_live(points.url, "SINK", source(points), QUICK))
     await begun(points, first, 10)
     second = Migrator(opened_live(points.url, "SINK", source(points), QUICK))

@@ -1,8 +1,5 @@
-"""The memory monitor of a real adapter process: it drops a model under pressure that rises after the last load, with a
-batch and with a ping that permit it.
-
-models loaded ──► a limit on data is set from outside ──► a request that may drop one of them ──► it goes, the others
-stay, and the reply names it
+"""The memory monitor of a real adapter process. After the models are loaded, a limit on the data of the process is set
+from outside. The next batch or ping that permits the unload of a model unloads it, and its reply names the model.
 """
 
 from __future__ import annotations
@@ -25,10 +22,10 @@ from sie_contracts.wire.messages import Ok
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prlimit and /proc are Linux's")
 MODELS = ("idle", "other", "busy")
 THRESHOLD_PERCENT = 80
-PRESSURES_PERCENT = (85, 88, 91, 94)  # of which a part may be free in the allocator, and does not count
+PRESSURES_PERCENT = (85, 88, 91, 94)  # the monitor does not count the part that is free in the allocator
 REASON = f"above {THRESHOLD_PERCENT} %"
 DROPPED_WITHIN_S = 15.0  # at each pressure
-# one arena: memory that is free in another one counts as not used
+# one arena: memory that is free in another arena would count as not used
 ENVIRON = {"SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT": str(THRESHOLD_PERCENT), "MALLOC_ARENA_MAX": "1"}
 
 
@@ -38,7 +35,7 @@ def loaded(client: Client) -> list[str]:
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapter]:
-    """With a model that each test may drop, and `busy`. A batch has run on each, so that the heap has grown."""
+    """An adapter with a model for each test to unload. A batch has run on each model, because it grows the heap."""
     folder = tmp_path_factory.mktemp("monitor")
     with running(folder / "a.sock", **ENVIRON) as process:
         with process.connect() as client:
@@ -57,8 +54,8 @@ def client(adapter: Adapter) -> Iterator[Client]:
 
 
 def press(adapter: Adapter, percent: int) -> None:
-    """Limit the data of the process so that what it holds now is `percent` of it. The rest is left to the batch. A
-    limit is never raised: that needs privileges.
+    """Limit the data of the process so that its data of now is `percent` of the limit. A batch may use the rest. The
+    limit is never raised, because that needs privileges.
     """
     status = Path(f"/proc/{adapter.process.pid}/status").read_text()
     held_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData"))
@@ -69,14 +66,14 @@ def press(adapter: Adapter, percent: int) -> None:
 
 
 def assert_dropped(adapter: Adapter, client: Client, model: str, look: Callable[[], Sequence[str]]) -> None:
-    """`look` drops `model` under pressure, at the latest where that is highest, and the others stay."""
+    """Assert that `look` drops `model` at one of the pressures, and that the other models stay."""
     rest = [name for name in loaded(client) if name != model]
     dropped_names: tuple[str, ...] = ()
     for percent in PRESSURES_PERCENT:
         press(adapter, percent)
         assert client.ask(ipc.Ping()).dropped == (), "nothing goes without a permission"
         until_s = time.monotonic() + DROPPED_WITHIN_S
-        while not dropped_names and time.monotonic() < until_s:  # memory is looked at once a second
+        while not dropped_names and time.monotonic() < until_s:  # the monitor reads the memory once a second
             dropped_names = tuple(look())
         if dropped_names:
             break

@@ -52,7 +52,7 @@ def default_of(field: msgspec.structs.FieldInfo) -> Any:
 
 
 def structs_in(value: Any) -> Iterator[msgspec.Struct]:
-    """All structs of a message, at any depth."""
+    """Yield all structs of a message, at any depth."""
     if isinstance(value, msgspec.Struct):
         yield value
         for name in value.__struct_fields__:
@@ -73,7 +73,7 @@ def test_a_message_is_read_as_it_was_written(name: str) -> None:
 
 
 def test_every_field_of_every_message_is_set_in_an_example() -> None:
-    """A field that holds its default would not be in the bytes, and nothing would be proven of it."""
+    """A field with its default value is not in the bytes, so an example with it tests nothing."""
     set_fields, unset = set(), set()
     for struct in (part for example in EXAMPLES.values() for part in structs_in(example)):
         for field in msgspec.structs.fields(struct):

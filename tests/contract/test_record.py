@@ -49,7 +49,7 @@ class Site(abc.ABC):
 
     @abc.abstractmethod
     async def restart(self) -> None:
-        """All connections are lost and come back; the buckets are gone."""
+        """Restart the broker: all connections are lost and come back, and the buckets are gone."""
 
     async def close(self) -> None:
         for connection in self.connections:
@@ -103,7 +103,7 @@ async def nats(tmp_path: Path) -> AsyncIterator[NatsSite]:
 
 
 class Owner:
-    """Owner of a record, with its values by key."""
+    """The owner of a record, with the values of the record by key."""
 
     def __init__(self, bucket: RecordBucket, *, drops_unreadable: bool = False) -> None:
         self.sizes: dict[str, int] = {}
@@ -125,7 +125,7 @@ class Owner:
         await until(lambda: self.sizes == sizes, f"{sizes}, at last {self.sizes}", WAIT_S)
 
     async def follow(self) -> None:
-        """Until it has worked, as an owner's task does."""
+        """Follow the record, again after each error, as the task of an owner does."""
         async with asyncio.timeout(WAIT_S):
             while self.record.is_stale:
                 try:
@@ -153,9 +153,7 @@ async def test_values_that_are_there_and_those_that_come_are_told(site: Site) ->
 
 
 async def test_a_bucket_that_was_lost_with_its_broker_is_made_anew_and_followed(site: Site) -> None:
-    """Revisions begin again: values of the new bucket count although theirs are lower, those of the old one are
-    gone.
-    """
+    """The values of the new bucket replace those of the old one, although their revisions are lower."""
     writer = await site.bucket()
     for size in range(5):
         await writer.write([thing("a", size), thing("old", size)])
@@ -177,7 +175,7 @@ async def test_a_bucket_that_was_lost_with_its_broker_is_made_anew_and_followed(
 
 
 async def test_a_reconnect_while_a_bucket_is_read_makes_the_record_stale(site: Site) -> None:
-    """The values may be of two buckets, so they are read again."""
+    """The values may come from two buckets, so the record reads them again."""
     owner = Owner(await site.bucket())
 
     async def read(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
@@ -220,7 +218,7 @@ async def test_only_keys_that_are_wanted_are_decoded(site: Site, caplog: pytest.
 
 
 async def test_a_watch_that_brings_lower_revisions_makes_the_record_stale(nats: NatsSite) -> None:
-    """The bucket was removed and made anew by somebody else, and no connection was lost."""
+    """Another process removes the bucket and creates it anew, and no connection is lost."""
     writer = await nats.bucket()
     for size in range(5):
         await writer.write([thing("a", size), thing("old", size)])
@@ -263,7 +261,7 @@ async def test_a_change_to_an_equal_value_writes_nothing(site: Site) -> None:
 async def test_an_entry_that_cannot_be_decoded_does_not_stop_the_rest(
     site: Site, drops: bool, left: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged and left as it is: `change` raises instead of overwriting it."""
+    """The entry is logged and not overwritten: `change` raises an error."""
     writer = await site.bucket()
     await writer.write([thing("a", 1), thing("b", 2)])
     owner = Owner(await site.bucket(), drops_unreadable=drops)

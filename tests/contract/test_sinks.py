@@ -1,5 +1,5 @@
-"""Vector databases that jobs write to, each by the same cases: PostgreSQL with pgvector, Qdrant's engine behind the
-routes of tests/qdrant_server.py, and LanceDB in a folder.
+"""Vector databases that jobs write to, with the same cases for each: PostgreSQL with pgvector, Qdrant's engine behind
+the routes of tests/qdrant_server.py, and LanceDB in a folder.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ DATABASES: dict[str, tuple[str, Callable[[Any], Database]]] = {
 
 @pytest.fixture(params=DATABASES)
 def database(request: pytest.FixtureRequest) -> Database:
-    """One server for all tests of this file."""
+    """A database on the server that all tests of this file share."""
     fixture, open_database = DATABASES[request.param]
     return open_database(request.getfixturevalue(fixture))
 
@@ -105,7 +105,7 @@ def collection() -> str:
 
 
 async def has(database: Database, collection: str, expected: SinkRows) -> None:
-    """Exactly these rows, each once, and each the nearest one of its own vector."""
+    """Assert that a collection has exactly these rows, and that three of them are the nearest row of their vector."""
     stored_rows = await database.found(collection)
     assert stored_rows.keys() == set(expected.ids)
     for row_id, vector, payload in zip(expected.ids, expected.vectors, expected.payloads, strict=True):
@@ -154,13 +154,13 @@ async def test_a_search_returns_the_nearest_rows_and_changes_nothing(
     assert np.allclose([hit.score for hit in hits], similarities[order], atol=1e-5)
     assert [hit.payload for hit in hits] == [stored.payloads[number] for number in order]
     await has(database, collection, stored)
-    # by a sink that has prepared nothing
+    # a sink that has prepared no collection can search
     reader = opened(database.url, "SIE_JOBS_SINKS", QUICK)
     try:
         assert [hit.id for hit in await reader.search(collection, query, 1)] == [stored.ids[7]]
         with pytest.raises(CollectionMismatch):
             await reader.search(collection, query[: DIMS - 1], 1)
-        for _ in range(2):  # the first search does not make it
+        for _ in range(2):  # the first search does not create the collection
             with pytest.raises(CollectionMissing):
                 await reader.search(f"{collection}-missing", query, 1)
         with pytest.raises(CollectionRefused):
@@ -227,7 +227,7 @@ async def test_any_text_is_kept_as_it_is(sink: Sink, database: Database, collect
 
 
 async def test_payloads_of_a_megabyte(sink: Sink, database: Database, collection: str) -> None:
-    """More of them than one request to Qdrant takes."""
+    """The payloads are larger together than one request to Qdrant may be."""
     await sink.prepare(collection, {"dense": DIMS}, {})
     plain = rows(0, 40)
     sink_rows = SinkRows(
@@ -311,7 +311,7 @@ async def test_a_name_that_is_more_than_a_name_is_refused(sink: Sink, name: str)
 
 @pytest.mark.parametrize("name", ["select", "sie_rows", "Upper-Case", "0", "pg_class", "a" * 63])
 async def test_a_name_is_never_a_word_of_the_database(sink: Sink, database: Database, name: str) -> None:
-    """`pg_class` names a table of PostgreSQL's own, which is another one than is wanted."""
+    """`pg_class` is a table of PostgreSQL itself, so its shape is refused."""
     if name == "pg_class" and isinstance(database, Postgres):
         with pytest.raises(CollectionMismatch):
             await sink.prepare(name, {"dense": DIMS}, {})
@@ -346,7 +346,7 @@ async def test_rows_that_no_database_keeps_are_refused_without_their_contents(
 async def test_what_only_the_server_refuses_is_told_without_contents(
     postgres: PostgresServer, qdrant: QdrantServer, collection: str
 ) -> None:
-    """An id that is longer than an index takes, and a point of more than Qdrant reads at once."""
+    """The id is too long for an index of PostgreSQL, and the point is too large for a request to Qdrant."""
     row = rows(0, 1)
     long_id = "".join(f"private{number}" for number in range(5000))
     for url, refused in (
@@ -397,7 +397,7 @@ async def finished(process: subprocess.Popen[str]) -> None:
 
 
 async def test_a_writer_that_was_killed_in_the_middle_is_run_again(database: Database, collection: str) -> None:
-    """It is killed after some of its calls. It runs again, whole. Each row is there once."""
+    """A writer is killed after some of its calls and runs again from the start. Each row is stored once."""
     first = writer(database.url, collection, 1000, 50)
     assert await said(first) == "prepared"
     for call in range(4):
@@ -407,7 +407,7 @@ async def test_a_writer_that_was_killed_in_the_middle_is_run_again(database: Dat
     second = writer(database.url, collection, 12, 50)
     await finished(second)
     stored_rows = await database.found(collection)
-    assert set(rows(0, 600).ids) <= stored_rows.keys()  # those of calls that the first one began after what it said
+    assert set(rows(0, 600).ids) <= stored_rows.keys()  # the first writer may have begun calls that it did not report
     third = writer(database.url, collection, 12, 50)
     await finished(third)
     assert await database.found(collection) == stored_rows
@@ -422,12 +422,12 @@ async def becomes(watcher: asyncpg.Connection, count: str, expected: int) -> Non
 async def test_a_call_to_postgresql_is_carried_out_whole_or_not_at_all(
     postgres: PostgresServer, collection: str
 ) -> None:
-    """A table is locked. A writer has sent its rows and waits for the lock. It is killed. Nothing of the call is there,
-    also when the lock is gone. It runs again.
+    """A writer sends its rows to a locked table and is killed while it waits for the lock. No row of the call is
+    stored, even after the lock is released. A second run stores all rows.
     """
     database = Postgres(postgres)
     await opened(database.url, "SINK", QUICK).prepare(collection, {"dense": DIMS}, {})
-    # what it sees of other processes is as it was when its transaction began: another connection looks at them
+    # the connection with the lock sees other processes as they were when its transaction began: another one looks
     locker, watcher = await asyncpg.connect(postgres.root_url), await asyncpg.connect(postgres.root_url)
     lock = locker.transaction()
     await lock.start()
@@ -447,7 +447,7 @@ async def test_a_call_to_postgresql_is_carried_out_whole_or_not_at_all(
 
 
 async def test_a_writer_to_qdrant_that_was_killed_between_two_requests_of_a_call(tmp_path: Path) -> None:
-    """The third request is carried out and never answered; then the writer is killed, and runs again."""
+    """The server carries out the third request but does not answer it. The writer is killed and runs again."""
     server = QdrantServer(tmp_path)
     try:
         server.start(hold=3)
@@ -464,8 +464,8 @@ async def test_a_writer_to_qdrant_that_was_killed_between_two_requests_of_a_call
 
 
 async def test_a_database_that_is_killed_and_started_again_is_waited_for(served: Served, collection: str) -> None:
-    """A writer writes. The server is killed. The writer asks again, until the server is back. All rows are there, those
-    that were answered before the kill too.
+    """The server is killed while a writer writes. The writer retries until the server is back, and all rows are stored,
+    including those that were answered before the kill.
     """
     sink = opened(served.url, "SINK", LONG)
     await sink.prepare(collection, {"dense": DIMS}, {})
@@ -563,7 +563,7 @@ OUTPUTS: list[tuple[str, Widths]] = [
 
 
 def more_rows(widths: Widths) -> SinkRows:
-    """Three rows with vectors of some outputs; the last one has two tokens, the others one."""
+    """Return three rows with vectors of some outputs. The multivector of the last row has two tokens, the others one."""
     plain = rows(0, 3)
     sparse = [SparseRow.from_arrays(np.array([90, 7, number]), np.array([0.5, 0.0, 2.0])) for number in range(3)]
     multivectors = [np.eye(4, dtype=np.float32)[: 1 + number // 2] for number in range(3)]
@@ -673,7 +673,7 @@ async def test_a_table_of_lancedb_that_no_job_created_is_refused(
 
 @pytest.mark.parametrize("version", [16, 18])
 async def test_the_extension_is_created_where_the_user_may_and_else_asked_for(version: int) -> None:
-    """An extension in a schema of its own is detected there."""
+    """An extension in a schema of its own is found."""
     server = PostgresServer(version)
     try:
         await server.start()

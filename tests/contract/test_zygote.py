@@ -1,4 +1,4 @@
-"""A process that is forked is the process that its command would have started."""
+"""A forked process behaves as the process that its command would have started."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_signal_ends_it_and_is_its_status(tmp_path: Path) -> None:
 
 
 def test_it_ends_with_the_tests_that_started_it(tmp_path: Path) -> None:
-    """Also when they are killed: nobody is left to end it."""
+    """The forked process ends also when the tests are killed and cannot stop it."""
     code = (
         "import sys, os; sys.path.insert(0, sys.argv[1]); from zygote import Forked; from cluster import SIE\n"
         "forked = Forked('sie', [SIE, 'config', '--port', sys.argv[2]], os.environ)\n"

@@ -27,7 +27,7 @@ async def harness(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
 
 @pytest.fixture
 async def nats(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[NatsHarness]]]:
-    """Starts nats-servers with options of the test's own."""
+    """Start nats-servers with options of the test."""
     started: list[NatsHarness] = []
 
     async def start(**options: Any) -> NatsHarness:
@@ -42,7 +42,7 @@ async def nats(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[NatsHarn
 
 @pytest.fixture
 async def broker(harness: Harness) -> Broker:
-    """A connection with the work stream in place."""
+    """A connection to a broker that has the work stream."""
     connection = await harness.connect()
     await connection.ensure_stream(STREAM, owner=True)
     return connection

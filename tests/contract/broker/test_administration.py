@@ -1,4 +1,4 @@
-"""How every broker administers streams and consumers. Each test runs in memory and at a real nats-server."""
+"""Administration of streams and consumers by every broker. Each test runs in memory and at a real nats-server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sie_contracts.wire.topology import TOPOLOGY_VERSION, dead_letter_stream
 
 
 async def test_the_owner_creates_and_everybody_else_compares(harness: Harness) -> None:
-    """In either order there is one stream or a named refusal, and a refusal changes nothing."""
+    """A process that does not own a stream cannot create it, and settings that differ are refused without a change."""
     gateway, sidecar = await harness.connect("gateway"), await harness.connect("sidecar")
     with pytest.raises(BrokerError, match=STREAM.name):
         await sidecar.ensure_stream(STREAM, owner=False)
@@ -37,8 +37,8 @@ async def test_the_owner_creates_and_everybody_else_compares(harness: Harness) -
 
 
 async def test_a_newer_topology_is_applied_by_the_owner_only(harness: Harness) -> None:
-    """Messages stay; what the broker cannot change in place is refused by name; an older one is refused from
-    then on.
+    """The update keeps all messages. A field that the broker cannot change in place is refused by its name. After the
+    update, an older topology is refused.
     """
     broker = await harness.connect()
     await broker.ensure_stream(STREAM, owner=True)
@@ -59,7 +59,7 @@ async def test_a_newer_topology_is_applied_by_the_owner_only(harness: Harness) -
 
 
 async def test_a_durable_is_compared_and_updated_from_an_older_topology_only(broker: Broker) -> None:
-    """A mismatch names the field and keeps the delivery state."""
+    """A refusal names the field, and the consumer keeps its delivery state."""
     spec = consumer_of("a", ack_wait_s=20.0)
     box, pulls = await pulling(broker, spec, published=2, wanted=1)
     (first,) = await box.fill(1)
@@ -80,8 +80,8 @@ async def test_a_durable_is_compared_and_updated_from_an_older_topology_only(bro
 
 
 async def test_consumers_are_listed_and_watched(broker: Broker, harness: Harness) -> None:
-    """A deleted durable takes its leases along; its successor delivers what was left, and acks of the old leases
-    are void.
+    """The leases of a deleted durable end with it. A new durable of the same name delivers the messages that are left,
+    and acks of the old leases have no effect.
     """
     events: Box[tuple[str, bool]] = Box()
 
@@ -118,8 +118,8 @@ async def test_consumers_are_listed_and_watched(broker: Broker, harness: Harness
 
 
 async def test_a_stream_is_removed_with_all_that_is_in_it_and_made_anew_is_another_one(broker: Broker) -> None:
-    """Work that is leased then is nobody's: its ack is void, and what has its sequence later stays. Open pulls find the
-    new stream.
+    """The ack of a message from the removed stream has no effect: the message with the same sequence in the new stream
+    stays. Open pulls find the new stream.
     """
     before = await broker.ensure_stream(STREAM, owner=True)
     await broker.ensure_consumer(consumer_of("m"))
@@ -171,7 +171,7 @@ async def test_states_of_consumers_are_told(broker: Broker) -> None:
 
 
 async def test_an_update_that_would_drop_messages_waits_until_they_are_done(harness: Harness) -> None:
-    """A broker that is told a lower limit per subject drops what is above it, also where it discards the new."""
+    """A broker drops messages above a lowered limit per subject, even in a stream that discards new messages."""
     broker = await harness.connect()
     await broker.ensure_stream(STREAM, owner=True)
     sequences = await publish(broker, "a", 100)

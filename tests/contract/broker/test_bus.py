@@ -12,7 +12,7 @@ from sie_broker import BrokerUnavailable, CoreMessage, NoResponder
 
 
 async def test_a_request_is_confirmed_by_whoever_listens(harness: Harness) -> None:
-    """One of a queue group answers; without a listener the request fails at once, not at its time-out."""
+    """One member of a queue group answers. Without a listener the request fails at once, not at its time-out."""
     caller, worker = await harness.connect("caller"), await harness.connect("worker")
     handled: Box[CoreMessage] = Box()
 
@@ -43,8 +43,8 @@ async def test_a_listener_that_never_answers_ends_in_a_time_out(harness: Harness
 
 
 async def test_messages_of_a_subscription_are_handled_one_by_one_and_survive_failures(harness: Harness) -> None:
-    """A stalled handler loses nothing; one that raises, or awaits something cancelled, costs only its own
-    message.
+    """No message is lost while a handler stalls. A handler that raises, or awaits a cancelled future, fails only for
+    its own message.
     """
     sender, receiver = await harness.connect("sender"), await harness.connect("receiver")
     box: Box[bytes] = Box()
@@ -79,7 +79,7 @@ async def test_messages_of_a_subscription_are_handled_one_by_one_and_survive_fai
 
 @pytest.mark.parametrize("limit", [{"held_messages": 10}, {"held_bytes": 10_100}])
 async def test_what_a_full_subscription_drops_is_told_with_its_subject(harness: Harness, limit: dict[str, int]) -> None:
-    """Ten of a kilobyte wait for a handler that holds one more; the connection goes on."""
+    """Ten messages of a kilobyte wait while the handler holds one more. The connection stays open."""
     sender, receiver = await harness.connect("sender"), await harness.connect("receiver")
     box: Box[str] = Box()
     dropped: list[str] = []

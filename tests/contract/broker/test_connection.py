@@ -21,7 +21,7 @@ INFO = {
 
 
 async def test_an_attempt_that_the_deadline_cuts_short_does_not_hide_what_the_broker_said_before() -> None:
-    """A broker that refuses the credentials; the same, too busy to say anything."""
+    """The broker refuses the credentials at the first attempt and does not answer the later ones."""
     attempts = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

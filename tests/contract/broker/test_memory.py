@@ -1,4 +1,4 @@
-"""Promises of the broker in memory alone."""
+"""Promises that only the broker in memory makes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_the_broker_in_memory_obeys_a_clock_of_the_test() -> None:
 
 
 async def test_the_broker_in_memory_loses_answers_and_streams_on_demand() -> None:
-    """The publish happened, its publisher does not know, and repeating it is safe."""
+    """A message whose acknowledgement was lost is stored, and a second publish is answered as a duplicate."""
     server = MemoryServer()
     broker = server.connect("test")
     created = (await broker.ensure_stream(STREAM, owner=True)).created

@@ -1,4 +1,4 @@
-"""Promises of the broker over NATS alone."""
+"""Promises that only the broker over NATS makes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sie_broker.nats.jetstream import WORK_EXPIRES_S
 
 
 async def connections(harness: NatsHarness) -> int:
-    """How many connections the server ever had."""
+    """Return the number of connections that the server has ever accepted."""
 
     def read() -> int:
         with urllib.request.urlopen(f"{harness.server.monitor_url}/varz", timeout=5) as answer:
@@ -34,7 +34,7 @@ async def connections(harness: NatsHarness) -> int:
 
 
 async def test_a_reachable_broker_is_required_to_connect(caplog: pytest.LogCaptureFixture) -> None:
-    """Refused within the time-out, and the credentials of the URL are in no log and no error."""
+    """The attempt fails within the time-out, and no log and no error has the credentials of the URL."""
     with caplog.at_level(logging.DEBUG), pytest.raises(BrokerUnavailable) as refusal:
         await connect(f"nats://user:canary@127.0.0.1:{free_port()}", name="test", timeout_s=0.5)
     assert "canary" not in caplog.text + str(refusal.value)
@@ -47,7 +47,7 @@ async def test_a_reachable_broker_is_required_to_connect(caplog: pytest.LogCaptu
 async def test_credentials_of_the_url_are_used(
     nats: Callable[..., Awaitable[NatsHarness]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Percent-encoded as in any URL; a refusal by the broker names itself."""
+    """The password is percent-encoded, as in any URL. The error after a refusal names the authorization."""
     with caplog.at_level(logging.DEBUG):
         server = (await nats(extra='authorization { users: [{user: "gateway", password: "p@ss:canary"}] }')).server
         address = server.url.removeprefix("nats://")
@@ -60,7 +60,7 @@ async def test_credentials_of_the_url_are_used(
 
 
 async def test_closing_does_not_wait_for_a_silent_broker(nats: Callable[..., Awaitable[NatsHarness]]) -> None:
-    """More is buffered than the socket takes and nobody reads it; the process still ends."""
+    """Closing ends although the buffer holds more than the socket takes and the server reads nothing."""
     harness = await nats()
     broker = await harness.connect()
     harness.server.pause()
@@ -74,9 +74,7 @@ async def test_closing_does_not_wait_for_a_silent_broker(nats: Callable[..., Awa
 async def test_a_limit_of_the_broker_is_read_and_the_connection_kept(
     nats: Callable[..., Awaitable[NatsHarness]],
 ) -> None:
-    """A broker with 64 KiB per message, headers included; the number of connections it ever saw
-    does not change.
-    """
+    """The broker takes 64 KiB per message, headers included. A refused message opens no new connection."""
     harness = await nats(max_payload=65536)
     broker = await harness.connect()
     assert broker.max_payload == 65536
@@ -90,8 +88,8 @@ async def test_a_limit_of_the_broker_is_read_and_the_connection_kept(
 
 
 async def test_a_broker_in_memory_storage_is_noticed_to_be_new(nats: Callable[..., Awaitable[NatsHarness]]) -> None:
-    """`created` changes when a restart lost the stream; a watch begins anew with the bucket that replaced its
-    own.
+    """`created` changes when a restart lost the stream. A watch begins anew with the bucket that replaces the lost
+    one.
     """
     spec = dataclasses.replace(STREAM, storage="memory")
     box: Box[Entry] = Box()
@@ -120,9 +118,9 @@ async def test_a_broker_in_memory_storage_is_noticed_to_be_new(nats: Callable[..
 async def test_a_broker_that_falls_silent_is_left_and_found_again(
     nats: Callable[..., Awaitable[NatsHarness]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server stops answering with every connection open, more is sent than the socket takes, the connection counts
-    as lost after two pings, the server goes on, what it hands to pulls of the lost connection comes again after the
-    ack wait.
+    """The server stops answering but keeps its connections open, and the client sends more than the socket takes. After
+    two pings without an answer the connection counts as lost. When the server goes on, a message that it hands to a
+    pull of the lost connection is delivered again after the ack wait.
     """
     monkeypatch.setattr("sie_broker.nats.connection.PING_S", 0.5)
     spec = consumer_of("a", ack_wait_s=1.0)
@@ -147,7 +145,9 @@ async def test_a_broker_that_falls_silent_is_left_and_found_again(
 
 
 async def test_a_durable_of_an_earlier_topology_keeps_its_files(nats: Callable[..., Awaitable[NatsHarness]]) -> None:
-    """The broker refuses to change that in place, and it decides which leases outlive a broker, not who gets what."""
+    """The broker cannot change `mem_storage` in place, so `ensure_consumer` leaves the old value. The value decides
+    only which leases survive a restart of the broker, not which worker gets a message.
+    """
     harness = await nats()
     broker = await harness.connect()
     assert isinstance(broker, NatsBroker)
@@ -169,9 +169,7 @@ async def test_a_durable_of_an_earlier_topology_keeps_its_files(nats: Callable[.
 async def test_a_watch_whose_reader_brings_nothing_looks_for_itself(
     nats: Callable[..., Awaitable[NatsHarness]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The broker's messages are lost on the way, for ever and without an error; the watch compares revisions and reads
-    again.
-    """
+    """A subscription that silently ended brings no more messages. The watch compares revisions and reads again."""
     harness = await nats()
     broker = await harness.connect()
     bucket = await broker.key_value("things")
@@ -187,8 +185,8 @@ async def test_a_watch_whose_reader_brings_nothing_looks_for_itself(
 
 
 def test_the_client_library_is_one_that_this_suite_has_seen() -> None:
-    """The broker works around faults of this version and uses seams that are not promised; look at both before this
-    line changes.
+    """`sie_broker.nats` works around faults of this version and uses private interfaces of it. Check both before you
+    change this line.
     """
     assert importlib.metadata.version("nats-py").startswith("2.16.")
 
@@ -215,16 +213,17 @@ def test_facts_of_a_delivery_are_read_from_both_forms_of_its_ack_subject() -> No
 async def test_a_holder_that_stopped_takes_work_until_its_pulls_expire_and_none_of_it_twice(
     nats: Callable[..., Awaitable[NatsHarness]],
 ) -> None:
-    """Two holders have credit for all; the network to one swallows everything, as if it were stopped; messages come for
-    three times as long as its pulls last; those after its pulls are the other's at once, and those before are the
-    other's after the ack wait, as their second delivery.
+    """Two holders have credit for all messages, and the network swallows every byte of one of them. Messages are
+    published for three times as long as a pull lasts. The broker delivers some of the first to the stopped holder, and
+    after the ack wait to the other one, as their second delivery. Messages after the pulls have expired reach the other
+    holder at once.
     """
     harness = await nats()
     broker = await harness.connect()
     await broker.ensure_stream(STREAM, owner=True)
     spec, step_s, sent = consumer_of("a", ack_wait_s=3.0), 0.02, 0
     await broker.ensure_consumer(spec)
-    got: dict[int, tuple[float, int]] = {}  # by message: seconds after it was sent, and which delivery it was
+    got: dict[int, tuple[float, int]] = {}  # by message: seconds after it was sent, and the number of the delivery
     sent_s: dict[int, float] = {}
     done: set[asyncio.Task[None]] = set()
 
@@ -256,7 +255,7 @@ async def test_a_holder_that_stopped_takes_work_until_its_pulls_expire_and_none_
         assert max(sent_s[number] for number in repeats) - began_s < 2 * WORK_EXPIRES_S
         assert {delivered for _, delivered in got.values()} == {1, 2}
         at_once_s = sorted(after_s for after_s, delivered in got.values() if delivered == 1)
-        assert at_once_s[len(at_once_s) * 9 // 10] < 1.5  # the others may have met a machine that stood still
+        assert at_once_s[len(at_once_s) * 9 // 10] < 1.5  # a machine that stood still may have delayed the others
         await asyncio.gather(*done)
         await pulls.stop()
         await stopped.close()
@@ -266,8 +265,8 @@ async def test_a_holder_that_stopped_takes_work_until_its_pulls_expire_and_none_
 async def test_no_reader_asks_for_more_than_a_connection_may_hold(
     nats: Callable[..., Awaitable[NatsHarness]], max_payload: int
 ) -> None:
-    """A bucket and a queue of 160 MiB, three buckets' readers and a watch at once over one connection: a server ends a
-    connection that has 64 MiB unsent, and this one stays.
+    """Four readers and a watch of a bucket of 160 MiB share one connection, which then pulls a queue of 160 MiB. A
+    server closes a connection for which it holds 64 MiB of unsent data, and this connection stays open.
     """
     harness = await nats(max_payload=max_payload)
     writer, reader = await harness.connect("writer"), await harness.connect("reader")
@@ -305,7 +304,7 @@ async def test_no_reader_asks_for_more_than_a_connection_may_hold(
 async def test_messages_above_the_bytes_of_a_pull_come_one_by_one(
     nats: Callable[..., Awaitable[NatsHarness]],
 ) -> None:
-    """A limit of the broker that was lowered below what is stored makes nothing unreadable."""
+    """Entries stay readable when the message limit of the broker is lowered below their size."""
     harness = await nats(max_payload=8 << 20)
     broker = await harness.connect()
     bucket = await broker.key_value("large")

@@ -25,7 +25,7 @@ from sie_contracts.wire.topology import ConsumerSpec
 
 
 async def test_a_published_message_is_stored_once_per_id(broker: Broker) -> None:
-    """A repeated publish is answered with the first one's sequence and says so."""
+    """A repeated publish is answered with the sequence of the first one and marked as a duplicate."""
     first = await broker.publish(subject_of("a"), b"work", "id-1")
     again = await broker.publish(subject_of("a"), b"work", "id-1")
     receipt = await broker.publish(subject_of("a"), b"work", "id-2")
@@ -82,7 +82,7 @@ async def test_publishing_where_no_stream_listens_is_unavailable_at_once(broker:
 
 
 async def test_a_message_above_the_limit_is_refused_without_harm_to_the_connection(broker: Broker) -> None:
-    """The limit is the one that the broker announces, and the refusal is typed."""
+    """The limit is the one that the broker announces, and the refusal has a type of its own."""
     with pytest.raises(PayloadTooBig):
         await broker.publish(subject_of("a"), bytes(broker.max_payload + 1), "1")
     with pytest.raises(PayloadTooBig):
@@ -96,7 +96,7 @@ async def test_a_message_above_the_limit_is_refused_without_harm_to_the_connecti
 
 
 async def test_pulls_deliver_no_more_than_wanted_and_in_order(broker: Broker) -> None:
-    """Credit is used up by deliveries, and what waits in the stream is not touched."""
+    """Deliveries use up the credit, and messages beyond it wait in the stream undelivered."""
     spec = consumer_of("a")
     box, pulls = await pulling(broker, spec, published=10, wanted=4)
     await box.fill(4)
@@ -119,7 +119,7 @@ async def test_pulls_deliver_no_more_than_wanted_and_in_order(broker: Broker) ->
 
 
 async def test_credit_is_topped_up_while_pulls_are_open(broker: Broker) -> None:
-    """Several open pulls of a consumer are filled in turns, and their sum is what was wanted."""
+    """Several open pulls of a consumer together deliver as many messages as were wanted."""
     spec = consumer_of("a")
     await broker.ensure_consumer(spec)
     box: Box[Delivery] = Box()
@@ -142,9 +142,7 @@ async def test_credit_is_topped_up_while_pulls_are_open(broker: Broker) -> None:
 
 
 async def test_a_handler_that_tops_up_itself_gets_everything_once(broker: Broker) -> None:
-    """The way of a scheduler: each delivery is acknowledged and asked for again, over several consumers at
-    once.
-    """
+    """The handler wants a new message for each delivery, as a scheduler does, for several consumers at once."""
     models = [f"m/{number}" for number in range(5)]
     for model in models:
         await broker.ensure_consumer(consumer_of(model))
@@ -188,7 +186,7 @@ async def test_an_ack_removes_the_message(broker: Broker) -> None:
 
 
 async def test_a_nak_delays_the_next_delivery(broker: Broker) -> None:
-    """The count grows by one, nothing limits it, and other messages are not held up."""
+    """The delivery count grows by one, and other messages are delivered meanwhile."""
     spec = consumer_of("a")
     box, pulls = await pulling(broker, spec, published=2, wanted=1)
     (first,) = await box.fill(1)
@@ -224,7 +222,7 @@ async def test_naks_without_delay_never_reach_a_delivery_limit(broker: Broker) -
 async def test_an_expired_lease_is_delivered_again_and_a_stale_ack_still_removes(
     broker: Broker, harness: Harness
 ) -> None:
-    """A holder falls silent, another connection gets the message, the first one's ack removes it."""
+    """A holder falls silent and another connection gets the message. The ack of the first holder removes it."""
     spec = consumer_of("a", ack_wait_s=0.5)
     await broker.ensure_consumer(spec)
     await publish(broker, "a", 1)
@@ -252,8 +250,8 @@ async def test_an_expired_lease_is_delivered_again_and_a_stale_ack_still_removes
 
 
 async def test_in_progress_extends_a_lease(broker: Broker) -> None:
-    """Refreshed for longer than the ack wait it is delivered once; left alone it is delivered again with a count of
-    2.
+    """A message that is refreshed for longer than the ack wait is delivered once. Without further refreshes it is
+    delivered again, with a count of 2.
     """
     spec = consumer_of("a", ack_wait_s=1.2)
     box, pulls = await pulling(broker, spec, published=1, wanted=1)
@@ -261,7 +259,7 @@ async def test_in_progress_extends_a_lease(broker: Broker) -> None:
     pulls.want(spec.name, 1)
 
     began_s = refreshed_s = time.monotonic()
-    # no further where the machine stood still: the lease may have lapsed
+    # the loop ends if the machine stood still, because the lease may have expired
     while len(box.items) == 1 and time.monotonic() < min(refreshed_s + 1.0, began_s + 1.4):
         refreshed_s = time.monotonic()
         await delivery.in_progress()
@@ -285,8 +283,8 @@ async def test_a_terminated_message_is_gone(broker: Broker) -> None:
 
 
 async def test_work_waits_for_its_consumer_and_is_shared_by_its_workers(broker: Broker, harness: Harness) -> None:
-    """Published first, then a consumer, then workers, each message to one of them; ensuring again changes
-    nothing.
+    """Messages are published and workers pull before the consumer exists. Each message then reaches one worker.
+    Ensuring the consumer again changes nothing.
     """
     await publish(broker, "a", 40)
     spec = consumer_of("a")
@@ -310,7 +308,7 @@ async def test_work_waits_for_its_consumer_and_is_shared_by_its_workers(broker: 
 
 
 async def test_overlapping_consumers_are_refused(broker: Broker) -> None:
-    """On creation, and as the update of a consumer whose topology is older."""
+    """The broker refuses an overlapping subject of a new consumer, and of an update from an older topology."""
     await broker.ensure_consumer(consumer_of("a"))
     with pytest.raises(BrokerError):
         await broker.ensure_consumer(ConsumerSpec(STREAM.name, "wide", f"sie.work.{LANE.pool}.>"))
@@ -325,7 +323,7 @@ async def test_overlapping_consumers_are_refused(broker: Broker) -> None:
 
 
 async def test_an_open_pull_outlives_its_expiry_and_lowering_takes_effect(broker: Broker, harness: Harness) -> None:
-    """After the broker's own expiry the next message is handed over at once, with a delivery count of 1."""
+    """After a pull has expired at the broker, the next message is delivered at once, with a delivery count of 1."""
     for model in ("a", "b"):
         await broker.ensure_consumer(consumer_of(model))
     box: Box[Delivery] = Box()
@@ -351,7 +349,7 @@ async def test_an_open_pull_outlives_its_expiry_and_lowering_takes_effect(broker
 
 @pytest.mark.serial
 async def test_handing_over_to_an_idle_pull_is_immediate(broker: Broker) -> None:
-    """200 cycles of an empty wait, then a publish; the hand-off p99 stays below 50 ms."""
+    """In 200 cycles of a pull that waits and then a publish, the p99 of the delivery time is below 50 ms."""
     spec = consumer_of("a")
     await broker.ensure_consumer(spec)
     box: Box[Delivery] = Box()
@@ -372,8 +370,8 @@ async def test_handing_over_to_an_idle_pull_is_immediate(broker: Broker) -> None
 
 
 async def test_stopping_pulls_loses_nothing(broker: Broker, harness: Harness) -> None:
-    """A worker pulls under load, stops, what it was given plus what the next one gets is everything, each once, long
-    before any lease ends.
+    """A worker stops its pulls eight times under load. Its deliveries and those of the next reader are all messages,
+    each once, long before any lease ends.
     """
     spec = consumer_of("a")
     await broker.ensure_consumer(spec)
@@ -404,13 +402,13 @@ async def test_stopping_pulls_loses_nothing(broker: Broker, harness: Harness) ->
     last.want(spec.name, 2000)
     deliveries = deliveries + await rest.fill(2000 - len(deliveries))
     assert sorted(delivery.sequence for delivery in deliveries) == list(range(1, 2001))
-    # what the broker finds no taker for on the way out it hands on at once, with a count of 2
+    # the broker delivers again at once, with a count of 2, a message whose pull ended while it was on its way
     assert sum(delivery.delivered - 1 for delivery in deliveries) < 10
     await last.stop()
 
 
 async def test_an_ack_before_close_arrives(broker: Broker, harness: Harness) -> None:
-    """Long before any lease ends."""
+    """All acks take effect long before any lease ends."""
     spec = consumer_of("a")
     await broker.ensure_consumer(spec)
     await publish(broker, "a", 200)

@@ -12,9 +12,9 @@ from sie_broker import Broker, BrokerUnavailable, CoreMessage, Delivery, Entry, 
 
 
 async def test_a_lost_broker_is_survived_with_everything_it_stored(broker: Broker, harness: Harness) -> None:
-    """Messages wait and are leased, one of them for the second time, the broker is killed, it is back, its consumers
-    are ensured again, as gateways do, and open pulls work within seconds, what was leased is delivered again: with its
-    counts by a broker that kept them, from one without, nothing is lost.
+    """The broker is killed while messages wait and others are leased, one of them for the second time. After its
+    restart the consumers are ensured again, as gateways do, and open pulls deliver within seconds. Leased messages are
+    delivered again, with higher counts if the broker kept the counts, else with a count of 1.
     """
     spec = consumer_of("a", ack_wait_s=2.0)
     idle = consumer_of("idle", ack_wait_s=2.0)
@@ -33,7 +33,7 @@ async def test_a_lost_broker_is_survived_with_everything_it_stored(broker: Broke
     pulls.want(spec.name, 5)
     leased = (await box.fill(6))[1:]
     again = [delivery.sequence for delivery in leased if delivery.delivered == 2]
-    assert again in ([], [1])  # the broker may serve what never went out before it hears of the nak
+    assert again in ([], [1])  # the broker may deliver new messages before the nak arrives
     await broker.flush(WAIT_S)
 
     await harness.crash()
@@ -67,8 +67,8 @@ async def test_a_lost_broker_is_survived_with_everything_it_stored(broker: Broke
 
 
 async def test_a_publish_with_a_lost_answer_is_stored_once_when_repeated(broker: Broker, harness: Harness) -> None:
-    """The broker dies under a hundred publishes in flight; each is answered or unavailable within its time, and
-    repeating is safe.
+    """The broker dies while a hundred publishes are in flight. Each publish is answered or fails within its time-out,
+    and a repeated publish is stored once.
     """
 
     async def until_stored(number: int) -> None:
@@ -91,7 +91,7 @@ async def test_a_publish_with_a_lost_answer_is_stored_once_when_repeated(broker:
 
 
 async def test_an_ack_without_a_connection_is_sent_with_the_next(broker: Broker, harness: Harness) -> None:
-    """The work is done and answered, so its ack is right whenever it arrives."""
+    """A late ack is right, because the work is done and answered."""
     spec = consumer_of("a")
     box, pulls = await pulling(broker, spec, published=2, wanted=1)
     (delivery,) = await box.fill(1)
@@ -104,8 +104,8 @@ async def test_an_ack_without_a_connection_is_sent_with_the_next(broker: Broker,
 
 
 async def test_a_watch_goes_on_over_a_lost_broker(harness: Harness) -> None:
-    """Idle before, written after, each revision once and in order; the handlers of a reconnect run in the order
-    of their entry.
+    """A watch that was idle before the loss sees each later revision once and in order. The handlers of a reconnect run
+    in the order of their registration, although the first one fails.
     """
     broker = await harness.connect()
     bucket = await broker.key_value("things")
@@ -139,7 +139,7 @@ async def test_a_watch_goes_on_over_a_lost_broker(harness: Harness) -> None:
 
 
 async def test_core_subscriptions_go_on_over_a_lost_broker(harness: Harness) -> None:
-    """And requests in flight fail when the connection does, not at their time-out."""
+    """Requests in flight fail when the connection does, not at their time-out."""
     broker = await harness.connect()
     box: Box[CoreMessage] = Box()
     await broker.subscribe("beats", box.take)

@@ -11,7 +11,7 @@ from sie_broker import Broker, Entry, Write, WrongRevision
 
 
 async def test_keys_are_written_by_compare_and_set(harness: Harness) -> None:
-    """Create only, update only at the expected revision, remove, create again; what loses stores nothing."""
+    """A write at a revision creates, updates, removes or creates again. A write that loses stores nothing."""
     first_broker, two = await harness.connect("one"), await harness.connect("two")
     bucket, same = await first_broker.key_value("things"), await two.key_value("things")
     assert await bucket.get("a.b") is None
@@ -89,7 +89,7 @@ async def test_a_batch_is_written_whole_or_not_at_all(harness: Harness) -> None:
 
 
 async def test_racing_writers_win_once(harness: Harness) -> None:
-    """Twenty writers raise a counter by compare-and-set; no step is lost."""
+    """Twenty writers increment a counter by compare-and-set, and no increment is lost."""
     connections = [await harness.connect(f"writer {number}") for number in range(4)]
     buckets = [await broker.key_value("things") for broker in connections]
     await buckets[0].write([Write("n", b"0", 0), Write("by", b"", 0)])
@@ -137,7 +137,7 @@ async def test_many_keys_are_read_in_one_go(harness: Harness) -> None:
 
 
 async def test_a_watch_sees_each_write_once_in_order(harness: Harness) -> None:
-    """From the given revision on, removals included, from other connections too; a failing handler
+    """The watch begins after the given revision and reports removals and writes of other connections. A failing handler
     does not end it.
     """
     broker, writer = await harness.connect("reader"), await harness.connect("writer")
@@ -190,7 +190,7 @@ async def test_a_watch_that_falls_behind_ends_at_the_newest_value(harness: Harne
 
 
 async def test_a_removed_key_is_forgotten_after_the_age_of_removals(broker: Broker) -> None:
-    """Until then it is reported as removed. What was written anew, or beside it in one batch, stays."""
+    """Until then the key is reported as removed. A key that was written anew, and keys of the same batch, stay."""
     bucket = await broker.key_value("removals", removed_age_s=1.0)
     await bucket.write([Write("kept", b"1"), Write("again", b"1"), Write("removed", b"1")])
     await bucket.write([Write("again", None), Write("removed", None)])
@@ -228,7 +228,7 @@ async def test_keys_of_a_bucket_with_an_age_are_gone_after_it(broker: Broker) ->
 
 
 async def test_a_bucket_says_whether_it_reaches_a_revision(harness: Harness) -> None:
-    """Its last revision tells of writes that may be gone: here they are purged, else a damaged file lost them."""
+    """The epoch counts writes that may be gone. Here a purge removed them; a damaged file loses them too."""
     bucket = await (await harness.connect()).key_value("things")
     assert not await bucket.reaches(1)
     first = await bucket.write([Write("a", b"1")])

@@ -13,8 +13,8 @@ from sie_contracts.wire.topology import dead_letter_stream, dead_letter_subject
 
 
 async def test_a_released_delivery_comes_again_at_once(broker: Broker, harness: Harness) -> None:
-    """The deliveries of a killed process are released by its successor, over another connection and by nothing but the
-    name of the delivery.
+    """The successor of a killed process releases its deliveries over another connection. It knows only the reply
+    subject of each delivery.
     """
     spec = consumer_of("a")
     box, pulls = await pulling(broker, spec, published=2, wanted=2)
@@ -38,7 +38,7 @@ async def test_a_released_delivery_comes_again_at_once(broker: Broker, harness: 
 
 @pytest.mark.parametrize("reply", ["", "sie.work.x", "$JS.ACK", "$JS.ACK.a", "$JS.API.STREAM.DELETE.WORK__default"])
 async def test_only_a_delivery_can_be_released(broker: Broker, reply: str) -> None:
-    """A ledger that holds something else must not become a message on that subject."""
+    """A subject that is no ack subject is refused, because a release publishes a message on it."""
     with pytest.raises(ValueError, match=r"delivery|ack subject"):
         await broker.release(reply)
 
@@ -118,7 +118,7 @@ async def test_waiting_and_leased_messages_are_deleted_by_sequence(broker: Broke
 
 
 async def test_subjects_are_counted_with_and_without_consumers(broker: Broker) -> None:
-    """Waiting and leased count alike; at zero a subject is gone; a filter selects."""
+    """Waiting and leased messages both count. A subject without messages is not listed. A filter selects subjects."""
     assert await broker.subject_counts(STREAM.name, "sie.work.>") == {}
     await publish(broker, "a/one", 3)
     await publish(broker, "b.two", 2)
@@ -142,7 +142,7 @@ async def test_subjects_are_counted_with_and_without_consumers(broker: Broker) -
 
 
 async def test_messages_age_out(harness: Harness) -> None:
-    """Only by the age that the owner of the stream chose."""
+    """Messages go after the age that the owner of the stream chose, and sequences go on."""
     broker = await harness.connect()
     await broker.ensure_stream(dataclasses.replace(STREAM, max_age_s=0.5), owner=True)
     stored_s = time.monotonic()

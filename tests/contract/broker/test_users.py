@@ -1,5 +1,5 @@
-"""Permissions of the users of a broker: every subject of the JetStream API against a table, and the ways in which a
-user who may create streams could publish or read the messages of others.
+"""Permissions of the users of a broker: a table of every subject of the JetStream API, and the ways in which a user who
+may create streams could publish in the name of others or read their messages.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ BUCKETS = frozenset(f"KV_{bucket}" for bucket in topology.BUCKETS)
 CATALOGUE = frozenset({f"KV_{topology.CATALOGUE_BUCKET}", f"KV_{topology.CATALOGUE_COPY_BUCKET}"})
 KEYS = f"KV_{topology.KEYS_BUCKET}"
 OF_CONFIG = CATALOGUE | {KEYS, f"KV_{topology.KEYS_COPY_BUCKET}"}
-OWN_READ = frozenset({f"KV_{topology.PLACEMENT_BUCKET}", f"KV_{topology.POISON_BUCKET}"})  # of workers
+OWN_READ = frozenset({f"KV_{topology.PLACEMENT_BUCKET}", f"KV_{topology.POISON_BUCKET}"})  # buckets that workers read
 QUEUES = frozenset({"WORK__default", "WORK_team", "DEAD__default", "evil"})
 STREAMS = BUCKETS | QUEUES
 OF_WORK = "CONSUMER.CREATE.{}.c.sie.work._default.cpu.default.interactive.m"
-# a subject for each operation of the API; {} is the stream
+# one subject for each operation of the API; {} is the stream
 OF_STREAMS = (
     *(f"STREAM.{verb}.{{}}" for verb in ("CREATE", "UPDATE", "DELETE", "INFO", "PURGE", "SNAPSHOT", "RESTORE")),
     *(f"STREAM.{verb}.{{}}" for verb in ("MSG.GET", "MSG.DELETE", "PEER.REMOVE", "LEADER.STEPDOWN")),
@@ -125,7 +125,7 @@ async def connected(server: NatsServer, user: str) -> AsyncIterator[NatsBroker]:
 
 @pytest.fixture(params=["empty", "running"])
 async def state(request: pytest.FixtureRequest, server: NatsServer) -> AsyncIterator[str]:
-    """A broker without a stream, or with all of them and their owner."""
+    """A broker without a stream, or with all streams and their owner."""
     async with connected(server, "streams") as streams, connected(server, "operator") as operator:
         if request.param == "running":
             await own(streams)
@@ -146,7 +146,7 @@ def test_a_stranger_is_refused(server: NatsServer) -> None:
 
 
 def subjects(user: str) -> dict[str, bool]:
-    """Each subject, and whether this user may publish to it."""
+    """Return for each subject whether this user may publish to it."""
     permissions = {f"$JS.API.{operation}": False for operation in OF_ALL}
     rules = ALLOWED[user]
     for operation in (*OF_STREAMS, *BESIDES_THE_API):
@@ -178,7 +178,7 @@ async def test_every_operation_of_the_api_is_allowed_or_refused_as_the_table_say
     assert {subject for subject in table if any(f'"{subject.lower()}"' in error for error in refused)} == expected
 
 
-# whose inboxes each user may publish to: its own, and of those whose requests it answers
+# by user: the users whose inboxes it may publish to, which are itself and those whose requests it answers
 ANSWERS = {
     "gateway": {"gateway", "worker"},
     "config": {"config"},
@@ -192,8 +192,8 @@ WIDE = ("_INBOX.>", "_INBOX.*", "_INBOX.*.*", "_INBOX.*.*.*", "_INBOX.*.>", "*.>
 async def test_nobody_hears_an_inbox_of_another_user_and_no_more_than_answers_is_said_there(
     server: NatsServer, state: str, user: str
 ) -> None:
-    """Acknowledgements and flow control of consumers included. Each inbox is that of a process, with a token of a
-    request.
+    """The rule covers acknowledgements and flow control of consumers too. Each inbox has the subject of a process, with
+    the token of a request.
     """
     publications, arrivals = Box[str](), Box[str]()
     victims = sorted(ANSWERS["streams"])
@@ -231,7 +231,7 @@ async def test_nobody_hears_an_inbox_of_another_user_and_no_more_than_answers_is
 
 
 def hostile(name: str) -> dict[str, dict[str, Any]]:
-    """Settings of a stream by which its maker says or hears what is another's, by what they do."""
+    """Return stream settings by which the creator would publish to or read subjects of others, by their effect."""
     own_subject = f"own.{name}.>"
     base = {"name": name, "storage": "memory"}
     keys = topology.KEYS_BUCKET
@@ -261,7 +261,7 @@ def hostile(name: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("user", COMPONENTS)
 async def test_no_component_makes_or_changes_a_stream(server: NatsServer, state: str, user: str) -> None:
-    """`mint` and `listen`, by every kind of settings, under every name, on an empty broker and on a running one."""
+    """A broker with and without streams refuses each of the hostile settings under each name."""
     async with connected(server, "operator") as operator, connected(server, user) as broker:
         before = await operator.stream_infos()
         assert len(before) == (len(BUCKETS) + 2 if state == "running" else 0)
@@ -284,7 +284,7 @@ NOT_OURS = (
 
 @pytest.mark.parametrize("user", COMPONENTS)
 async def test_the_owner_of_streams_goes_by_the_name_alone(server: NatsServer, user: str) -> None:
-    """On an empty broker: settings in a request have no effect, and names that are not ours make nothing."""
+    """On an empty broker, settings in a request have no effect, and a name that is not SIE's makes no stream."""
     queues = {"WORK_team": ["sie.work.team.>"], "DEAD_team": ["sie.dead.team"]} if user == "gateway" else {}
     buckets = {f"KV_{bucket}": [f"$KV.{bucket}.>"] for bucket in topology.BUCKETS}
     async with (
@@ -327,7 +327,7 @@ async def test_the_owner_of_streams_goes_by_the_name_alone(server: NatsServer, u
 
 
 async def test_a_stream_that_says_elsewhere_what_it_takes_is_not_used(server: NatsServer) -> None:
-    """Whoever made it, before there was an owner of streams."""
+    """A bucket whose stream republishes its messages to another subject is refused, whoever created it."""
     name, dest = f"KV_{topology.JOBS_BUCKET}", f"$KV.{topology.KEYS_BUCKET}.>"
     source = f"$KV.{topology.JOBS_BUCKET}.>"
     async with connected(server, "operator") as operator, connected(server, "gateway") as gateway:
@@ -338,7 +338,7 @@ async def test_a_stream_that_says_elsewhere_what_it_takes_is_not_used(server: Na
 
 
 async def test_a_process_waits_for_the_owner_and_says_so(server: NatsServer) -> None:
-    """At once, not at a time-out; and needs it for nothing that is there."""
+    """The error comes at once, not at a time-out. A bucket that exists is read without the owner of streams."""
     async with connected(server, "gateway") as gateway:
         async with connected(server, "streams") as streams:
             bucket = RecordBucket(gateway, topology.JOBS_BUCKET)
@@ -357,7 +357,7 @@ async def test_a_process_waits_for_the_owner_and_says_so(server: NatsServer) -> 
 async def test_deliveries_say_nothing_in_the_name_of_others(
     server: NatsServer, state: str, user: str, bucket: str
 ) -> None:
-    """A consumer's deliveries may be led to any subject. They make no key and are no delta of the catalogue there."""
+    """A consumer can deliver to any subject. Such a delivery creates no key, and no delta of the catalogue arrives."""
     subjects_of_others = (f"$KV.{topology.KEYS_BUCKET}.forged", topology.config_subject("default"))
     arrivals: Box[CoreMessage] = Box()
     async with connected(server, "config") as config, connected(server, user) as broker:
@@ -384,7 +384,9 @@ async def test_deliveries_say_nothing_in_the_name_of_others(
 
 @pytest.mark.parametrize("state", ["running"], indirect=True)
 async def test_no_answer_of_the_broker_is_a_key(server: NatsServer, state: str) -> None:
-    """The subject of a reply is not checked. What can be written there is unreadable as a key, and so is its entry."""
+    """The broker does not check the reply subject of a request. An entry that an answer writes in the bucket of keys
+    cannot be decoded as a key.
+    """
     jobs, poison = topology.JOBS_BUCKET, topology.POISON_BUCKET
     answered = {
         "gateway": (
