@@ -1,6 +1,4 @@
-"""The images: what hadolint says of them, what they promise to the chart, and that what they install is enough and not
-too much.
-"""
+"""The images: hadolint, what the chart and compose expect of them, and packages that are enough and not too many."""
 
 from __future__ import annotations
 
@@ -52,12 +50,12 @@ PROCESSES = {
 }
 BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
 OWN = (*BUILD["dev-mode-dirs"], "catalog")
-_LEFT_OUT = re.compile(  # as docker/trim.sh does
+_LEFT_OUT = re.compile(  # the files that docker/trim.sh removes
     r"/tests/|/numpy/(f2py|distutils)/|\.(pyi|pyx|pxd|h|a)$"
     r"|/pyarrow/(include/.*|libarrow_(python_)?flight\.so.*|libarrow_s3\.so.*|_(flight|s3fs|gcsfs|azurefs|hdfs)\..*)$"
     r"|/bpe_openai/[^/]*\.so$|/phonenumbers/(geodata|carrierdata|tzdata)/"
 )
-SYMBOLS_BYTES = 16_000_000  # what strip takes off, at least
+SYMBOLS_BYTES = 16_000_000  # strip removes at least as much
 
 
 def test_there_is_one_for_each_that_the_chart_names() -> None:
@@ -80,7 +78,7 @@ def test_hadolint_has_nothing_to_say() -> None:
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_an_image_runs_as_the_charts_user_with_a_health_check(image: str) -> None:
-    """The process itself is the first one, with no shell before it that would keep signals."""
+    """The process of the image is process 1, because a shell before it would not pass signals on."""
     instructions = last_stage(image)
     words = [word for word, _ in instructions]
     directives = dict(instructions)
@@ -108,7 +106,7 @@ def test_the_code_is_no_part_of_what_its_dependencies_are_made_of(image: str) ->
 
 
 def test_each_image_from_elsewhere_is_pinned_in_one_place() -> None:
-    """By a full name, a version and a digest."""
+    """Each has a full name, a version and a digest."""
     compose = ROOT / "docker-compose.yml"
     texts = [re.sub(r"(?m)^\s*#.*$", "", path.read_text()) for path in (*ALL, compose)]
     named = [
@@ -161,7 +159,7 @@ def test_an_image_says_what_it_is(image: str) -> None:
 
 
 def test_health_checks_ask_what_processes_answer() -> None:
-    """The same ports and paths as the probes of the chart."""
+    """Health checks use ports that the chart declares, and the path /healthz."""
     ports = {
         container_spec["name"]: container_spec.get("ports", ())
         for _, _, container_spec in containers(rendered("values.yaml"))
@@ -178,7 +176,7 @@ def test_health_checks_ask_what_processes_answer() -> None:
 
 
 async def test_health_checks_pass_while_a_process_serves_and_fail_afterwards(tmp_path: Path) -> None:
-    """The checks run as in the image: Python alone, with no environment but the one variable."""
+    """Each check runs as in the image: by Python alone, with one environment variable."""
 
     async def passes(image: str, **environ: str) -> bool:
         _, *arguments = health_check(image)
@@ -202,7 +200,7 @@ async def test_health_checks_pass_while_a_process_serves_and_fail_afterwards(tmp
 
 
 def test_all_that_compose_names_is_there() -> None:
-    """Files, volumes, services, and hosts of addresses; a variable of the user's has a default."""
+    """Files, volumes, services and hosts of addresses exist, and each variable of the user has a default."""
     text = (ROOT / "docker-compose.yml").read_text()
     compose = composed()
     services = compose["services"]
@@ -211,7 +209,7 @@ def test_all_that_compose_names_is_there() -> None:
         assert set(service.get("depends_on", ())) <= services.keys()
         for volume in service.get("volumes", ()):
             source = volume.partition(":")[0]
-            if source != "./models":  # which a builder makes where it is not there
+            if source != "./models":  # the container engine creates this folder if it does not exist
                 assert (ROOT / source).is_file() if source.startswith("./") else source in compose["volumes"]
         mentions = " ".join([*map(str, service.get("command", ())), *map(str, service.get("environment", {}).values())])
         assert set(re.findall(r"\b(?:http|nats)://([a-z]+):", mentions)) <= services.keys()
@@ -308,7 +306,7 @@ def test_compose_starts_without_what_observes_it() -> None:
 
 
 def extras_within(name: str, extras: Mapping[str, list[str]]) -> set[str]:
-    """This extra and all that it names, at any depth."""
+    """Return this extra and all extras that it names, at any depth."""
     named = re.findall(r"^sie-cluster\[(.*)\]$", "\n".join(extras[name]), re.MULTILINE)
     return {name}.union(*(extras_within(extra, extras) for some in named for extra in some.split(",")))
 
@@ -329,8 +327,8 @@ def test_the_install_steps_name_extras_that_exist() -> None:
 
 
 def needs(name: str, extras: set[str]) -> list[Requirement]:
-    """Return the requirements of a distribution with these extras; for ours, those of today's pyproject.toml. Empty for
-    one that is not installed here.
+    """Return the requirements of a distribution with these extras; for sie-cluster, those of pyproject.toml. A
+    distribution that is not installed here has none.
     """
     if name == "sie-cluster":
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -349,7 +347,7 @@ def needs(name: str, extras: set[str]) -> list[Requirement]:
 
 @functools.cache
 def closure(image: str) -> frozenset[str]:
-    """Names of all distributions that an image gets, ours left out."""
+    """Return the names of all distributions that an image installs, without sie-cluster."""
     extras: dict[str, set[str]] = {}
     due = [Requirement("sie-cluster" + word[1:] if word.startswith(".") else word) for word in installed(image)]
     while due:
@@ -372,7 +370,7 @@ def test_the_small_images_are_small_and_without_torch(image: str) -> None:
     assert not names & {"torch", "transformers", "gliner"}
     files = [path for name in names for path in files_of(name) if not _LEFT_OUT.search(path.as_posix())]
     own = (path for folder in OWN for path in (ROOT / folder).rglob("*") if path.is_file())
-    files += [path for path in own if path.parent.name != "__pycache__"]  # which .dockerignore leaves out
+    files += [path for path in own if path.parent.name != "__pycache__"]  # .dockerignore excludes that folder
     assert 100_000_000 < sum(path.stat().st_size for path in files) < budgets()[image] + SYMBOLS_BYTES
 
 
@@ -403,7 +401,7 @@ except SystemExit as end:
 
 @pytest.mark.parametrize("image", long_but(IMAGES, ["gateway", "adapter-cpu"]))
 def test_what_an_image_installs_is_enough_for_its_process(image: str) -> None:
-    """The process is imported and its command asked for help, with everything else out of reach."""
+    """The process is imported and its command prints its help while no other distribution can be imported."""
     component = image.partition("-")[0]
     argv = [
         sys.executable,
@@ -421,12 +419,12 @@ def test_what_an_image_installs_is_enough_for_its_process(image: str) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_what_the_cuda_image_installs_can_be_had_together(tmp_path: Path) -> None:
-    """pip resolves all of it under our constraints; flash-attn, which is compiled there, wants nothing that is not
-    among it.
+    """pip resolves all packages under constraints.txt. The result satisfies the requirements of flash-attn, which the
+    image compiles.
     """
     compiled = next(word for word in installed("adapter-cuda") if word.startswith("flash-attn=="))
     words = [word for word in installed("adapter-cuda") if word != compiled]
-    words[words.index(".[image-adapter-cuda]")] = ".[image-adapter]"  # without what is compiled
+    words[words.index(".[image-adapter-cuda]")] = ".[image-adapter]"  # the extra without the compiled package
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     resolve = [*pip, "install", "--dry-run", "--ignore-installed", "--quiet", "--report", str(tmp_path / "report")]
     done = subprocess.run(

@@ -1,5 +1,5 @@
-"""ServiceMonitors, the PrometheusRule and dashboards: their fields, their queries against the table of metrics, and
-alerts that fire.
+"""ServiceMonitors, the PrometheusRule and dashboards: fields, queries that match the table of metrics, and alerts that
+fire.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_every_port_of_metrics_is_scraped(file: str) -> None:
         assert spec.keys() == {"namespaceSelector", "selector", "endpoints"}
         assert spec["namespaceSelector"] == {"matchNames": ["search"]}
         (endpoint,) = spec["endpoints"]
-        # a label that the operator adds under a metric's own name would push that aside
+        # the operator's label `endpoint` would rename the label `endpoint` of a metric
         assert endpoint.pop("relabelings") == [{"action": "labeldrop", "regex": "endpoint"}]
         assert endpoint == {"port": "metrics", "path": "/metrics", "interval": "30s"}
         selected = [
@@ -64,7 +64,7 @@ def test_every_port_of_metrics_is_scraped(file: str) -> None:
 
 
 def test_what_nobody_asked_for_is_not_there() -> None:
-    """A cluster without those operators takes the default values."""
+    """The default values have no objects of the operators of Prometheus and Grafana."""
     for file in set(FILES) - set(ON):
         for kind in ("ServiceMonitor", "PrometheusRule"):
             assert not of_kind(kind, rendered(file))
@@ -153,11 +153,11 @@ def lost(original: Any, counterpart: Any, path: str = "") -> list[str]:
     return [] if original == counterpart else [path]
 
 
-ADDED = {"namespace", "service", "pod", "job", "instance"}  # by Prometheus, to every series
+ADDED = {"namespace", "service", "pod", "job", "instance"}  # Prometheus adds these to every series
 
 
 def test_every_name_and_label_in_a_query_is_of_the_table() -> None:
-    """Parsed as Prometheus does it."""
+    """The parser is that of Prometheus."""
     for query in [rule["expr"] for rule in rules()] + [expression for _, expression in panels()]:
         check(query)
 
@@ -201,7 +201,7 @@ def test_the_runbook_of_alerts_is_where_the_values_say() -> None:
 
 
 def test_every_alert_is_in_the_runbook() -> None:
-    """By the place that its annotation names."""
+    """The runbook has the heading that the annotation of the alert names."""
     headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / "runbook.md").read_text("utf-8"), re.MULTILINE)
     anchors = {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
     for rule in rules():
@@ -213,7 +213,7 @@ def test_every_alert_is_in_the_runbook() -> None:
 
 @pytest.mark.debian
 def test_each_alert_fires_and_clears(tmp_path: Path) -> None:
-    """By Prometheus' own rule tests, on the rules as the chart renders them."""
+    """promtool runs the rule tests on the rules as the chart renders them."""
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(spec()), "utf-8")
     texts = {rule["alert"]: rule["annotations"] for rule in rules()}
     cases = rule_tests()

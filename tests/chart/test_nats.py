@@ -1,5 +1,5 @@
-"""The broker with the rendered configuration: the processes do their work as its users, and each is refused what is not
-its own.
+"""The broker with the rendered configuration: the processes do their work as its users, and the broker refuses each
+user the subjects of others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sie_runtime.process import Stop
 from sie_sidecar.device.poison import POISON_DEATHS, Mark
 from sie_sidecar.process import serve as serve_sidecar
 
-# Values that a server would take for something else if they stood there bare, or a URL.
+# Passwords that a configuration without quotes, or a URL without percent-encoding, would read as another value.
 PASSWORDS = {
     "gateway": "1e10",
     "config": "true",
@@ -50,13 +50,13 @@ PASSWORDS = {
     "operator": "p@/w:%41#? d",
     "route": "1@/:%41#? é",
 }
-# of a family that the packaged bundle serves
+# the packaged bundle serves the family of this entry
 ENTRY = toy_entry(family="text-encoder", run={"pooling": "mean"})
 
 
 def environ_of(manifests: Any, number: int = 0) -> dict[str, str]:
-    """Return the environment of the server's container as a kubelet makes it: secrets are looked up, $(NAME) is
-    replaced by an earlier value.
+    """Return the environment of the server's container as a kubelet makes it: with the values of secrets, and with
+    $(NAME) replaced by an earlier value.
     """
     environ: dict[str, str] = {}
     for variable in container(manifests, "sie-nats", "nats")["env"]:
@@ -70,7 +70,7 @@ def environ_of(manifests: Any, number: int = 0) -> dict[str, str]:
 
 
 def config_of(manifests: Any, folder: Path, changes: Mapping[str, str] | None = None) -> Path:
-    """The rendered files in a folder, with paths as they can be here, and with other changes."""
+    """Write the rendered files to a folder, with paths inside the folder and with other changes."""
     data = of_kind("ConfigMap", manifests)["sie-nats"]["data"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "users.conf").write_text(data["users.conf"])
@@ -85,7 +85,7 @@ def config_of(manifests: Any, folder: Path, changes: Mapping[str, str] | None = 
 
 
 def command_of(manifests: Any, config: Path) -> list[str]:
-    """The rendered one, with paths as they are here. A script of it is written anew."""
+    """Return the rendered command with paths of this machine. A script beside the configuration is rewritten too."""
     script = config.with_name("start.sh")
     if script.exists():
         script.write_text(
@@ -107,7 +107,9 @@ def test_the_server_takes_its_configuration(file: str, tmp_path: Path) -> None:
 
 
 def test_what_is_written_is_on_the_disk_as_fast_as_with_serve() -> None:
-    """And a server that does not come up never keeps the others from being replaced."""
+    """A single server syncs as often as that of `sie serve`, replicated servers sync always. The pods of the servers
+    start in parallel, so one that does not start does not block the others.
+    """
     text = of_kind("ConfigMap", objects(template(values=CHOSEN)))["sie-nats"]["data"]["nats.conf"]
     assert f'sync_interval: "{SYNC_INTERVAL}"' in text
     assert f"max_payload: {MAX_PAYLOAD_BYTES}\n" in text
@@ -131,7 +133,7 @@ def test_a_store_is_larger_than_what_is_written_to_it(file: str) -> None:
     assert most["max_file_store"] < binary_bytes(claim["spec"]["resources"]["requests"]["storage"])
     memory = container(manifests, "sie-nats", "nats")["resources"]["limits"]["memory"]
     assert most["max_memory_store"] < binary_bytes(memory)
-    # what gateways reserve of it at once: the work stream, its dead letters, buckets
+    # gateways reserve at their start the space of the work stream, its dead letters and the buckets
     assert most["max_file_store"] > settings_of().queue_max_bytes * 5 // 4
 
 
@@ -149,9 +151,9 @@ def test_a_changed_configuration_replaces_the_pods() -> None:
 
 @pytest.mark.long
 async def test_three_servers_find_each_other_and_keep_three_copies(tmp_path: Path) -> None:
-    """Routes have a user of their own, and the variables that a kubelet makes are what the server takes them for."""
+    """Routes between the servers have a user of their own, and the servers read the variables of a kubelet correctly."""
     manifests = rendered("values-ha.yaml")
-    ports = [[free_port() for _ in range(3)] for _ in range(3)]  # of each server: clients, monitor, routes
+    ports = [[free_port() for _ in range(3)] for _ in range(3)]  # for each server: clients, monitor, routes
     servers = []
     try:
         for number, (client, monitor, route) in enumerate(ports):
@@ -182,7 +184,7 @@ async def test_three_servers_find_each_other_and_keep_three_copies(tmp_path: Pat
                     bucket = await broker.key_value(topology.CATALOGUE_BUCKET, replicas=3)
                     await bucket.write([Write("one", b"1")])
                     break
-                except BrokerError:  # until they have a leader and the server asked has heard of the stream
+                except BrokerError:  # the servers have no leader yet, or this one does not know the stream yet
                     assert time.monotonic() < end_s
                     await asyncio.sleep(0.1)
             async with httpx.AsyncClient(trust_env=False) as client:
@@ -234,7 +236,7 @@ async def connected(server: NatsServer, user: str) -> AsyncIterator[Broker]:
 
 @pytest.fixture
 async def owner(server: NatsServer) -> AsyncIterator[None]:
-    """Own the streams as the config service does: it creates them for other processes."""
+    """Own the streams as the config service does, which creates them for other processes."""
     async with connected(server, "streams") as broker:
         await own(broker)
         yield
@@ -254,8 +256,8 @@ async def test_strangers_stay_out(server: NatsServer, url: str) -> None:
 
 
 async def test_the_processes_do_all_their_work_as_their_users(server: NatsServer, tmp_path: Path) -> None:
-    """Catalogue, deltas, work, results, placement, demand, reservations, dead letters, keys; the server refuses
-    nothing of it. With SIE_NATS_STREAMS_PASSWORD the config service makes the streams and buckets of all.
+    """The server refuses nothing of catalogue, deltas, work, results, placement, demand, reservations, dead letters and
+    keys. With SIE_NATS_STREAMS_PASSWORD the config service makes the streams and buckets of all processes.
     """
     before = len(violations(server))
     tokens = {"SIE_CONFIG_READ_TOKEN": "reader", "SIE_ADMIN_TOKEN": "admin"}
@@ -406,7 +408,7 @@ LANE = topology.Lane("_default", "cpu", "default")
 
 
 async def given_up(worker: Broker) -> None:
-    """A dead letter with the id abc and the mark of its content, as a worker writes them."""
+    """Write a dead letter with the id abc and the mark of its content, as a worker writes them."""
     item = WorkItem("r", 0, ENTRY.id, ENTRY.revision, "encode", (Input("x"),), RunOptions(), "inbox", 1000)
     marks = await worker.key_value(topology.POISON_BUCKET, max_age_s=topology.POISON_LIFETIME_S)
     mark = msgspec.msgpack.encode(Mark(ENTRY.id, POISON_DEATHS, time.time()))
@@ -437,8 +439,8 @@ OWN = {
 
 @pytest.mark.parametrize("user", OWN)
 async def test_each_component_may_say_what_it_has_to(server: NatsServer, user: str) -> None:
-    """Also what is rarely said: that a request was cancelled, that a worker may have another pool, that work was given
-    up.
+    """Each component may publish on all its subjects, including rare ones: cancellations, assignments of workers to
+    pools, and dead letters.
     """
     subjects: set[str] = set()
 
@@ -510,7 +512,7 @@ FORBIDDEN_TO_PUBLISH = {
         "$JS.API.CONSUMER.CREATE.WORK__default.c.f",
     ),
 }
-# what holds of keys and catalogue holds of their copies
+# the copies of the buckets of keys and catalogue have the same rules
 FORBIDDEN_TO_PUBLISH = {
     user: (
         *subjects,
@@ -557,7 +559,7 @@ FORBIDDEN_TO_HEAR = {
 
 @pytest.mark.parametrize("user", FORBIDDEN_TO_PUBLISH)
 async def test_each_component_is_refused_what_is_not_its_own(server: NatsServer, user: str) -> None:
-    """By the broker, which says so; what was published reaches nobody."""
+    """The broker refuses and logs each subject, and no forged message is delivered."""
     subjects: list[str] = []
 
     async def hear(message: CoreMessage) -> None:
@@ -585,9 +587,7 @@ async def test_each_component_is_refused_what_is_not_its_own(server: NatsServer,
 @pytest.mark.usefixtures("owner")
 @pytest.mark.parametrize("user", FORBIDDEN_TO_HEAR)
 async def test_nobody_hears_the_answers_to_somebody_else(server: NatsServer, user: str) -> None:
-    """A listener on all that it may hear gets neither what the broker answers to the others nor what they answer to
-    each other.
-    """
+    """A user that subscribes to inboxes gets neither answers of the broker to other users nor answers between them."""
     arrivals: list[str] = []
     reply_subjects: list[str] = []
 
@@ -622,7 +622,7 @@ async def test_nobody_hears_the_answers_to_somebody_else(server: NatsServer, use
 async def test_a_process_whose_inbox_names_no_user_works_on(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process of the release before has no such name, while an upgrade replaces one pod after the other."""
+    """While an upgrade replaces pods, processes of the previous release still use inboxes without the name of a user."""
     monkeypatch.setattr(connection, "inbox_prefix", lambda credentials: "_INBOX")
     before = len(violations(server))
 

@@ -1,4 +1,4 @@
-"""Connections that the network policies allow: all that the processes need, and no others."""
+"""Network policies and ingresses: the connections that the processes need are allowed, and no others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_processes_reach_what_they_need_and_nothing_else(file: str) -> None:
         ("nats", "nats", 6222),
     }
     if file == "everything.yaml":
-        needed.add(("gateway", "worker", 9095))  # by gateway.workerDiscovery
+        needed.add(("gateway", "worker", 9095))  # because of gateway.workerDiscovery
         needed.add(("mcp", "gateway", 8080))
     ports = (8080, 8081, 8085, 9090, 9095, 4222, 6222, 8222)
     pairs = [(source, target, port) for source in kinds for target in kinds for port in ports]
@@ -125,7 +125,7 @@ def test_the_ingress_leads_agents_to_their_tools(path: str) -> None:
 
 
 def test_idle_connections_outlive_those_of_the_load_balancers() -> None:
-    """A load balancer gives up an idle connection before a gateway does, and a slow request after it has ended."""
+    """A load balancer closes an idle connection before a gateway does, and later than the longest request takes."""
     from helm import container, variables
 
     from sie_runtime.http.server import KEEP_ALIVE_S

@@ -1,4 +1,4 @@
-"""Commands that pages give to operators: objects, labels, containers and keys are the chart's, queries the table's."""
+"""Commands and queries of the pages for operators name objects of the chart and metrics of the table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pages import DOCS, blocks
 from sie_contracts.settings import load
 
 FILE = "values-gke.yaml"
-# without its block
+# the runbook without its code block
 RUNBOOK = re.sub(r"^```.*?^```$", "", (DOCS / "runbook.md").read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
 TYPED = {
     page.name: re.findall(r"\b(?:kubectl|helm|kind) [^`\n]*(?:\\\n[^`\n]*)*", page.read_text("utf-8"))
@@ -61,7 +61,7 @@ def test_every_object_container_and_file_is_there() -> None:
 
 
 def test_the_first_hour_s_values_render_step_by_step() -> None:
-    """Each block is added to the file of those before it."""
+    """Each block of the page is merged into the values file of the blocks before it."""
     page = DOCS / "first-hour.md"
     steps = [yaml.safe_load(block.code) for block in blocks(page, "yaml")]
     assert len(steps) == 4
@@ -88,7 +88,7 @@ def test_the_first_hour_s_values_render_step_by_step() -> None:
 
 
 def test_a_first_vector_takes_few_commands() -> None:
-    """One command is what is entered at once: a line that goes on is a part of it."""
+    """A line with its continuation lines counts as one command."""
     code = "".join(block.code for block in blocks(DOCS / "first-hour.md", "bash"))
     entered = [line for line in code.replace("\\\n", " ").splitlines() if line.strip()]
     (vector,) = [number for number, line in enumerate(entered, 1) if "/v1/encode/" in line]
@@ -107,7 +107,7 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def requested(manifests: list[Any]) -> tuple[float, float]:
-    """Cores and GiB of all pods as they start."""
+    """Return the cores and the GiB that all pods request at their start."""
     cores, gib = 0.0, 0.0
     scalers = {
         autoscaler["spec"]["scaleTargetRef"]["name"]: autoscaler["spec"]
@@ -156,7 +156,7 @@ def test_the_secret_that_pages_create_has_every_key_that_is_read() -> None:
 
 
 def test_every_query_of_the_runbook_asks_for_what_is_exported() -> None:
-    """Queries, and names with `by` a label."""
+    """The queries, and the names of metrics with `by` and a label, are of the table of metrics."""
     metrics = {name: metric for metric in every().values() for name in metric.exported}
     queries = [snippet for snippet in re.findall(r"`([^`]+)`", RUNBOOK) if re.search(r"\bsie_\w+\[", snippet)]
     assert len(queries) >= 4

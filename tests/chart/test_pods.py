@@ -1,5 +1,5 @@
-"""Properties of pods that operators rely on: probes, resources, restricted security, time to end, commands that exist,
-secrets by reference alone.
+"""Properties of pods that operators rely on: probes, resources, restricted security, time to end, arguments of the
+commands, secrets by reference only.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ def manifests(request: pytest.FixtureRequest) -> tuple[dict[str, Any], ...]:
 
 
 def test_every_container_has_probes_and_resources(manifests: tuple[dict[str, Any], ...]) -> None:
-    """A load of a model fails no probe: the adapter's ask whether its socket is there, the sidecar's liveness
-    whether it answers.
-    """
+    """Gateway, config service, sidecar and mcp are probed at /healthz, and at /readyz for readiness."""
     for name, spec, entry in containers(manifests):
         resources = entry["resources"]
         assert resources["requests"].keys() >= {"cpu", "memory"}, name
@@ -92,9 +90,9 @@ def test_pods_keep_to_the_restricted_standard(manifests: tuple[dict[str, Any], .
 
 
 def test_pods_end_later_than_the_longest_request(manifests: tuple[dict[str, Any], ...]) -> None:
-    """The longest deadline is that of a request; gateways and config service first serve on until load balancers
-    know. The processes themselves do so: a `sleep` before SIGTERM would leave clients their connections until they are
-    refused.
+    """The grace period covers the longest request and the time in which gateways and the config service still serve,
+    until load balancers know that they end. The processes wait themselves: during a `sleep` before SIGTERM they would
+    not tell clients to close their connections.
     """
     gateway = container(manifests, "sie-gateway", "gateway")
     settings = {"SIE_GATEWAY_REQUEST_TIMEOUT": variables(gateway)["SIE_GATEWAY_REQUEST_TIMEOUT"]}
@@ -119,7 +117,7 @@ def test_pods_end_later_than_the_longest_request(manifests: tuple[dict[str, Any]
 
 
 def test_the_adapter_ends_after_its_sidecar_has_drained(manifests: tuple[dict[str, Any], ...]) -> None:
-    """A pod's containers are told to end at once, and batches need the adapter until the sidecar is done."""
+    """Kubernetes ends all containers of a pod at the same time, but batches need the adapter until the sidecar ends."""
     for name, workload in workloads(manifests).items():
         if name.startswith("sie-worker"):
             sidecar, adapter = (container(manifests, name, role) for role in ("worker-sidecar", "adapter"))
@@ -174,8 +172,8 @@ def test_one_account_for_each_component_that_may_do_nothing(manifests: tuple[dic
 
 
 def test_no_variable_of_a_service_reaches_a_process(manifests: tuple[dict[str, Any], ...]) -> None:
-    """A service named sie-gateway-metrics would set SIE_GATEWAY_METRICS_PORT to tcp://..., by which a gateway refuses
-    to start.
+    """For the service sie-gateway-metrics, Kubernetes would set SIE_GATEWAY_METRICS_PORT to tcp://..., and a gateway
+    refuses to start with that value.
     """
     for workload in workloads(manifests).values():
         assert pod(workload)["enableServiceLinks"] is False
@@ -188,7 +186,7 @@ def test_arguments_are_those_of_the_commands(manifests: tuple[dict[str, Any], ..
         if component is None:
             continue
         commands.add(component)
-        assert "command" not in entry  # the image's own, which begins with `sie <component>`
+        assert "command" not in entry  # the command is that of the image, `sie <component>`
         command = cli.main.commands[component]
         command.make_context(component, list(entry.get("args", ())), resilient_parsing=False)
     assert commands == set(COMPONENTS.values())
@@ -212,7 +210,7 @@ def test_the_tools_for_agents_are_one_pod_of_the_gateways_image_with_its_address
         own["SIE_ALLOWED_HOSTS"]
         == variables(container(manifestsrendered, "sie-gateway", "gateway"))["SIE_ALLOWED_HOSTS"]
     )
-    # a key of its own would be one that every caller uses
+    # every caller would use a key of this pod
     assert not {"SIE_API_KEY", "SIE_AUTH_TOKEN", "SIE_AUTH_TOKENS", "SIE_ADMIN_TOKEN"} & own.keys()
     assert "sie-mcp" not in workloads(rendered("values.yaml"))
 
@@ -248,7 +246,7 @@ def test_urls_name_services_and_ports_that_exist(manifests: tuple[dict[str, Any]
 
 
 def test_the_socket_is_in_a_folder_of_this_user_alone(manifests: tuple[dict[str, Any], ...]) -> None:
-    """Mode 0700, the same path on both sides, on a volume that outlives either container."""
+    """The folder has mode 0700 and the same path in both containers, on a volume that outlives each of them."""
     for name, workload in workloads(manifests).items():
         if not name.startswith("sie-worker"):
             continue
@@ -265,7 +263,7 @@ def test_the_socket_is_in_a_folder_of_this_user_alone(manifests: tuple[dict[str,
 
 
 def test_a_worker_is_told_the_type_of_its_gpu_by_its_machine_profile_or_its_group() -> None:
-    """One of a machine profile that the chart does not know detects it."""
+    """A worker with a machine profile that the chart does not know detects the type."""
     groups: dict[str, Any] = {
         **{name: {"machineProfile": name} for name in ("cpu", "l4", "a100-80gb", "h100")},
         "own": {"machineProfile": "rack-7", "gpu": True},
@@ -322,7 +320,7 @@ def test_a_gpu_worker_asks_for_its_card_and_for_nothing_else_of_the_driver(group
     cards = group.get("gpuCount", 1) if on_gpu else 0
     assert variables(sidecar)["SIE_GPU_COUNT"] == str(cards)
     assert adapter["resources"]["limits"].get("nvidia.com/gpu", 0) == cards
-    # over what the device plugin says: which card a container got
+    # this variable would override the card that the device plugin gave to the container
     assert "NVIDIA_VISIBLE_DEVICES" not in variables(adapter)
     assert variables(folder) == ({"NVIDIA_VISIBLE_DEVICES": "void"} if on_gpu else {})
     assert not [name for name in variables(sidecar) if name.startswith("NVIDIA_")]
@@ -366,7 +364,7 @@ def test_each_component_comes_to_the_broker_as_itself(manifests: tuple[dict[str,
 
 @pytest.mark.parametrize(("mode", "expected"), [("none", None), ("static", False), ("token", True)])
 def test_tokens_are_there_where_the_mode_wants_them(mode: str, expected: bool | None) -> None:
-    """In mode static a secret without the key keeps the pod from starting; beside keys, static tokens are a choice."""
+    """In mode static a pod does not start if the secret lacks the key. In mode token static tokens are optional."""
     manifestsrendered = objects(template(values={"auth": {"mode": mode, "secretName": "mine"}}))
     environ = variables(container(manifestsrendered, "sie-gateway", "gateway"))
     assert environ["SIE_AUTH_MODE"] == mode
@@ -416,7 +414,7 @@ def test_weights_are_on_a_volume_of_a_known_size(cache: dict[str, str], expected
     )
     assert volume == {"name": "cache", **expected}
     adapter = container(manifestsrendered, "sie-worker-cpu", "adapter")
-    limit = str(50 << 30) if "emptyDir" in expected else None  # the file system of a claim knows its size
+    limit = str(50 << 30) if "emptyDir" in expected else None  # the file system of a claim has the size of the claim
     assert variables(adapter).get("SIE_DISK_CACHE_BYTES") == limit
     for name, is_reader in (("adapter", False), ("worker-sidecar", True)):
         part = container(manifestsrendered, "sie-worker-cpu", name)

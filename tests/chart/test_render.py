@@ -1,5 +1,5 @@
-"""The chart renders with every values file, what it renders is valid for each Kubernetes that it names, and what is
-missing is said.
+"""The chart renders with every values file, its objects are valid for each supported Kubernetes, and wrong values are
+refused with the reason.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ KUBERNETES = (
     "1.28",  # the oldest that Chart.yaml admits
     *(pytest.param(version, marks=pytest.mark.long) for version in ("1.29", "1.30", "1.31", "1.32", "1.33", "1.34")),
 )
-# Objects of operators, which Kubernetes itself does not know; their fields are asserted in test_scaling.py and
-# test_monitoring.py.
+# Kubernetes does not know the objects of operators. test_scaling.py and test_monitoring.py check their fields.
 OPERATORS = {"keda.sh/v1alpha1", "monitoring.coreos.com/v1"}
 
 
@@ -38,8 +37,8 @@ def test_helm_lint_is_content(file: str) -> None:
 
 @functools.cache
 def valid(text: str, version: str) -> str:
-    """Validate an object as JSON: most are the same in several values files. Raises
-    kubernetes_validate.ValidationError.
+    """Validate an object as JSON, which is a key of the cache: most objects are the same in several values files. Raise
+    kubernetes_validate.ValidationError if it is invalid.
     """
     return kubernetes_validate.validate(json.loads(text), version, strict=True)
 
@@ -218,7 +217,7 @@ def groups(**own: Any) -> dict[str, Any]:
     ],
 )
 def test_what_is_missing_or_wrong_is_said(values: dict[str, Any], message: str) -> None:
-    """Without a choice of who may call nothing renders."""
+    """Nothing renders, and the error names the value and the fault."""
     with pytest.raises(HelmError) as raised:
         template(values=values)
     error_text = str(raised.value)
@@ -258,9 +257,7 @@ def test_no_number_of_replicas_under_autoscaling(file: str) -> None:
 
 @pytest.fixture(scope="module")
 def noted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The chart with its notes in a ConfigMap, since `helm template` leaves them out and `helm install`
-    asks a cluster.
-    """
+    """The chart with its notes in a ConfigMap, because `helm template` omits notes and `helm install` needs a cluster."""
     chart = Path(shutil.copytree(CHART, tmp_path_factory.mktemp("noted") / "chart"))
     notes = chart / "templates" / "NOTES.txt"
     head = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: notes}\ndata:\n  notes: |\n"
@@ -341,7 +338,7 @@ def test_the_page_names_the_keys_of_the_secret() -> None:
 
 
 def test_the_page_s_groups_render_as_it_says() -> None:
-    block, _ = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)  # the other one says which model runs where
+    block, _ = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)  # the second block is about placement of models
     manifests = helm.objects(template(values={**CHOSEN, **yaml.safe_load(block)}))
     assert of_kind("ScaledObject", manifests)["sie-worker-l4"]["spec"]["maxReplicaCount"] == 8
     environ = helm.variables(helm.container(manifests, "sie-worker-reranking", "worker-sidecar"))
@@ -362,7 +359,7 @@ def test_the_page_s_commands_name_files_that_exist() -> None:
 
 
 def test_settings_of_images_reach_the_process_that_reads_them() -> None:
-    """SIE_IMAGE_WORKERS is the sidecar's, SIE_IMAGE_URL_HOSTS the gateway's; each is read as it was written."""
+    """The sidecar reads SIE_IMAGE_WORKERS and the gateway SIE_IMAGE_URL_HOSTS, with the values that were written."""
     chosen = {"SIE_IMAGE_WORKERS": 7, "SIE_IMAGE_URL_HOSTS": "images.example.com,*.example.org"}
     manifests = [
         manifest for manifest in yaml.safe_load_all(template("values.yaml", {**CHOSEN, "settings": chosen})) if manifest

@@ -1,6 +1,4 @@
-"""The ScaledObjects: what KEDA asks is what a running gateway answers, and the number that it reads is the number of
-workers.
-"""
+"""The ScaledObjects: a running gateway answers the requests of KEDA, and the replicas that KEDA computes are right."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from inprocess import InProcess, until
 from sie_contracts.wire import topology
 
 CLOUDS = ("values-gke.yaml", "values-eks.yaml", "values-aks.yaml")
-# Fields of keda.sh/v1alpha1 ScaledObject that are used, as far as KEDA's own schema goes; anything else is a mistake.
+# The fields of a keda.sh/v1alpha1 ScaledObject that the chart uses. Any other field is a mistake.
 SPEC = {
     "scaleTargetRef",
     "minReplicaCount",
@@ -39,8 +37,8 @@ def scaled(manifests: tuple[dict[str, Any], ...] | list[dict[str, Any]]) -> dict
 
 @pytest.mark.parametrize("file", [*CLOUDS, "everything.yaml"])
 def test_every_field_is_one_that_keda_knows(file: str) -> None:
-    """There is no fallback, so that a gateway that cannot be asked changes no number, not even zero. A
-    node that takes six minutes to come finds the pod that it came for.
+    """There is no `fallback`: while no gateway answers, the number of replicas stays as it is, also at zero. The
+    cooldown is longer than the six minutes that a node may take to start, so its pod still exists then.
     """
     manifests = rendered(file)
     for name, spec in scaled(manifests).items():
@@ -62,7 +60,7 @@ def test_every_field_is_one_that_keda_knows(file: str) -> None:
 
 @pytest.mark.parametrize("file", CLOUDS)
 def test_every_group_has_one_for_its_own_lane(file: str) -> None:
-    """The address names the release and the namespace."""
+    """The URL has the release, the namespace and the lane of the group."""
     manifests = rendered(file)
     lanes = {}
     for workload, _, container_spec in containers(manifests):
@@ -91,14 +89,14 @@ def test_a_pool_is_named_as_its_gateways_name_it(pool: str, expected: str) -> No
 
 
 def asked(spec: dict[str, Any]) -> tuple[str, str, int]:
-    """Path and query of what KEDA asks, where the number is in the answer, and workers per unit of it."""
+    """Return the path that KEDA requests, the field of the number in the answer, and the target value."""
     metadata = spec["triggers"][0]["metadata"]
     return urlsplit(metadata["url"]).path, metadata["valueLocation"], int(metadata["targetValue"])
 
 
 def replicas(answer: httpx.Response, spec: dict[str, Any]) -> int:
-    """Return the replicas that KEDA and the autoscaler compute from an answer: ceil(value / target) within the bounds;
-    active above the activation value.
+    """Return the replicas that KEDA and the autoscaler compute from an answer: ceil(value / target) within the bounds,
+    or the minimum if the value is not above the activation value.
     """
     assert answer.status_code == 200
     _, place, target = asked(spec)
@@ -116,9 +114,8 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 @pytest.mark.parametrize("file", [*CLOUDS, "everything.yaml"])
 async def test_every_object_asks_what_a_gateway_of_its_file_answers(file: str, cluster: InProcess) -> None:
-    """For each ScaledObject, at its own address, place and threshold, without any worker: 1. an empty lane
-    wants none; 2. what waits in its queue wants at least one, of this lane alone; 3. a reservation that no worker has
-    joined yet wants its own on top.
+    """Each ScaledObject without any worker: an empty lane wants no replica, work in its queue wants one of this lane
+    only, and a reservation that no worker has joined wants one more.
     """
     manifests = rendered(file)
     environ = variables(container(manifests, "sie-gateway", "gateway"))
@@ -134,7 +131,7 @@ async def test_every_object_asks_what_a_gateway_of_its_file_answers(file: str, c
     assert await wanted() == expected
     for number, (name, spec) in enumerate(specs.items()):
         lane = topology.Lane(*asked(spec)[0].rpartition("/")[2].split("."))
-        # of a gateway that has gone since, so that nothing but the queue tells of it
+        # as from a gateway that has ended: only the queue has this work
         await gateway.broker.publish(topology.work_subject(lane, "bulk", "toy/one"), b"", f"work-{number}")
         answer = (await gateway.get(asked(spec)[0])).json()
         assert (answer["ready_workers"], answer["backlog_items"], answer["demand"]) == (0, 1, 0)
@@ -149,9 +146,8 @@ async def test_every_object_asks_what_a_gateway_of_its_file_answers(file: str, c
 
 
 async def test_a_running_gateway_answers_what_keda_asks(cluster: InProcess) -> None:
-    """An empty lane wants nobody; a request without a worker wants one, then its demand does; a
-    reservation wants its own, and more than the most that a group may have is not asked for. The port is the one
-    without a token.
+    """An empty lane wants no worker. A request without a worker wants one, and after the request its record of demand
+    does. A reservation wants its workers too, up to the maximum of the group. The port of KEDA needs no token.
     """
     manifests = rendered("values-gke.yaml")
     spec = scaled(manifests)["sie-worker-l4"]
@@ -177,7 +173,7 @@ async def test_a_running_gateway_answers_what_keda_asks(cluster: InProcess) -> N
     assert waiting.json()["ready_workers"] == 0
     assert replicas(waiting, spec) == 1
     assert (await asking).status_code == 503
-    assert replicas(await gateway.get(path), spec) == 1  # by its record: the client will come again
+    assert replicas(await gateway.get(path), spec) == 1  # from the record of demand: the client will retry
 
     response = await gateway.client.post(
         "/v1/pools", json={"name": "team", "gpus": {"l4": 3}}, headers={"Authorization": "Bearer good"}
@@ -193,7 +189,7 @@ async def test_a_running_gateway_answers_what_keda_asks(cluster: InProcess) -> N
     cluster.server.disconnect()
     answer = await gateway.get(path)
     cluster.server.reconnect()
-    assert answer.status_code == 503  # no zero that would end workers
+    assert answer.status_code == 503  # an answer of zero would end workers
 
 
 KINDS: dict[str, Any] = {
@@ -204,7 +200,7 @@ KINDS: dict[str, Any] = {
 
 
 async def test_three_kinds_of_nodes_come_from_zero_for_the_models_that_want_them(tmp_path: Path) -> None:
-    """A worker on a CPU is up all the time, and takes only what its models and the default leave to it."""
+    """The worker on a CPU, which always runs, gets only requests whose model or header names its machine profile."""
     values = {**CHOSEN, "workers": {"groups": KINDS}, "gateway": {"defaultMachineProfile": "l4"}}
     manifests = objects(template(values=values))
     gateway_environ = variables(container(manifests, "sie-gateway", "gateway"))

@@ -1,5 +1,5 @@
-"""Every value changes what is rendered, every variable that is rendered has a reader in that process, and both say what
-they are.
+"""Every value of the chart changes the rendered objects and is documented, and every rendered variable has a reader in
+its process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sie_contracts.settings import BY_NAME, MACHINE_PROFILE_DEFAULTS, ROWS, load
 
 Path = tuple[str, ...]
 COMPONENTS = {"gateway": "gateway", "config": "config", "worker-sidecar": "sidecar", "adapter": "adapter"}
-# What has to be otherwise for these keys to have an effect.
+# For keys that have an effect only beside other values: those values.
 BESIDE = {
     ("nats", "url"): {"nats": {"enabled": False, "url": "nats://b:4222"}},
     ("gateway", "replicas"): {"gateway": {"autoscaling": {"enabled": False}}},
@@ -36,7 +36,7 @@ BESIDE = {
         "gateway": {"defaultMachineProfile": ""},
     },
 }
-# Keys that are checked against others: not any value will do, and some change together.
+# For keys that the chart checks against others: values that it accepts.
 OTHERWISE: dict[Path, Any] = {
     ("nats",): {"enabled": False, "url": "nats://b:4222"},
     ("auth", "mode"): "token",
@@ -46,7 +46,7 @@ OTHERWISE: dict[Path, Any] = {
     ("nats", "storage", "size"): "30Gi",
     ("nats", "storage", "maxFileStore"): "9Gi",
     ("gateway", "defaultMachineProfile"): "other",
-    ("workers", "common", "gpuCount"): 3,  # each is a word of a list, which takes helm minutes to make of thousands
+    ("workers", "common", "gpuCount"): 3,  # the chart renders a list of as many words, and thousands take minutes
 }
 
 
@@ -58,7 +58,7 @@ def overlaid(below: Any, above: Any) -> Any:
 
 
 def leaves(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every key whose value is no map, and every empty map."""
+    """Yield every key whose value is no map, and every empty map."""
     if isinstance(values, dict) and values:
         for key, value in values.items():
             yield from leaves(value, (*path, key))
@@ -77,7 +77,7 @@ FULL = overlaid(overlaid(DEFAULTS, yaml.safe_load(EVERYTHING.read_text())), CHOS
 
 
 def others() -> dict[Path, Any]:
-    """For each key another value of its type, which stands nowhere else; the opposite for booleans."""
+    """Return for each key another value of its type, which occurs nowhere else, or the opposite boolean."""
     changes: dict[Path, Any] = {}
     for number, (path, value) in enumerate(leaves(FULL), 30_011):
         if isinstance(value, bool):
@@ -98,8 +98,8 @@ def base() -> str:
 
 @pytest.mark.long
 def test_every_value_changes_what_is_rendered(base: str) -> None:
-    """All texts and numbers are replaced at once and looked for; what is not found as it is, and each boolean, is
-    changed for itself.
+    """All texts and numbers are replaced at once and searched for in the output. Each boolean, and each value that is
+    not found, is then changed alone.
     """
     changed: dict[str, Any] = {}
     alone = dict(OTHERWISE)
@@ -118,7 +118,7 @@ def test_every_value_changes_what_is_rendered(base: str) -> None:
         before = template("everything.yaml", beside, "--skip-schema-validation") if path in BESIDE else base
         if template("everything.yaml", overlaid(beside, at(path, value)), "--skip-schema-validation") == before:
             without_effect.add(path)
-    # of machine profiles that no group here has
+    # no group here has these machine profiles
     assert {
         path
         for path in without_effect
@@ -128,7 +128,7 @@ def test_every_value_changes_what_is_rendered(base: str) -> None:
 
 
 def test_every_key_says_what_it_is() -> None:
-    """A comment above each key, or above the one that it is a part of where that is written in one line."""
+    """Each key has a comment above it, except well-known parts of a key with a comment."""
     lines = (CHART / "values.yaml").read_text().splitlines()
     assert len(lines) < 700
     bare = []
@@ -165,7 +165,7 @@ def test_the_schema_knows_exactly_the_keys_of_the_values() -> None:
             yield from below or [(*path, name)]
 
     def top(paths: Iterator[Path] | list[Path]) -> set[Path]:
-        # of what has names of the operator's own, only that it is there
+        # keys whose names the operator chooses count as their parent
         free = {("workers", "groups"), ("machineProfiles",), ("settings",), ("workers", "common", "settings")}
         cut_paths = {
             next((path[: len(prefix)] for prefix in free if path[: len(prefix)] == prefix), path) for path in paths
@@ -179,7 +179,7 @@ def test_the_schema_knows_exactly_the_keys_of_the_values() -> None:
 
 
 def test_the_table_of_settings_is_that_of_today() -> None:
-    """`python tests/chart_settings.py` makes these files."""
+    """`python tests/chart_settings.py` writes these files."""
     assert json.loads(chart_settings.TABLE.read_text()) == chart_settings.readers()
     schema = json.loads(chart_settings.SCHEMA.read_text())
     assert chart_settings.schema(json.loads(json.dumps(schema))) == schema
@@ -195,7 +195,7 @@ def test_the_broker_of_the_chart_has_the_users_of_the_embedded_one() -> None:
 
 @pytest.mark.parametrize("file", FILES)
 def test_every_variable_has_a_reader_in_its_process_and_is_read(file: str) -> None:
-    """Each process loads the environment that it is given, without a warning but for what waits for a capability."""
+    """Each process loads its environment without a warning, except about settings that no code reads yet."""
     for workload, _, container_spec in containers(rendered(file)):
         component = COMPONENTS.get(container_spec["name"])
         if component is None:
@@ -214,7 +214,7 @@ def test_every_variable_has_a_reader_in_its_process_and_is_read(file: str) -> No
 
 
 def test_whatever_the_chart_writes_itself_is_rendered_somewhere() -> None:
-    """Otherwise it would be in `settings` instead."""
+    """A variable that no values file renders belongs in `settings`."""
     written = {
         name
         for file in FILES
@@ -280,8 +280,8 @@ BATCHER = {
 
 
 def batching(values: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
-    """Return the settings of each worker-sidecar by workload: coalesce, requests, cost. Other containers carry none of
-    the variables.
+    """Return the settings of each worker-sidecar by workload: coalesce, requests, cost. Assert that no other container
+    has one of the variables.
     """
     limits = {}
     for workload, _, container_spec in containers(objects(template(values=overlaid(CHOSEN, values)))):
@@ -300,7 +300,7 @@ def batching(values: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
 
 
 def test_batching_is_what_somebody_wrote_else_measured_else_documented() -> None:
-    """group > machine profile > common > measured for the machine profile > documented."""
+    """The order is group > machine profile > common > measured for the machine profile > documented."""
     groups = {
         "l4": {"machineProfile": "l4"},
         "own": {"machineProfile": "l4", "workerSidecar": {"batcher": {"coalesceMs": 1}}},
@@ -326,7 +326,7 @@ def test_batching_is_what_somebody_wrote_else_measured_else_documented() -> None
 @pytest.mark.parametrize("place", ["common", "group", "machine profile"])
 @pytest.mark.parametrize(("key", "name"), BATCHER.items())
 def test_a_written_value_that_equals_the_documented_default_wins(place: str, key: str, name: str) -> None:
-    """Written anywhere, it is rendered, and so beats what was measured for the machine profile."""
+    """A written value is rendered, and a rendered value overrides the measured one of the machine profile."""
     documented = BY_NAME[name].default
     batcher = {"batcher": {key: documented}}
     written = {
@@ -342,7 +342,7 @@ def test_a_written_value_that_equals_the_documented_default_wins(place: str, key
 
 
 def test_a_group_without_a_gpu_has_what_was_measured_for_cpus_unless_somebody_wrote_a_value() -> None:
-    """Whatever its machine profile is called: of all settings that were measured."""
+    """The name of the machine profile does not matter, and all measured settings apply."""
     groups = {
         "own": {"machineProfile": "c7i", "gpu": False},
         "l4": {"machineProfile": "l4"},
@@ -378,7 +378,7 @@ def test_a_group_without_a_gpu_has_what_was_measured_for_cpus_unless_somebody_wr
 
 
 def test_what_nobody_wrote_is_left_to_the_process() -> None:
-    """A null of a group takes nothing away from common."""
+    """A null in a group does not override a value of common."""
     groups = {"cpu": {"workerSidecar": {"batcher": {"coalesceMs": None}}}}
     assert batching({"workers": {"groups": groups}})["sie-worker-cpu"] == (2, 64, 4096)
     common = {"workerSidecar": {"batcher": {"coalesceMs": 7}}}
@@ -414,7 +414,7 @@ def test_defaults_are_those_of_the_processes() -> None:
 
 
 def test_false_and_zero_of_a_group_win_over_common() -> None:
-    """With helm's own merge they would not win."""
+    """helm's `merge` function would let the values of common win."""
     common = {"gpu": True, "autoscaling": {"enabled": True, "minReplicas": 2}, "hubFallback": True}
     group = {"machineProfile": "other", "gpu": False, "autoscaling": {"minReplicas": 0}, "hubFallback": False}
     manifests = objects(template(values=overlaid(CHOSEN, {"workers": {"common": common, "groups": {"other": group}}})))
@@ -430,9 +430,7 @@ def test_false_and_zero_of_a_group_win_over_common() -> None:
 
 
 def test_a_gateway_knows_the_machine_profiles_of_all_groups() -> None:
-    """A request that names no machine profile goes to one that can be scaled from zero, to the default one where there
-    is one.
-    """
+    """The list of a gateway begins with the default machine profile if there is one, else with that of the first group."""
     groups = {
         "b": {"machineProfile": "h100"},
         "a": {"machineProfile": "l4"},
