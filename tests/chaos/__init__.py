@@ -1,4 +1,4 @@
-"""Killing and freezing parts of a cluster under load. Its HTTP client is that of the benchmarks."""
+"""Killing and freezing parts of a cluster under load. The HTTP client is that of the benchmarks."""
 
 import sys
 from pathlib import Path

@@ -2,8 +2,7 @@
 
     Request ─► sie_client.core.call ─► attempt at one of the gateways ─► Received or TransportFailed ─► ... ─► Outcome
 
-A connection that is refused is tried at the other gateway at once: that is the balancer's part. Everything else is an
-attempt.
+After a refused connection a client tries the other gateway at once, as a load balancer would. That is no new attempt.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from sie_client.errors import SIEError
 from sie_contracts import arrays
 
 COSINE = 0.998
-# that an answer may be late before the attempt counts as unanswered: a frozen gateway answers when it runs again
+# an attempt counts as unanswered so long after its budget, because a frozen gateway answers when it runs again
 GRACE_S = 10.0
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """`status` 0: no answer, `failure` says why. Times are those of `time.monotonic`."""
+    """One attempt of a request. `status` 0 means no answer, and `failure` the reason. Times are of `time.monotonic`."""
 
     started_s: float
     ended_s: float
@@ -55,12 +54,12 @@ class Outcome:
 
     @property
     def at_once(self) -> bool:
-        """Whether the first attempt was right."""
+        """Return True if the first attempt got a right answer."""
         return self.verdict == "right" and len(self.attempts) == 1
 
 
 class Expected:
-    """Texts of a model and the vector of each."""
+    """Texts of a model and their vectors."""
 
     def __init__(self, model: str, texts: Sequence[str], vectors: Sequence[NDArray[np.float32]]) -> None:
         self.model = model
@@ -94,7 +93,7 @@ class Expected:
 
 
 class Crowd:
-    """Clients of one model, each with its own pace. `outcomes` in the order of their ends."""
+    """Clients of one model, each with its own pace. `outcomes` are in the order in which requests end."""
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class Crowd:
         self._tasks = [asyncio.create_task(self._client(number)) for number in range(clients)]
 
     async def stop(self) -> None:
-        """No new requests; those that run end as they end, within their budgets."""
+        """Send no new requests, and wait until the running ones have ended within their budgets."""
         self._stopping.set()
         await asyncio.gather(*self._tasks)
         for connection in itertools.chain(*self._idle):
@@ -187,7 +186,7 @@ class Crowd:
         return TransportFailed(failure, ended_s - started_s)
 
     async def _connection(self, gateway: int) -> Connection:
-        """One that is open. Raises OSError."""
+        """Return an open connection. Raise OSError if the gateway does not accept one."""
         idle = self._idle[gateway]
         while idle:
             connection = idle.pop()

@@ -1,7 +1,7 @@
-"""Faults and repair: who is killed or frozen and when, who starts what died, and when the brokers were without a
-leader.
+"""Faults and repair: kills and freezes of random parts, restarts of dead ones, and spans without a leader of the
+brokers.
 
-The choice is pure: `Choice.next(state, now)` names a part and an action; `Monkey` carries it out on real processes.
+`choose` is pure and names a part and an action. `Monkey` carries it out on real processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import httpx
 from stack import Part, Stack
 
 Action = Literal["kill", "freeze", "died"]
-RESTART_S = 0.5  # as an orchestrator pauses before it starts a process again
+RESTART_S = 0.5  # the pause of an orchestrator before it restarts a process
 FREEZE_S = (2.0, 5.0)
 REPAIR_S = 60.0
 POLL_S = 0.2
@@ -27,7 +27,7 @@ POLL_S = 0.2
 
 @dataclass
 class Fault:
-    """`recovered_s`: when the part was ready again, 0 while it is not. Times are those of `time.monotonic`."""
+    """A fault of a part. `recovered_s` is when the part was ready again, or 0. Times are of `time.monotonic`."""
 
     part: str
     role: str
@@ -38,8 +38,8 @@ class Fault:
 
 
 def choose(parts: Sequence[tuple[str, str]], unwell: set[str], rng: random.Random) -> tuple[str, Action, float]:
-    """A part (name, role) that is well, what happens to it, and for how long it is frozen. At most one broker is down
-    at a time.
+    """Return the name of a part that is well, an action, and the seconds of a freeze. At most one broker is down at a
+    time.
     """
     broker_down = any(role == "broker" for name, role in parts if name in unwell)
     candidates = [name for name, role in parts if name not in unwell and not (role == "broker" and broker_down)]
@@ -50,7 +50,7 @@ def choose(parts: Sequence[tuple[str, str]], unwell: set[str], rng: random.Rando
 
 
 class Monkey:
-    """One fault each `every_s`, and the supervisor that starts again what is dead. `faults` in order."""
+    """One fault every `every_s`, and the supervisor that restarts dead parts. `faults` has them in order."""
 
     def __init__(self, stack: Stack, *, every_s: float, seed: int) -> None:
         self.faults: list[Fault] = []
@@ -63,8 +63,8 @@ class Monkey:
         self._begun_s = time.monotonic()
 
     async def run(self, duration_s: float) -> None:
-        """Faults for as long, then repair until everything is ready. Raises AssertionError when a part is not ready
-        again.
+        """Cause faults for `duration_s`, then repair until all parts are ready. Raise AssertionError if a part does not
+        become ready.
         """
         supervising = asyncio.create_task(self._supervise())
         try:
@@ -101,8 +101,8 @@ class Monkey:
         self._repairs[part.name] = asyncio.create_task(self._restored(part, fault), name=f"repair of {part.name}")
 
     async def _restored(self, part: Part, fault: Fault) -> None:
-        """Bring a part back, also when it ends again on the way. Raises AssertionError when it is not ready in
-        REPAIR_S.
+        """Restart a part until it is ready, also if it ends again meanwhile. Raise AssertionError if it is not ready
+        within REPAIR_S.
         """
         if fault.action == "freeze":
             await asyncio.sleep(fault.frozen_s)
@@ -133,9 +133,7 @@ class Monkey:
 
 
 class Leaders:
-    """Whether every stream and consumer has a leader that lives, as the brokers' monitors tell. `without` are the spans
-    in which not.
-    """
+    """A watch on the monitors of the brokers. `without` has the spans in which a stream or consumer had no live leader."""
 
     def __init__(self, stack: Stack) -> None:
         self.without: list[tuple[float, float]] = []
@@ -143,7 +141,7 @@ class Leaders:
         self._since_s = 0.0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Poll the monitors until cancelled."""
         async with httpx.AsyncClient(timeout=1.0, trust_env=False) as client:
             while True:
                 answers = await asyncio.gather(
@@ -163,8 +161,8 @@ class Leaders:
             self._since_s = 0.0
 
     async def _led(self, client: httpx.AsyncClient, number: int) -> bool | None:
-        """Return whether one broker sees a leader; None if it does not answer. A leader that is dead or frozen does not
-        count.
+        """Return whether one broker sees a live leader for each group, or None if it does not answer. A frozen leader
+        does not count.
         """
         part = self._stack.brokers[number]
         if not part.alive or part.paused:

@@ -1,4 +1,4 @@
-"""Proof of a chaos run: figures from outcomes and faults, a verdict, a table and a plot. Pure."""
+"""The report of a chaos run: figures from outcomes and faults, a verdict, a table and a plot. All functions are pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from chaos.clients import Attempt, Outcome
 from chaos.faults import Fault
 
 AVAILABILITY = 0.99
-MARGIN_S = 1.0  # around a fault: a connection breaks a moment before or after its process is seen dead
+MARGIN_S = 1.0  # around a fault, because a connection may break a moment before or after the recorded fault
 Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Report:
-    """`lost`: attempts that a gateway accepted and did not answer by their deadline, for no death of that gateway."""
+    """A run. `lost` has the attempts that a gateway accepted and did not answer in time, although it was not struck."""
 
     begin_s: float
     end_s: float
@@ -37,11 +37,11 @@ class Report:
 
     @property
     def holds(self) -> bool:
-        """The promise itself. Availability is a figure beside it."""
+        """Return True if the promise held. Availability is only stated."""
         return not (self.lost or self.duplicates or self.wrong or self.failed)
 
     def split(self) -> tuple[list[Outcome], list[Outcome]]:
-        """Requests that no leader election touched, and the others."""
+        """Return the requests without a leader election meanwhile, and the others."""
         halves: tuple[list[Outcome], list[Outcome]] = ([], [])
         for outcome in self.outcomes:
             halves[_touches(self.leaderless, outcome.started_s, outcome.ended_s)].append(outcome)
@@ -60,8 +60,8 @@ def judged(
     leaderless: Sequence[Span],
     duplicates: int,
 ) -> Report:
-    """Find what was lost. A 504 is a deadline that passed after acceptance; no answer at all is a loss unless that
-    gateway was struck.
+    """Build the report. An attempt is lost if it got a 504, which is a deadline that passed after acceptance, or no
+    answer although its gateway was not struck.
     """
     deaths: dict[int, list[Span]] = {}
     for fault in faults:
@@ -83,7 +83,7 @@ def judged(
 
 
 def availability(outcomes: Sequence[Outcome]) -> float:
-    """The share that was right at the first attempt."""
+    """Return the share of requests that were right at the first attempt."""
     return sum(outcome.at_once for outcome in outcomes) / len(outcomes) if outcomes else 1.0
 
 
@@ -144,8 +144,8 @@ _COLOURS = {"broker": "#b5651d", "gateway": "#1f77b4", "sidecar": "#2ca02c", "ad
 
 
 def plot(report: Report) -> str:
-    """An SVG: right answers a second, and the time to them, over the run; faults as lines, spans without a leader
-    shaded.
+    """Return an SVG of right answers a second and of the longest time to an answer. Lines are faults, shaded spans have
+    no leader.
     """
     seconds = max(1, int(report.end_s - report.begin_s))
     rates, waits = [0] * seconds, [0.0] * seconds

@@ -44,7 +44,7 @@ def _minilm() -> Expected:
 
 
 def plan(*, minilm: bool, code: Path | None = None, devices: int = 1) -> Plan:
-    """`devices`: of each worker with the fixed-cost adapter; one such worker if there are several."""
+    """Return the plan of the cluster. With several `devices` there is one worker with the fixed-cost adapter, not two."""
     device = Device(batch_ms=5, token_us=50, devices=devices)
     workers = [*([device, device] if devices == 1 else [device]), *([None] if minilm else [])]
     environ = {"OMP_NUM_THREADS": "1"}
@@ -52,7 +52,7 @@ def plan(*, minilm: bool, code: Path | None = None, devices: int = 1) -> Plan:
 
 
 async def chaos(stack: Stack, *, duration_s: float, every_s: float, seed: int, minilm: bool) -> Report:
-    """One run on a cluster that is ready."""
+    """Run load and faults on a cluster that is ready."""
     expected = await asyncio.to_thread(_minilm) if minilm else None
     crowds = [Crowd(stack.urls, Expected.toy(TOY), clients=24, pace_s=0.3, items=6, budget_s=BUDGET_S)]
     if expected is not None:
@@ -66,7 +66,7 @@ async def chaos(stack: Stack, *, duration_s: float, every_s: float, seed: int, m
     await asyncio.gather(*(crowd.stop() for crowd in crowds))
     end_s = time.monotonic()
     watching.cancel()
-    await asyncio.wait([watching])  # which closes its connections
+    await asyncio.wait([watching])  # the task closes its connections
     leaders.end()
     outcomes = sorted(
         (outcome for crowd in crowds for outcome in crowd.outcomes), key=lambda outcome: outcome.started_s

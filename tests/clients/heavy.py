@@ -1,4 +1,4 @@
-"""Public clients that bring too much to be installed beside the project: run by a Python of their own, one call each.
+"""Public clients with too many dependencies for the environment of the project. Another Python runs them, a call each.
 
 heavy.py CLIENT URL KEY MODEL RETRIES INPUT... ──► one line of JSON: {"found": ...} or {"status": ...}
 """
@@ -77,7 +77,7 @@ def litellm_nvidia_rerank(url: str, key: str, model: str, retries: int, inputs: 
 
 
 def _reranked(model: str, url: str, key: str, inputs: list[str], *, documents: bool = True) -> Any:
-    """Scores by index; the documents that come back are those that were sent."""
+    """Return scores by index, and check that the returned documents are those that were sent."""
     import litellm
 
     query, *sent = inputs
@@ -121,7 +121,7 @@ def main() -> None:
     client, url, key, model, retries, *inputs = sys.argv[1:]
     try:
         report: dict[str, Any] = {"found": CLIENTS[client](url, key, model, int(retries), inputs)}
-    except Exception as error:  # noqa: BLE001  what a user of the client would see
+    except Exception as error:  # noqa: BLE001  the error that a user of the client would see
         report = {"status": getattr(error, "status_code", None), "error": f"{type(error).__name__}: {error}"[:2000]}
     print(json.dumps(report))
 

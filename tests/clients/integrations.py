@@ -1,4 +1,4 @@
-"""The integrations of the public SDK as their users call them, run by a Python that has one of them installed.
+"""The integrations of the public SDK, called as their users do. A Python with one of them installed runs this file.
 
 integrations.py NAME URL PNG ──► one line for each public class and method that was called, or a traceback
 """
@@ -20,7 +20,7 @@ DENSE = SPARSE = MULTIVECTOR = "test/m3"
 CROSS, ENTITIES, CLASSES, IMAGES = "test/cross", "test/gliner", "test/zero-shot", "test/clip"
 TEXTS = ["Ada Lovelace lived in London", "A cat sleeps on the sofa"]
 LABELS = ["person", "city"]
-WIDTH = 32  # of the test model
+WIDTH = 32  # the width of the test model's vectors
 
 
 def is_vector(values: Any, width: int = WIDTH) -> bool:
@@ -36,7 +36,7 @@ def is_matrix(rows: Any) -> bool:
 
 
 def are_entities(entities: Any, text: str = TEXTS[0]) -> bool:
-    """Whether each is a part of the text, under a label that was named."""
+    """Return True if there are entities, and each is a part of the text with one of the labels."""
     fields = [entity if isinstance(entity, dict) else vars(entity) for entity in entities]
     return bool(fields) and all(
         text[entity["start"] : entity["end"]] == entity["text"] and entity["label"] in LABELS for entity in fields
@@ -100,7 +100,7 @@ def haystack(url: str, picture: Path) -> Iterator[tuple[str, bool]]:
     import sie_haystack as sie
     from haystack import Document, Pipeline
 
-    warnings.filterwarnings("ignore", "Mutating attribute")  # the library warns of what the integration does
+    warnings.filterwarnings("ignore", "Mutating attribute")  # the library warns of code of the integration
 
     def documents() -> list[Document]:
         return [Document(content=text) for text in TEXTS]

@@ -17,13 +17,13 @@ from sie_sdk import RequestError, SIEAsyncClient, SIEClient
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 NAMESPACES = ("batches", "connections", "files", "jobs")
 LINE = {"method": "POST", "url": "/v1/embeddings", "body": {"model": MODEL, "input": "x"}}
-# so many that it has not ended when it is cancelled
+# so many lines that the batch has not ended when it is cancelled
 BATCH = b"".join(json.dumps({"custom_id": f"{number}", **LINE}).encode() + b"\n" for number in range(1000))
 CHAT = [{"role": "user", "content": "x"}]
 NO_GENERATION, NO_PATH = "this server does not generate text", "no such path"
 Call = Callable[[Any, dict[str, str]], Any]
 
-# in this order; each may use the ids of those before it
+# the order of the calls, in which each may use ids from earlier ones
 CALLS: dict[str, Call] = {
     "encode": lambda client, ids: client.encode(MODEL, {"text": "x"}),
     "score": lambda client, ids: client.score("test/cross", {"text": "x"}, [{"text": "a"}, {"text": "b"}]),
@@ -68,14 +68,14 @@ CALLS: dict[str, Call] = {
     "stream_chat_completions": lambda client, ids: client.stream_chat_completions("q", CHAT),
     "close": lambda client, ids: client.close(),
 }
-# what this server does not have, by the status and the message that say so
+# methods that this server does not support: the status and a part of the message of the refusal
 REFUSED = {
     **dict.fromkeys(("estimate", "recommend", "generate", "stream_generate"), (404, NO_GENERATION)),
     **dict.fromkeys(("responses", "chat_completions", "stream_chat_completions"), (404, NO_GENERATION)),
     **dict.fromkeys(("connections.add", "connections.list", "connections.revoke"), (404, NO_PATH)),
     **dict.fromkeys(("jobs.execute", "jobs.repair"), (404, NO_PATH)),
     **dict.fromkeys(("jobs.get", "jobs.wait", "jobs.results", "jobs.cancel"), (404, "job")),
-    "jobs.submit": (400, "a job reads files"),  # jobs have a schema of their own here
+    "jobs.submit": (400, "a job reads files"),  # jobs of this server have another schema
 }
 
 

@@ -1,5 +1,5 @@
-"""Tests of the CUDA path: collected everywhere, skipped without a CUDA device. `--cuda-table FILE` writes the worst
-values there.
+"""Tests of the CUDA path, which are skipped without a CUDA device. `--cuda-table FILE` writes the worst cosines to a
+file.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def record(request: pytest.FixtureRequest) -> Iterator[Record]:
-    """Notes (what, attention in force, precision, cosine); the worst cosine of each is kept."""
+    """Record cosines by label, attention and precision, and keep the worst of each."""
     worst: dict[tuple[str, str, str], float] = {}
 
     def note(label: str, attention: str, precision: str, cosine: float) -> None:
         worst[label, attention, precision] = min(cosine, worst.get((label, attention, precision), 1.0))
 
     yield note
-    # absent where this file was not read before the command line was parsed
+    # the option is absent if pytest read this file after it parsed the command line
     if target := request.config.getoption("cuda_table", default=None):
         rows = [f"| {' | '.join(key)} | {cosine:.7f} |" for key, cosine in sorted(worst.items())]
         head = [

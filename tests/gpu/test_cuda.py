@@ -31,8 +31,8 @@ from sie_contracts.settings import Settings
 
 CUDA = torch.device("cuda")
 MIN_COSINE = {torch.float32: 0.99999, torch.float16: 0.999, torch.bfloat16: 0.99}
-# Untrained weights lose more in 16 bit than trained ones, in any implementation: the mean is held, and the worst of 64
-# texts loosely.
+# In any implementation untrained weights lose more in 16 bit than trained ones. So the mean has a tight bound, and the
+# worst of 64 texts a loose one.
 MIN_VECTOR_COSINE = {"float32": 0.9999, "float16": 0.99, "bfloat16": 0.95}
 MIN_MEAN_COSINE = {"float32": 0.9999, "float16": 0.999, "bfloat16": 0.995}
 PADDED = ("mpnet", "deberta-v2", "gemma2")
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def reference(folder: Callable[[str], Path]) -> Iterator[Callable[[str], Served]]:
-    """The engine on the CPU in float32, which tests/parity holds against the public libraries."""
+    """The engine on the CPU in float32, which tests/parity compares with the public libraries."""
     engine = ParityEngine()
     yield functools.cache(
         lambda name: engine.load(
@@ -94,7 +94,7 @@ def _skip_unless_known(model_type: str) -> None:
 def test_packed_states_on_cuda_equal_stock_states(
     kind: str, dtype: torch.dtype, tmp_path: Path, record: Record
 ) -> None:
-    """Every architecture and precision, ragged, one pass against one by one."""
+    """One packed pass over ragged sequences has the states of stock passes over one sequence each."""
     _skip_unless_known(kind.split()[0])
     if OVERFLOWS in kind and dtype == torch.float16:
         pytest.skip("its activations overflow float16")
@@ -119,9 +119,7 @@ def test_vectors_on_cuda_equal_those_of_a_cpu(
     reference: Callable[[str], Served],
     record: Record,
 ) -> None:
-    """Windows, bidirectional decoders and rotary tables of the parity checkpoints, ragged, from sentence to
-    vector.
-    """
+    """The parity checkpoints have windows, bidirectional decoders and rotary tables. The sentences are ragged."""
     if OVERFLOWS in name and precision == "float16":
         pytest.skip("its activations overflow float16")
     architecture = ARCHITECTURES[name]
@@ -145,7 +143,7 @@ def test_vectors_on_cuda_equal_those_of_a_cpu(
 def test_two_threads_and_two_streams_do_not_mix_their_texts(
     name: str, precision: str, folder: Callable[[str], Path]
 ) -> None:
-    """The lanes of a second stream are not used today; nothing may depend on there being one."""
+    """The vectors are right with two lanes and with several streams, although the engine uses one stream today."""
     engine = CudaEngine()
     served = engine.load(
         folder(name), cast(Precision, precision), width=ARCHITECTURES[name].width, max_tokens=MAX_TOKENS
@@ -168,7 +166,7 @@ def test_two_threads_and_two_streams_do_not_mix_their_texts(
 
 
 def test_the_documented_default_precision_runs_on_cuda(folder: Callable[[str], Path]) -> None:
-    """float16, one lane, batches equal one by one, memory measured and given back."""
+    """The default is float16 and one lane. Memory is measured, and a released model gives it back."""
     engine = AdapterEngine(Settings(device=CUDA.type))
     try:
         before = engine.describe().memory_used_bytes
@@ -182,7 +180,7 @@ def test_the_documented_default_precision_runs_on_cuda(folder: Callable[[str], P
         assert engine.describe().memory_total_bytes > 1 << 30
         del resident
         engine.residency.release("toy")
-        # the context, and the workspaces of its libraries
+        # the CUDA context and the workspaces of its libraries stay
         assert engine.describe().memory_used_bytes <= before + (256 << 20)
     finally:
         engine.stop(5)

@@ -1,5 +1,5 @@
-"""CUDA graphs of small passes on the card: equal to eager passes, for models in turn, with LoRAs, after a failed
-capture and after an unload.
+"""CUDA graphs of small passes: replays equal eager passes, also for models in turn, with LoRAs, after a failed capture
+and after an unload.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def engine() -> Iterator[AdapterEngine]:
 
 
 def load(engine: AdapterEngine, folder: Path, kind: str) -> Any:
-    """The backbone of a random model in 16 bits, with graphs."""
+    """Load a random model in 16 bits and return its backbone, which has graphs."""
     path = toys.save(folder / kind, kind, initializer_range=0.05)
     entry = toys.entry(path, load=LoadOptions(precision="bfloat16", engine="torch"))
     backbone: Any = engine.residency.ensure(entry.id, entry).weights.backbone  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def packed_of(backbone: Any, lengths: tuple[int, ...], seed: int = 0) -> PackedB
 
 
 def cosine(backbone: Any, lengths: tuple[int, ...], seed: int) -> float:
-    """Worst of the tokens, with graphs against eager."""
+    """Return the worst cosine of a token between a pass with graphs and an eager pass."""
     with torch.inference_mode():
         expected = backbone._forward_eager(packed_of(backbone, lengths, seed))
         got = backbone.forward(packed_of(backbone, lengths, seed))
@@ -99,7 +99,7 @@ def test_passes_with_a_lora_are_eager(engine: AdapterEngine, tmp_path: Path) -> 
 def test_a_failed_capture_leaves_allocator_and_device_usable(
     engine: AdapterEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pass reads a value of the device, which no capture allows."""
+    """The capture fails because the pass reads a value from the device."""
     backbone = load(engine, tmp_path, "bert")
     run = backbone._run
 
@@ -130,7 +130,7 @@ def test_memory_of_graphs_is_given_back(engine: AdapterEngine, tmp_path: Path) -
     assert len(backbone._graphs) >= 5
     assert drop_graphs()
     give_memory_back(CUDA)
-    assert torch.cuda.memory_reserved(CUDA) <= before + (96 << 20)  # workspaces of the stream of the captures
+    assert torch.cuda.memory_reserved(CUDA) <= before + (96 << 20)  # workspaces of the capture stream stay
 
 
 def test_an_unload_gives_back_the_memory_of_graphs(engine: AdapterEngine, tmp_path: Path) -> None:

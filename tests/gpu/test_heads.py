@@ -45,8 +45,8 @@ from sie_contracts.settings import Settings
 CUDA = torch.device("cuda")
 OUT = 24
 MIN_COSINE = {"float32": 0.9999, "float16": 0.999}
-MAX_DIFFERENCE = {"float32": 1e-4, "float16": 2e-2}  # of a probability
-MIN_TAU = {"float32": 0.98, "float16": 0.9}  # of a few close scores
+MAX_DIFFERENCE = {"float32": 1e-4, "float16": 2e-2}  # between probabilities
+MIN_TAU = {"float32": 0.98, "float16": 0.9}  # some of the scores are close to each other
 
 
 class CudaHeads(HeadsEngine):
@@ -65,7 +65,7 @@ class CudaScores(ScoringEngine):
 
 @pytest.fixture(scope="module")
 def heads() -> Iterator[tuple[HeadsEngine, HeadsEngine]]:
-    """On the CPU and on CUDA."""
+    """Engines on the CPU and on CUDA."""
     engines = (HeadsEngine(), CudaHeads())
     yield engines
     for engine in engines:
@@ -74,7 +74,7 @@ def heads() -> Iterator[tuple[HeadsEngine, HeadsEngine]]:
 
 @pytest.fixture(scope="module")
 def scores() -> Iterator[tuple[ScoringEngine, ScoringEngine]]:
-    """On the CPU and on CUDA."""
+    """Engines on the CPU and on CUDA."""
     engines = (ScoringEngine(), CudaScores())
     yield engines
     for engine in engines:
@@ -84,7 +84,7 @@ def scores() -> Iterator[tuple[ScoringEngine, ScoringEngine]]:
 def both(
     heads: tuple[HeadsEngine, HeadsEngine], folder: Path, outputs: dict[str, int], precision: str, **entry: Any
 ) -> list[HeadsModel]:
-    """The model in float32 on the CPU, and in `precision` on CUDA."""
+    """Load the model in float32 on the CPU, and in `precision` on CUDA."""
     return [
         engine.load(folder, outputs, max_tokens=MAX_TOKENS, precision=dtype, **entry)
         for engine, dtype in zip(heads, ("float32", precision), strict=True)
@@ -92,7 +92,7 @@ def both(
 
 
 def full(rows: list[dict[str, Array]], width: int) -> Array:
-    """Sparse rows as [texts, vocabulary], with a constant so that an empty one has a direction."""
+    """Return sparse rows as [texts, vocabulary + 1]. The last column is a constant, so an empty row has a direction."""
     dense_rows = np.zeros((len(rows), width + 1))
     dense_rows[:, width] = 0.1
     for vector, row in zip(dense_rows, rows, strict=True):
@@ -105,7 +105,7 @@ def full(rows: list[dict[str, Array]], width: int) -> Array:
 def test_sparse_vectors(
     architecture: str, precision: str, heads: tuple[HeadsEngine, HeadsEngine], tmp_path: Path, record: Record
 ) -> None:
-    """Short texts in blocks and those longer than a block, packed and padded."""
+    """The texts are shorter and longer than a block, and the architectures packed and padded."""
     folder = checkpoints.masked(tmp_path / "model", architecture)
     width = len(AutoTokenizer.from_pretrained(folder))
     expected, got = (
@@ -120,7 +120,7 @@ def test_sparse_vectors(
 def test_queries_without_a_pass_score_documents_on_the_device(
     heads: tuple[HeadsEngine, HeadsEngine], tmp_path: Path
 ) -> None:
-    """Their rows are made on the host, those of documents on the device."""
+    """The host makes the rows of queries, the device those of documents."""
     folder = checkpoints.idf(checkpoints.masked(tmp_path / "model", "bert"))
     outputs = {"sparse": len(AutoTokenizer.from_pretrained(folder)), "score": 0}
     models = both(heads, folder, outputs, "float32", head={"query_encoder": "idf"})
@@ -133,7 +133,7 @@ def test_queries_without_a_pass_score_documents_on_the_device(
 
 
 MULTIVECTOR: dict[str, Callable[[Path], Path]] = {
-    # 24 to 48 tokens of filling that are not seen; in local layers most of it is out of sight of every word
+    # 24 to 48 filling tokens to which no word attends; in local layers most of them are outside the window of any word
     "expanded": lambda folder: checkpoints.pylate(
         folder, checkpoints.with_markers("bert"), [dense(WIDTH, OUT)], {"query_length": 48}
     ),
@@ -154,7 +154,7 @@ MULTIVECTOR: dict[str, Callable[[Path], Path]] = {
 def test_late_interaction(
     name: str, precision: str, heads: tuple[HeadsEngine, HeadsEngine], tmp_path: Path, record: Record
 ) -> None:
-    """Token vectors of queries and documents, scores, MUVERA."""
+    """Token vectors of queries and documents, scores and MUVERA encodings on CUDA are those of the CPU."""
     folder = MULTIVECTOR[name](tmp_path / "model")
     models = both(heads, folder, {"multivector": OUT}, precision)
     texts = checkpoints.texts(24)
@@ -176,7 +176,7 @@ def test_late_interaction(
 
 
 def heads_on(device: torch.device, width: int) -> dict[str, Head]:
-    """One of each kind, with the same weights on every device."""
+    """Return a head of each kind, with the same weights on every device."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=50, hidden_size=width, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16
@@ -193,12 +193,12 @@ def heads_on(device: torch.device, width: int) -> dict[str, Head]:
 
 @pytest.mark.parametrize("kind", ["masked", "token", "multivector", *POOLINGS])
 def test_only_the_sequence_that_is_not_finite_is_not_usable(kind: str) -> None:
-    """The finite sequences have the rows of a CPU: segments are reduced by kernels that only CUDA uses."""
+    """The finite sequences have the rows of a CPU, although only CUDA uses kernels that reduce segments."""
     lengths = np.array([3, 4, 4, 700])
     ids = np.random.default_rng(0).integers(1, 50, int(lengths.sum()), dtype=np.int32)
     packed = pack(Items(lengths, ids), np.arange(4), Positions())
     hidden = torch.randn(len(ids), 16, generator=torch.Generator().manual_seed(0))
-    hidden[7:11] = torch.nan  # all of the third
+    hidden[7:11] = torch.nan  # all tokens of the third sequence
     indices = np.array([0, 2, 3])
     with torch.inference_mode():
         expected, got = (
@@ -238,7 +238,7 @@ def compare(
 
 
 def test_entities(scores: tuple[ScoringEngine, ScoringEngine], tmp_path: Path) -> None:
-    """Spans and labels are equal, scores nearly."""
+    """Spans and labels are equal, and scores nearly equal."""
     labels = ("O", "B-PER", "I-PER", "B-LOC")
     folder = build_head(tmp_path / "model", "bert", AutoModelForTokenClassification, labels)
     expected, got = (engine.load(folder, "token-classifier").found(ragged_documents(24)) for engine in scores)

@@ -1,4 +1,4 @@
-"""Each kernel that serves CUDA against the definition of attention in float32 on a CPU: windows, causality, shared
+"""Each CUDA kernel computes the attention that the definition gives in float32 on a CPU: windows, causality, shared
 heads, hidden tokens.
 """
 
@@ -25,7 +25,7 @@ PATTERNS = {
     "causal window": (16, 0),
     "wide window": (64, 64),
 }
-# of an output, whose values are within 5: half a step of the type, and the rounding of the shares
+# outputs are within 5: the tolerance covers half a step of the type, and the rounding of the attention weights
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 needs_flash = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs the package flash-attn")
 KERNELS = [
@@ -87,16 +87,14 @@ def test_a_kernel_computes_the_definition(
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
 def test_hidden_tokens_are_not_attended_to(kernel: Kernel, dtype: torch.dtype, pattern: str) -> None:
-    """The filling of a late-interaction query: it sees, and is not seen, whatever the kernel of the
-    other batches is.
-    """
+    """Filling tokens of a late-interaction query attend to others, and no token attends to them."""
     visible = tuple(max(1, length * 2 // 3) for length in LENGTHS)
     check(kernel, dtype, packed(visible), PATTERNS[pattern], 4, 4, 32)
 
 
 def test_a_sequence_does_not_depend_on_its_mates() -> None:
-    """The longest of a batch picks tiles and splits of the variable-length kernel: one sequence alone
-    and among others.
+    """A sequence has the same result alone and in a batch, although the longest sequence of a batch chooses the tiles
+    and splits of the variable-length kernel.
     """
     batch = packed()
     states = tuple(

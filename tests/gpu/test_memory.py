@@ -1,5 +1,5 @@
-"""Real allocation failures on CUDA, under a fraction of the card: no client sees one, and what was learnt avoids the
-next.
+"""Real allocation failures on CUDA with a part of the card's memory: no client sees one, and learnt limits avoid the
+next ones.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from sie_contracts.wire.messages import Ok
 
 CUDA = torch.device("cuda:0")
 WIDTH, LONGEST, WIDEST = 64, 512, 8192
-# of the widest states of one pass: some 3,000 tokens fit, a batch has up to 16,384
+# room for the widest states of some 3,000 tokens; a batch has up to 16,384
 HEADROOM_BYTES = 3 * 3000 * WIDEST * 4
 
 
 @pytest.fixture(scope="module")
 def entry(tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
-    """A model of one layer whose activations are large beside its weights."""
+    """A model of one layer whose activations are large compared with its weights."""
     folder = toys.save(
         tmp_path_factory.mktemp("wide") / "bert",
         "bert",
@@ -45,7 +45,7 @@ def entry(tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
 
 @contextmanager
 def limited(bytes_more: int) -> Iterator[None]:
-    """This process may take no more than it holds and `bytes_more`."""
+    """Limit this process to the memory that it holds and `bytes_more`."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(CUDA).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(CUDA) + bytes_more) / total, CUDA)
@@ -56,12 +56,12 @@ def limited(bytes_more: int) -> Iterator[None]:
 
 
 def failures() -> int:
-    """How often torch's allocator has failed so far."""
+    """Return how often torch's allocator has failed so far."""
     return int(torch.cuda.memory_stats(CUDA)["num_ooms"])
 
 
 def encode(engine: AdapterEngine, lengths: list[int], seed: int) -> np.ndarray:
-    """Vectors [items, width]. Fails unless every item succeeded."""
+    """Return vectors [items, width]. Fail unless every item succeeded."""
     ids = np.random.default_rng(seed).integers(6, toys.VOCABULARY, sum(lengths), dtype=np.int32)
     group = Group(0, len(lengths))
     message = RunBatch("b", "m", "encode", np.array(lengths, "<i4").tobytes(), ids.tobytes(), (group,), pooling="mean")
@@ -75,8 +75,8 @@ def encode(engine: AdapterEngine, lengths: list[int], seed: int) -> np.ndarray:
 def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_engine(
     entry: ModelEntry, tmp_path: Path
 ) -> None:
-    """The learnt limit is doubted at every batch: failures are real, every vector is right; a second engine trusts it
-    and has hardly any failure.
+    """The first engine tests its learnt limit again at every batch: allocations fail, and every vector is right. A
+    second engine trusts the limit, and hardly any allocation fails.
     """
     settings = Settings(device="cuda", local_cache=str(tmp_path))
     engine = AdapterEngine(settings)
@@ -107,14 +107,14 @@ def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_engine
 
 
 def test_a_model_that_does_not_fit_beside_an_idle_one_takes_its_place(tmp_path: Path) -> None:
-    """The limit of the process counts, whatever the card has free."""
+    """The limit of the process counts, not the free memory of the card."""
     folder = toys.save(tmp_path / "bert", "bert", hidden_size=1024, intermediate_size=8192, num_hidden_layers=2)
     large = toys.entry(folder, outputs={"dense": 1024}, load=LoadOptions(precision="float32"))
     engine = AdapterEngine(Settings(device="cuda", local_cache=str(tmp_path)))
     resident = engine.residency.ensure("first", large)
     size = resident.weights.memory_bytes
     del resident
-    with limited(size // 2 + (64 << 20)):  # half of its weights, and activations
+    with limited(size // 2 + (64 << 20)):  # room for half of its weights, and for activations
         permission = engine.residency.permission(("first",))
         engine.residency.ensure("second", large, "default", permission)
     assert permission.dropped == ("first",)

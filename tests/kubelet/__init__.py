@@ -4,8 +4,7 @@ for each pod, the cluster's services and policies in nftables.
     helm template ──► Node.apply ──► Pods (network.py: addresses, services, policies)
                                        └─► Containers (engine.py: podman; each kept as a kubelet keeps it)
 
-What is rendered is obeyed, and what is rendered but not known here is refused: a field that is silently left out would
-make a test pass for nothing.
+Every rendered field is obeyed or refused: a test with a field that was ignored would pass without a reason.
 """
 
 from kubelet.containers import Container, Exit

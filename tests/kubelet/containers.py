@@ -1,10 +1,10 @@
-"""One container, started as it was rendered and kept as a kubelet keeps it.
+"""One container, started as rendered, and probed and restarted as by a kubelet.
 
     create ─► start ─► startup probe ─► readiness and liveness probes ─► it ended, or failed its liveness probe
                 ▲                                                            │
                 └──────── at once the first time, then after 10, 20 ... 300 s ┘
 
-A thread of its own does this for each container until its pod ends.
+Each container has a thread for this, its keeper, until its pod ends.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ KNOWN = {
 }
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 BACKOFF_S, LONGEST_BACKOFF_S, FORGOTTEN_S = 10.0, 300.0, 600.0
-PAUSE_S = 30.0  # in which a busy container must come to stand still
-EXEC_S = 10.0  # that podman itself may take around a command inside
+PAUSE_S = 30.0  # the longest time until a busy container can be paused
+EXEC_S = 10.0  # time for podman itself around a command in the container
 _UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "m": 1e-3}
 
 
@@ -63,8 +63,8 @@ def quantity(text: str | int | float) -> float:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a container ended. `reason`: ended (by itself), memory (the kernel), liveness (or startup: a probe),
-    terminated (its pod's end).
+    """The end of a container. `reason`: ended (by itself), memory (killed by the kernel), liveness (a liveness or
+    startup probe failed), terminated (its pod ended).
     """
 
     status: int
@@ -74,7 +74,7 @@ class Exit:
 
 @dataclass
 class Watch:
-    """A probe and its results in a row."""
+    """A probe, with the number of its last results that are equal. `told` is its rendered definition."""
 
     kind: str
     told: Object
@@ -84,7 +84,7 @@ class Watch:
     last: str = ""
 
     def over(self, passes: bool, now_s: float) -> bool | None:
-        """Count a result. Whether it now counts as passed or failed; None while neither."""
+        """Count a result. Return True if the probe now counts as passed, False if as failed, else None."""
         self.passed, self.failed = (self.passed + 1, 0) if passes else (0, self.failed + 1)
         self.due_s = now_s + self.told.get("periodSeconds", 10)
         if self.passed >= self.told.get("successThreshold", 1):
@@ -94,18 +94,18 @@ class Watch:
 
 @dataclass
 class Container:
-    """`told` is the rendered container. `end` and `remove` may be called from any thread; all else belongs to its
-    keeper, or is for reading.
+    """A container. `told` is its rendered definition. Any thread may call `end` and `remove` and read the fields; only
+    the keeper changes them.
     """
 
     pod: Pod
     told: Object
     name: str = field(init=False)
-    pid: int = 0  # of its first process on this machine; 0 while it does not run
+    pid: int = 0  # the id of its first process on this machine; 0 while it does not run
     starts: int = 0
     ready: bool = False
     exits: list[Exit] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)  # of probes, each with its time
+    failures: list[str] = field(default_factory=list)  # failed probes, each with its time
 
     def __post_init__(self) -> None:
         assert self.told.keys() <= KNOWN, f"{self.told['name']}: not known here: {self.told.keys() - KNOWN}"
@@ -136,8 +136,8 @@ class Container:
         self._keeper.start()
 
     def end(self, grace_s: float) -> None:
-        """End as a kubelet ends a pod's containers: preStop, SIGTERM, and SIGKILL after the grace period. Return when
-        it has ended.
+        """End the container as a kubelet does: preStop, SIGTERM, and SIGKILL after the grace period. Return when it has
+        ended.
         """
         self._ending.set()
         until_s = time.monotonic() + grace_s
@@ -148,7 +148,7 @@ class Container:
             assert not self._keeper.is_alive(), f"{self.name} is still kept"
 
     def remove(self) -> None:
-        """Without grace, also after a failure."""
+        """Kill and remove the container, also after a failure."""
         self._ending.set()
         os.eventfd_write(self._wake, 1)
         if self._pidfd >= 0:
@@ -162,11 +162,11 @@ class Container:
             self._pidfd = -1
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Its first process, as the kernel or an accident ends it: all others of the container end with it."""
+        """Send a signal to its first process. All others of the container end with that process."""
         os.kill(self.pid, number)
 
     def pause(self) -> None:
-        """Control groups of version 1 give up on a process that waits for its disk at that moment: then again."""
+        """Pause the container, and retry while a process waits for its disk: control groups of version 1 fail then."""
         until_s = time.monotonic() + PAUSE_S
         while True:
             try:
@@ -179,7 +179,7 @@ class Container:
     def resume(self) -> None:
         engine.podman("unpause", self.name)
 
-    # --- what it is told ---
+    # --- its options ---
 
     def options(self) -> list[str]:
         """Return the options of `podman create`."""
@@ -235,7 +235,7 @@ class Container:
         return arguments
 
     def _limit_options(self, resources: Object) -> list[str]:
-        """A kubelet sets no limit of processes unless it is configured; memory that is limited has no swap."""
+        """Return the limits. A kubelet limits processes only if configured, and limited memory has no swap."""
         limits, requests = resources.get("limits", {}), resources.get("requests", {})
         assert limits.keys() | requests.keys() <= {"cpu", "memory"}, f"{self.name}: {resources}"
         processes = self.pod.node.processes
@@ -298,7 +298,7 @@ class Container:
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
-        if pid:  # it has not ended yet
+        if pid:  # the container has not ended yet
             with contextlib.suppress(ProcessLookupError):
                 self._pidfd = os.pidfd_open(pid)
         with self._changed:
@@ -307,7 +307,7 @@ class Container:
             self._changed.notify_all()
 
     def _watch(self) -> bool:
-        """Until it ends, its pod ends, or it fails its liveness probe; whether it is the last."""
+        """Watch until the container ends, its pod ends, or a liveness probe fails. Return True in the last case."""
         if self._pidfd < 0:
             return False
         now_s = time.monotonic()
@@ -352,7 +352,7 @@ class Container:
         return not why
 
     def tried(self, kind: str) -> str:
-        """Why a probe fails now; nothing if it passes."""
+        """Run a probe. Return the reason of its failure, or an empty string."""
         spec = self.told[kind]
         timeout_s = spec.get("timeoutSeconds", 1)
         if "exec" in spec:
@@ -372,7 +372,7 @@ class Container:
         return "" if 200 <= status < 400 else f"status {status}"
 
     def execute(self, argv: Sequence[str], timeout_s: float) -> str:
-        """Run a command inside. Why it failed; nothing if it ended with 0."""
+        """Run a command in the container. Return the reason of its failure, or an empty string."""
         try:
             done = engine.run(["exec", self.name, *argv], timeout_s + EXEC_S)
         except subprocess.TimeoutExpired:
@@ -380,7 +380,7 @@ class Container:
         return "" if done.returncode == 0 else f"{shlex.join(argv)}: {done.returncode} {done.stderr.strip()[-300:]}"
 
     def _stop(self, until_s: float, reason: str) -> None:
-        """SIGTERM after preStop, SIGKILL at the end of the time."""
+        """Run preStop, send SIGTERM, and send SIGKILL at `until_s`."""
         if self._has_ended(0):
             return
         if (hook := self.told.get("lifecycle", {}).get("preStop")) is not None:
@@ -403,7 +403,7 @@ class Container:
         return bool(poll.poll(max(0.0, timeout_s) * 1000))
 
     def _note_exit(self, reason: str) -> None:
-        """When podman knows how it ended, which is a moment after the process is gone."""
+        """Record the exit, after waiting for podman, which knows the status a moment after the process has ended."""
         assert self._has_ended(self.pod.grace_s + 60), f"{self.name} does not end"
         status = int(engine.podman("wait", self.name).split()[-1])
         killed = bool(engine.inspect(self.name)["State"]["OOMKilled"])
@@ -423,22 +423,22 @@ class Container:
             self.ready = ready
             self.pod.node.readiness_changed()
 
-    # --- what it said ---
+    # --- its log and state ---
 
     def log(self) -> list[str]:
-        """Its lines, without podman's time and stream before each."""
+        """Return the lines of its log, without podman's prefix of time and stream."""
         if not self.log_file.exists():
             return []
         lines = self.log_file.read_text(errors="replace").splitlines()
         return [line.split(" ", 3)[-1] for line in lines]
 
     def check(self) -> None:
-        """Raise what its keeper met."""
+        """Raise an AssertionError if its keeper failed."""
         if self._failed is not None:
             raise AssertionError(f"{self.name} is not kept any more") from self._failed
 
     def cgroup(self, controller: str) -> Path:
-        """The folder of its control group, of version 2 or of version 1."""
+        """Return the folder of its control group, of version 1 or 2."""
         for line in Path(f"/proc/{self.pid}/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controller in controllers.split(","):

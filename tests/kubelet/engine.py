@@ -1,7 +1,7 @@
-"""podman, and how it must be called on this machine.
+"""Calls of podman with the options that this machine needs.
 
-PODMAN: the command and its own options, such as `podman --root FOLDER --storage-driver overlay`. What a machine
-needs beside them is found out: a machine without systemd, control groups of version 1, limits that nobody may raise.
+PODMAN is the command with its own options, such as `podman --root FOLDER --storage-driver overlay`. Further options are
+detected: those for a machine without systemd, for control groups of version 1, and for limits that cannot be raised.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 120.0  # of one command, on a machine that others use
-_SYS_RESOURCE = 24  # the capability's number
-_PROCESSES = 32768  # that podman itself may have, whatever its own limit was
+TIMEOUT_S = 120.0  # for one command, on a machine that others use
+_SYS_RESOURCE = 24  # the number of the capability CAP_SYS_RESOURCE
+_PROCESSES = 32768  # the most processes of a container, even without a limit for podman
 
 
 class EngineError(Exception):
@@ -33,13 +33,13 @@ def command() -> tuple[str, ...]:
     if not Path("/run/systemd/system").is_dir():
         words += ["--cgroup-manager", "cgroupfs"]
     if not Path("/sys/fs/cgroup/cgroup.controllers").exists() and shutil.which("runc"):
-        words += ["--runtime", "runc"]  # crun takes control groups of version 2 alone, or of version 1 alone
+        words += ["--runtime", "runc"]  # crun does not support a mix of control groups of versions 1 and 2
     return tuple(words)
 
 
 @functools.cache
 def ulimits() -> tuple[str, ...]:
-    """Options of `create`: podman raises the limits of a container unless it is told, which takes a capability."""
+    """Return options of `create`. Without them podman raises the limits of a container, which needs a capability."""
     (effective,) = (
         int(line.split()[1], 16) for line in Path("/proc/self/status").read_text().splitlines() if "CapEff" in line
     )
@@ -51,7 +51,7 @@ def ulimits() -> tuple[str, ...]:
 
 
 def podman(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
-    """Its standard output. Raises EngineError, or subprocess.TimeoutExpired."""
+    """Run podman and return its standard output. Raise EngineError, or subprocess.TimeoutExpired."""
     done = run(arguments, timeout_s)
     if done.returncode:
         raise EngineError(f"podman {shlex.join(arguments)}: {done.returncode}\n{done.stdout}{done.stderr}")
@@ -59,7 +59,7 @@ def podman(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
 
 
 def run(arguments: Sequence[str], timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
-    """In the folder for temporary files: where memory ends, conmon writes a file `oom` where podman was called."""
+    """Run podman in the folder for temporary files, because conmon writes a file `oom` there when memory runs out."""
     argv, folder = [*command(), *arguments], tempfile.gettempdir()
     return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False)
 
@@ -74,7 +74,7 @@ def has_image(name: str) -> bool:
 
 
 def missing() -> str:
-    """Why no container can be started here; nothing if one can."""
+    """Return the reason why no container can be started here, or an empty string."""
     if os.geteuid():
         return "network namespaces and the users of containers need root"
     absent = [name for name in (command()[0], "nft", "ip") if shutil.which(name) is None]

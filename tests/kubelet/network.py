@@ -1,9 +1,8 @@
 """The network of a cluster: a namespace and an address for each pod, an address for each service that leads to a ready
-pod, and the rendered NetworkPolicies, all as nftables of the node.
+pod, and the rendered NetworkPolicies as nftables of the node.
 
-The thread that makes a Network is moved into a namespace of its own, which is the node's. Threads and processes that it
-starts are the node's too, and reach every pod, as a kubelet does. A pod has a route to pods and services, and none to
-anything else.
+The thread that enters `Network.joined` moves into the network namespace of the node. Threads and processes that it
+starts are in this namespace too, and reach every pod, as a kubelet does. A pod has routes only to pods and services.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Literal
 from helm import Object, matches, of_kind
 
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
-GATEWAY = "10.77.255.254"  # of every pod: the node
+GATEWAY = "10.77.255.254"  # the node, which is the gateway of every pod
 PODS, SERVICES = "10.77", "10.78"
 CLUSTER = "10.76.0.0/14"
 Outcome = Literal["open", "closed", "refused", "silent"]
@@ -30,12 +29,12 @@ _NAMESPACES = Path("/run/netns")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _OUTCOMES: Mapping[int, Outcome] = {errno.ECONNREFUSED: "closed", errno.EHOSTUNREACH: "refused"}
 _SELECTOR = {"matchLabels"}
-_NEWLINE = "\n"  # which an expression within a format may not name before Python 3.12
+_NEWLINE = "\n"  # before Python 3.12 an expression in an f-string may have no backslash
 
 
 @contextlib.contextmanager
 def namespace(kind: int, name: str) -> Iterator[None]:
-    """This thread, or for processes its children, in a new namespace until the block ends."""
+    """Move this thread, or for CLONE_NEWPID its children, into a new namespace until the block ends."""
     with _back_after(name):
         if _LIBC.unshare(kind):
             raise OSError(ctypes.get_errno(), f"no {name} namespace may be made here")
@@ -44,7 +43,7 @@ def namespace(kind: int, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inside(name: str) -> Iterator[None]:
-    """This thread in the network of a pod."""
+    """Move this thread into the network of a pod until the block ends."""
     with _back_after("net"), (_NAMESPACES / name).open() as there:
         assert _LIBC.setns(there.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
         yield
@@ -92,7 +91,7 @@ class Endpoint:
 
 @dataclass
 class Network:
-    """Network of one node. Use `joined` in the thread that made it."""
+    """The network of one node, which exists within `joined`."""
 
     prefix: str
     _numbers: int = field(default=0, init=False)
@@ -102,7 +101,7 @@ class Network:
         with namespace(CLONE_NEWNET, "net"):
             ip("link", "set", "lo", "up")
             Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
-            # somewhere that addresses of services are routed to before they are replaced
+            # addresses of services need a route before nftables replaces them
             ip("link", "add", "services", "type", "veth", "peer", "name", "sink")
             ip("address", "add", f"{GATEWAY}/32", "dev", "services")
             for link in ("services", "sink"):
@@ -111,7 +110,7 @@ class Network:
             yield
 
     def join(self) -> tuple[str, str]:
-        """A namespace for a pod: its name, and the pod's address."""
+        """Create a namespace for a pod. Return its name and the address of the pod."""
         self._numbers += 1
         number = self._numbers
         name, link, address = f"{self.prefix}{number}", f"pod{number}", f"{PODS}.{number // 250}.{number % 250 + 1}"
@@ -134,15 +133,15 @@ class Network:
         ip("netns", "delete", name)
 
     def lead(self, endpoints: Sequence[Endpoint]) -> None:
-        """The addresses of services lead to these pods from the next connection on."""
+        """Let the addresses of services lead to these pods from the next connection on."""
         run(["nft", "-f", "-"], services(endpoints))
 
     def obey(self, manifests: Sequence[Object], members: Sequence[Member], own: str) -> None:
-        """Policies of the namespace `own` for these pods, from the next connection on."""
+        """Apply the policies of the namespace `own` to these pods from the next connection on."""
         run(["nft", "-f", "-"], policies(manifests, members, own))
 
     def refused(self) -> dict[str, int]:
-        """Packets that no policy let out of a pod, or into one, by its address."""
+        """Return the number of refused packets by chain, which names a direction and the address of a pod."""
         lines = run(["nft", "list", "table", "inet", "policies"]).splitlines()
         counts: dict[str, int] = {}
         chain = ""
@@ -155,19 +154,19 @@ class Network:
 
 
 def swept(prefix: str) -> None:
-    """Namespaces that a process of tests left that was killed."""
+    """Delete the namespaces with a prefix, which a killed process of tests may have left."""
     for path in _NAMESPACES.glob(f"{prefix}*"):
         ip("netns", "delete", path.name)
 
 
 def owners(prefix: str) -> set[int]:
-    """Processes whose networks are here."""
+    """Return the ids of the processes that have namespaces with this prefix."""
     return {int(path.name.removeprefix(prefix).split("-")[0]) for path in _NAMESPACES.glob(f"{prefix}*")}
 
 
 def services(endpoints: Sequence[Endpoint]) -> str:
-    """Return rules as those of kube-proxy: a connection goes to one of the pods, at random; one to a service without
-    pods is refused. A pod is not led back to itself, which no part of the chart needs.
+    """Return rules like those of kube-proxy: a connection to a service goes to a random pod of it, or is refused if it
+    has none. A connection of a pod to itself does not work, and no part of the chart needs it.
     """
     to, none = [], []
     for endpoint in endpoints:
@@ -188,7 +187,7 @@ def services(endpoints: Sequence[Endpoint]) -> str:
 
 
 def policies(manifests: Sequence[Object], members: Sequence[Member], own: str) -> str:
-    """A chain for each pod and direction that some policy selects, which ends in a refusal."""
+    """Return rules with a chain for each pod and direction that a policy selects. Each chain ends in a refusal."""
     specs = [manifest["spec"] for manifest in of_kind("NetworkPolicy", list(manifests)).values()]
     chains: dict[str, list[str]] = {}
     jumps = ["ct state established,related accept"]
@@ -220,7 +219,7 @@ def policies(manifests: Sequence[Object], members: Sequence[Member], own: str) -
 
 
 def _table(name: str, chains: Mapping[str, Sequence[str]]) -> str:
-    """Text that puts it in place of the one before, in one transaction."""
+    """Return text that replaces a table in one transaction."""
     text = "".join(f"chain {chain} {{\n{_NEWLINE.join(lines)}\n}}\n" for chain, lines in chains.items())
     return f"table {name}\ndelete table {name}\ntable {name} {{\n{text}}}\n"
 

@@ -31,15 +31,15 @@ _NODES = itertools.count()
 
 
 class Node:
-    """`apply` what helm renders. Use `started`.
+    """A node. Create it with `started`, and `apply` rendered manifests to it.
 
-    replicas: how many pods of a workload, in place of what is rendered.
-    secrets: by name and key.
-    files: of ConfigMaps that are not the chart's.
-    shares: the folders of PersistentVolumeClaims that are not the chart's.
-    disks: bytes of a disk that a volume (workload, volume) has to itself.
+    replicas: numbers of pods by workload, in place of the rendered ones.
+    secrets: values by name and key.
+    files: files of ConfigMaps that the chart does not render.
+    shares: folders of PersistentVolumeClaims that the chart does not render.
+    disks: sizes in bytes of disks by (workload, volume), for volumes with a disk of their own.
     processes: podPidsLimit of the kubelet.
-    namespace: of the release.
+    namespace: the namespace of the release.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Node:
         self.manifests: list[Object] = []
         self.pods: list[Pod] = []
         self.ended: list[Pod] = []
-        self.others: list[Member] = []  # pods that are not the chart's, each a namespace alone
+        self.others: list[Member] = []  # pods of other releases, which are only network namespaces
         self._clusters: dict[str, str] = {}
         self._numbers = itertools.count()
         self._lock = threading.RLock()
@@ -77,7 +77,7 @@ class Node:
     @classmethod
     @contextlib.contextmanager
     def started(cls, **options: object) -> Iterator[Node]:
-        """A node without pods. Nothing is left of it after the block."""
+        """Start a node without pods, and remove it after the block."""
         sweep()
         with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as folder:
             node = cls(Path(folder), **options)  # type: ignore[arg-type]
@@ -94,8 +94,8 @@ class Node:
     # --- what is rendered ---
 
     def apply(self, manifests: Sequence[Object], *, wait: bool = True) -> None:
-        """Apply manifests as `kubectl apply` and the controllers do: missing pods are started, all at once; those of
-        another template are replaced as their workload says. Return when all are ready, or at once without `wait`.
+        """Apply manifests as `kubectl apply` and the controllers do: start all missing pods at once, and replace pods
+        of another template as their workload says. Without `wait`, do not wait until new pods are ready.
         """
         stale = {name for name in workloads(list(manifests)) if self.of(name)}
         with self._lock:
@@ -113,7 +113,7 @@ class Node:
             self.roll(name)
 
     def wanted(self, name: str) -> int:
-        """How many pods of a workload."""
+        """Return the number of pods of a workload."""
         if name in self.replicas:
             return self.replicas[name]
         for kind, key in (("HorizontalPodAutoscaler", "minReplicas"), ("ScaledObject", "minReplicaCount")):
@@ -123,7 +123,7 @@ class Node:
         return int(workloads(self.manifests)[name]["spec"].get("replicas", 1))
 
     def start(self, pods: Sequence[Pod], *, wait: bool = True) -> None:
-        """All at once, until they are ready."""
+        """Start pods at once, and wait until they are ready."""
         self.readiness_changed()
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(Pod.start, pods))
@@ -139,7 +139,7 @@ class Node:
         until(ready, timeout_s, f"{pod.name} is ready", lambda: story([pod]))
 
     def roll(self, name: str) -> None:
-        """Replace the pods of another template than the rendered one."""
+        """Replace the pods whose template is not the rendered one."""
         workload = workloads(self.manifests)[name]
         old = [candidate for candidate in self.of(name) if candidate.template != workload["spec"]["template"]]
         if workload["kind"] == "StatefulSet":
@@ -190,7 +190,7 @@ class Node:
         return [container for pod in self.pods for container in pod.containers]
 
     def behind(self, service: str) -> list[Pod]:
-        """Pods that its selector finds, ready or not."""
+        """Return the pods that match the selector of a service, ready or not."""
         selector = of_kind("Service", self.manifests)[service]["spec"]["selector"]
         return [pod for pod in self.pods if selector.items() <= pod.labels.items()]
 
@@ -201,7 +201,7 @@ class Node:
         return f"http://{self._clusters[service]}:{port}"
 
     def address(self, service: str, port: int) -> tuple[str, int]:
-        """Return the address of a service: its own, or a pod's where it has none."""
+        """Return the address of a service, or of a ready pod if the service is headless."""
         spec = of_kind("Service", self.manifests)[service]["spec"]
         if spec.get("clusterIP") != "None":
             return self._clusters[service], port
@@ -210,7 +210,7 @@ class Node:
         return pod.address, _ports(pod, target)[0]
 
     def outsider(self, namespace: str, labels: Mapping[str, str]) -> tuple[str, Member]:
-        """A pod that is not the chart's: the name of its network, and what others see of it."""
+        """Create a pod outside the chart, which is only a network. Return the name of its network, and its member."""
         name, address = self.network.join()
         member = Member(address, namespace, labels)
         with self._lock:
@@ -221,7 +221,7 @@ class Node:
     # --- what changes with the pods ---
 
     def readiness_changed(self) -> None:
-        """Services, policies and names are those of the pods that are there now."""
+        """Update services, policies and host names to the present pods."""
         with self._lock:
             self.network.lead(list(self._endpoints()))
             members = [Member(live_pod.address, self.namespace, live_pod.labels) for live_pod in self.pods]
@@ -258,7 +258,7 @@ class Node:
     # --- the end ---
 
     def clear(self) -> None:
-        """Without grace. What fails does not keep the rest from going."""
+        """Remove all pods without grace. A failure does not stop the removal of the others."""
         failures = []
         for pod in self.pods:
             try:
@@ -266,7 +266,7 @@ class Node:
             except Exception as error:  # noqa: BLE001
                 failures.append(f"{pod.name}: {error}")
         self.pods.clear()
-        # also what was being started: an init container, or one that its pod does not know yet
+        # also containers under start: an init container, or one that its pod does not list yet
         for container in engine.podman("ps", "--all", "--quiet", "--filter", f"label={self.label}").split():
             engine.podman("rm", "--force", "--ignore", "--time", "0", container)
         network.swept(self.prefix)
@@ -286,7 +286,7 @@ def story(pods: Sequence[Pod], lines: int = 30) -> str:
 
 
 def sweep() -> None:
-    """Remove what processes of tests left that were killed."""
+    """Remove containers, namespaces and folders that killed processes of tests left."""
     for line in engine.podman("ps", "--all", "--format", f'{{{{.ID}}}} {{{{index .Labels "{_LABEL}"}}}}').splitlines():
         container, _, name = line.partition(" ")
         owner = name.partition("-")[0]

@@ -26,7 +26,7 @@ KNOWN = {
     "initContainers",
     "containers",
     "volumes",
-    "topologySpreadConstraints",  # for a scheduler, as the next ones
+    "topologySpreadConstraints",  # this field and those after it are for a scheduler
     "nodeSelector",
     "tolerations",
     "affinity",
@@ -38,7 +38,7 @@ INIT_S = 120.0
 
 @dataclass
 class Pod:
-    """`claims` has the folders that outlive it, by the volume's name."""
+    """A pod. `claims` has the folders that outlive the pod, by the name of the volume."""
 
     node: Node
     name: str
@@ -89,7 +89,7 @@ class Pod:
         }[path]
 
     def start(self) -> None:
-        """Init containers one after another, then all others at once."""
+        """Run the init containers one after another, then start all other containers at once."""
         for spec in self.spec.get("initContainers", ()):
             Container(self, spec).run_once(INIT_S)
         started = [Container(self, container_spec) for container_spec in self.spec["containers"]]
@@ -98,7 +98,7 @@ class Pod:
             own_container.start()
 
     def end(self) -> None:
-        """With grace: it leaves its services, and its containers are told at once."""
+        """End the pod with its grace period. It leaves its services, and its containers end at the same time."""
         self.ending = True
         self.node.readiness_changed()
         with ThreadPoolExecutor(len(self.containers) or 1) as pool:
@@ -106,7 +106,7 @@ class Pod:
         self.remove()
 
     def remove(self) -> None:
-        """All that is left of it."""
+        """Remove containers, mounts and network of the pod."""
         self.ending = True
         for own_container in self.containers:
             own_container.remove()
@@ -116,7 +116,7 @@ class Pod:
         self.node.network.leave(self.network)
 
     def volume(self, name: str) -> Path:
-        """Its folder, of the pod's group as fsGroup makes it, or with the files of its ConfigMap."""
+        """Return the folder of a volume. It has the group of fsGroup, or the files of a ConfigMap."""
         with self._lock:
             if name in self.claims:
                 path = self.claims[name]
@@ -145,7 +145,7 @@ class Pod:
             return path
 
     def _empty(self, path: Path, settings: Object, disk_bytes: int | None) -> None:
-        """`disk_bytes`: it is on a disk of its own that has so many."""
+        """Prepare an emptyDir. With `disk_bytes` it is on a disk of its own of that size."""
         assert settings.keys() <= {"medium", "sizeLimit"}, settings
         size = quantity(settings["sizeLimit"]) if settings.get("medium") == "Memory" else disk_bytes
         if size is not None:
@@ -158,7 +158,7 @@ class Pod:
         path.chmod(mode)
 
     def write_hosts(self, lines: list[str]) -> None:
-        """In place and of one size, so that whoever reads it beside sees the old lines or the new ones."""
+        """Write the file in place and with one size, so a concurrent reader sees the old lines or the new ones."""
         text = "\n".join(["127.0.0.1 localhost", f"{self.address} {self.name}", *lines, ""]).encode()
         assert len(text) <= HOSTS_BYTES
         wire = os.open(self.hosts, os.O_CREAT | os.O_WRONLY, 0o644)

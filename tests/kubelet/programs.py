@@ -1,8 +1,8 @@
-"""The programs of an operator's machine, as far as docs/first-hour.md uses them, for a node in place of a cluster.
+"""Stand-ins for the commands of docs/first-hour.md, which act on a node in place of a cluster.
 
     bash ──► helm, kubectl, docker, make, pip in `folder` ──► Programs ──► Node, podman
 
-Charts are rendered by the real helm. An argument that is not known here is refused.
+The real helm renders the chart. An unknown argument is refused.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ with socket.socket(socket.AF_UNIX) as peer:
 
 
 class Refused(Exception):
-    """The program says so, and ends with 1."""
+    """An error of a program, which prints it and ends with 1."""
 
 
 class Programs:
-    """Serves the programs in a thread. Files are named from `cwd`."""
+    """A server of the programs in a thread. Names of files are relative to `cwd`."""
 
     def __init__(self, node: Node, cwd: Path) -> None:
         self.folder = cwd / "bin"
@@ -76,14 +76,14 @@ class Programs:
                 argv = json.loads(self.rfile.readline())
                 try:
                     status, output = 0, programs.run(argv)
-                except Exception as error:  # noqa: BLE001  as a program does: it is told, and the script ends
+                except Exception as error:  # noqa: BLE001  the program prints the error and ends with 1
                     status, output = 1, f"{argv[0]}: {type(error).__name__}: {error}\n"
                 self.wfile.write(json.dumps([status, output]).encode() + b"\n")
 
         return Handler
 
     def run(self, argv: Sequence[str]) -> str:
-        """Return the output of a program. Raises Refused, and the errors of its start."""
+        """Run a program and return its output. Raise Refused, or an error of the node or podman."""
         match argv:
             case ["docker", "login", _] | ["pip", "install", ".[cli]"]:
                 return ""
@@ -136,6 +136,6 @@ class Programs:
 
 
 async def _forward(port: int, host: str, far_port: int) -> None:
-    """For ever."""
+    """Forward a port until cancelled."""
     async with TcpProxy(far_port, host=host, own_port=port):
         await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""A release of the chart as tests install it: its values, its secret, and clients of it."""
+"""A release of the chart as tests install it: its values, its secret, and its clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENS = {
     "config-read-token": "reader-token",
     "admin-token": "admin-token",
     "nats-route": "in-a-url",
-    # what a URL, a server's configuration or a shell would read otherwise
+    # passwords that a URL, a configuration of the server or a shell would misread without quotes
     **{f"nats-{user}": f"p@{user}/w:%41#? $(HOME)" for user in USERS},
 }
 SECRETS = {SECRET: TOKENS}
@@ -36,7 +36,7 @@ CLIENTS, PACE_S, BUDGET_S = 20, 0.5, 60.0
 WITHIN_S = 300.0  # on a machine that others use
 
 
-# of a module of tests that start containers, beside its lane's
+# marks of a module whose tests start containers, beside those of its lane
 MARKS = [
     pytest.mark.timeout(3600),
     pytest.mark.skipif(bool(engine.missing()), reason=engine.missing()),
@@ -44,7 +44,7 @@ MARKS = [
 
 
 def expected_answers() -> Expected:
-    """The vectors of the texts that clients send, by the reference."""
+    """Return the reference vectors of the texts that clients send."""
     return Expected(MODEL, TEXTS, list(oracle.encode(TEXTS)))
 
 
@@ -53,7 +53,7 @@ def rendered(file: str, **values: Any) -> list[Object]:
 
 
 def check_images() -> None:
-    """Skips the test where podman has not all images of the chart."""
+    """Skip the test if podman lacks an image of the chart."""
     images = {
         container["image"]
         for workload in workloads(rendered("values.yaml")).values()
@@ -66,7 +66,7 @@ def check_images() -> None:
 
 @asynccontextmanager
 async def crowd(node: Node, expected: Expected, clients: int = CLIENTS) -> AsyncIterator[Crowd]:
-    """Clients that retry as the SDK does. None of them may be lost or get what is another's."""
+    """Run clients that retry as the SDK does. Fail if a request fails or gets a wrong answer."""
     swarm = Crowd(
         [node.url(GATEWAY, 8080)],
         expected,
@@ -91,7 +91,7 @@ async def crowd(node: Node, expected: Expected, clients: int = CLIENTS) -> Async
 
 
 async def answers(swarm: Crowd, count: int, timeout_s: float = WITHIN_S) -> None:
-    """Until so many requests that were sent from now on had their answers."""
+    """Wait until `count` requests that were sent from now on have right answers."""
     now_s = time.monotonic()
 
     def enough() -> bool:

@@ -1,4 +1,4 @@
-"""`python -m tests.simulation SEED [LAST] [-v]`: one run or many, their events and what they violated."""
+"""`python -m tests.simulation SEED [LAST] [-v]`: run one seed or many, and print the events and violations."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The adapter of a simulation: the frames of `sie_contracts.wire.ipc`, time by a cost model, memory for so many models,
-and every way to fail.
+"""The adapter of a simulation. It speaks the frames of `sie_contracts.wire.ipc`, takes time by a cost model, has memory
+for a number of models, and fails in many ways.
 
-A vector is a function of its token ids and its LoRA (`fake_adapter.vector_of`), so the right answer of every input is
-known.
+A vector is a function of its token ids and its LoRA (`fake_adapter.vector_of`), so the simulation knows the right
+answer of every input.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from sie_contracts.wire.messages import ArraySlice, Ok
 
 LORAS_KEPT = 2
 ModelInput = tuple[str, str, bytes]  # model, LoRA, token ids
-RESTART_S = 0.1  # of a spare
+RESTART_S = 0.1  # until a spare process takes over
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a batch: a fixed part, and one for each token. `load_s` of a model, `lora_s` of a LoRA."""
+    """Durations: `batch_s` and `token_s` of a batch, `load_s` of the load of a model, `lora_s` of that of a LoRA."""
 
     batch_s: float = 0.004
     token_s: float = 4e-6
@@ -41,15 +41,15 @@ class Costs:
 
 @dataclass
 class Faults:
-    """`failing`: loads that are refused, by model and how often. `poison`: rows that end the process."""
+    """Planned faults. `failing`: error classes of the next loads, by model. `poison`: rows that end the process."""
 
     failing: dict[str, list[str]] = field(default_factory=dict)
     poison: set[bytes] = field(default_factory=set)
 
 
 class Adapter:
-    """One adapter process after the other at `path`. `log(kind, text)` tells of what happens; `on_batch` of each batch
-    that comes, `on_alone` of the inputs of each that ended with one work item in it.
+    """One adapter process after the other at `path`. It calls `log(kind, text)` for events, `on_batch` for each batch
+    that arrives, and `on_alone` with the inputs of each finished batch of one work item.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Adapter:
         self.loaded: dict[str, ipc.LoadedModel] = {}
         self.loras: dict[str, list[str]] = {}
         self.running: dict[str, tuple[ipc.RunBatch, asyncio.StreamWriter]] = {}
-        # inputs that ran when the process died, and not alone since, here or elsewhere
+        # inputs that ran when the process died, and have not run alone since then at any adapter
         self.suspects: set[ModelInput] = set()
         self.deaths = 0
         self.frozen = False
-        self.fails_next = False  # the load that is under way
-        self.trouble_s = -1e9  # when it last did not answer
+        self.fails_next = False  # the load that is under way will be refused
+        self.trouble_s = -1e9  # when the adapter last did not answer
         self._loop, self._log, self._on_batch, self._on_alone = loop, log, on_batch, on_alone
         self._random = random.Random(seed)
         self._thawed = asyncio.Event()
@@ -93,14 +93,14 @@ class Adapter:
 
     @property
     def loads(self) -> bool:
-        """A load is under way."""
+        """Return True if a load is under way."""
         return bool(self._loading)
 
     def was_well_since(self, since_s: float) -> bool:
         return self.listens and not self.frozen and self.trouble_s < since_s
 
     async def start(self) -> None:
-        """The next process: nothing is loaded."""
+        """Start the next process, which has loaded nothing."""
         self.scope = Scope(f"{self.name}.{self.deaths}")
         self.loaded, self.loras, self.running, self._loading = {}, {}, {}, {}
         self._device = asyncio.Semaphore(self.lanes)
@@ -112,9 +112,7 @@ class Adapter:
         self._listening = self._loop._listening[self.path]
 
     def die(self) -> None:
-        """The process ends in whatever it does; what the device had is under suspicion. A spare takes over after
-        RESTART_S.
-        """
+        """End the process at once. The inputs on the device become suspects. A spare takes over after RESTART_S."""
         if self._listening is None:
             return
         self._log("adapter dies", f"{self.name} with {len(self.running)} batches, {len(self.loaded)} models")
@@ -139,7 +137,7 @@ class Adapter:
 
     def thaw(self) -> None:
         self.frozen = False
-        self.fails_next = False  # the load that is under way
+        self.fails_next = False
         self.trouble_s = self._loop.now_s
         self._thawed.set()
 
@@ -188,7 +186,7 @@ class Adapter:
         self.loras.pop(model, None)
 
     async def _load(self, request: ipc.EnsureReady) -> ipc.Reply:
-        """One load of a model at a time; who comes meanwhile gets its outcome."""
+        """Load a model once at a time. Requests for it that come meanwhile get the same outcome."""
         entry = parse_entry(request.entry)
         name = request.model
         if name in self._loading:
@@ -274,13 +272,13 @@ def _refused(message: str, error_class: str, **extras: list[str]) -> ipc.Refused
 
 
 def rows_of(batch: ipc.RunBatch) -> list[bytes]:
-    """The token ids of each row."""
+    """Return the token ids of each row."""
     ends = np.cumsum(np.frombuffer(batch.lengths, "<i4")) * 4
     return [batch.ids[start:end] for start, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)]
 
 
 def inputs_of(batch: ipc.RunBatch) -> set[ModelInput]:
-    """The inputs of a batch. The same text with another LoRA is another input, as `contents.content_keys` has it."""
+    """Return the inputs of a batch. The same text with another LoRA is another input, as for `contents.content_keys`."""
     return {(batch.model, batch.lora, row) for row in rows_of(batch)}
 
 

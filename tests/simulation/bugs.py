@@ -1,6 +1,6 @@
-"""Bugs to plant, each a small change of one function: a simulation that does not find them proves nothing.
+"""Bugs that tests plant, each a small change of one function, to show that the simulation finds them.
 
-`seeds` is how many seeds, from the first on, find it at the latest.
+`seeds`: one of so many seeds, from 0 on, finds the bug.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from sie_contracts.wire import messages
 class Bug(NamedTuple):
     plant: Callable[[], AbstractContextManager[Any]]
     seeds: int
-    finds: str  # a part of what is reported
-    long: bool = False  # it takes so long that only long runs look for it
+    finds: str  # a part of the violation
+    long: bool = False  # only the long lane runs it, because it takes long
 
 
 def _around(
@@ -60,7 +60,7 @@ def _never_renewed() -> AbstractContextManager[Any]:
 
 
 def _another_chunk() -> AbstractContextManager[Any]:
-    """Whatever comes is taken for the next chunk that is missing."""
+    """Take each result for that of the next missing chunk."""
 
     def change(offer: Any) -> Any:
         def offered(self: Any, result: Any) -> Any:
@@ -73,7 +73,7 @@ def _another_chunk() -> AbstractContextManager[Any]:
 
 
 def _new_message_id() -> AbstractContextManager[Any]:
-    """A retry of a publish is another message to the broker."""
+    """Give each try of a publish its own message id."""
     numbers = itertools.count()
 
     def change(publish: Any) -> Any:
@@ -86,7 +86,7 @@ def _new_message_id() -> AbstractContextManager[Any]:
 
 
 def _limits(**changed: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[Any]]:
-    """A scheduler that works with other limits than those that were set."""
+    """Return a plant by which the scheduler works with other limits than those of its settings."""
 
     def change(limits_of: Any) -> Any:
         def limits(*args: Any) -> Any:
@@ -117,7 +117,7 @@ def _slots_reversed() -> AbstractContextManager[Any]:
 
 
 def _permit_leaked() -> AbstractContextManager[Any]:
-    """The place of a batch that was lost with its adapter is never given back."""
+    """Never give back the permit of a batch that was lost with its adapter."""
 
     def change(on_gone: Any) -> Any:
         def gone(self: Any, *args: Any, **more: Any) -> Any:
@@ -162,7 +162,7 @@ def _deadline_ignored() -> AbstractContextManager[Any]:
 
 
 def _held_cost_kept() -> AbstractContextManager[Any]:
-    """An item that waits no longer still counts as one token."""
+    """Count an item that waits no longer as one token."""
 
     def change(count: Any) -> Any:
         return lambda self, held, cost: count(self, held, cost or 1)

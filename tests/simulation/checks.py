@@ -1,4 +1,4 @@
-"""Properties that hold in every run, whatever goes wrong: of answers, of batches, of waiting work, and at the end."""
+"""Properties of answers, batches, waiting work and the end of a run that hold in every run, whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
     from simulation.clients import Answered, Asked
     from simulation.world import Process, World
 
-GRACE_S = 1.0  # past its deadline nothing is open
-IDLE_S = 0.05  # how long a device may have nothing to do while work is past its bound: some round trips
-MAX_SKIPPED = 40  # batches of its own priority that arrived later than a job and went before it
+GRACE_S = 1.0  # a request may be open so long after its deadline
+IDLE_S = 0.05  # a device may be idle so long while work is past its bound: some round trips
+MAX_SKIPPED = 40  # so many later batches of the same priority may not overtake a work item
 MAX_HELD = 512  # entries of any map or queue of a process
-FIXED = {("LeaseLedger", "_free")}  # of one size from the start
-# What may keep a patient request from its answer: refusals that say so at once, and what the plan of the seed breaks
-# for good.
+FIXED = {("LeaseLedger", "_free")}  # containers that have one size from the start
+# A patient request may end in one of these refusals.
 REFUSED = frozenset(
     {"QUEUE_FULL", "QUEUE_UNAVAILABLE", "NOT_READY", "SHUTTING_DOWN", "PROVISIONING", "MODEL_LOADING", "LORA_LOADING"}
 )
@@ -40,7 +39,7 @@ class Checks:
         self.answers: Counter[str] = Counter()
         self._overtakes: dict[int, int] = defaultdict(int)
         self._skipped: dict[int, int] = defaultdict(int)
-        self._idle_s: dict[str, float] = {}  # since when a worker has due work and a free device
+        self._idle_s: dict[str, float] = {}  # by worker: since when it has due work and a free device
 
     # answers
 
@@ -57,7 +56,7 @@ class Checks:
             return
         poisoned = bool(world.faults.poison) and any(world.ids(text) in world.faults.poison for text in request.texts)
         if answer.status != 200:
-            # of several kinds of failure there is one entry for each input
+            # a request with several kinds of failure has one entry for each input
             mixed = (
                 answer.body["errors"]
                 if answer.code == "ALL_ITEMS_FAILED"
@@ -94,7 +93,7 @@ class Checks:
     # batches
 
     def on_alone(self, inputs: set[ModelInput]) -> None:
-        """They did not end the adapter that ran them."""
+        """Clear inputs of suspicion that ran alone and did not end their adapter."""
         for adapter in self._world.adapters:
             adapter.suspects -= inputs
 
@@ -122,7 +121,7 @@ class Checks:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within: each decision of a scheduler is looked at."""
+        """Check each decision of a scheduler within the block."""
         core = sie_sidecar.batching.batch
         decide = core.next_batch
 
@@ -136,7 +135,7 @@ class Checks:
             yield
 
     def _on_decision(self, waiting: Any, batch: Any) -> None:
-        """Interactive work overtakes bulk work so many times; nobody is passed over for ever."""
+        """Check that interactive work overtakes bulk work at most the set number of times, and that no work starves."""
         world, left = self._world, list(waiting)
         worker = world.process_of(SCOPE.get())
         if worker is None:
@@ -162,7 +161,7 @@ class Checks:
     # waiting
 
     def on_jump(self) -> None:
-        """Check that no work is due while a device is free, at a moment without anything left to do."""
+        """Check before the clock moves that no due work waits while a device is free."""
         world, now_s = self._world, self._world.loop.now_s
         for process in world.workers:
             worker, adapter = process.part, process.adapter
@@ -181,7 +180,7 @@ class Checks:
             if is_free and now_s > min(job.arrived_s for job in waiting) + bound_s:
                 since_s = self._idle_s.setdefault(process.scope.name, now_s)
                 if now_s > since_s + IDLE_S:
-                    self._idle_s[process.scope.name] = math.inf  # told once
+                    self._idle_s[process.scope.name] = math.inf  # reported once
                     world.violate(f"{process.scope.name}: work is due for more than {IDLE_S} s before an idle device")
             else:
                 self._idle_s.pop(process.scope.name, None)
@@ -210,7 +209,7 @@ class Checks:
         return ", ".join(leftovers)
 
     def at_rest(self) -> None:
-        """Everything that was lent is back."""
+        """Check at rest that no process holds work, permits, collectors or growing containers."""
         for process in self._world.workers:
             worker = process.part
             self._expect(process, "held cost", worker.inventory.load(bulk=True)[0])
@@ -230,7 +229,7 @@ class Checks:
             self._world.violate(f"{process.scope.name}: {quantity} is {count} at rest")
 
     def _bounded(self, process: Process) -> None:
-        """No container of the objects that this process is made of has grown with the traffic."""
+        """Check that no container of the objects of a process has grown with the traffic."""
         visited_ids: set[int] = set()
         open_: list[tuple[str, Any]] = [(type(process.part).__name__, process.part)]
         while open_:
@@ -251,7 +250,7 @@ class Checks:
                 ]
 
     def on_end(self, process: Process) -> None:
-        """After its `serve` returned nothing of a process may go on."""
+        """Check that no task of a process runs after its `serve` returned."""
         running = [task for task in self._world.loop.of(process.scope) if task is not process.task]
         if running:
             self._world.violate(

@@ -1,4 +1,4 @@
-"""Clients of a simulation: one HTTP request each, against the application of a gateway."""
+"""Clients of a simulation, each of which sends one HTTP request to the application of a gateway."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Mode = Literal["interactive", "bulk"]
 
 @dataclass(frozen=True)
 class Asked:
-    """`patient`: its deadline is so late that nothing but a refusal may keep it from its answer. `leaves_s`: when the
-    client goes away.
+    """A request. `patient`: its deadline is so late that only a refusal may take the place of its answer. `leaves_s`:
+    when the client disconnects.
     """
 
     at_s: float
@@ -35,7 +35,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answered:
-    """`status` 0: the connection was closed without an answer; `took_s` from sending to the end."""
+    """An answer. `status` 0: the connection was refused, or closed without an answer. `left`: the client left before."""
 
     status: int
     code: str
@@ -55,7 +55,7 @@ class Client:
         self._body_read = False
 
     async def run(self) -> Answered:
-        """Ask once. A gateway that does not listen yet keeps the connection waiting, as its port does."""
+        """Send the request once. A connection to a gateway that does not listen yet waits until it does."""
         world, gateway, start_s = self._world, self._gateway, self._world.loop.now_s
         if gateway is not None:
             await world.until_bound(gateway)

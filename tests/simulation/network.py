@@ -1,8 +1,7 @@
-"""A connection to the memory broker on which everything can go wrong that goes wrong on a network, and the record of
-who holds what.
+"""Connections to the memory broker with the faults of a network, and the record of which process holds which message.
 
-Every operation takes time. By the rates of `Rates` it is lost on its way, done without an answer, done twice, or late.
-Deliveries and settlements travel too, so they overtake each other.
+Every operation takes time. At the rates of `Rates` it is lost on its way, done without an answer, done twice, or late.
+Deliveries and settlements take time too, so they overtake each other.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from sie_broker.memory.queue import MemoryDelivery, MemoryPulls
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Failed, WorkItem, WorkResult
 
-LATE_S = 0.6  # at most; less than a fence leaves of the ack wait
+LATE_S = 0.6  # the longest delay; less than a fence leaves of the ack wait
 _SURE: contextvars.ContextVar[bool] = contextvars.ContextVar("sure", default=False)
 
 
 @dataclass
 class Rates:
-    """Share of operations that fare so."""
+    """The shares of operations with each fate."""
 
     lost: float = 0.0
     answer_lost: float = 0.0
@@ -44,7 +43,7 @@ class Rates:
 
 @dataclass
 class Holding:
-    """Process that was last handed a message, and whether there was a reason since then to hand it to another."""
+    """The process that last got a message. `excused`: since then the broker has had a reason to redeliver it."""
 
     scope: Scope
     since_s: float
@@ -52,7 +51,7 @@ class Holding:
 
 
 class Network:
-    """All connections of a simulation. `violation(text)` reports what must not be."""
+    """All connections of a simulation. `violation(text)` reports a violated property."""
 
     def __init__(
         self,
@@ -64,7 +63,7 @@ class Network:
         violation: Callable[[str], None],
         was_well: Callable[[Scope, float], bool],
     ) -> None:
-        """`was_well(process, since_s)`: whether that process could renew what it holds ever since."""
+        """`was_well(process, since_s)` says whether that process could renew its leases all the time since then."""
         self.loop, self.server, self.rates, self.log, self.violation, self._was_well = (
             loop,
             server,
@@ -80,7 +79,7 @@ class Network:
         self._numbers = itertools.count(1)
 
     def number(self) -> int:
-        """Sets of connections have one order."""
+        """Return the next number, which is a hash, so that sets of connections have one order in all runs."""
         return next(self._numbers)
 
     def connect(self, scope: Scope) -> Connection:
@@ -90,7 +89,7 @@ class Network:
         return connection
 
     def excuse(self, scope: Scope) -> None:
-        """Whatever this process holds may lapse from now on."""
+        """Allow from now on that leases of this process expire."""
         for holding in self.holdings.values():
             if holding.scope is scope:
                 holding.excused = True
@@ -140,7 +139,7 @@ class Network:
             holding.excused = True
 
     def sent(self, data: bytes, scope: Scope) -> None:
-        """A result on its way: an error must come from the present holder."""
+        """Check a result that is sent: an error must come from the process that holds the message."""
         try:
             result = messages.decode_result(data)
         except msgspec.DecodeError:
@@ -163,7 +162,7 @@ class Network:
 
 
 class Connection(MemoryBroker):
-    """The connection of one process. Its tasks and callbacks run in the scope of that process, whoever caused them."""
+    """The connection of one process. Its tasks and callbacks run in the scope of that process."""
 
     def __init__(self, network: Network, scope: Scope) -> None:
         self._number = network.number()
@@ -193,7 +192,7 @@ class Connection(MemoryBroker):
         await asyncio.sleep(network.random.uniform(0.01, LATE_S) if fate == "late" else network.latency_s())
 
     async def reach(self, timeout_s: float) -> float:
-        """Every question to the broker begins here."""
+        """Reach the broker, which every request to it does first."""
         if not self._live or _SURE.get():
             return await super().reach(timeout_s)
         fate = self.network.draw()
@@ -203,7 +202,7 @@ class Connection(MemoryBroker):
         return await super().reach(timeout_s)
 
     async def flush(self, timeout_s: float = 2.0) -> None:
-        """A renewal that nobody is known to have heard is none to its holder."""
+        """Flush; if it fails, the process cannot know that its renewals arrived, so its leases may expire."""
         try:
             await super().flush(timeout_s)
         except BrokerUnavailable:
@@ -245,7 +244,7 @@ class Connection(MemoryBroker):
         return deleted
 
     async def _answered(self, operation: str) -> None:
-        """The way back of what was done."""
+        """Let the answer to an operation that was done travel back."""
         fate = self.network.draw()
         if fate in ("lost", "answer_lost"):
             await self._no_answer(f"the answer to {operation}", 5.0)
@@ -285,7 +284,7 @@ class Connection(MemoryBroker):
     async def subscribe(
         self, subject: str, handler: Callable[[CoreMessage], Awaitable[None]], *args: Any, **more: Any
     ) -> Subscription:
-        """A subscription of a connected client never fails: it is not a question."""
+        """Subscribe without faults: a subscription of a connected client awaits no answer, so it cannot fail."""
         token = _SURE.set(True)
         try:
             return await super().subscribe(subject, handler, *args, **more)
@@ -300,8 +299,8 @@ class Connection(MemoryBroker):
 
 
 class _Pulls(MemoryPulls):
-    """Deliveries take time, get lost, or come twice. What is on the wire when the pulls are stopped arrives before that
-    returns.
+    """Pulls whose deliveries take time, get lost, or come twice. `stop` returns after the deliveries that are under way
+    have arrived.
     """
 
     def __init__(
@@ -351,7 +350,7 @@ class _Pulls(MemoryPulls):
 
 
 class _Delivery:
-    """A delivery whose settlements travel."""
+    """A delivery whose settlements take time and can be lost or late."""
 
     def __init__(self, connection: Connection, delivery: MemoryDelivery) -> None:
         self._connection, self._inner = connection, delivery
@@ -370,7 +369,7 @@ class _Delivery:
         await self._settle("term", lambda: self._inner.term(reason))
 
     async def in_progress(self) -> None:
-        """Never lost on a connection that stands: it is written in order with the pings that tell a dead one."""
+        """Renew the lease. On an open connection this is never lost: it is sent in order with pings, which would fail."""
         self._connection.require()
         self._connection.network.loop.call_later(
             self._connection.network.latency_s(), self._done, self._inner.in_progress
@@ -402,7 +401,7 @@ class _Delivery:
         try:
             await settlement()
         except BrokerError:
-            pass  # the connection was lost while it was on its way
+            pass  # the connection was lost while the settlement was under way
 
 
 def _work(data: bytes) -> WorkItem | None:

@@ -1,5 +1,5 @@
-"""The promises of the queue, in many runs of the whole of it under a virtual clock: seeds 0 to 4 in every run of the
-tests, up to 399 in the long one. A failing seed is repeated by the command it names.
+"""The promises of the queue, in many runs of the whole system under a virtual clock: seeds 0 to 4 in every run of the
+tests, up to 399 in the long lane. A failure names the command that repeats its seed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from sie_gateway.inference.shadow import Shadows
 from sie_gateway.streams.publish import IDLE_S, WorkConsumers
 
 SEEDS, BLOCK = 5, 5
-# 1.2 s of a processor each, 8 minutes in all. Every planted bug is found by a tenth of them; more are run by
-# `python -m tests.simulation 400 9999`
+# A seed takes 1.2 s of a processor, all take 8 minutes. A tenth of them finds every planted bug.
+# `python -m tests.simulation 400 9999` runs more.
 LONG, LONG_BLOCK = 395, 10
 MIN_EVENTS = 500
 ROOT = Path(__file__).parent.parent.parent
 
 
 def blocks(seeds: range, size: int) -> list[object]:
-    """The first seed of each block. Blocks share nothing, so any process may run any of them."""
+    """Return the first seed of each block. Blocks share nothing, so any process may run any block."""
     return [pytest.param(first, marks=pytest.mark.xdist_group(f"seeds-{first}")) for first in seeds[::size]]
 
 
 def failures(seeds: range) -> list[str]:
-    """Return the violations, seed by seed, each with the command that shows it again."""
+    """Return the violations of each seed, with the command that repeats its run."""
     messages = []
     for seed in seeds:
         report = simulate(seed)
@@ -92,8 +92,8 @@ def test_one_seed_is_one_run() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_run_is_the_same_in_every_process() -> None:
-    """Neither addresses, nor the order of hashed strings, nor the runs before reach the events. The other process
-    hashes strings otherwise, and runs the seeds in another order.
+    """Neither addresses, nor the order of hashed strings, nor earlier runs change the events. The other process has
+    another hash seed and no earlier runs.
     """
     seeds = range(4, 5)
     here = {seed: simulate(seed).digest for seed in reversed(seeds)}

@@ -1,9 +1,8 @@
-"""An event loop without waiting: when nothing is ready, time jumps to the next timer. Sockets, threads, clocks and
-randomness included.
+"""An event loop without waiting: when nothing is ready, time jumps to the next timer. It replaces sockets, threads,
+clocks and randomness.
 
-Everything that could differ between two runs comes from the seed: tasks and futures hash by their number, so that sets
-of them have one order; what belongs to one simulated process carries its `Scope`, also through callbacks, so that a
-process can be ended at any moment.
+Everything that could differ between two runs comes from the seed. Tasks and futures hash by their number, so sets of
+them have one order. Tasks and callbacks of a simulated process carry its `Scope`, so it can be ended at any moment.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 EPOCH_S = 1_700_000_000.0  # the broker's wall clock when a simulation begins
-_CLOCKS: dict[str, tuple[float, bool]] = {  # name in `time`: units of a second, whether it tells the date
+_CLOCKS: dict[str, tuple[float, bool]] = {  # by name in `time`: units of a second, and True for a wall clock
     "monotonic": (1, False),
     "perf_counter": (1, False),
     "time": (1, True),
@@ -40,7 +39,7 @@ class StandsStill(Exception):
 
 @dataclass(eq=False)
 class Scope:
-    """One simulated process. `skew_s`: how far its wall clock is off."""
+    """One simulated process. `skew_s` is the error of its wall clock."""
 
     name: str
     skew_s: float = 0.0
@@ -52,7 +51,7 @@ SCOPE: contextvars.ContextVar[Scope] = contextvars.ContextVar("scope", default=O
 
 
 class _Numbered:
-    """Hashes by number of creation instead of by address."""
+    """An object whose hash is its number of creation instead of its address."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -79,7 +78,7 @@ class _Future(asyncio.Future, _Numbered):  # type: ignore[type-arg]
 
 
 class _NoSelector:
-    """Selector of a loop without I/O: to select is to pass the time."""
+    """The selector of a loop without I/O: `select` lets the time pass."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
@@ -91,7 +90,7 @@ class _NoSelector:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """`on_jump` is called each time before the time moves on, when nothing is left to do at the present moment."""
+    """An event loop in virtual time. It calls `on_jump` each time before the time moves, when nothing is left to do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,10 +124,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.now_s = max(self.now_s, scheduled[0].when())
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """There are none."""
+        """Do nothing: there are no events."""
 
     def _write_to_self(self) -> None:
-        """Nobody sleeps in a selector."""
+        """Do nothing: the loop never sleeps in its selector."""
 
     # tasks
 
@@ -147,11 +146,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.tasks.pop(task, None)
 
     def of(self, scope: Scope) -> list[_Task]:
-        """The unfinished tasks of a process, in order of creation."""
+        """Return the unfinished tasks of a process, in order of creation."""
         return [task for task in self.tasks if task.scope is scope and not task.done()]
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        """Threads are the present thread: the work is done at once, its result is seen on the next turn."""
+        """Run the function at once in this thread. Its result is visible on the next turn of the loop."""
         done = self.create_future()
         try:
             done.set_result(func(*args))
@@ -184,7 +183,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class Listening:
-    """A listening socket. `close` refuses what comes; `cut` also ends every connection, as the death of its process
+    """A listening socket. `close` refuses new connections. `cut` also ends every open one, as the death of its process
     does.
     """
 
@@ -245,7 +244,7 @@ class End(asyncio.Transport):
 
 @contextlib.contextmanager
 def virtual_time(loop: VirtualLoop, seed: int) -> Iterator[None]:
-    """Within: every clock that Python code can read is the loop's, every random source draws from `seed`."""
+    """Replace within the block every clock of Python by that of the loop, and draw every random number from `seed`."""
     source = random.Random(seed)
     state = random.getstate()
     random.seed(seed)
@@ -290,7 +289,7 @@ def virtual_time(loop: VirtualLoop, seed: int) -> Iterator[None]:
 
 
 def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Decorates a test that waits for timers and its own tasks alone: a pause of the machine takes no time."""
+    """Run a test in virtual time that waits only for timers and its own tasks. A pause of the machine takes no time."""
 
     @functools.wraps(test)
     def run(*args: Any, **fixtures: Any) -> None:
@@ -304,7 +303,7 @@ def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
 
 
 def _with_a_clock(clocks: Collection[int]) -> list[types.FunctionType]:
-    """Functions of the product that have a clock as the default of an argument. `clocks`: their ids."""
+    """Return the functions of the product that have a clock as the default of an argument. `clocks`: ids of clocks."""
     clock_functions = []
     for module_name, module in list(sys.modules.items()):
         if not module_name.startswith("sie_"):

@@ -46,17 +46,17 @@ from sie_runtime.process import Stop
 MODELS = ("toy/a", "toy/b", "toy/c")
 LORAS = ("org/x", "org/y", "org/z")
 REQUESTS = 96
-TRIES, AGAIN_S = 4, 1.0  # of a request that was refused
+TRIES, AGAIN_S = 4, 1.0  # tries of a request that was refused, and the pause between them
 AGAIN = ("QUEUE_UNAVAILABLE", "MODEL_LOAD_FAILED", "refused", "closed")
 START_S = 60.0  # until everything must be up
 SETTLE_S = 60.0  # after the last client, until nothing is left
 STOP_S = 40.0
-MAX_S = 600.0  # of the whole run, by its own clock
+MAX_S = 600.0  # for the whole run, in virtual time
 
 
 @dataclass
 class Plan:
-    """Plan that a seed stands for. `faults` are (time, name) from the begin of the traffic."""
+    """The plan that a seed stands for. `faults` are (time, name) from the begin of the traffic."""
 
     gateways: int
     workers: int
@@ -95,7 +95,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def plan_of(seed: int) -> Plan:
-    """Each seed has its own few kinds of trouble: all of them at once would hide what one of them does."""
+    """Return the plan of a seed. It has only a few kinds of faults, because others would hide the effects of one."""
     draw = random.Random(seed)
     kinds = draw.sample(FAULTS, draw.choice((0, 1, 2, 2, 3, 4)))
     traffic_s = draw.choice((2.0, 4.0, 8.0))
@@ -136,15 +136,14 @@ def plan_of(seed: int) -> Plan:
         failing={MODELS[0]: ["NETWORK"] * draw.randint(1, 2)} if draw.random() < 0.15 else {},
         poison=draw.randint(1, 2) if draw.random() < 0.25 else 0,
     )
-    # where models take turns, what is left of the time between their loads must be enough for all of the work, also for
-    # one worker alone
+    # where models take turns, the time between their loads must be enough for all work, even with one worker
     if plan.room < plan.models:
         plan.costs = replace(plan.costs, batch_s=min(plan.costs.batch_s, 0.02))
         if plan.costs.load_s > 1:
             plan.settings["SIE_SWAP_AFTER_MS"], plan.poison = "1000", 0  # each death costs a load
     if seed % 3 == 1:  # gateways with a small cache, and texts that occur again
         plan.settings["SIE_CACHE_BYTES"] = str(64 << 10)
-    if seed % 12 == 5:  # loads that fail while their worker is away: the error comes when somebody else has the work
+    if seed % 12 == 5:  # loads that fail while their worker is away: the error comes when another worker has the work
         plan.workers, plan.models, plan.room, plan.storage, plan.rates = 2, 1, 1, "file", Rates()
         plan.costs, plan.poison = Costs(0.4, 1e-4, 5.0, 0.1), 0
         plan.settings |= {"SIE_ACK_WAIT_S": "4", "SIE_BATCHER_MAX_BATCH_REQUESTS": "12", "SIE_MAX_BATCH_COST": "1000"}
@@ -154,7 +153,7 @@ def plan_of(seed: int) -> Plan:
 
 @dataclass
 class Process:
-    """One `serve`. `app` is reached by clients while it listens."""
+    """One run of `serve`. Clients reach its `server` while it listens."""
 
     scope: Scope
     stop: Stop
@@ -180,7 +179,7 @@ class World:
     """One run."""
 
     def __init__(self, seed: int, plan: Plan, loop: VirtualLoop, folder: str) -> None:
-        """`folder` is empty, for what processes keep in files."""
+        """`folder` is an empty folder for files of the processes."""
         self.seed, self.plan, self.loop, self._folder = seed, plan, loop, folder
         self.random = random.Random(seed + 1)
         self.events: list[str] = []
@@ -224,7 +223,7 @@ class World:
         return self.loop.create_task(work, name=name, context=context)
 
     def chore(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Something that the world does on its own; an error in it is a violation."""
+        """Run a task of the world itself. An error in it is a violation."""
         task = self.loop.create_task(work, name=name)
         self._chores.add(task)
         task.add_done_callback(self._chore_done)
@@ -236,7 +235,7 @@ class World:
 
     @property
     def loads_fail(self) -> bool:
-        """The plan has loads that are refused."""
+        """Return True if the plan has loads that are refused."""
         return bool(self.plan.failing) or any(kind == "worker away" for _, kind in self.plan.faults)
 
     def _scope(self, kind: str) -> Scope:
@@ -269,7 +268,7 @@ class World:
         return process
 
     def start_worker(self, adapter: Adapter) -> Process:
-        """The sidecar of an adapter, or the next one: under the same id, on the same machine."""
+        """Start the sidecar of an adapter. A later one has the same worker id and the same machine."""
         scope, stop = self._scope("worker"), Stop()
         settings = self._settings(SIE_WORKER_ID=f"w-{adapter.name}", SIE_IPC_SOCKET_PATH=adapter.path)
         connection = self._connect(scope)
@@ -308,11 +307,11 @@ class World:
 
     def _was_well(self, scope: Scope, since_s: float) -> bool:
         process = self.process_of(scope)
-        # a silent adapter is noticed, and trusted again, only with the pings that follow
+        # a sidecar notices only by its pings that an adapter is silent, or answers again
         return process is not None and process.adapter is not None and process.adapter.was_well_since(since_s - 4.0)
 
     async def crash(self, process: Process) -> None:
-        """kill -9: nothing that it would still do has an effect."""
+        """Kill a process as SIGKILL does: no later action of its tasks has an effect."""
         self.log("crash", process.scope.name)
         process.scope.dead = True
         process.connection.disconnect()
@@ -336,7 +335,7 @@ class World:
         self.violate(f"{process.scope.name} has tasks that nobody can end: {left}")
 
     async def leave(self, process: Process) -> None:
-        """SIGTERM, and the end that follows."""
+        """End a process as SIGTERM does, and check how it ends."""
         self.log("leaves", process.scope.name)
         process.stop.request()
         done, _ = await asyncio.wait({process.task}, timeout=STOP_S)
@@ -396,11 +395,11 @@ class World:
             case "worker leaves" if (
                 len(staying := [worker for worker in self.workers if not worker.stop.requested]) > 1
             ):
-                worker = draw.choice(staying)  # one that leaves twice would come back as two, at one adapter
+                worker = draw.choice(staying)  # a worker that leaves twice would come back as two at one adapter
                 await self.leave(worker)
                 await asyncio.sleep(1.0)
                 assert worker.adapter is not None
-                if not worker.scope.dead:  # else whoever killed it starts the next one
+                if not worker.scope.dead:  # else the fault that killed it starts the next one
                     self.start_worker(worker.adapter)
             case "worker joins" if len(self.workers) < 4:
                 self.start_worker(await self.start_adapter())
@@ -489,7 +488,7 @@ class World:
             await asyncio.sleep(0.25)
 
     async def until_bound(self, gateway: Process) -> None:
-        """Until it has its port, or has died."""
+        """Wait until a gateway has its port, or has died."""
         while not gateway.scope.dead and gateway.server is None:  # noqa: ASYNC110  time costs nothing here
             await asyncio.sleep(0.05)
 
@@ -537,7 +536,7 @@ class World:
         return requests
 
     def ids(self, text: str) -> bytes:
-        """The token ids that the model reads, as the wire has them: truncated at the end."""
+        """Return the truncated token ids that the model reads, as the wire has them."""
         if text not in self._ids:
             limit = 160
             token_ids = self._tokenizer.encode(text).ids
@@ -547,7 +546,7 @@ class World:
         return self._ids[text]
 
     async def _client(self, index: int, request: Asked) -> None:
-        """Ask, and where nothing could be done for a patient client ask again, a few times."""
+        """Send a request. A patient client sends it again a few times after a temporary failure."""
         await asyncio.sleep(request.at_s)
         for _ in range(TRIES):
             gateway = self.random.choice(self.gateways) if self.gateways else None
@@ -564,7 +563,7 @@ class World:
 
 
 def _drop_files(process: Process) -> None:
-    """The kernel closes the files of a killed process as they are."""
+    """Close the files of a killed process as they are, as the kernel does."""
     ledger = getattr(process.part, "_ledger", None)
     if ledger is not None:
         process.part._ledger = process.part.leases._ledger = None
@@ -573,7 +572,7 @@ def _drop_files(process: Process) -> None:
 
 
 class _Http:
-    """In the place of a listening server: clients of the simulation call the application themselves."""
+    """A stand-in for the HTTP server. Clients of the simulation call its application directly."""
 
     def __init__(self, world: World, app: Any) -> None:
         self.app = app
@@ -585,10 +584,10 @@ class _Http:
         self.listening = True
 
     def leave(self) -> None:
-        """Clients of the simulation keep no connection."""
+        """Do nothing: clients of the simulation keep no connection."""
 
     async def stop(self, within_s: float = http.STOP_S) -> None:
-        """Refuse new requests, wait at most so long for running ones."""
+        """Refuse new requests, and cancel those that still run after `within_s`."""
         self.listening = False
         running = [task for task in self._process.asked if not task.done()] if self._process is not None else []
         if running:
@@ -598,7 +597,7 @@ class _Http:
 
 
 class _Errors(logging.Handler):
-    """An exception that was logged is one that nobody handled."""
+    """A log handler that reports each logged exception as a violation, because no code handled it."""
 
     def __init__(self, world: World, log: Callable[[str], None] | None) -> None:
         super().__init__(logging.INFO if log else logging.ERROR)
@@ -615,7 +614,7 @@ class _Errors(logging.Handler):
 
 @contextlib.contextmanager
 def _in_place(world: World, sink: Callable[[str], None] | None) -> Iterator[None]:
-    """Replace the environment of a process by the world's."""
+    """Replace HTTP servers, logs and other parts of the processes by those of the world."""
     numbers = itertools.count(1)
 
     def number(watch: Any) -> int:
@@ -652,7 +651,7 @@ def _in_place(world: World, sink: Callable[[str], None] | None) -> Iterator[None
             (MemoryWatch, "__hash__", number),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
-        # threads of Rust are real ones
+        # threads of the tokenizers' Rust code would be real threads
         stack.enter_context(mock.patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": "false"}))
         stack.enter_context(world.checks.watching())
         try:
@@ -670,7 +669,7 @@ async def _cancelled(tasks: list[Any]) -> None:
 
 
 def simulate(seed: int, *, log: Callable[[str], None] | None = None) -> Report:
-    """One run of one seed."""
+    """Run one seed."""
     gc.disable()
     loop = VirtualLoop()
     try:
@@ -680,12 +679,12 @@ def simulate(seed: int, *, log: Callable[[str], None] | None = None) -> Report:
             with _in_place(world, log):
                 try:
                     loop.run_until_complete(asyncio.wait_for(world.run(), MAX_S))
-                except Exception as error:  # noqa: BLE001  the report tells of it
+                except Exception as error:  # noqa: BLE001  the report has the error
                     world.violate(f"the run ended in {error!r}")
-                gc.collect(0)  # errors that nobody looked at are reported when they are collected
+                gc.collect(0)  # asyncio reports errors that were never retrieved when they are collected
                 for context in loop.failures:
                     scope = getattr(context.get("future"), "scope", None)
-                    if scope is None or not scope.dead:  # else nobody was left to look
+                    if scope is None or not scope.dead:  # a dead process cannot retrieve its errors
                         world.violate(f"{context.get('message')}: {context.get('exception')!r}")
                 left = [task for task in loop.tasks if not task.done()]
                 if left and not world.violations:

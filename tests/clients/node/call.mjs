@@ -1,4 +1,4 @@
-// Public clients for Node, one call each, as tests/clients/heavy.py for Python.
+// Public clients for Node, with one call each, like tests/clients/heavy.py for Python.
 //
 // call.mjs CLIENT URL KEY MODEL RETRIES INPUT... ──► one line of JSON: {"found": ...} or {"status": ..., "error": ...}
 
