@@ -100,14 +100,14 @@ class Adapter:
         return stdout
 
     def wait_for(self, *texts: str) -> str:
-        """The next line of the log that holds one of `texts`."""
+        """Return the next line of the log that has one of `texts`."""
         for line in self.log:
             if any(text in line for text in texts):
                 return line
         raise AssertionError(f"the adapter ended with {self.process.wait(END_S)} and never logged {texts}")
 
     def ended(self) -> tuple[int, str]:
-        """Its status and the rest of its log, when it has ended by itself."""
+        """Wait until the process has ended by itself. Return its status and the rest of its log."""
         with self.log as log:
             rest = log.read()
         return self.process.wait(END_S), rest
@@ -119,11 +119,12 @@ class Adapter:
 def start(
     path: Path, *, spare: bool = False, before: str = "", group: MemoryGroup | None = None, **environ: str
 ) -> Adapter:
-    """`before`: what the process does first. With it, with a spare, in a control group, or with a setting of the C
-    library, which the library reads when it starts, this is a start. Otherwise it is a fork of what `sie adapter` is
-    after its imports (`zygote`).
+    """Start an adapter. `before` is code that it runs first.
+
+    Without `before`, a spare, a control group, or a setting that the C library reads at its start, the process is a
+    fork of one that has done the imports of `sie adapter` (`zygote`).
     """
-    # the last two let a CPU stand in for a lesser one
+    # the last two restrict the instructions of the CPU that are used
     names = (
         "PATH",
         "HOME",
@@ -136,7 +137,7 @@ def start(
         "SIE_DEVICE": "cpu",
         "SIE_DEFAULT_COMPUTE_PRECISION": "float32",
         "SIE_HF_FALLBACK": "false",
-        "SIE_MODEL_PATHS": "/",  # tests name what they like
+        "SIE_MODEL_PATHS": "/",  # tests may name any path
         "SIE_ALLOW_REMOTE_CODE": "true",
     }
     settings["SIE_LOCAL_CACHE"] = str(path.parent / "cache")

@@ -1,13 +1,12 @@
-"""Clients, the real Admission of gateways, and workers whose device is a clock, in virtual time: what a rule refuses,
-and whether it must.
+"""A simulation of clients, the real Admission of gateways, and workers whose device is a clock, in virtual time. It
+shows which requests a rule refuses, and whether the refusals are right.
 
     clients ──► Rule (Admission, or the rule before it) ──► queue ──► workers: a batch takes a + b x tokens ──► results
     ──► Rule
 
-Of a request that was refused it is worked out what would have become of it: `true_s`
-takes all work that was ahead of it at that moment, and that of clients who were promised a turn before it, by the true
-times of the device, what is still to come included. A refusal is false if the request would then have been answered
-within its budget, with SPARE to spare.
+For a refused request, `true_end_s` computes when it would have been answered: after all work that was ahead of it and
+all work of clients with an earlier promised turn, by the true times of the device, with later stalls. A refusal is
+false if that answer would have come within the budget, with SPARE and a batch to spare.
 """
 
 from __future__ import annotations
@@ -39,22 +38,24 @@ from sie_sidecar.batching.sizing import Ask, Rate, fitting
 
 LANE = Lane("_default", "_default", "default")
 MODEL = "toy/one"
-WAY_S = 0.001  # of a message, each way
-COALESCE_S = 0.005  # that a worker without work waits for a batch to fill
-LATE_S = 0.25  # by which a worker still begins what is late
-SPARE = 0.1  # of a budget
+WAY_S = 0.001  # the time of a message, each way
+COALESCE_S = 0.005  # an idle worker waits so long for a batch to fill
+LATE_S = 0.25  # a worker still begins work that is late by so much
+SPARE = 0.1  # a share of a budget
 BEAT_S = 1.0
 STALL_S, SLOWER = 6.0, 10.0
-SEEN = 2  # slow batches after which a slow-down can be known: one alone may be a stall
-BATCHES = 2.0  # that must fit into a budget: the one that runs when a request comes, and its own
+SEEN = 2  # slow batches after which a slow-down can be known, because one alone may be a stall
+BATCHES = 2.0  # must fit into a budget: the batch that runs when a request comes, and its own
 
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the matrix. `start`: "cold", "tiny" (one small request before), "stall" (nothing runs for 6 s after a
-    third of the time or of the requests), "slow" (everything takes the device ten times as long from then on). `load`:
-    "closed", each client asks again when it was answered; "open", requests come at ten times the capacity; "burst",
-    each client asks once. A client that was refused comes again when it was told to.
+    """One cell of the matrix.
+
+    `start`: "cold"; "tiny", one small request comes before; "stall", after a third of the time or of the requests
+    nothing runs for 6 s; "slow", from then on the device takes ten times as long. `load`: "closed", each client sends a
+    request after each answer; "open", requests come at ten times the capacity; "burst", each client sends one request.
+    A refused client comes again after its Retry-After.
     """
 
     batch_s: float
@@ -69,7 +70,7 @@ class Case:
     batch_cost: int = 4096
     batch_items: int = 64
     seconds: float = 30.0
-    requests: int = 4000  # at which it ends at the latest
+    requests: int = 4000  # the run ends after so many at the latest
     seed: int = 1
 
     @property
@@ -85,7 +86,7 @@ class Case:
 
     @property
     def is_possible(self) -> bool:
-        """Whether a device under load can answer at all: a batch of one request ends within half of the budget."""
+        """Return True if a device under load can answer: a batch of one request ends within half of the budget."""
         return self.full_tokens(self.slowest) >= self.tokens
 
     def full_s(self, factor: float = 1.0) -> float:
@@ -93,7 +94,7 @@ class Case:
         return factor * (self.batch_s + self.token_s * max(self.tokens, self.full_tokens(factor)))
 
     def capacity(self) -> float:
-        """Requests a second that the workers can answer within the budget."""
+        """Return the requests a second that the workers can answer within the budget."""
         return self.workers * max(1.0, self.full_tokens() / self.tokens) / self.full_s()
 
 
@@ -106,9 +107,9 @@ class Try:
     is_return: bool
     end_s: float = 0.0
     outcome: str = ""  # answered, late, refused, shed
-    would_s: float = math.inf  # what it would have taken, of one that was refused
+    would_s: float = math.inf  # for a refused request: the time that its answer would have taken
     retry_s: int = 0
-    told_s: float = -math.inf  # when it was told to come, of one that comes again
+    told_s: float = -math.inf  # for a returning request: when its Retry-After was sent
 
 
 @dataclass
@@ -118,15 +119,15 @@ class Report:
     capacity: float = 0.0  # requests a second
     busy_s: float = 0.0
     seconds: float = 0.0
-    phases: list[tuple[float, float]] = field(default_factory=list)  # that are onsets
+    phases: list[tuple[float, float]] = field(default_factory=list)  # the onsets
     stall: tuple[float, float] = (math.inf, math.inf)
-    # from, until: who came then could not know of the stall or the slow-down
+    # from, until: a gateway could not know of the stall or the slow-down when these requests came
     struck: tuple[float, float] = (
         math.inf,
         math.inf,
     )
-    begun_s: float = math.inf  # the stall, or the slow-down
-    # from then on it can be known: a stall after a usual batch, a slow-down after SEEN slow batches
+    begun_s: float = math.inf  # the begin of the stall or the slow-down
+    # when a gateway can know of it: a stall after a usual batch, a slow-down after SEEN slow batches
     known_s: float = math.inf
 
     def is_onset(self, at_s: float) -> bool:
@@ -137,9 +138,7 @@ class Report:
 
     @property
     def false(self) -> int:
-        """Refused at once although it would have been answered in time, with a tenth of the budget and a batch to
-        spare.
-        """
+        """Return the number of false refusals: the answer would have been in time with SPARE and a batch to spare."""
         case = self.case
         spare_s = SPARE * case.budget_s + case.full_s()
         refusals = [
@@ -151,8 +150,8 @@ class Report:
         return self.of("refused") + self.of("shed")
 
     def _is_in_stall(self, attempt: Try) -> bool:
-        """Whether the device had stood still for as long as its budget when it was refused: nobody could know that this
-        ends in time.
+        """Return True if the device had stood still for the request's whole budget at the refusal. A gateway could not
+        know that the stall ends in time.
         """
         return self.stall[0] + (attempt.deadline_s - attempt.at_s) <= attempt.end_s < self.stall[1]
 
@@ -165,13 +164,11 @@ class Report:
         return sum(attempt.outcome == "late" for attempt in accepted), len(accepted)
 
     def is_struck(self, attempt: Try) -> bool:
-        """Whether it came before anybody could see that the device stands still or is slow, and was not answered for
-        that.
-        """
+        """Return True if the request is late and came before a gateway could know of the stall or slow-down."""
         return attempt.outcome == "late" and self.struck[0] <= attempt.at_s <= self.struck[1]
 
     def lost(self) -> int:
-        """Late ones that were struck, and those that were refused in a stall although it ended in time."""
+        """Return the number of late requests that were struck, and of refusals in a stall that ended in time."""
         refused = [
             attempt
             for attempt in self._refused()
@@ -197,21 +194,21 @@ class Report:
         return attempt.end_s < self.begun_s or attempt.told_s > self.known_s
 
     def goodput(self) -> float:
-        """Answers in time over what the device can do, from the end of the first onset on."""
+        """Return the share of answers in time in what the device can do, from the end of the first onset on."""
         begin_s = self.phases[0][1] if self.phases else 0.0
         done = sum(attempt.outcome == "answered" and begin_s <= attempt.end_s <= self.seconds for attempt in self.tries)
         return done / (self.capacity * (self.seconds - begin_s)) if self.seconds > begin_s else math.nan
 
 
 class Device:
-    """A worker. Its next batch is formed as the one before ends, of all that waits by then."""
+    """A worker. It forms its next batch from all waiting work when the one before ends."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
         self.batches = 0
         self.running: tuple[float, list[Job]] | None = None
-        self.rate = Rate()  # that its heartbeats tell
+        self.rate = Rate()  # the rate in its heartbeats
         self.times = BatchTimes(TIMES_OVER)
 
     def take(self) -> None:
@@ -273,8 +270,8 @@ class Job:
 
 
 class Before(Admission):
-    """The rule before this one: all that is ahead and a full batch of every worker, by the rates that the workers tell
-    of themselves, or that full batches would have by the times of the last ones. No turns.
+    """A simpler rule for comparison, without turns. It divides all work that is ahead, and a full batch of every
+    worker, by the reported rates of the workers, or by the rates of full batches at the times of the last ones.
     """
 
     def check(
@@ -313,7 +310,7 @@ class World:
     def __init__(self, case: Case, rule: Callable[..., Any] = Admission) -> None:
         self.case = case
         self.random = random.Random(case.seed)
-        random.seed(case.seed)  # of the jitter in Retry-After
+        random.seed(case.seed)  # for the jitter in Retry-After
         self.now_s = 100.0
         self.busy_s = 0.0
         self._events: list[tuple[float, int, Callable[[], Any]]] = []
@@ -322,7 +319,7 @@ class World:
         self.waiting: list[dict[Job, None]] = [{} for _ in range(case.gateways)]
         self.entered: dict[Job, None] = {}
         self.entered_tokens = 0
-        self.stops: list[tuple[float, float, float]] = []  # from, until, how many times as slow; infinite for a stall
+        self.stops: list[tuple[float, float, float]] = []  # from, until, factor of slowness: infinite for a stall
         self.report = Report(case)
         self.slow_batches = 0
         settings = settings_of(SIE_HEARTBEAT_TIMEOUT_MS="100000000")
@@ -345,7 +342,7 @@ class World:
         heapq.heappush(self._events, (due_s, self._count, action))
 
     def worked(self, begin_s: float, work_s: float) -> float:
-        """When so much work is done that begins now."""
+        """Return when work of `work_s` is done that begins at `begin_s`."""
         now_s = begin_s
         for from_s, until_s, factor in self.stops:
             if until_s <= now_s:
@@ -365,7 +362,7 @@ class World:
         return now_s + work_s
 
     def see_slow(self, begun_s: float) -> None:
-        """A batch has ended that began then."""
+        """Count a batch that began at `begun_s` and has ended, if it was slow."""
         report = self.report
         if report.case.start == "slow" and begun_s >= report.begun_s:
             self.slow_batches += 1
@@ -380,7 +377,7 @@ class World:
         self.at(self.now_s + admission.peers.pause_s(), lambda: self.announce(admission))
 
     def true_end_s(self, tokens: int) -> float:
-        """When a request would be answered that is let in now, behind all that is ahead and all that was promised."""
+        """Return when a request that enters now would be answered, after all queued work and all promised turns."""
         running = [
             job.one.tokens
             for device in self.devices
@@ -396,7 +393,7 @@ class World:
         return self.end_s(ahead + tokens, count + 1)
 
     def shed_end_s(self, job: Job) -> float:
-        """The same of one that was let in."""
+        """Return when a request that was let in would be answered."""
         running = {id(running_job) for device in self.devices if device.running for running_job in device.running[1]}
         ahead = [
             queued_job.one.tokens
@@ -406,7 +403,7 @@ class World:
         return self.end_s(sum(ahead) + job.one.tokens, len(ahead) + 1)
 
     def end_s(self, tokens: float, count: float) -> float:
-        """When so much is done beside what runs."""
+        """Return when so many tokens and requests are done after the running batches."""
         case = self.case
         batches = math.ceil(
             max(tokens / max(case.tokens, min(case.batch_cost, case.full_tokens())), count / case.batch_items)

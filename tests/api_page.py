@@ -29,7 +29,7 @@ async def document() -> dict[str, Any]:
 
 
 def inlined(document: Schema) -> dict[str, Any]:
-    """The paths of a document, with what their references name in place of these."""
+    """Return the paths of a document, with each reference replaced by its schema."""
 
     def of(value: Any) -> Any:
         if isinstance(value, list):
@@ -46,7 +46,7 @@ def inlined(document: Schema) -> dict[str, Any]:
 
 
 def kind(schema: Schema) -> str:
-    """A schema in a few words."""
+    """Return a short description of a schema."""
     if "enum" in schema:
         return " or ".join(str(value) for value in schema["enum"])
     if either := schema.get("anyOf") or schema.get("oneOf"):
@@ -69,7 +69,7 @@ def _parameter(parameter: Schema) -> str:
 
 
 def _fields(title: str, schema: Schema) -> Iterator[str]:
-    """A table of the fields of a map, and of the maps directly below it."""
+    """Yield a table of the fields of a map, and of the maps directly below it."""
     required = schema.get("required", ())
     yield f"| {title} | | |"
     yield "|---|---|---|"
@@ -90,7 +90,7 @@ def _body(operation: Schema) -> Schema | None:
 
 
 def _answer(operation: Schema) -> tuple[Schema, list[str]]:
-    """The schema of a success in JSON, and the types in which it comes."""
+    """Return the schema of a success in JSON, and the media types of the answer."""
     response: Schema = next(
         (operation["responses"][status] for status in ("200", "201") if status in operation["responses"]), {}
     )
@@ -133,7 +133,7 @@ def _headers(paths: Schema) -> Iterator[str]:
 
 
 def routes(schema: Schema) -> str:
-    """All operations by tag. Those that differ in their path alone stand together."""
+    """Return all operations by tag. Operations that differ only in their path are listed together."""
     served = inlined(schema)
     summaries = {path: operation["summary"] for path, methods in served.items() for operation in methods.values()}
     tags: dict[str, dict[tuple[str, str], tuple[list[str], Schema]]] = {}

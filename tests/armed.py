@@ -1,9 +1,9 @@
-"""Every failpoint of the product, what a test arms it with, and the cluster in which that happens.
+"""Every failpoint of the product with its action and scenario, and the cluster of these tests.
 
-    Places: process started with --failpoints ──► whatever reaches the place ──► it died, failed or stood still there
-    ──► started again
+    a process starts with --failpoints ──► a scenario reaches the failpoint ──► the process dies, fails or stands still
+    there ──► it is started again
 
-The supervisor of these tests is `Field.supervise`: what is dead starts again, unarmed, as under `sie serve`.
+The supervisor of these tests is `Field.supervise`. It starts dead processes again, unarmed, as `sie serve` does.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ DEADLY = "the end of it"
 ACK_WAIT_S = 3
 BUDGET_S = 30.0
 SHORT_S = 2.4  # the budget of a request whose gateway dies: its results are offered for that long
-GRACE_S = 20.0  # that an answer may be late on a busy machine
-BACK_S = 60.0  # for a process to be there again, imports of torch included, on a busy machine
+GRACE_S = 20.0  # an answer may be late by so much on a busy machine
+BACK_S = 60.0  # for a process to be ready again on a busy machine, with its imports of torch
 INLINE_BYTES = 128 << 10
-BIG_ITEMS = 14_500  # whose results, 76 bytes each, pass the 1 MiB of one message
+BIG_ITEMS = 14_500  # the results of so many items, 76 bytes each, are larger than a message of 1 MiB
 MAX_TOKENS = 512
 COSINE = 0.998
 _tokenizer = Tokenizer.from_buffer(TOKENIZER)
@@ -58,7 +58,7 @@ _tokenizer = Tokenizer.from_buffer(TOKENIZER)
 class Place:
     """A failpoint of the process `role`, reached by `scenario`.
 
-    `runs`: how often the device may run the input of a single request. `long`: it takes so long that it is outside CI.
+    `runs`: how often the device may run the input of a single request. `long`: only the long lane runs it.
     """
 
     role: Role
@@ -68,12 +68,12 @@ class Place:
     long: bool = False
 
 
-# in the order of their processes, so that neighbours need the same ones
+# in the order of their processes, because neighbours then need the same processes
 PLACES: dict[str, Place] = {
-    # nothing of the request is in the queue: it runs once, when it is sent again
+    # the request is not in the queue yet: it runs once, when its client sends it again
     "gateway.before_publish": Place("gateway", "one_request", "error", runs=1, long=True),
     "publish.before_publish": Place("gateway", "one_request", runs=1, long=True),
-    # it is in the queue, and its client has to send it again
+    # the request is in the queue, and its client has to send it again
     "publish.published": Place("gateway", "one_request", runs=2, long=True),
     "gateway.published": Place("gateway", "one_request", runs=2),
     "gateway.consumer_ensured": Place("gateway", "one_request", runs=2, long=True),
@@ -117,7 +117,7 @@ PLACES: dict[str, Place] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer that a client got. `status` 0: no answer, as when its gateway died or the client went away."""
+    """An answer to a client. `status` 0: no answer came, because the gateway died or the client left."""
 
     status: int
     body: dict[str, Any]
@@ -125,7 +125,7 @@ class Answer:
 
     @property
     def error(self) -> tuple[str, str]:
-        """Code and reason."""
+        """Return the code and the reason of an error."""
         error = self.body["error"]
         return error["code"], error.get("reason", "")
 
@@ -137,7 +137,7 @@ def vector(text: str) -> np.ndarray:
 
 
 def codes() -> set[str]:
-    """The documented error codes."""
+    """Return the documented error codes."""
     error_codes, classes = set(), [SIEError]
     while classes:
         error_class = classes.pop()
@@ -147,7 +147,7 @@ def codes() -> set[str]:
 
 
 class Field:
-    """A broker, a config service, a gateway and a worker whose adapter is a clock, one of them armed at a time."""
+    """A broker, a config service, a gateway and a worker with the fixed-cost adapter, of which one at a time is armed."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
@@ -189,7 +189,7 @@ class Field:
     # processes
 
     def arm(self, name: str, action: Action, role: Role, *arguments: str) -> Part:
-        """Start a process again with a failpoint armed, without waiting until it is ready: it may die before."""
+        """Restart a process with an armed failpoint. Do not wait until it is ready, because it may die before."""
         part = self.parts[role]
         part.stop()
         self._armed.add(role)
@@ -197,7 +197,7 @@ class Field:
         return part
 
     def restore(self) -> None:
-        """All as it was, also after a test that failed: everything runs, ready and unarmed."""
+        """Restore all processes, ready and unarmed, also after a failed test."""
         for role, part in self.parts.items():
             if part.paused and part.alive:
                 part.resume()
@@ -207,7 +207,7 @@ class Field:
         self.back()
 
     def reached(self, name: str, action: Action, part: Part) -> None:
-        """Wait until the process did what it was armed for, and start it again where that ended it."""
+        """Wait until the process reached its failpoint, and start it again if it died there."""
         if action == "error":
             self._within(
                 lambda: any(f"FailpointError: {name}" in line for line in part.log), f"{part.name} fails at {name}"
@@ -233,7 +233,7 @@ class Field:
             raise AssertionError(f"{error}\n{self.stack.log()}") from None
 
     def supervise(self, until_true: Callable[[], object], timeout_s: float, goal: str) -> None:
-        """Start again what died until something is so."""
+        """Start dead processes again until a condition is true."""
 
         def look() -> object:
             for part in self.parts.values():
@@ -244,7 +244,7 @@ class Field:
         self._within(look, goal, timeout_s)
 
     def back(self) -> None:
-        """Everything that is dead is started and ready."""
+        """Start dead processes and wait until all are ready."""
         for part in self.parts.values():
             if not part.alive:
                 part.start()
@@ -256,8 +256,8 @@ class Field:
     def ask(
         self, *texts: str, model: str = WARM, budget_s: float = BUDGET_S, leave_s: float | None = None
     ) -> Future[Answer]:
-        """One request from a client of its own, which goes away after `leave_s`. A result is checked; an error must be
-        typed.
+        """Send a request from a client of its own, which leaves after `leave_s`. A result must be right, and an error
+        must have a documented code.
         """
 
         def run() -> Answer:
@@ -288,7 +288,7 @@ class Field:
             assert (np.sum(vectors * expected, axis=1) > COSINE).all()
 
     def learn(self, model: str, text: str) -> None:
-        """Take what the unarmed adapter answers for right."""
+        """Record the answer of the unarmed adapter as the right one."""
         answer = httpx.post(
             f"{self.stack.urls[0]}/v1/encode/{model}", json={"items": [text]}, timeout=60, trust_env=False
         )
@@ -296,7 +296,7 @@ class Field:
         self._expected[text] = np.array(answer.json()["items"][0]["dense"]["values"])
 
     def right(self, *texts: str, model: str = WARM) -> Answer:
-        """A client that retries gets its result: of what was tried before nothing is in the way."""
+        """Send a request as a client that retries, which must get its result."""
         answer = self.ask(*texts, model=model).result()
         assert answer.status == 200, answer.body
         return answer
@@ -313,7 +313,7 @@ class Field:
         return pong.batches
 
     def stream(self, name: str) -> dict[str, Any]:
-        """State of a stream and of its consumers, by the broker's monitor."""
+        """Return the state of a stream and of its consumers from the broker's monitor."""
         report = httpx.get(
             f"{self.stack.monitor_urls[0]}/jsz?streams=true&consumers=true", timeout=30, trust_env=False
         ).json()
@@ -323,7 +323,7 @@ class Field:
         return streams.get(name, {"state": {"messages": 0}})
 
     def waiting(self) -> int:
-        """Messages of the work stream, leased ones included."""
+        """Return the number of messages of the work stream, leased ones included."""
         return int(self.stream(topology.stream_name(POOL))["state"]["messages"])
 
     def leased(self) -> int:
@@ -334,7 +334,7 @@ class Field:
         return int(self.stream(topology.dead_letter_stream(POOL, storage="file", replicas=1).name)["state"]["messages"])
 
     def settled(self) -> None:
-        """Assert that nothing is left in the queue, whatever died."""
+        """Assert that the work stream becomes empty, whichever process died."""
         self.supervise(lambda: not self.waiting(), BUDGET_S + ACK_WAIT_S + GRACE_S, "the work stream is empty")
 
     def with_broker(self, body: Callable[[Broker], Awaitable[T]]) -> T:

@@ -1,9 +1,9 @@
-"""List the versions of constraints.txt that have known vulnerabilities, by a folder of advisories in the OSV format, as
-OSV and PyPA publish them.
+"""List the versions of constraints.txt that have known vulnerabilities, from a folder of advisories in the OSV format,
+which OSV and PyPA publish.
 
     python tests/audit.py ADVISORIES
 
-Nothing is asked of any network. Without a folder it says so and ends with status 0; with findings with status 1.
+The program uses no network. Without a folder it prints that and ends with status 0; with findings it ends with 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 
 
 def pinned(text: str) -> dict[str, Version]:
-    """The versions by canonical name. Raises ValueError for a line that pins nothing."""
+    """Return the versions by canonical name. Raise ValueError for a line that pins no version."""
     versions: dict[str, Version] = {}
     for line in text.splitlines():
         line = line.partition("#")[0].strip()
@@ -39,8 +39,8 @@ def pinned(text: str) -> dict[str, Version]:
 
 
 def advisories(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """All that the folder has, at any depth, as JSON or YAML. Raises ValueError where there is none: an empty folder
-    proves nothing.
+    """Yield all advisories of a folder, in JSON or YAML, at any depth. Raise ValueError if it has no files, because an
+    empty folder proves nothing.
     """
     files = sorted(file for file in folder.rglob("*") if file.suffix in (".json", ".yaml", ".yml"))
     if not files:
@@ -53,7 +53,7 @@ def advisories(folder: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def is_affected(affected: Mapping[str, Any], version: Version) -> bool:
-    """Whether a version is listed, or lies in a range of events: from `introduced` on, before `fixed`, up to
+    """Return True if a version is listed, or lies in a range of events: from `introduced` on, before `fixed`, up to
     `last_affected`.
     """
     if any(_version(affected_version) == version for affected_version in affected.get("versions") or ()):
@@ -66,7 +66,7 @@ def is_affected(affected: Mapping[str, Any], version: Version) -> bool:
 
 def _is_within(events: list[Mapping[str, str]], version: Version) -> bool:
     inside = False
-    for event in events:  # in order of their versions, as the format wants them
+    for event in events:  # the format requires the order of versions
         ((kind, text),) = event.items()
         at = Version("0") if text == "0" else _version(text)
         if at is None:
@@ -86,7 +86,7 @@ def _version(text: str) -> Version | None:
 
 
 def findings(pins: Mapping[str, Version], records: Iterator[Mapping[str, Any]]) -> list[str]:
-    """A line for each advisory that a pinned version is in."""
+    """Return a line for each advisory that affects a pinned version."""
     lines = []
     for advisory in records:
         for affected in advisory["affected"]:
@@ -98,7 +98,7 @@ def findings(pins: Mapping[str, Version], records: Iterator[Mapping[str, Any]]) 
 
 
 def age(records: Sequence[Mapping[str, Any]], now: datetime) -> str:
-    """How many advisories there are, and how old the newest is: a copy that nobody refreshes finds nothing new."""
+    """Return a line with the number of advisories and the age of the newest, which shows whether the copy is old."""
     changed = [datetime.fromisoformat(str(record["modified"])) for record in records if record.get("modified")]
     if not changed:
         return f"advisories: {len(records)}, of unknown age"

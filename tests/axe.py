@@ -1,4 +1,4 @@
-"""The rules of axe-core on a page: what keeps people out who use a keyboard, a screen reader or strong contrast."""
+"""The accessibility rules of axe-core on a page, for people who use a keyboard, a screen reader or strong contrast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONSOLE = Path(__file__).parents[1] / "console"
 
 
 def source(folder: Path) -> str:
-    """Return the source of the version that the console's lock file names, which is installed in `folder`."""
+    """Install in `folder` the version of axe-core in the console's lock file, and return its source."""
     for name in ("package.json", "package-lock.json"):
         shutil.copy(CONSOLE / name, folder)
     subprocess.run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"], cwd=folder, check=True, timeout=120)
@@ -21,7 +21,7 @@ def source(folder: Path) -> str:
 
 
 def serious(page: Page, code: str) -> list[Any]:
-    """Faults of what the page shows now: impact, rule, the first element."""
+    """Return serious faults of the page in its present state: impact, rule, first element."""
     page.evaluate(f"{code}; window.told = null; 0")
     page.evaluate("axe.run().then(told => { window.told = told.violations; }); 0")
     faults = "window.told?.map(each => [each.impact, each.id, each.nodes[0].html]) ?? null"

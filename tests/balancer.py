@@ -1,5 +1,5 @@
-"""A load balancer over HTTP, as an ingress or a mesh is one: it asks who is ready, sends to one after the other, and
-hands on what it is answered. Nothing is sent twice.
+"""A load balancer over HTTP, like an ingress or a mesh. It probes backends, sends requests to ready ones in turn, and
+passes answers on. It sends no request twice.
 
     client ──► Balancer ──► backends that are ready and not ending
 """
@@ -19,14 +19,14 @@ from sie_runtime.http.asgi import Receive, Scope, Send, reply
 from sie_runtime.http.server import HttpServer
 
 PROBE_S = 0.5
-FAILURES = 3  # probes in a row, as in the chart
+FAILURES = 3  # failed probes in a row, as in the chart
 TIMEOUT_S = 90.0
 _HOP = {"host", "connection", "keep-alive", "content-length", "transfer-encoding", "content-encoding", "content-type"}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to one request, and the gateway that gave it. `status` is 0 where no answer came."""
+    """The answer to one request, and its backend. `status` is 0 if no answer came."""
 
     at_s: float
     backend: str
@@ -34,7 +34,7 @@ class Answer:
     path: str
     status: int
     workers: str
-    text: str  # of a refusal
+    text: str  # the body of a refusal
 
 
 @dataclass
@@ -47,7 +47,7 @@ class _Backend:
 
 
 class Balancer:
-    """Listens on a loopback port of its own. Use as an async context manager, in whose event loop it runs."""
+    """A balancer on a free loopback port. It runs within an async context manager."""
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []
@@ -56,7 +56,7 @@ class Balancer:
         self._turns = itertools.count()
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._forward(scope, receive, send)  # uvicorn takes a method for an application of an older kind
+            await self._forward(scope, receive, send)  # uvicorn takes a bound method for an ASGI 2 application
 
         self._server = HttpServer(app, "127.0.0.1", 0, setting="port")
         self.url = f"http://127.0.0.1:{self._server.port}"
@@ -77,15 +77,15 @@ class Balancer:
 
     @property
     def backends(self) -> dict[str, str]:
-        """Address by name."""
+        """Return the addresses of the backends by name."""
         return {backend.name: backend.url for backend in self._backends.values()}
 
     def add(self, name: str, url: str, probe: str) -> None:
-        """A backend that is ready."""
+        """Add a backend that is ready."""
         self._backends[name] = _Backend(name, url, probe)
 
     def remove(self, name: str) -> None:
-        """It will end: no further request goes there. Those under way stay."""
+        """Remove a backend that will end. Running requests to it go on."""
         self._gone.append(self._backends.pop(name))
 
     async def _probe(self) -> None:

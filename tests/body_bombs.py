@@ -1,4 +1,4 @@
-"""Bodies that would become many objects: each fills the size that it is made for with values of one kind."""
+"""Bodies that would become many objects: each is filled up to a size with values of one kind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MSGPACK_PLACES: Mapping[str, bytes] = {
 
 @dataclass(frozen=True)
 class Bomb:
-    """`body` makes one of about so many bytes."""
+    """A kind of body. `body(size)` returns one of about `size` bytes."""
 
     name: str
     is_msgpack: bool
@@ -74,7 +74,7 @@ def _msgpack_keys(size: int) -> bytes:
 
 
 def _claims(size: int) -> bytes:
-    """Lists in one another, each of which announces as many values as there are bytes."""
+    """Return nested lists, each of which announces as many values as bytes follow."""
     return b"".join(b"\xdd" + (size - 5 * level - 5).to_bytes(4, "big") for level in range(60)) + bytes(size - 300)
 
 

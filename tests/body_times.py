@@ -1,4 +1,4 @@
-"""Times in which a server measures the rate of a body, in place of its timers: each is over when a test says so."""
+"""Stand-ins for the timers with which a server measures the rate of a body. A test ends each of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BodyTime:
 
     @property
     def read_bytes(self) -> int:
-        """Return how many bytes the server has read since it began."""
+        """Return how many bytes the server has read since this time began."""
         return self._connection._body_bytes - self._before_bytes
 
     def cancel(self) -> None:
@@ -31,7 +31,7 @@ class BodyTime:
 
 
 def body_times(monkeypatch: pytest.MonkeyPatch) -> list[BodyTime]:
-    """All that begin from now on, as if each took TIME_S."""
+    """Return a list that gets each time that begins from now on, as if it took TIME_S."""
     begun: list[BodyTime] = []
 
     def watch(connection: Any) -> None:

@@ -1,4 +1,4 @@
-"""Brokers for the conformance suite: in memory, and a real nats-server, with ways to lose and restore them."""
+"""Brokers for the conformance suite: one in memory and a real nats-server, with ways to lose and restore them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sie_contracts.wire.topology import ConsumerSpec, Lane, work_consumer, work_
 T = TypeVar("T")
 LANE = Lane("_default", "cpu", "default")
 STREAM = work_stream("_default", storage="file", replicas=1, max_bytes=-1, max_age_s=0.0)
-WAIT_S = 30.0  # far above what is expected, so that a busy machine does not fail a test
+WAIT_S = 30.0  # far above the expected time, so that a busy machine does not fail a test
 
 
 class Box(Generic[T]):
-    """Collects what handlers are given; tests wait for it to fill."""
+    """A list that handlers fill, and on which tests wait."""
 
     def __init__(self) -> None:
         self.items: list[T] = []
@@ -36,7 +36,7 @@ class Box(Generic[T]):
         self.put(item)
 
     async def fill(self, count: int, timeout_s: float = WAIT_S) -> list[T]:
-        """The first `count` items."""
+        """Wait for `count` items and return the first `count`."""
         async with asyncio.timeout(timeout_s):
             while len(self.items) < count:
                 self._changed.clear()
@@ -44,14 +44,14 @@ class Box(Generic[T]):
         return self.items[:count]
 
     async def quiet(self, for_s: float) -> None:
-        """Wait until no message has come for that long."""
+        """Assert that no item comes for that long."""
         count = len(self.items)
         with pytest.raises(TimeoutError):
             await self.fill(count + 1, for_s)
 
 
 class Harness(abc.ABC):
-    """A broker of a test's own, connections to it, and its death and return."""
+    """A broker for one test, with connections to it and ways to kill and restore it."""
 
     pull_expires_s = 0.1
 
@@ -65,7 +65,7 @@ class Harness(abc.ABC):
         return broker
 
     async def crash(self) -> None:
-        """Kill the broker; returns when every connection has noticed, which is when a request in flight fails."""
+        """Kill the broker, and wait until every connection has noticed: a request in flight on it fails."""
         waiting = [broker.request(f"silent.{number}", b"", 60.0) for number, broker in enumerate(self._connections, 1)]
         noticed = asyncio.gather(*waiting, return_exceptions=True)
         await self._kill()
@@ -87,11 +87,11 @@ class Harness(abc.ABC):
 
     @abc.abstractmethod
     async def cut(self) -> None:
-        """All connections are lost while the broker lives; returns when they have noticed."""
+        """Cut all connections while the broker lives, and wait until they have noticed."""
 
     @abc.abstractmethod
     async def mend(self) -> None:
-        """Let them come back."""
+        """Let the connections come back."""
 
 
 class MemoryHarness(Harness):
@@ -136,12 +136,12 @@ class NatsHarness(Harness):
         for broker in self._connections:
             assert isinstance(broker, NatsBroker)
             broker._transport.abort()
-        # a closed transport is told a turn of the loop later, and what was asked in between fails then
+        # the loss of a closed transport is noticed a turn of the loop later
         live = [broker._up for broker in self._connections if isinstance(broker, NatsBroker)]
         await until(lambda: not any(up.is_set() for up in live), "the loss of the connections")
 
     async def mend(self) -> None:
-        """They come back by themselves."""
+        """Do nothing: the connections come back by themselves."""
 
     async def close(self) -> None:
         await super().close()
@@ -157,7 +157,7 @@ def subject_of(model: str) -> str:
 
 
 async def publish(broker: Broker, model: str, count: int, first: int = 0) -> list[int]:
-    """Publish bodies `0`, `1`, …; returns their sequences."""
+    """Publish the bodies `0`, `1`, … and return their sequences."""
     numbers = range(first, first + count)
     return [
         (await broker.publish(subject_of(model), b"%d" % number, f"{model}-{number}")).sequence for number in numbers
@@ -165,7 +165,7 @@ async def publish(broker: Broker, model: str, count: int, first: int = 0) -> lis
 
 
 async def pulling(broker: Broker, spec: ConsumerSpec, *, published: int, wanted: int) -> tuple[Box[Delivery], Pulls]:
-    """Pulls of the consumer of model a that want some of its messages, and the box that they fill."""
+    """Return a box, and pulls of the consumer of model a that fill it with `wanted` messages."""
     await broker.ensure_consumer(spec)
     await publish(broker, "a", published)
     box: Box[Delivery] = Box()
@@ -175,7 +175,7 @@ async def pulling(broker: Broker, spec: ConsumerSpec, *, published: int, wanted:
 
 
 async def messages_left(broker: Broker, count: int) -> None:
-    """Acks are one way: wait until the stream shows their effect."""
+    """Wait until the stream has `count` messages, because acks are not answered."""
     async with asyncio.timeout(WAIT_S):
         while (await broker.stream_state(STREAM.name)).messages != count:
             await broker.flush(WAIT_S)

@@ -1,6 +1,4 @@
-"""Debian's chromium without a screen, driven by the DevTools protocol. It can reach nothing but this machine, which it
-knows as HOST.
-"""
+"""Debian's headless chromium, driven by the DevTools protocol. It can reach only this machine, which it knows as HOST."""
 
 from __future__ import annotations
 
@@ -15,18 +13,16 @@ import httpx
 from cluster import until
 from websockets.sync.client import ClientConnection, connect
 
-HOST = "sie.example"  # no loopback name: libraries of pages leave out there what they ask elsewhere
+HOST = "sie.example"  # no loopback name, because on a loopback name libraries of pages skip some requests
 _RESOLVER = f"MAP {HOST} 127.0.0.1, MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 
 
 class Navigated(AssertionError):
-    """The page was left while it evaluated something."""
+    """Raised if the page was left during an evaluation."""
 
 
 class Page:
-    """One tab, by the DevTools protocol. `asked` has every address that it requested, `complaints` what its console
-    shows as wrong.
-    """
+    """One tab. `asked` has every address that it requested, `complaints` the errors and warnings of its console."""
 
     def __init__(self, socket: ClientConnection) -> None:
         self._socket = socket
@@ -42,27 +38,27 @@ class Page:
         assert "errorText" not in answer, answer
 
     def look(self, width: int, scheme: str = "light") -> None:
-        """Have the page this wide, in a colour scheme."""
+        """Set the width and the colour scheme of the page."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def evaluate(self, code: str) -> Any:
-        """The JSON value of a JavaScript expression, evaluated as if the user had just done something. Raises
-        AssertionError when it throws.
+        """Evaluate a JavaScript expression as if after an action of the user, and return its JSON value. Raise
+        AssertionError if it throws.
         """
         answer = self.call("Runtime.evaluate", expression=code, returnByValue=True, userGesture=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def wait(self, code: str, good: Callable[[Any], object], timeout_s: float = 40.0) -> Any:
-        """Return the value of an expression once it is good. Raises AssertionError with its last value."""
+        """Return the value of an expression once it is good. Raise AssertionError with its last value at the time-out."""
         last: list[Any] = [None]
 
         def is_good() -> bool:
             try:
                 last[0] = self.evaluate(code)
             except Navigated:
-                return False  # the next page is asked
+                return False  # the next evaluation is of the next page
             return bool(good(last[0]))
 
         try:
@@ -73,7 +69,7 @@ class Page:
         return last[0]
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """The result of a method of the protocol. Raises AssertionError if it fails."""
+        """Call a method of the protocol and return its result. Raise AssertionError if it fails."""
         self._sent += 1
         self._socket.send(json.dumps({"id": self._sent, "method": method, "params": params}))
         while True:
@@ -114,7 +110,7 @@ def click(page: Page, element: str) -> None:
 
 
 def pressed(page: Page, key: str, code: int) -> None:
-    """Press a key of the keyboard, for the element that has the focus."""
+    """Press a key on the element that has the focus."""
     text = {"text": "\r"} if key == "Enter" else {}
     for kind in ("keyDown", "keyUp"):
         extras = text if kind == "keyDown" else {}
@@ -123,7 +119,7 @@ def pressed(page: Page, key: str, code: int) -> None:
 
 @contextlib.contextmanager
 def browsing(profile: Path) -> Iterator[str]:
-    """A browser whose files are in `profile`. Gives host and port of its DevTools."""
+    """Start a browser with its files in `profile`. Yield host and port of its DevTools."""
     argv = [
         "chromium",
         "--headless=new",
@@ -151,7 +147,7 @@ def _port(path: Path) -> str:
 
 @contextlib.contextmanager
 def tab(devtools: str) -> Iterator[Page]:
-    """A new tab, which is closed at the end."""
+    """Open a new tab, and close it at the end."""
     target = httpx.put(f"http://{devtools}/json/new?about:blank", timeout=60).json()
     with connect(target["webSocketDebuggerUrl"], proxy=None, max_size=64 << 20) as socket:
         yield Page(socket)

@@ -1,4 +1,4 @@
-"""Entries of every family, in one catalogue, and what a request asks of them."""
+"""A catalogue with entries of every kind of output, and the resolution of request options against it."""
 
 from __future__ import annotations
 

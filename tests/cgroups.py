@@ -1,5 +1,5 @@
-"""Bounds on processes by a control group of version 2 or 1: on their processor time, where no group can be made by
-stopping them for a part of the time, and on their memory.
+"""Limits on the processor time and the memory of processes, by a control group of version 2 or 1. Without a group,
+processor time is limited by stopping the processes for a part of the time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ END_S = 60.0
 
 
 def cgroup() -> Path | None:
-    """A new control group of version 2 or 1 that limits processor time, None where none can be made."""
+    """Return a new control group of version 2 or 1 that limits processor time, or None if none can be made."""
     for parent, quota in ((Path("/sys/fs/cgroup"), "cpu.max"), (Path("/sys/fs/cgroup/cpu"), "cpu.cfs_quota_us")):
         folder = parent / f"sie-test-{os.getpid()}"
         with contextlib.suppress(OSError):
@@ -31,7 +31,7 @@ def cgroup() -> Path | None:
 
 @contextlib.contextmanager
 def limited(pids: Sequence[int], cores: float) -> Iterator[None]:
-    """These processes have so many cores in all."""
+    """Limit these processes together to so many cores."""
     folder = cgroup()
     if folder is None:
         with stopping(pids, cores / (os.cpu_count() or 1)):
@@ -48,14 +48,14 @@ def limited(pids: Sequence[int], cores: float) -> Iterator[None]:
         yield
     finally:
         for pid in [int(pid) for pid in (folder / "cgroup.procs").read_text().split()]:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 (folder.parent / "cgroup.procs").write_text(str(pid))
         folder.rmdir()
 
 
 @contextlib.contextmanager
 def stopping(pids: Sequence[int], share: float) -> Iterator[None]:
-    """They run for this share of the time."""
+    """Let these processes run only for this share of the time."""
     over = threading.Event()
 
     def send(number: signal.Signals) -> None:
@@ -92,12 +92,12 @@ class Memory:
         return int(self._either("memory.current", "memory.usage_in_bytes").read_text())
 
     def unreclaimable(self) -> int:
-        """Bytes of its processes that lie in no file: what the kernel cannot take back."""
+        """Return the bytes of its processes that are in no file, which the kernel cannot reclaim."""
         figures = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
         return int(figures["anon"] if "anon" in figures else figures["total_rss"])
 
     def kills(self) -> int:
-        """How many of its processes the kernel killed because memory had ended."""
+        """Return how many of its processes the kernel killed because memory ran out."""
         text = self._either("memory.events", "memory.oom_control").read_text()
         return int(dict(line.split() for line in text.splitlines())["oom_kill"])
 
@@ -107,7 +107,7 @@ class Memory:
 
 
 class MemoryGroup(Memory):
-    """A control group that a test moves processes to. Raises OSError where none can be made."""
+    """A control group for processes of a test. Raise OSError if none can be made."""
 
     def __init__(self, name: str) -> None:
         legacy = Path("/sys/fs/cgroup/memory")
@@ -117,14 +117,14 @@ class MemoryGroup(Memory):
         self.folder.mkdir()
 
     def inside(self, argv: Sequence[str]) -> list[str]:
-        """The command that starts `argv` in the group."""
+        """Return the command that starts `argv` in the group."""
         return ["sh", "-c", f'echo $$ > {self.folder / "cgroup.procs"} && exec "$@"', "sh", *argv]
 
     def __enter__(self) -> MemoryGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Its processes have ended, or are about to: the kernel kills the children of those that have."""
+        """Remove the group after its processes have ended. Children of a dead process may end a moment later."""
         until_s = time.monotonic() + END_S
         while (self.folder / "cgroup.procs").read_text() and time.monotonic() < until_s:
             time.sleep(0.01)

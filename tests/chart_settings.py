@@ -1,11 +1,11 @@
-"""Table of the processes that read each of the chart's `settings`, generated from the table of all settings.
+"""Generated files of the chart, from the table of all settings.
 
     python tests/chart_settings.py
 
-writes charts/sie-cluster/files/settings.json, types and bounds into values.schema.json, and files/nats-users.conf,
-whose source is that of `sie serve`: the broker of the chart and the embedded one give each user the same permissions.
-It writes the keys of the schema into files/keys.json: the schema itself refuses no key, so that templates can say which
-one was meant.
+writes files/settings.json of the chart, with the processes that read each setting, and types and bounds into
+values.schema.json. It copies files/nats-users.conf from `sie serve`, so both brokers give each user the same
+permissions. It writes the keys of the schema into files/keys.json: the schema itself refuses no unknown key, because
+templates refuse it with the name of a similar one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCHEMA = CHART / "values.schema.json"
 USERS = CHART / "files" / "nats-users.conf"
 USERS_SOURCE = Path(sie_broker.__file__).parent / "nats" / "users.conf"
 
-# What templates write themselves, from keys of their own in values.yaml or because the chart alone can know it.
+# Settings that templates write themselves, from other keys of values.yaml or from facts that only the chart knows.
 OWN = frozenset(
     {
         "SIE_ADMIN_TOKEN",
@@ -71,12 +71,12 @@ OWN = frozenset(
         "SIE_WORKER_METRICS_PORT",
     }
 )
-# What would be wrong in a pod: workers by URL.
+# Settings that would be wrong in a pod: workers by URL.
 LEFT_OUT = frozenset({"SIE_GATEWAY_WORKERS"})
 
 
 def readers() -> dict[str, list[str]]:
-    """The components that read each setting which has no key of its own."""
+    """Return the components that read each setting that has no key of its own."""
     return {
         row.name: sorted(row.components)
         for row in sorted(ROWS, key=lambda row: row.name)
@@ -93,7 +93,7 @@ def table() -> str:
 
 
 def value(expected: str) -> dict[str, Any]:
-    """The schema of what a setting takes, by its own words."""
+    """Return the schema of the values of a setting, from its description of them."""
     if expected == "true or false":
         return {"type": "boolean"}
     if expected.startswith("one of "):
@@ -107,14 +107,14 @@ def value(expected: str) -> dict[str, Any]:
 
 
 def schema(document: dict[str, Any]) -> dict[str, Any]:
-    """The chart's schema with the settings of today."""
+    """Return the schema of the chart with the present settings."""
     names = list(readers())
     document["definitions"]["settings"] |= {"properties": {name: value(BY_NAME[name].expected) for name in names}}
     return document
 
 
 def keys(schema: dict[str, Any]) -> dict[str, Any]:
-    """The keys that values may have, each with those below it, or True where what is below is not looked at; `*` is any
+    """Return the keys that values may have, each with the keys below it, or True if those are not checked. `*` is any
     name.
     """
 

@@ -1,4 +1,4 @@
-"""Hourly work of a gateway, done now by a process of its own: consumers at rest are deleted, old payloads removed.
+"""Hourly work of a gateway, done at once by a separate process: delete idle consumers, or remove old payloads.
 
 python tests/chore.py consumers nats://127.0.0.1:4222 --failpoints gateway.consumer_deleted=crash
 python tests/chore.py payloads /folder/payloads --failpoints payloads.before_removal=crash
@@ -21,7 +21,7 @@ OLD_S = 3600.0
 
 
 async def consumers(url: str) -> int:
-    """Delete those of the default pool that are at rest at this moment."""
+    """Delete the consumers of the default pool that are idle now."""
     broker = await connect(url, name="chore")
     try:
         work_consumers = WorkConsumers(broker, settings_of(SIE_ACK_WAIT_S="3"), idle_s=0.0)

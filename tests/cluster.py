@@ -1,5 +1,5 @@
-"""A real `sie serve` under test: its own data directory, free ports, its log, its processes. Ends only what it started,
-by process id.
+"""A real `sie serve` under test, with its own data directory, free ports, its log and its processes. It ends only
+processes that it started, by process id.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FORKED_WITH = ("SIE_", "OTEL_", "HF_TOKEN", "HF_ENDPOINT", "AWS_")  # settings t
 
 
 def free_ports(count: int) -> list[int]:
-    """Consecutive loopback ports that are free now."""
+    """Return consecutive loopback ports that are free now."""
     first = free_port(count)
     return list(range(first, first + count))
 
@@ -38,7 +38,7 @@ def free_ports(count: int) -> list[int]:
 def until(
     condition: Callable[[], object], timeout_s: float, goal: str, context: Callable[[], object] = lambda: ""
 ) -> object:
-    """Poll for a state of other processes. Raises AssertionError at the time-out, with both texts."""
+    """Poll a condition until it is true, and return its value. Raise AssertionError with both texts at the time-out."""
     end_s = time.monotonic() + timeout_s
     while True:
         value = condition()
@@ -60,7 +60,7 @@ class Cluster:
         workers: int = 1,
         forked: bool = True,
     ) -> None:
-        """`forked`: by the zygote, where the environment allows it."""
+        """`forked`: start it as a fork of the zygote if the environment allows it."""
         self.data_dir = data_dir
         self.port, *_ = free_ports(gateways)
         self.worker_port, *_ = free_ports(workers)
@@ -86,7 +86,7 @@ class Cluster:
         self.environ = {**os.environ, **(environ or {})}
         self.lines: list[str] = []
         self.process: Forked | subprocess.Popen[str] | None = None
-        # what an import has read is read by then: `sie serve` itself is to be started for a test of that
+        # a variable that an import reads has no effect on a fork, so `sie serve` itself is started then
         self._is_forked = forked and all(name.startswith(FORKED_WITH) for name in environ or {})
 
     def start(self, timeout_s: float = 120.0) -> Cluster:
@@ -103,7 +103,7 @@ class Cluster:
             )
         self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
         self._reader.start()
-        last = "try     curl "  # of the lines that greet, which follow `ready in`
+        last = "try     curl "  # the last line of the greeting, which follows `ready in`
         until(lambda: self.said(last) or self.process.poll() is not None, timeout_s, "ready", self.log)
         assert self.process.poll() is None, self.log()
         return self
@@ -121,7 +121,7 @@ class Cluster:
         return "\n".join(self.lines[-count:])
 
     def pids(self, role: str) -> list[int]:
-        """Processes of a role (`gateway`, `sidecar`, `adapter`, `config`, `nats-server`), oldest first."""
+        """Return the processes of a role (`gateway`, `sidecar`, `adapter`, `config`, `nats-server`), oldest first."""
         assert self.process is not None
         children = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
@@ -133,7 +133,7 @@ class Cluster:
         return [pid for _, pid in sorted(children)]
 
     def sidecar(self, worker: str) -> int:
-        """The process of the sidecar with that worker id."""
+        """Return the process of the sidecar with that worker id."""
         (pid,) = (pid for pid in self.pids("sidecar") if worker in psutil.Process(pid).cmdline())
         return pid
 
@@ -141,7 +141,7 @@ class Cluster:
         os.kill(pid, number)
 
     def stop(self, timeout_s: float = 60.0) -> int:
-        """SIGTERM, wait, status. The processes that were there are checked to be gone."""
+        """Send SIGTERM, wait, and return the status. Assert that all its processes have ended."""
         assert self.process is not None
         if self.process.poll() is not None:
             return self.process.returncode
@@ -170,7 +170,7 @@ class Cluster:
         return credentials
 
     def broker_url(self) -> str:
-        """With the operator's user and password."""
+        """Return the URL of the broker with the user and password of the operator."""
         credentials = self.access()
         return as_operator(credentials.broker_url).replace("@", f":{credentials.operator_password}@")
 
@@ -182,7 +182,7 @@ class Cluster:
         return post(f"{url or self.url}/v1/encode/{MODEL}", content=body, headers=headers, timeout=180)
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a counter over all sidecars, gateways excluded, whose labels match."""
+        """Return the sum of the samples of a metric of the first sidecar whose labels match."""
         return sum(scraped(f"http://127.0.0.1:{port}/metrics", name, **labels) for port in [self.worker_port])
 
     def gateway_metric(self, name: str, number: int = 0, **labels: str) -> float:

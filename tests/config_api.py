@@ -24,7 +24,7 @@ ADMIN = "admin-token-of-a-test"
 
 
 def listened(app: App) -> App:
-    """`app` as a listener calls it: each request has an id."""
+    """Return `app` with an id in each request, which a listener adds."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, REQUEST_ID: uuid7()}, receive, send)
@@ -33,12 +33,12 @@ def listened(app: App) -> App:
 
 
 def anything() -> Trust:
-    """An operator who allows whatever an entry asks for."""
+    """Return the trust of an operator who allows all that an entry asks for."""
     return Trust(Allowed(code=True, paths=("/",)), (), list)
 
 
 class Api:
-    """One replica, asked with ADMIN as the token, with the deltas that were sent on `subject`."""
+    """One replica, a client of it with the token ADMIN, and the deltas that it sends on `subject`."""
 
     def __init__(self, server: MemoryServer, bundles: Mapping[str, BundleEntry], subject: str, **environ: str) -> None:
         self.server = server
@@ -69,7 +69,7 @@ class Api:
         return self.service.require()
 
     async def call(self, method: str, path: str, body: Any = None, status: int = 200, **headers: str) -> dict[str, Any]:
-        """The JSON of the answer, whose status is checked."""
+        """Send a request, check the status of its answer, and return its JSON."""
         extra_headers = {name.replace("_", "-"): value for name, value in headers.items()}
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         answer = await self.client.request(

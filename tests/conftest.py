@@ -11,15 +11,15 @@ import pytest
 from _pytest.logging import catching_logs
 from hypothesis import settings
 
-# how long one example takes says what else runs here
+# examples have no deadline, because their duration depends on other load of the machine
 settings.register_profile("usual", deadline=None, max_examples=40)
 settings.register_profile("long", deadline=None, max_examples=1000)
 settings.load_profile("usual")
 
 
 def _attach(self: catching_logs[Any]) -> Any:
-    """In the place of its `__enter__`, which looks at each of the 600 loggers that torch and transformers make for
-    those that do not propagate, six times a test: 4 ms of each test.
+    """Replace `__enter__`, which takes 4 ms of each test: six times a test it searches the 600 loggers of torch and
+    transformers for some that do not propagate.
     """
     root = logging.getLogger()
     root.addHandler(self.handler)
@@ -35,7 +35,7 @@ catching_logs.__enter__ = _attach  # type: ignore[method-assign]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before pytest-xdist starts processes."""
+    """Isolate the environment and start the zygote before pytest-xdist starts processes."""
     import zygote
 
     _isolate(config)
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _isolate(config: pytest.Config) -> None:
-    """No test meets a setting of the user's shell or the cluster that runs with the user's data directory."""
+    """Hide from tests the settings of the user's shell, and a cluster that runs with the user's data directory."""
     for name in [name for name in os.environ if name.startswith(("SIE_", "OTEL_"))]:
         del os.environ[name]
     if not hasattr(config, "workerinput"):
@@ -57,7 +57,7 @@ def _isolate(config: pytest.Config) -> None:
 
 
 class _AtOnce:
-    """With -v a failure is told when it happens, not only at the end: a run of an hour may be cut off."""
+    """With -v, print a failure when it happens and not only at the end, because a run of an hour may be cut off."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -72,9 +72,9 @@ class _AtOnce:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One process runs all tests of a file, so that what they share, such as a cluster, is made once. Other groups have
-    the mark `xdist_group`: several files that share something, or parts of a file that share nothing. Also where there
-    is one process only, the tests of a group come one after another, those whose mark says `first=True` before others.
+    """Order the tests by group. One process runs all tests of a file, so a cluster that they share is started once. The
+    mark `xdist_group` makes other groups: several files that share something, or parts of a file that share nothing.
+    Tests of a group run one after another, even with one process, and those with `first=True` in their mark run first.
     """
     from groups import group, is_first
 
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         places.setdefault(group(item), len(places))
     items.sort(key=lambda item: (places[group(item)], not is_first(item)))
     if getattr(config.option, "loadgroup", False):
-        # pytest-xdist 3.8 writes it to a field that pytest 9.2 has no more, and would hand out the tests one by one
+        # pytest-xdist 3.8 writes the group to a field that pytest 9.2 lacks, and would distribute tests one by one
         for item in items:
             item._id = type(item._id).parse(f"{item.nodeid}@{group(item)}")
 
@@ -96,6 +96,6 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def quick_collections() -> None:
-    """The same for what the tests before have left, where each of many evictions collects."""
+    """Freeze the objects that earlier tests left, for tests in which each of many evictions collects garbage."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The pictures of the console in README.md and docs: of a cluster that serves on this machine.
+"""Take the pictures of the console in README.md and docs, from a cluster that serves on this machine.
 
 sie serve
 python tests/console_pictures.py [--url http://127.0.0.1:8080] [--key KEY]    writes docs/console-*.png
@@ -22,7 +22,7 @@ from cluster import until
 
 DOCS = Path(__file__).parents[1] / "docs"
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-# name, view, colour scheme, width, what is there
+# name, view, colour scheme, width, selector of an element that must be there
 PICTURES = (
     ("playground", "playground", "light", 1280, ".waterfall"),
     ("models", "models", "light", 1280, "#catalogue tr"),
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--key", default="")
     options = parser.parse_args()
     headers = {"authorization": f"Bearer {options.key}"} if options.key else {}
-    for count in range(1, 40):  # for the charts
+    for count in range(1, 40):  # the charts need some requests
         body = {"items": ["a text of some words"] * (1 + count % 5)}
         sent = {"json": body, "headers": headers, "timeout": 120}
         until(lambda sent=sent: httpx.post(f"{options.url}/v1/encode/{MODEL}", **sent).is_success, 120, "an answer")
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def work(client: httpx.Client) -> None:
-    """A batch, a job with a row that fails, and one that is slow enough to be seen at work, with a forecast."""
+    """Create a batch, a job with a failing row, and a job that is slow enough to be shown running with a forecast."""
 
     def sent(*rows: object) -> str:
         data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)

@@ -1,4 +1,4 @@
-"""Publishers, a worker and a collector of consumers that knows no mercy, on one work stream."""
+"""Publishers, a worker and a collector that deletes consumers at every chance, on one work stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sie_gateway.streams.publish import WorkConsumers, WorkQueue
 from sie_runtime.process import Stop
 
 LANE = Lane("_default", "cpu", "default")
-MODELS = [f"toy/{number}" for number in range(400)]  # so many that no later publish of a model rescues the one before
+MODELS = [f"toy/{number}" for number in range(400)]  # so many that no later publish of a model hides a lost message
 BUDGET_S = 60.0
 
 
@@ -43,9 +43,7 @@ def work_queue(broker: Broker, **environ: str) -> WorkQueue:
 
 @dataclass
 class Outcome:
-    """`left`: messages that nobody got in the end. `longest_s`: the longest that a published one waited
-    for its worker.
-    """
+    """The outcome of a race. `left`: messages that were never delivered. `longest_s`: the longest wait of a message."""
 
     deleted: int
     published: dict[str, float]
@@ -58,7 +56,7 @@ class Outcome:
 
 
 class _Worker:
-    """Takes everything of the stream and acks it."""
+    """A worker that takes and acks all messages of the stream."""
 
     def __init__(self, broker: Broker) -> None:
         self.received: dict[str, float] = {}
@@ -91,9 +89,10 @@ async def race(
     publishers: int = 4,
     pause_s: float = 0.0,
 ) -> Outcome:
-    """Publish without end while consumers are deleted, busy ones too, until there were `deletions` or `for_s` are over.
+    """Publish while consumers are deleted, busy ones too, until `deletions` consumers are deleted or `for_s` has
+    passed.
 
-    A real gateway publishes; another one collects, and counts every consumer as at rest at once.
+    The publisher and the collector are those of real gateways. The collector counts every consumer as idle at once.
     """
     queue = work_queue(await connect("publisher"))
     await queue.ensure_pool(LANE.pool)

@@ -1,4 +1,4 @@
-"""Damage to the files of the broker's streams, as disks and people do it, while the broker is stopped."""
+"""Damage to the files of the broker's streams, as by disks and people, while the broker is stopped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def folder_of(store: Path, stream: str) -> Path:
-    """The folder of a stream below the broker's `store_dir`."""
+    """Return the folder of a stream below the broker's `store_dir`."""
     (folder,) = (store / "jetstream").glob(f"*/streams/{stream}")
     return folder
 
@@ -22,14 +22,14 @@ def newest_block(stream: Path) -> Path:
 
 
 def cut(stream: Path) -> None:
-    """The newest block is two thirds of what it was."""
+    """Cut the newest block to two thirds."""
     block = newest_block(stream)
     content = block.read_bytes()
     block.write_bytes(content[: len(content) * 2 // 3])
 
 
 def flip(stream: Path) -> None:
-    """Bytes all over the last two thirds of the newest block are others."""
+    """Change bytes throughout the last two thirds of the newest block."""
     block = newest_block(stream)
     content = bytearray(block.read_bytes())
     for place in range(len(content) // 3, len(content), max(1, len(content) // 20)):

@@ -32,14 +32,14 @@ class Served(Database, Protocol):
     """A database with a server that can be killed, and with vectors of several outputs."""
 
     async def more_vectors(self, collection: str) -> dict[str, dict[str, Any]]:
-        """Vectors of each row by output: dense ones and multivectors as lists, sparse ones as weights by index."""
+        """Return the vectors of each row by output: dense and multivectors as lists, sparse as weights by index."""
 
     async def kill(self) -> None: ...
     async def start(self) -> None: ...
 
 
 class Postgres:
-    """By a user who is no superuser."""
+    """PostgreSQL with pgvector, as a user who is no superuser."""
 
     def __init__(self, server: PostgresServer) -> None:
         self.server = server
@@ -54,7 +54,7 @@ class Postgres:
             await connection.close()
 
     async def create(self, collection: str, dims: int, distance: str) -> None:
-        """A table has no distance."""
+        """Create a table, which has no distance."""
         await self._fetch(f'CREATE TABLE "{collection}" (id text PRIMARY KEY, embedding vector({dims}), payload jsonb)')
 
     async def found(self, collection: str) -> dict[str, tuple[list[float], dict[str, Any]]]:
@@ -75,7 +75,7 @@ class Postgres:
             f"SELECT id, to_jsonb(t) ->> 'embedding' AS dense, sparse::text FROM \"{collection}\" t"
         ):
             weights = row["sparse"].partition("}")[0].strip("{")
-            # its text counts from 1
+            # the text of a sparsevec counts from 1
             sparse = {int(place) - 1: float(value) for place, value in (pair.split(":") for pair in weights.split(","))}
             stored[row["id"]] = {"sparse": sparse, **({"dense": json.loads(row["dense"])} if row["dense"] else {})}
         return stored
@@ -85,7 +85,7 @@ class Postgres:
 
 
 class Qdrant:
-    """Read by Qdrant's own client."""
+    """Qdrant, through its own client."""
 
     def __init__(self, server: QdrantServer) -> None:
         self.server = server
@@ -93,7 +93,7 @@ class Qdrant:
 
     def _client(self) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its dependencies
+            warnings.simplefilter("ignore")  # its dependencies warn
             from qdrant_client import QdrantClient
         return QdrantClient(
             host="127.0.0.1", port=self.server.port, check_compatibility=False, trust_env=False, timeout=60
@@ -149,19 +149,19 @@ class Qdrant:
         self.server.kill()
 
     async def start(self) -> None:
-        self.server.begin()  # it ends with the thread that starts it
+        self.server.begin()  # in this thread, because the server ends with the thread that starts it
         await asyncio.to_thread(self.server.answers)
 
 
 class Lance:
-    """A folder or an address in an object store, without a server."""
+    """LanceDB in a folder or an object store, without a server."""
 
     def __init__(self, folder: Path | str) -> None:
         self.url = f"lancedb://{folder}"
         self._connect = functools.partial(lancedb.connect_async, folder, storage_options={"allow_http": "true"})
 
     async def create(self, collection: str, dims: int, distance: str) -> None:
-        """A table has no distance."""
+        """Create a table, which has no distance."""
         fields = [pyarrow.field("id", pyarrow.utf8()), pyarrow.field("vector", pyarrow.list_(pyarrow.float32(), dims))]
         connection = await self._connect()
         await connection.create_table(collection, schema=pyarrow.schema([*fields, ("payload", pyarrow.utf8())]))

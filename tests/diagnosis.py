@@ -1,4 +1,4 @@
-"""`sie doctor` under test: what it found, by check, and the commands that its remedies name."""
+"""`sie doctor` under test: its findings by check, and the commands that its remedies name."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _FILLED = {"probe.serve": "sie serve", "serve": "sie serve", "at_broker": " --ur
 
 
 def commands(text: str) -> list[str]:
-    """The `sie` commands in backticks."""
+    """Return the `sie` commands in backticks."""
     return re.findall(r"`(sie [a-z][^`]*)`", text)
 
 
 def ran(command: str, **environ: str) -> str:
-    """Standard output of a command that a user pastes into a shell, with these settings and no others. `sie` runs in
-    this process: a start of its own takes longer than what it does.
+    """Run a command that a user pastes into a shell, with these settings only, and return its standard output. `sie`
+    runs in this process, because its start would take longer than its work.
     """
     program, *arguments = shlex.split(command)
     if program == "sie":
@@ -47,8 +47,8 @@ def ran(command: str, **environ: str) -> str:
 
 
 def doctor_templates() -> set[str]:
-    """Every text of `sie doctor` and of the findings of gateways, docstrings excluded, that names a `sie` command; `{}`
-    stands for what is filled in.
+    """Return every text of `sie doctor` and of the findings of gateways that names a `sie` command, except docstrings.
+    `{}` stands for a value.
     """
     files = [*Path(str(doctor.__file__)).parent.glob("*.py"), Path(str(findings.__file__))]
     return {text for file in files for text in _templates(file)}
@@ -78,10 +78,10 @@ def _part(part: ast.expr) -> str:
 
 
 class Examined:
-    """Findings of doctor, by check."""
+    """The findings of doctor by check."""
 
     def __init__(self, tmp_path: Path, environ: dict[str, str], *args: str) -> None:
-        """Status and output of a run with these settings alone, on a machine without `sie serve` or a worker."""
+        """Run doctor with these settings only, as on a machine without `sie serve` or a worker."""
         own = {"SIE_LOCAL_CACHE": str(tmp_path), "SIE_DISK_PRESSURE_THRESHOLD_PERCENT": "99", **BEATS, **environ}
         with mock.patch.object(probe, "default_sockets", list):
             result = CliRunner().invoke(
@@ -97,7 +97,7 @@ class Examined:
         self.findings = {check["check"]: check["findings"] for check in document["checks"]}
 
     def told(self, check: str, wrong: str, fix: str) -> str:
-        """The remedy of the finding of the check that says both."""
+        """Return the remedy of the finding of the check that has both texts."""
         self.named(check, wrong, fix)
         return next(
             str(finding["fix"])
@@ -106,7 +106,7 @@ class Examined:
         )
 
     def named(self, check: str, wrong: str, fix: str) -> None:
-        """One finding of the check says both."""
+        """Assert that a finding of the check has both texts."""
         assert (self.status, self.states[check]) == (1, "wrong"), self.output
         assert any(wrong in finding["wrong"] and fix in finding["fix"] for finding in self.findings[check]), (
             self.findings[check]
@@ -117,7 +117,7 @@ class Examined:
 
 
 def environ_of(stack: Stack) -> dict[str, str]:
-    """The settings of the processes, of which doctor is given those of this machine."""
+    """Return the settings of the cluster's processes that doctor reads."""
     worker = stack.workers[0]
     names = ("SIE_IPC_SOCKET_PATH", "SIE_WORKER_METRICS_PORT")
     return {

@@ -1,5 +1,5 @@
-"""A sidecar without a gateway: work items into the broker in memory, results out of it, and an adapter that some inputs
-end.
+"""A sidecar without a gateway: a test publishes work items to the broker in memory and reads results from it. Some
+inputs end the adapter.
 
 test ──publish──► MemoryServer ──► sidecar ──Unix socket──► DeadlyAdapter
                        ▲ results ──────┘
@@ -28,8 +28,8 @@ _PLAIN = RunOptions()
 
 
 class DeadlyAdapter(FakeAdapter):
-    """Dies of every batch that holds one of `deadly`, after it said that it began, and is back at once. `deaths` holds
-    their texts.
+    """An adapter that dies of every batch with one of `deadly`, after it reported its start, and is back at once.
+    `deaths` has the texts of those batches.
     """
 
     def __init__(self, path: Path | str, *deadly: str, **options: Any) -> None:
@@ -53,8 +53,8 @@ class DeadlyAdapter(FakeAdapter):
 
 
 class Direct(InProcess):
-    """`publish` is the gateway's part of sending, `results` of collecting. Nobody waits for a table, which nobody
-    writes.
+    """A sidecar whose test publishes work and collects `results` as a gateway does. The sidecar does not wait for a
+    placement table, because none is written.
     """
 
     lane = Lane("_default", "_default", "default")
@@ -79,7 +79,7 @@ class Direct(InProcess):
         await self.broker.close()
 
     async def deadly(self, *texts: str, **options: Any) -> DeadlyAdapter:
-        """An adapter that these texts end."""
+        """Start an adapter that these texts end."""
         adapter = DeadlyAdapter(self.folder / "deadly.sock", *texts, **options)
         await adapter.start()
         self.adapters.append(adapter)

@@ -1,4 +1,4 @@
-"""The Dockerfiles under docker/, read: which images they make, and what the instructions of one are."""
+"""The images of the Dockerfiles under docker/, and their instructions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Instruction = tuple[str, str]
 
 
 def _instructions(path: Path) -> list[Instruction]:
-    """Keyword and the rest, continued lines joined, comments left out."""
+    """Return keyword and rest of each instruction, with continued lines joined and without comments."""
     text = re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n", "", path.read_text()))
     return [
         (word, " ".join(rest.split()))
@@ -29,7 +29,7 @@ def _instructions(path: Path) -> list[Instruction]:
 
 
 def stages(path: Path) -> dict[str, list[Instruction]]:
-    """By name, each with its FROM; the last one's name may be empty, and what precedes all stages is left out."""
+    """Return the stages by name, each with its FROM, without instructions before them. The last name may be empty."""
     stages_by_name: dict[str, list[Instruction]] = {}
     name: str | None = None
     for word, rest in _instructions(path):
@@ -68,7 +68,7 @@ def health_check(image: str) -> list[str]:
 
 
 def installed(image: str) -> list[str]:
-    """The requirements that its environment is made of; `.` is the project."""
+    """Return the requirements that an image installs; `.` is the project."""
     steps = " && ".join(rest for word, rest in stages(dockerfile(image))["dependencies"] if word == "RUN")
     steps = steps.replace("$COMPONENT", image)
     if not image.startswith("adapter-") and image != "serve":
@@ -83,7 +83,7 @@ def _requirements(command: str) -> list[str]:
 
 
 def composed(environ: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    """docker-compose.yml as it is with these variables and no others."""
+    """Return docker-compose.yml as it is with these variables only."""
 
     def filled(value: Any) -> Any:
         if isinstance(value, dict):
@@ -99,7 +99,7 @@ def composed(environ: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any
 
 
 def budgets() -> dict[str, int]:
-    """Bytes that an image may add to its base, by the table in docs/kubernetes.md."""
+    """Return the bytes that each image may add to its base, from the table in docs/kubernetes.md."""
     page = (ROOT / "docs" / "kubernetes.md").read_text("utf-8")
     rows = re.findall(r"^\| `sie-([a-z-]+)` \| [\d ]+ \| ([\d ]+) \|$", page, re.MULTILINE)
     return {image: int(mb.replace(" ", "")) * 1_000_000 for image, mb in rows}

@@ -1,4 +1,4 @@
-"""The two examples that end the documentation of the configuration, word by word."""
+"""The two examples at the end of the configuration documentation, word for word."""
 
 from __future__ import annotations
 
