@@ -1,4 +1,5 @@
-"""Run by a Python that has the extra `documents`: what the product and docling itself make of the same files, as JSON.
+"""Write as JSON what the product and docling itself extract from the same files. The Python needs the extra
+`documents`.
 
 python tests/documents_oracle.py OUT
 """
@@ -29,7 +30,7 @@ PAGES = (("Invoice number 17", "Total 12.50"), ("Thank you",))
 
 
 def pdf(pages: tuple[tuple[str, ...], ...]) -> bytes:
-    """A page for each list of lines, written in Helvetica."""
+    """Return a PDF with a page for each list of lines, in Helvetica."""
     numbers = [4 + 2 * place for place in range(len(pages))]
     kids = " ".join(f"{number} 0 R" for number in numbers)
     objects = [
@@ -92,7 +93,7 @@ def pptx() -> bytes:
 
 
 def files() -> dict[str, bytes]:
-    """By names with the suffixes that docling goes by."""
+    """Return the files by name. docling chooses the format by the suffix."""
     return {
         "a.pdf": pdf(PAGES),
         "a.docx": docx(),
@@ -122,7 +123,7 @@ def by_docling(contents: dict[str, bytes]) -> dict[str, Any]:
     converter = DocumentConverter(format_options={InputFormat.PDF: pdf_option})
     conversions = {}
     for name, data in contents.items():
-        # its tree has the name of the file
+        # the tree that docling returns has the name of the file
         result = converter.convert(DocumentStream(name=f"document{Path(name).suffix}", stream=io.BytesIO(data)))
         document = result.document
         conversions[name] = {
@@ -134,7 +135,7 @@ def by_docling(contents: dict[str, bytes]) -> dict[str, Any]:
 
 
 def by_the_product(contents: dict[str, bytes], folder: Path) -> tuple[list[Any], list[Any]]:
-    """The results, in order, and the numbers of the processes that made them."""
+    """Return the results in order, and the ids of the processes that made them."""
     entry = read_folder(packaged_folder() / "models")["docling"]
     loader = Loader(torch.device("cpu"), WeightSources(folder, False), Settings())
     model = loader.load(Catalogue.resolve_profile(entry, "default", entry.id))

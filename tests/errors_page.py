@@ -1,5 +1,5 @@
-"""The tables of docs/errors.md, made from the error tree, the shape of TEI's errors, our client's classes and the
-reasons in the code.
+"""Write the tables of docs/errors.md, from the error tree, the shape of TEI's errors, the classes of our client and
+the fields of each family.
 
 python tests/errors_page.py
 """
@@ -21,7 +21,7 @@ from sie_gateway.dialects import tei
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
-# Of writes of configurations, which the config service alone serves.
+# Errors of writes of configurations, which only the config service serves.
 CONFIG_ONLY = ("VALIDATION_ERROR",)
 
 
@@ -79,7 +79,7 @@ def families() -> str:
 
 
 def reasons() -> dict[str, set[str]]:
-    """Every reason that the code gives an error of the tree, with the codes that have it."""
+    """Return every reason in the source code, with the codes of the errors that have it."""
     names = {leaf.__name__: leaf.code for leaf in catalogue()}
     call = rf"\b(?:{'|'.join(names)})(?:\.at)?\("
     pattern = re.compile(rf'({call})(?:(?!\braise |\breturn |{call}).){{0,500}}?reason="([a-z_]+)"', re.DOTALL)
@@ -92,7 +92,7 @@ def reasons() -> dict[str, set[str]]:
 
 
 def page(old: str) -> str:
-    """The page with its tables as the code has them now."""
+    """Return the page with tables from the present code."""
     for name, content in (("codes", table()), ("families", families())):
         before, start, rest = old.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition(f"\n<!-- /{name} -->")

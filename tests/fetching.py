@@ -1,5 +1,5 @@
-"""Processes that fetch from a hub stub into one cache, forked from one that has done the imports, and killed where a
-test says.
+"""Processes that fetch from a hub stub into one cache. They are forked from a process that has done the imports, and a
+test can let them die at a chosen change of the disk.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hub_stub import COMMIT, HubStub
 from sie_contracts.wire.heartbeats import Fetched
 
 REPOSITORY = "org/model"
-END_S = 60.0  # far above what is expected
+END_S = 60.0  # far above the expected time
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
     ["fetching", "sie_store.weights.hub", "sie_store.weights.cache", "huggingface_hub.hf_api", "huggingface_hub.utils"]
 )
-# of `os`: what changes the disk for others to see
+# functions of `os` that change the disk visibly for other processes
 EFFECTS = (
     "fsync",
     "replace",
@@ -37,8 +37,8 @@ EFFECTS = (
 
 
 class Fetcher:
-    """One process that obtains the snapshot. `news`: what it tells: "waiting", then its folder or the class and text of
-    its failure.
+    """One process that obtains the snapshot. It sends on `news`: "waiting" if another process fetches, then its folder,
+    or the class and text of its failure.
     """
 
     def __init__(self, hub: HubStub, cache: Path, *, dies_at: int = 0, removes: bool = False) -> None:
@@ -55,12 +55,12 @@ class Fetcher:
         return self.process.pid
 
     def hear(self) -> Any:
-        """Return the next message of the process. Raises EOFError when it died."""
+        """Return the next message of the process. Raise EOFError if it died."""
         assert self.news.poll(END_S), "the fetcher tells nothing"
         return self.news.recv()
 
     def end(self) -> int:
-        """Wait for its end. Returns its status, minus the number of the signal that killed it."""
+        """Wait for its end and return its status, which is negative after a signal."""
         self.process.join(END_S)
         assert self.process.exitcode is not None, "the fetcher does not end"
         return self.process.exitcode
@@ -77,8 +77,8 @@ def fetcher(hub: HubStub, cache: Path, **options: Any) -> Iterator[Fetcher]:
 
 
 def obtain(hub: HubStub, cache: Path) -> Path:
-    """Return the folder that an undisturbed process obtains: this one, whose client of the hub exists already. Raises
-    FetchFailed.
+    """Obtain the snapshot in this process, which already has a client of the hub, and return its folder. Raise
+    FetchFailed if that fails.
     """
     from huggingface_hub import constants
 
@@ -103,7 +103,7 @@ def _run(news: Connection, endpoint: str, cache: Path, dies_at: int, removes: bo
     from sie_store.weights.selection import common
 
     class Telling(FetchProgress):
-        """Tells once that another process fetches."""
+        """A progress that sends once that another process fetches."""
 
         told = False
 
@@ -136,7 +136,7 @@ def _run(news: Connection, endpoint: str, cache: Path, dies_at: int, removes: bo
 
 
 def _die_at(count: int) -> None:
-    """SIGKILL before the `count`th change of the disk from now on, of whatever thread."""
+    """Let this process die by SIGKILL before the `count`th change of the disk from now on, in any thread."""
     left = [count]
 
     def dying(name: str) -> None:

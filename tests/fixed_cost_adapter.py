@@ -1,10 +1,10 @@
-"""An adapter process whose device is a clock: real frames on a real Unix socket, a batch takes a fixed time and no
-processor.
+"""An adapter process whose device is a clock. It speaks real frames on a real Unix socket, and a batch takes a fixed
+time but no processor time.
 
     RunBatch ──► the lane that is free first ──► BatchStarted ──(batch_ms + token_us x tokens)──► BatchDone
 
-Vectors are those of `fake_adapter.vector_of`, so whoever sent a text knows its answer. A lane's next batch begins where
-the one before ended, not where the timer fired: a late wake-up on a busy machine is no device time.
+Vectors are those of `fake_adapter.vector_of`, so a client knows the answer of its text. The next batch of a lane begins
+when the one before ended, not when the timer fired, so a late wake-up on a busy machine is no device time.
 
     python tests/fixed_cost_adapter.py --socket /run/a.sock --lanes 2 --batch-ms 5 --token-us 20 --load-s 0.5 --deadly
     "the end"
@@ -37,12 +37,12 @@ from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import ArraySlice, Ok
 from sie_sidecar.models.models import MEMORY_USED
 
-BESIDE_BYTES = 64 << 20  # held by the device beside models
-POISONED = 86  # exit status of the process that met its deadly text
+BESIDE_BYTES = 64 << 20  # memory of the device beside models
+POISONED = 86  # exit status after the deadly text
 
 
 class Device:
-    """Lanes as times at which each is free. Pure: times come in and go out."""
+    """Lanes, as the times at which each is free. The class is pure: callers pass the time."""
 
     def __init__(self, lanes: int, batch_s: float, token_s: float) -> None:
         self.begun_s = [0.0] * lanes
@@ -51,14 +51,14 @@ class Device:
         self.token_s = token_s
 
     def take(self, tokens: int, now_s: float) -> tuple[float, float]:
-        """When a batch that is handed over now begins and ends."""
+        """Return when a batch that arrives now begins and ends."""
         lane = min(range(len(self.free_s)), key=self.free_s.__getitem__)
         begin_s = self.begun_s[lane] = max(now_s, self.free_s[lane])
         end_s = self.free_s[lane] = begin_s + self.batch_s + self.token_s * tokens
         return begin_s, end_s
 
     def busy_for_s(self, now_s: float) -> float:
-        """Age of the oldest batch that runs; 0 when all lanes are free."""
+        """Return the age of the oldest running batch, or 0 if all lanes are free."""
         running = [
             now_s - begun_s
             for begun_s, free_s in zip(self.begun_s, self.free_s, strict=True)
@@ -68,7 +68,7 @@ class Device:
 
 
 def answer(batch: ipc.RunBatch, inference_ms: float, width: int = WIDTH) -> ipc.BatchDone:
-    """The vectors of a batch: `fake_adapter.vector_of` of each row, again and again up to `width`, of length 1."""
+    """Return the vectors of a batch: `fake_adapter.vector_of` of each row, repeated up to `width`, of length 1."""
     lengths = np.frombuffer(batch.lengths, "<i4").tolist()
     lora, ids = batch.lora.encode(), batch.ids
     digests, outcomes, end = [], [], 0
@@ -84,9 +84,9 @@ def answer(batch: ipc.RunBatch, inference_ms: float, width: int = WIDTH) -> ipc.
 
 
 class Adapter:
-    """State that all connections share. `deadly`: a batch with this text ends the process, after the device took it.
-    `slots`: how many models fit, the one that ran longest ago goes first; 0 is no bound. `load_s_of`: models whose load
-    does not take `load_s`.
+    """The state that all connections share. `deadly`: a batch with this text ends the process after the device took it.
+    `slots`: the number of models that fit, of which the least recently used is dropped first; 0 is no limit.
+    `load_s_of`: load times by model in place of `load_s`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Adapter:
         devices: int = 1,
     ) -> None:
         self.device = device
-        self.devices = devices  # of its worker
+        self.devices = devices  # the number of devices of its worker
         self._load_s = load_s
         self._load_s_of = load_s_of
         self.slots = slots
@@ -142,7 +142,7 @@ class Adapter:
         )
 
     def at_once(self, request: ipc.Request) -> ipc.Reply:
-        """The answer to a short question."""
+        """Return the answer to a request that takes no time."""
         match request:
             case ipc.Ping():
                 return ipc.Pong(os.getpid(), self.device.busy_for_s(time.monotonic()), self.batches)
@@ -171,7 +171,7 @@ class Adapter:
 
 
 class Connection(asyncio.Protocol):
-    """One connection of the sidecar. Replies go out in the order of the requests, each when its time has come."""
+    """One connection of the sidecar. Replies are sent in the order of the requests, each when its time has come."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
@@ -229,14 +229,12 @@ class Connection(asyncio.Protocol):
     def _start(self, started: ipc.BatchStarted, deadly: bool) -> None:
         self._send(started)
         if deadly:
-            self._loop.call_soon(os._exit, POISONED)  # in the next turn: uvloop writes at the end of one
+            self._loop.call_soon(os._exit, POISONED)  # in the next turn, because uvloop writes at the end of a turn
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         while self._timers and self._timers[0].when() <= self._loop.time():
             self._timers.popleft()
-        if (
-            round(delay_s * 1000) <= 0
-        ):  # uvloop counts in milliseconds, and its handle of what is to run at once has no `when`
+        if round(delay_s * 1000) <= 0:  # uvloop counts in milliseconds, and its handle for a delay of 0 has no `when`
             action()
         else:
             self._timers.append(self._loop.call_later(delay_s, action))
@@ -246,7 +244,7 @@ class Connection(asyncio.Protocol):
 
 
 async def serve(path: str, adapter: Adapter) -> None:
-    """Listen until SIGTERM or SIGINT. A socket that a killed process left behind is taken over."""
+    """Listen until SIGTERM or SIGINT. Replace a socket that a killed process left."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -289,7 +287,7 @@ def main() -> None:
         width=options.width,
         devices=options.devices,
     )
-    os.umask(0o177)  # of the socket
+    os.umask(0o177)  # the socket has mode 0600
     uvloop.run(serve(options.socket, adapter))
 
 

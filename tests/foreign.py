@@ -1,7 +1,7 @@
-"""Environments of their own for public distributions, unmodified, on the Python that runs the tests.
+"""Virtual environments for unmodified public distributions, with the Python that runs the tests.
 
-The public SDK asks for a newer Python than it needs. So what a distribution requires is installed by pip's rules, and
-the distribution itself without a look at its Python.
+The public SDK declares a newer Python than it needs. So pip installs the requirements of a distribution by its rules,
+and the distribution itself without a check of the Python version.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Environment:
         self.install(*map(str, wheels), options=ANY_PYTHON)
 
     def solve(self, *requirements: str, public: tuple[str, ...]) -> None:
-        """Fails if pip finds no versions that `requirements` and the requirements of public distributions accept."""
+        """Fail if pip finds no versions that `requirements` and the requirements of public distributions accept."""
         needs = (need for wheel in self._downloaded(*public) for need in _requirements(wheel))
         self.install(*requirements, *needs, options=("--dry-run",))
 
@@ -56,7 +56,7 @@ class Environment:
 
 
 def _requirements(wheel: Path) -> list[str]:
-    """Return the requirements of a wheel without extras, beside other public distributions."""
+    """Return the requirements of a wheel without extras and without other public distributions."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(member for member in archive.namelist() if member.endswith(".dist-info/METADATA"))
         lines = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist", [])

@@ -1,9 +1,9 @@
-"""Bodies that nobody should send: valid ones of each route, bent. One seed is one sequence of bodies.
+"""Invalid bodies, made from valid ones of each route. One seed gives one sequence of bodies.
 
-    valid body ──► a value somewhere becomes another, or goes, or is doubled ──► JSON or msgpack ──► some bytes flipped,
-    cut, added
+    valid body ──► a value is replaced, removed or added ──► JSON or msgpack ──► some bytes are changed, cut or added
 
-`everywhere` is no chance: each value that only msgpack has, each text that is none, in each place and each parameter.
+`everywhere` is not random: it puts each value that only msgpack has, and each invalid text, in each place and each
+parameter.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _ARRAY = arrays.pack(np.zeros((2, 8), np.float32))
 
 
 def _ext(array: np.ndarray) -> msgspec.msgpack.Ext:
-    """An array as JavaScript clients send it."""
+    """Return an array in the form of JavaScript clients."""
     head = f"{array.dtype.str}|{','.join(map(str, array.shape))}|".encode()
     return msgspec.msgpack.Ext(arrays.NUMPY_EXT, head + array.tobytes())
 
 
-# What only msgpack has: extension types, arrays of no, one and several elements, times, bytes, keys that are no text.
+# Values that only msgpack has: extension types, arrays of no, one and several elements, times, bytes, keys that are no
+# text.
 ONLY_MSGPACK: tuple[Any, ...] = (
     _ext(np.float32(1.5).reshape(())),
     _ext(np.zeros(0, np.float32)),
@@ -62,7 +63,7 @@ ONLY_MSGPACK: tuple[Any, ...] = (
     [_ext(np.ones(2, np.float32)), _ext(np.ones(2, np.float32))],
     {"text": _ext(np.ones(2, np.float32))},
 )
-_NO_TEXT = "~no text~"  # stands in JSON for bytes that are no UTF-8
+_NO_TEXT = "~no text~"  # a placeholder in JSON for bytes that are no valid text
 NO_TEXT: tuple[bytes, ...] = (
     b'"\\ud800"',
     b'"a\\udc00b"',
@@ -163,7 +164,7 @@ VALID: dict[str, Any] = {
     },
     "/api/embeddings": {"model": MODEL, "prompt": "a", "options": None},
 }
-# the fields of valid forms, with the name of the file where the field is one
+# the fields of valid forms: name, name of the file or an empty string, value
 FORMS: dict[str, list[tuple[str, str, bytes]]] = {
     f"/v1/audio/{name}": [
         ("model", "", MODEL.encode()),
@@ -255,7 +256,7 @@ _ODD_FIELDS = (b"", b"\x00", b"\xff\xfe", b"x" * 5000, b'"', b"\r\n\r\n--b--", "
 
 
 def forms(seed: int, count: int) -> Iterator[Case]:
-    """Forms with odd fields: left out, doubled, with other names and values, and with damaged bytes."""
+    """Yield forms with missing, doubled or odd fields, and with damaged bytes."""
     chance = random.Random(seed)
     for _ in range(count):
         path = chance.choice(list(FORMS))
@@ -284,7 +285,7 @@ def forms(seed: int, count: int) -> Iterator[Case]:
 
 
 def everywhere() -> Iterator[Case]:
-    """Each odd value in each place of each valid body, and as each parameter, at each level where parameters stand."""
+    """Yield each odd value in each place of each valid body, and as each parameter at each level of parameters."""
     for path, body in VALID.items():
         for place in _places(body):
             yield from _with(path, body, place)
@@ -315,7 +316,7 @@ def packed(path: str, body: Any) -> Case:
 
 
 def _put(body: Any, place: tuple[Any, ...], value: Any) -> Any:
-    """A copy of `body` with another value at a place. Maps on the way are made where they are missing."""
+    """Return a copy of `body` with another value at a place. Missing maps on the way are created."""
     changed_body = copy.deepcopy(body)
     here = changed_body
     for key in place[:-1]:
@@ -327,7 +328,7 @@ def _put(body: Any, place: tuple[Any, ...], value: Any) -> Any:
 
 
 def part(cases: Iterator[Case], every: int) -> Iterator[Case]:
-    """Each `every`th case."""
+    """Return each `every`th case."""
     return itertools.islice(cases, 0, None, every)
 
 
@@ -377,7 +378,7 @@ ODD_HEADERS = (
 
 
 def requests() -> Iterator[Case]:
-    """Odd headers at one route of each kind, odd names and parameters in addresses."""
+    """Yield odd headers at one route of each kind, and odd names and parameters in paths and queries."""
     body = json.dumps(VALID[f"/v1/encode/{MODEL}"]).encode()
     for name, odd in itertools.product(HEADERS, ODD_HEADERS):
         yield Case(f"/v1/encode/{MODEL}", {name: odd}, body)
@@ -442,7 +443,7 @@ _KINDS = ("application/json", "application/yaml", "application/json; charset=utf
 
 
 def documents(authorization: str) -> Iterator[Case]:
-    """Writes of configurations with text that is none in each place, and what is no document."""
+    """Yield writes of configurations with invalid text in each place, and with bodies that are no document."""
     odd = (
         *NO_TEXT,
         b"",
@@ -479,7 +480,7 @@ def documents(authorization: str) -> Iterator[Case]:
 
 
 def _bend(value: Any, chance: random.Random) -> None:
-    """Change one thing somewhere below."""
+    """Change, remove or add one value at a random depth."""
     while True:
         keys = list(value) if isinstance(value, dict) else list(range(len(value)))
         if not keys:
@@ -517,7 +518,7 @@ def _deep(levels: int) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """Return the JSON that stands for a value that JSON does not have."""
+    """Return the text that replaces a value that JSON cannot hold."""
     return repr(value) if isinstance(value, bytes) else type(value).__name__
 
 

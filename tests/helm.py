@@ -1,6 +1,4 @@
-"""The real helm on the chart: what a values file renders, as text and as objects. Each file is rendered once in a
-session.
-"""
+"""The real helm on the chart: the output of a values file as text and as objects. A process renders each file once."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ FILES = (
     "values-ha.yaml",
     "everything.yaml",
 )
-# Every part that a value can turn on, with something in every list and map, so that each key has something to act on.
+# Values that enable every part and fill every list and map, so that each key has an effect.
 EVERYTHING = Path(__file__).parent / "chart" / "everything.yaml"
 CHOSEN = {"auth": {"mode": "static", "secretName": SECRET}}
 
@@ -38,7 +36,7 @@ class HelmError(Exception):
 
 
 def helm(*args: str, values: Mapping[str, Any] | None = None) -> str:
-    """Its standard output. `values` are laid over all files. Raises HelmError."""
+    """Run helm and return its standard output. `values` override all files. Raise HelmError if it fails."""
     command = [str(Path(sys.executable).with_name("helm")), *args]
     if values is not None:
         command += ["--values", "-"]
@@ -56,7 +54,7 @@ def arguments(file: str) -> list[str]:
 
 
 def template(file: str = "values.yaml", values: Mapping[str, Any] | None = None, *args: str) -> str:
-    """Return the output of `helm template`. Raises HelmError."""
+    """Return the output of `helm template`. Raise HelmError if it fails."""
     return helm("template", RELEASE, str(CHART), "--namespace", NAMESPACE, *arguments(file), *args, values=values)
 
 
@@ -66,18 +64,18 @@ def objects(text: str) -> list[Object]:
 
 @functools.cache
 def rendered(file: str) -> tuple[Object, ...]:
-    """The objects of a values file, with who may call chosen where it does not."""
+    """Return the objects of a values file. `auth` is set if the file does not set it."""
     chosen = file in ("values.yaml", "everything.yaml")
     return tuple(objects(template(file, CHOSEN if chosen else None)))
 
 
 def of_kind(kind: str, manifests: tuple[Object, ...] | list[Object]) -> dict[str, Object]:
-    """Objects of a kind by name."""
+    """Return the objects of a kind by name."""
     return {manifest["metadata"]["name"]: manifest for manifest in manifests if manifest["kind"] == kind}
 
 
 def workloads(manifests: tuple[Object, ...] | list[Object]) -> dict[str, Object]:
-    """Deployments and StatefulSets by name."""
+    """Return the Deployments and StatefulSets by name."""
     return of_kind("Deployment", manifests) | of_kind("StatefulSet", manifests)
 
 
@@ -87,7 +85,7 @@ def pod(workload: Object) -> Object:
 
 
 def containers(manifests: tuple[Object, ...] | list[Object]) -> Iterator[tuple[str, Object, Object]]:
-    """Workload, pod and container, init containers too."""
+    """Yield the name of the workload, the pod's spec and the container, for init containers too."""
     for name, workload in workloads(manifests).items():
         spec = pod(workload)
         for container in [*spec.get("initContainers", ()), *spec["containers"]]:
@@ -95,7 +93,7 @@ def containers(manifests: tuple[Object, ...] | list[Object]) -> Iterator[tuple[s
 
 
 def variables(container: Object) -> dict[str, Any]:
-    """Its environment: the text of a variable, or where it comes from."""
+    """Return the environment of a container: the text of each variable, or its source."""
     return {variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in container.get("env", ())}
 
 
@@ -109,7 +107,7 @@ def matches(peer: Object, labels: dict[str, str]) -> bool:
 
 
 def allowed(manifests: tuple[Object, ...] | list[Object], source: str, target: str, port: int) -> bool:
-    """Whether some policy of the source lets it out and some policy of the target lets it in."""
+    """Return True if a policy of the source allows the egress and a policy of the target the ingress."""
     labels = {
         name: workload["spec"]["template"]["metadata"]["labels"] for name, workload in workloads(manifests).items()
     }

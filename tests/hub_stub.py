@@ -1,10 +1,9 @@
-"""A hub on loopback, for HF_ENDPOINT: what huggingface_hub asks of one, over real HTTP, with faults and a note of every
-request.
+"""A stub of the Hugging Face hub on loopback, for HF_ENDPOINT. It serves the requests of huggingface_hub over real
+HTTP, records each of them, and can fail.
 
-GET  /api/models/ID[/revision/REV]        the commit, and its files with `?blobs=true`
-GET  /api/models/ID/tree/REV[/FOLDER]     the files
-POST /api/models/ID/paths-info/REV        files of these names
-HEAD, GET  /ID/resolve/REV/PATH           a small file itself, a large one by a redirection to /cdn, both in ranges
+GET /api/models/ID[/revision/REV] the commit, and its files with `?blobs=true` GET /api/models/ID/tree/REV[/FOLDER] the
+files POST /api/models/ID/paths-info/REV files of these names HEAD, GET /ID/resolve/REV/PATH a small file itself, a
+large one by a redirection to /cdn, both in ranges
 
 A dataset is a repository whose name begins with `datasets/`; its API is below /api/datasets.
 """
@@ -24,13 +23,13 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-# and every safetensors file: such a file has a SHA-256 in the listing, a smaller one the digest of a blob of git
+# a file of this size and every safetensors file has a SHA-256 in the listing, a smaller one the digest of a git blob
 LARGE_BYTES = 4096
 _PIECE_BYTES = 1 << 14
 
 
 class Asked(NamedTuple):
-    """One request. `start`: the first byte that its range names, 0 without one."""
+    """One request. `start`: the first byte of its range, 0 without a range."""
 
     method: str
     path: str
@@ -40,23 +39,21 @@ class Asked(NamedTuple):
 
 @dataclass
 class HubStub:
-    """Files and failures of a hub. Fields may be changed while it serves; `sent` counts the bytes of each file that
-    went out.
-    """
+    """The files and failures of a hub. Fields may change while it serves. `sent` counts the sent bytes of each file."""
 
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     commit: str = COMMIT
-    token: str = ""  # that alone may read the files, if there is one
-    gated: bool = False  # to those without the token; else the repository does not exist for them
-    status: int = 0  # of every answer
-    failures: Counter[str] = field(default_factory=Counter)  # answers 503 so often, by path of a file
-    # closes the connection after so many bytes of an answer, each once
+    token: str = ""  # if set, the token that is needed to read the files
+    gated: bool = False  # without the token the repository is gated; if False, it does not exist
+    status: int = 0  # if set, the status of every answer
+    failures: Counter[str] = field(default_factory=Counter)  # by file: so many answers are 503
+    # by file: after so many bytes of an answer the connection is closed, once for each number
     cuts: dict[str, list[int]] = field(default_factory=dict)
-    wrong: Counter[str] = field(default_factory=Counter)  # so many answers have other bytes
+    wrong: Counter[str] = field(default_factory=Counter)  # by file: so many answers have wrong bytes
     ignores_ranges: bool = False
     lists_only_names: bool = False
     links_nothing: bool = False  # redirections have no X-Linked headers
-    # called before each piece of a file: blocks for a slow hub
+    # called before each piece of a file; it blocks for a slow hub
     before_piece: Callable[[str, int], None] = lambda path, sent: None
     asked: list[Asked] = field(default_factory=list)
     sent: Counter[str] = field(default_factory=Counter)
@@ -64,7 +61,7 @@ class HubStub:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, repository: str, folder: Path) -> None:
-        """Have the files of a folder."""
+        """Add a repository with the files of a folder."""
         files = {
             path.relative_to(folder).as_posix(): path.read_bytes()
             for path in sorted(folder.rglob("*"))
@@ -73,7 +70,7 @@ class HubStub:
         self.repositories[repository] = files
 
     def of(self, prefix: str) -> list[Asked]:
-        """The requests whose path begins with this."""
+        """Return the requests whose path begins with `prefix`."""
         with self.lock:
             return [request for request in self.asked if request.path.startswith(prefix)]
 
@@ -96,7 +93,7 @@ class HubStub:
 class _Handler(http.server.BaseHTTPRequestHandler):
     hub: HubStub
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # head and body are sent apart: up to 40 ms between them
+    disable_nagle_algorithm = True  # head and body are sent separately, and Nagle would delay the body up to 40 ms
 
     def handle(self) -> None:
         with contextlib.suppress(ConnectionError):  # the client was killed
@@ -129,7 +126,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._json([{"type": "file", "path": name, **_listed(name, files[name], "oid", "oid")} for name in names])
 
     def _found(self, path: str, word: str) -> tuple[str, str, bytes | None]:
-        """Repository, name and bytes of a file."""
+        """Return repository, name and bytes of a file."""
         repository, _, rest = path.partition(word)
         revision, _, name = rest.partition("/")
         files = self.hub.repositories.get(repository, {}) if revision in (self.hub.commit, "main") else {}
@@ -242,21 +239,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 def is_large(name: str, data: bytes) -> bool:
-    """Whether the hub keeps it beside git."""
+    """Return True if the hub keeps a file outside git."""
     return name.endswith(".safetensors") or len(data) >= LARGE_BYTES
 
 
 def blob(data: bytes) -> str:
-    """The digest that git gives a file."""
+    """Return the digest of a file as a git blob."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
 def _tree(files: dict[str, bytes], folder: str, recursive: bool) -> list[dict[str, Any]]:
-    """The files and folders of a folder, whose name ends with a slash."""
+    """Return the files and folders of a folder, whose name ends with a slash or is empty."""
     below = {name: name.removeprefix(folder).split("/") for name in sorted(files) if name.startswith(folder)}
     folders = dict.fromkeys(folder + parts[0] for parts in below.values() if len(parts) > 1)
     own = [name for name, parts in below.items() if recursive or len(parts) == 1]

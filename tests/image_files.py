@@ -1,4 +1,4 @@
-"""Image files of every kind, made here: pictures with structure, and the files that decoders stumble over."""
+"""Generated image files of every kind: pictures with structure, and files that are hard for decoders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH, HEIGHT = 60, 40
 
 
 def picture(width: int = WIDTH, height: int = HEIGHT, seed: int = 0, mode: str = "RGB") -> Image.Image:
-    """Waves of colour, an edge now and then and some noise: flat colours would hide how an image was resized."""
+    """Return waves of colour with edges and noise, because flat colours would hide how an image was resized."""
     rng = np.random.default_rng(seed)
     down, right = np.mgrid[0:height, 0:width].astype(np.float32)
     waves = [
@@ -34,20 +34,20 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 
 def several(kind: str, *colours: str) -> bytes:
-    """A file with an image of each colour."""
+    """Return a file with an image of each colour."""
     first, *frames = (Image.new("RGB", (WIDTH, HEIGHT), colour) for colour in colours)
     return encoded(first, kind, save_all=True, append_images=frames)
 
 
 def turned(orientation: int, image: Image.Image | None = None, kind: str = "PNG") -> bytes:
-    """A file whose EXIF says how to turn it."""
+    """Return a file with an orientation in its EXIF data."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     return encoded(image or picture(), kind, exif=exif)
 
 
 def png(width: int, height: int, *, colour: int = 0, bits: int = 1, body: bytes | None = None) -> bytes:
-    """A PNG of any size, however large, that was never an image in memory. All its pixels are 0."""
+    """Return a PNG of any size, which is built without an image in memory. All its pixels are 0."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -62,12 +62,12 @@ def png(width: int, height: int, *, colour: int = 0, bits: int = 1, body: bytes 
 
 @functools.cache
 def bomb() -> bytes:
-    """50 kB that stand for 400 megapixels."""
+    """Return a PNG of 50 kB with 400 megapixels."""
     return png(20_000, 20_000)
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """Some bytes changed, cut out, repeated or written over with an extreme number; the magic mostly survives."""
+    """Return data with bytes changed, removed, repeated or overwritten by extreme numbers. Its magic mostly stays."""
     mutant = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 5, 20))):
         place = rng.randrange(4 if rng.random() < 0.95 else 0, max(5, len(mutant)))
@@ -85,7 +85,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 
 def seeds() -> list[bytes]:
-    """A small file of each kind, to be mutated."""
+    """Return a small file of each kind, for `mutated`."""
     image = picture(48, 36)
     return [
         encoded(image, "JPEG"),

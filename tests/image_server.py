@@ -1,5 +1,5 @@
-"""A web server with images, on loopback, and a network on which its hosts have public addresses: what is checked is the
-address that a name has there, and what is connected to is the server.
+"""A web server with images on loopback, and a network on which host names have public addresses. The gateway checks
+those addresses, and all connections lead to the server.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import httpcore
 
 from sie_gateway.inference.image_urls import Network
 
-PUBLIC = "93.184.216.34"  # of no machine that a test reaches
+PUBLIC = "93.184.216.34"  # a public address, to which no test connects
 
 
 @dataclass
 class ImageServer:
-    """Answers each path with the bytes that `answers` has for it, as they are, and then ends the connection; a path
-    without any is never answered. `asked`: the heads of all requests.
+    """A server that sends the bytes of `answers` for a path and closes the connection. It never answers another path.
+    `asked` has the heads of all requests.
     """
 
     answers: dict[str, bytes] = field(default_factory=dict)
@@ -62,14 +62,14 @@ class ImageServer:
 
 
 def answer(body: bytes = b"", status: int = 200, **headers: str) -> bytes:
-    """With the length of the body, unless the headers say another."""
+    """Return an HTTP answer, with the length of the body unless the headers give another."""
     fields = {"content_length": str(len(body)), **headers}
     lines = [f"HTTP/1.1 {status} X", *(f"{name.replace('_', '-')}: {value}" for name, value in fields.items())]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 class Connections(httpcore.AsyncNetworkBackend):
-    """Whatever public address is asked for is this server's. `made`: the addresses; those of `dead` refuse."""
+    """A network backend that connects every address to the server. `made` has the addresses. Those of `dead` refuse."""
 
     def __init__(self, server: ImageServer, dead: Iterable[str] = ()) -> None:
         self.made: list[tuple[str, int]] = []
@@ -90,7 +90,7 @@ def network(
     dead: Iterable[str] = (),
     tls: ssl.SSLContext | None = None,
 ) -> tuple[Network, Connections]:
-    """One on which hosts have these addresses, and all others PUBLIC."""
+    """Return a network on which `hosts` have these addresses and other hosts have PUBLIC, and its connections."""
 
     async def resolve(host: str, port: int) -> Sequence[str]:
         addresses = (hosts or {}).get(host, (PUBLIC,))

@@ -1,9 +1,9 @@
-"""A whole cluster in the event loop of a test: the real `serve` of gateway and sidecar over the broker in memory,
-before fake adapters.
+"""A whole cluster in the event loop of a test: the real `serve` of gateway and sidecar over the broker in memory, with
+fake adapters.
 
     test ──HTTP──► gateway ──► MemoryServer ──► sidecar ──Unix socket──► FakeAdapter
 
-Processes are configured as an operator does it, by variables, and read no others. Nothing outlives `InProcess.close`.
+Processes are configured by variables, as by an operator, and read no others. `InProcess.close` ends all of them.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from sie_runtime.clock import BrokerClock
 from sie_runtime.process import Stop
 from sie_sidecar.process import serve as serve_sidecar
 
-WAIT_S = 30.0  # far above what is expected, so that a busy machine does not fail a test
+WAIT_S = 30.0  # far above the expected time, so that a busy machine does not fail a test
 POLL_S = 0.002
-WINDOW_S = 0.4  # of clients that come back, see `inference_of`
+WINDOW_S = 0.4  # the time that a client has to come back, see `inference_of`
 HTTP_POLL_S = 0.02  # a request takes some milliseconds of the loop that it waits for
 
 
 def settings_of(mode: Mode = "queue", **environ: str) -> Settings:
-    """The settings of a process with exactly this environment."""
+    """Return the settings of a process with exactly this environment."""
     return load(environ=environ, mode=mode).settings
 
 
 def clock_at(now_s: Callable[[], float] = time.time) -> BrokerClock:
-    """The broker's clock as a process has measured it, at this time."""
+    """Return a broker's clock that a process has measured without an offset."""
     broker = cast("Queue", SimpleNamespace(on_reconnect=lambda handler: None))
     clock = BrokerClock(broker, "none", now_s)
     clock._offset_s = clock.margin_s = 0.0
@@ -60,8 +60,8 @@ def clock_at(now_s: Callable[[], float] = time.time) -> BrokerClock:
 
 
 async def until(condition: Callable[[], Any], description: str, timeout_s: float = WAIT_S) -> Any:
-    """Poll for a state of this process; returns what `condition` gave. Raises AssertionError, naming it, at the
-    time-out.
+    """Poll a condition of this process until it is true, and return its value. Raise AssertionError with the
+    description at the time-out.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -74,7 +74,7 @@ async def until(condition: Callable[[], Any], description: str, timeout_s: float
 
 
 async def until_told(question: Callable[[], Awaitable[Any]], description: str, timeout_s: float = 30.0) -> Any:
-    """`until` of what a process answers. A question that follows the other at once would take all of a processor."""
+    """Repeat a request to a process until its answer is true, with pauses so that requests do not fill a processor."""
     try:
         async with asyncio.timeout(timeout_s):
             while True:
@@ -86,7 +86,7 @@ async def until_told(question: Callable[[], Awaitable[Any]], description: str, t
 
 
 async def closing_code(socket: ClientConnection) -> int | None:
-    """Return the code with which the server closes a websocket, when it has; None without a code."""
+    """Wait until the server closes a websocket, and return its code, or None without a code."""
     try:
         while True:
             await socket.recv()
@@ -95,14 +95,14 @@ async def closing_code(socket: ClientConnection) -> int | None:
 
 
 class Source:
-    """A config service that a test rewrites. `silent` changes leave the epoch as it was, as a corruption would."""
+    """A config service whose catalogue a test changes. A `silent` change keeps the epoch, like a corruption."""
 
     def __init__(self, *entries: ModelEntry) -> None:
         self.exports = 0
         self.polls = 0
         self._entries = {entry.id: entry for entry in entries}
         self._revisions = dict.fromkeys(self._entries, 1)
-        self._revision = 1  # of all of it
+        self._revision = 1  # the revision of the catalogue
 
     def put(self, entry: ModelEntry, *, silent: bool = False) -> None:
         self._entries[entry.id] = entry
@@ -136,7 +136,7 @@ class Source:
 
 @dataclass
 class Process:
-    """One `serve` that runs. `task` ends with its status, or raises what refused to start."""
+    """One running `serve`. `task` ends with its status, or raises the error of its start."""
 
     settings: Settings
     stop: Stop
@@ -152,11 +152,11 @@ class Process:
             await self.broker.close()
 
     def side(self) -> httpx.AsyncClient:
-        """A client of the port of metrics and probes."""
+        """Return a client of the port of metrics and probes."""
         return httpx.AsyncClient(base_url=self.side_url, trust_env=False, timeout=WAIT_S)
 
     async def get(self, path: str) -> httpx.Response:
-        """From the port of metrics and probes."""
+        """Send a GET request to the port of metrics and probes."""
         async with self.side() as client:
             return await client.get(path)
 
@@ -190,7 +190,7 @@ class SidecarProcess(Process):
 
 
 class InProcess:
-    """The cluster of one test. `beats` holds every heartbeat that was sent, in order."""
+    """The cluster of one test. `beats` has every heartbeat in order."""
 
     def __init__(
         self, folder: Path, *entries: ModelEntry, max_payload: int = 1 << 20, server: MemoryServer | None = None
@@ -216,7 +216,7 @@ class InProcess:
         self.beats.append(heartbeats.decode_heartbeat(message.data))
 
     async def send(self, subject: str, data: bytes) -> None:
-        """Publish as some other process on the broker."""
+        """Publish a message as another process on the broker."""
         await self._observer.send(subject, data)
 
     async def adapter(self, name: str = "a.sock", **options: Any) -> FakeAdapter:
@@ -227,7 +227,9 @@ class InProcess:
     async def gateway(
         self, source: Source | None = None, *, ready: bool = True, network: Network = NETWORK, **environ: str
     ) -> GatewayProcess:
-        """A gateway that listens, and is ready unless `ready` is false. Raises what made it refuse to start."""
+        """Start a gateway, and wait until it listens and, unless `ready` is false, is ready. Raise its error if it does
+        not start.
+        """
         settings = settings_of(
             **{"SIE_GATEWAY_METRICS_PORT": str(free_port()), "SIE_GATEWAY_HEALTH_MODE": "nats", **environ}
         )
@@ -249,7 +251,7 @@ class InProcess:
             await broker.close()
             task.result()
         url = f"http://127.0.0.1:{listening.result()}"
-        # a connection per request: kept ones wait 40 ms for a delayed acknowledgement on this loop
+        # a connection per request, because a kept one waits 40 ms for a delayed acknowledgement on this loop
         client = httpx.AsyncClient(
             base_url=url, trust_env=False, timeout=30, limits=httpx.Limits(max_keepalive_connections=0)
         )
@@ -269,9 +271,7 @@ class InProcess:
         mode: Mode = "queue",
         **environ: str,
     ) -> SidecarProcess:
-        """A sidecar before `adapter`, by default one of its own. Returns when it is ready, or at once if `ready` is
-        false.
-        """
+        """Start a sidecar with `adapter`, by default a new one. Wait until it is ready unless `ready` is false."""
         number = sum(isinstance(process, SidecarProcess) for process in self._processes)
         if adapter is None and "SIE_IPC_SOCKET_PATH" not in environ:
             adapter = await self.adapter(f"{number}.sock")
@@ -287,21 +287,21 @@ class InProcess:
         self._processes.append(sidecar)
         if ready:
             await eventually_ready(sidecar)
-            # the beat that follows readiness is what gateways route by
+            # gateways route by the first heartbeat after readiness
             await until(
                 lambda: self.last_beat(sidecar.worker, ready=True), f"a heartbeat of {sidecar.worker} that says ready"
             )
         return sidecar
 
     def last_beat(self, worker: str, *, ready: bool | None = None) -> Heartbeat | None:
-        """The worker's last heartbeat, if it says so."""
+        """Return the last heartbeat of a worker if its readiness is `ready`, or of any worker if `worker` is empty."""
         beat = next((beat for beat in reversed(self.beats) if not worker or beat.worker == worker), None)
         return beat if beat is not None and ready in (None, beat.ready) else None
 
     async def close(self) -> None:
         for adapter in self.adapters:
             adapter.let_go()
-        # one that refused to start was looked at by its test
+        # a test checks a process that refused to start itself
         running = [process for process in self._processes if not process.task.done()]
         statuses = await asyncio.gather(*(process.end() for process in running))
         for process in self._processes:
@@ -313,7 +313,7 @@ class InProcess:
 
 
 async def eventually_ready(process: Process) -> None:
-    """Wait until /readyz is 200. Raises what ended the process instead."""
+    """Wait until /readyz is 200. Raise the error of the process if it ends before."""
     reason = "no answer"
     try:
         async with asyncio.timeout(WAIT_S), process.side() as client:
@@ -331,7 +331,7 @@ async def eventually_ready(process: Process) -> None:
 
 
 def unchanged_inference_of(gateway: GatewayProcess) -> Inference:
-    """The inside of a gateway, with the times of the contract."""
+    """Return the inference object of a gateway, with the times of the contract."""
     port = gateway.url.rpartition(":")[2]
     (server,) = (task for task in asyncio.all_tasks() if task.get_name() == f"http:{port}")
     edge = server.get_coro().cr_frame.f_locals["self"].config.app.app  # type: ignore[union-attr]
@@ -340,14 +340,14 @@ def unchanged_inference_of(gateway: GatewayProcess) -> Inference:
 
 
 def inference_of(gateway: GatewayProcess, *, window_s: float = WINDOW_S) -> Inference:
-    """The inside of a gateway, whose clients are watched at once and missed for a shorter time than the contract's."""
+    """Return the inference object of a gateway that watches clients at once and waits for lost ones only `window_s`."""
     inference = unchanged_inference_of(gateway)
     inference.away.window_s, inference.watch_after_s = window_s, 0.01
     return inference
 
 
 async def placing(cluster: InProcess) -> None:
-    """Return when a gateway has written a table: until then everybody pulls everything."""
+    """Wait until a gateway has written a placement table. Until then all sidecars pull all work."""
     bucket = await cluster.server.connect("reader").key_value(topology.PLACEMENT_BUCKET)
     written = asyncio.Event()
 

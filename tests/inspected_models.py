@@ -1,4 +1,4 @@
-"""Model folders that become entries by inspection, and what a client gets from them, in this process."""
+"""Model folders that become entries by inspection, and their results for a client, in this process."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def inspected(folder: Path) -> ModelEntry:
 def run(
     engine: AdapterEngine, entry: ModelEntry, operation: Operation, texts: Sequence[str], query: str = "", **body: Any
 ) -> list[Any]:
-    """Return what a client gets for each of `texts`: a map of arrays, a score or the extracted map. Options merge as
-    the gateway merges them. The model runs on torch: a load compares a graph with it.
+    """Return the result of a client for each of `texts`: a map of arrays, a score or the extracted map. Options merge
+    as in the gateway. The model runs on torch, because a load compares a graph with torch.
     """
     entry = replace(entry, load=replace(entry.load, engine="torch"))
     weights = engine.residency.ensure(entry.id, entry).weights

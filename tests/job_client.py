@@ -1,4 +1,4 @@
-"""Jobs as a client has them, over plain HTTP, and the rows of what they wrote, each part checked by its digest."""
+"""A client of jobs over plain HTTP, and the rows of their output, of which each part is checked by its digest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rows = list[dict[str, Any]]
 
 
 class JobClient:
-    """Client of one gateway's jobs."""
+    """A client of the jobs of one gateway."""
 
     def __init__(self, url: str, token: str = "") -> None:
         headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -45,7 +45,7 @@ class JobClient:
         return cast(Job, self.ask("POST", "/v1/jobs", status, json=body, headers=headers))
 
     def refusal(self, model: str, source: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-        """The error that a job is refused with."""
+        """Submit a job that must be refused, and return its error."""
         return cast(dict[str, Any], self.submit(model, source, status=400, **options)["error"])
 
     def upload(self, name: str, data: bytes) -> str:
@@ -59,7 +59,7 @@ class JobClient:
         return cast(Job, self.ask("POST", f"/v1/jobs/{job}/{action}", status))
 
     def reaches(self, job: str, *states: str, timeout_s: float = 120.0) -> Job:
-        """The job once it is in one of the states. Fails at once where it stopped in another one."""
+        """Return the job once it is in one of the states. Fail at once if it ends in another one."""
 
         def looked() -> Job | None:
             record = self.show(job)
@@ -71,13 +71,13 @@ class JobClient:
         return cast(Job, until(looked, timeout_s, f"{job} to be {states}", lambda: self.show(job)))
 
     def done(self, job: str, timeout_s: float = 120.0) -> Job:
-        """The job once it has completed."""
+        """Return the job once it has completed."""
         record = self.reaches(job, *STOPPED, timeout_s=timeout_s)
         assert record["state"] == "completed", record
         return record
 
     def trouble(self, job: str, code: str, timeout_s: float = 60.0) -> Job:
-        """The job once it says that it waits for this."""
+        """Return the job once it reports a trouble with this code."""
         return cast(
             Job,
             until(
@@ -92,7 +92,7 @@ class JobClient:
         return cast(dict[str, Any], self.ask("GET", f"/v1/jobs/{job}/manifest", params={"limit": 10_000}))
 
     def parts(self, job: str) -> list[bytes]:
-        """The parts of a job's output, whose digests are those of the manifest."""
+        """Return the parts of a job's output, and check their digests against the manifest."""
         manifest = self.manifest(job)
         contents = []
         for part in manifest["parts"]:
@@ -107,13 +107,13 @@ class JobClient:
         return contents
 
     def rows(self, job: str) -> Rows:
-        """The rows of the whole output, in the order of its parts, whatever its format."""
+        """Return the rows of the whole output of any format, in the order of its parts."""
         kind = self.manifest(job)["format"]
         return [row for part in self.parts(job) for row in rows_of(part, kind)]
 
 
 def rows_of(part: bytes, kind: str) -> Rows:
-    """The rows of a part; vectors of an archive of NumPy are put to their rows."""
+    """Return the rows of a part. Vectors of a NumPy archive are added to their rows."""
     if kind == "parquet":
         return cast(Rows, parquet.read_table(pa.BufferReader(part)).to_pylist())
     if kind == "jsonl":

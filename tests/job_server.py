@@ -1,7 +1,6 @@
-"""A server of jobs and files as their contracts say, for tests of clients: in one process, with what a job does written
-down beforehand.
+"""A server of jobs and files for tests of clients, in one process. A script says what a job does.
 
-    upload ──► digest and size, the bytes are not kept        job ──► the states of `script`, one for each look
+upload ──► digest and size, the bytes are not kept        job ──► the states of `script`, one for each request
 """
 
 from __future__ import annotations
@@ -21,16 +20,18 @@ import msgspec
 from sie_contracts.api.batches import FileDeleted, FileObject
 from sie_contracts.api.jobs import ENDED, JobDeleted, JobManifest, JobPart, JobRequest
 
-HANGING = 30.0  # seconds that nothing here takes, unless it hangs
+HANGING = 30.0  # seconds; an operation that takes longer hangs
 PIECE = 1 << 16
 FILE = "file-" + "0" * 31
 JOB = "job-" + "0" * 31
 
 
 class JobServer(ThreadingHTTPServer):
-    """`script`: what each look at a job tells beside what is known of it; the last stays. `parts`: the output of each
-    job. `cuts`: parts whose bytes end early, and how often. `refuses`: the error of each request whose line begins so.
-    `losses`: how many requests whose line begins so are done without an answer.
+    """A server of jobs and files.
+
+    `script`: the changes of a job at each request for it; the last one stays. `parts`: the output of each job. `cuts`:
+    by part, how often its bytes end early. `refuses`: by the begin of a request line, the error of such requests.
+    `losses`: by the begin of a request line, how many such requests are done without an answer.
     """
 
     daemon_threads = True
@@ -46,17 +47,17 @@ class JobServer(ThreadingHTTPServer):
         self.jobs: dict[str, dict[str, Any]] = {}
         self.script: list[dict[str, Any]] = []
         self.parts: dict[str, bytes] = {}
-        self.announced: dict[str, str] = {}  # digests that are told in place of the true ones
+        self.announced: dict[str, str] = {}  # digests in manifests in place of the true ones
         self.cuts: Counter[str] = Counter()
         self.refuses: dict[str, tuple[int, str, str]] = {}
         self.losses: Counter[str] = Counter()
         self.page = 2
-        self.is_late = False  # a pause or a cancel has not taken effect yet when it is answered
+        self.is_late = False  # if set, a pause or a cancel is answered before it takes effect
         self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
         self.thread.start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is part of these tests."""
+        """Ignore the error: tests have clients that disconnect."""
 
     @property
     def url(self) -> str:
@@ -68,11 +69,11 @@ class JobServer(ThreadingHTTPServer):
         self.thread.join()
 
     def asked(self, method: str, path: str = "") -> list[str]:
-        """Paths of the requests so far."""
+        """Return the paths of the requests so far."""
         return [target for verb, target in self.seen if verb == method and target.startswith(path)]
 
     def add(self, **fields: Any) -> dict[str, Any]:
-        """A job that is there."""
+        """Add a job."""
         job: dict[str, Any] = {
             "id": f"{JOB}{len(self.jobs)}",
             "object": "job",
@@ -96,7 +97,7 @@ class JobServer(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # head and body are sent apart: up to 40 ms between them
+    disable_nagle_algorithm = True  # head and body are sent separately, and Nagle would delay the body up to 40 ms
     server: JobServer
 
     def answer(self) -> None:
@@ -127,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_DELETE = answer
 
     def upload(self) -> FileObject:
-        """Accept a form whose last field is the file, of exactly the length that was announced."""
+        """Accept a form whose last field is the file, and which has exactly the announced length."""
         boundary = re.search("boundary=(.+)", self.headers["content-type"])
         assert boundary is not None
         left = int(self.headers["content-length"])
@@ -266,7 +267,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reset()
 
     def reset(self) -> None:
-        """Reset the connection, as a process that is killed does."""
+        """Reset the connection, as after the death of a process."""
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
 
