@@ -1,4 +1,4 @@
-"""The processes that tests of jobs steer, with the fixed-cost adapter, and what these tests ask of them."""
+"""The cluster of the tests of jobs, with the fixed-cost adapter, and requests to it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sie_cli.main import main
 ADMIN = secrets.token_urlsafe(16)
 MODEL = "toy/one"
 TEXT = {"text": "{text}"}
-SLOW: Any = {"tokens_per_s": 1000.0, "shard_rows": 20}  # of rows of about ten tokens: a shard takes a fifth of a second
+SLOW: Any = {"tokens_per_s": 1000.0, "shard_rows": 20}  # with rows of ten tokens a shard takes a fifth of a second
 CACHE_BYTES = 2_000_000
 
 
 def job_stack(folder: Path) -> Stack:
-    """With tokens, a place of files `data`, and little room for the cache."""
+    """Return a cluster with tokens, a folder `data` for files, and a small cache."""
     environ = {
         "SIE_AUTH_MODE": "token",
         "SIE_ADMIN_TOKEN": ADMIN,
@@ -53,7 +53,7 @@ def shown(stack: Stack, job: str) -> str:
 
 
 def config(stack: Stack, method: str, model: str = "", body: Any = None) -> None:
-    """A change of the catalogue, which the gateway knows afterwards."""
+    """Change the catalogue at the config service."""
     headers = {"Authorization": f"Bearer {ADMIN}"}
     path = f"/v1/configs/models{model and '/' + model}"
     answer = httpx.request(method, stack.config_url + path, json=body, headers=headers, trust_env=False, timeout=30)
@@ -80,7 +80,7 @@ def fingerprint(jobs: JobClient, model: str) -> str:
 
 @contextmanager
 def serving(stack: Stack, jobs: JobClient, model: str, **more: Any) -> Iterator[str]:
-    """A model that only this test has. Gives its fingerprint."""
+    """Serve a model for this test only. Yield its fingerprint."""
     config(stack, "POST", body=entry(model, **more))
     try:
         yield str(until(lambda: fingerprint(jobs, model), 60, f"{model} to answer"))
@@ -89,7 +89,7 @@ def serving(stack: Stack, jobs: JobClient, model: str, **more: Any) -> Iterator[
 
 
 def running(jobs: JobClient, job: Job, shards: int = 2) -> Job:
-    """The job once some of its shards are answered, and not all."""
+    """Return the job once so many of its shards are done, while it still runs."""
 
     def looked() -> Job | None:
         snapshot = jobs.show(job["id"])
@@ -102,5 +102,5 @@ def running(jobs: JobClient, job: Job, shards: int = 2) -> Job:
 
 
 def computed(stack: Stack) -> float:
-    """Inputs that the device took so far."""
+    """Return the number of inputs that the device has taken."""
     return scraped(f"{stack.workers[0].url}/metrics", "sie_batch_size_sum")

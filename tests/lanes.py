@@ -1,4 +1,4 @@
-"""Runs the tests in lanes, one after another, and beside them lint and a lane of few tests.
+"""Run the tests in lanes, one after another, and beside them lint and the lane `precision`.
 
     python tests/lanes.py                  everything that `make test` promises
     python tests/lanes.py -k name          only what pytest selects by these arguments; no lint
@@ -6,10 +6,10 @@
     python tests/lanes.py --system         what `make test-system` promises
     python tests/lanes.py --long           what `make test-long` promises, an hour of two cores
 
-A lane is a set of markers with its own environment. A lane of one marker collects only the files that name the marker:
-collecting all of them takes 10 s of a processor. What a lane prints, the 80 slowest tests included, is kept in
-build/tests/LANE.log as it comes, a failure at once; the long lanes print each test. All lanes run, also after one
-that failed. Exit status: 0, or that of the first lane that failed; 5 if no lane selected a test, as pytest has it.
+A lane is a set of markers with its own environment. A lane of one marker collects only the files that name the marker,
+because collecting all files takes 10 s of a processor. build/tests/LANE.log gets the output of a lane as it comes, with
+each failure at once and the 80 slowest tests at the end; the long lanes print each test. All lanes run, also after one
+that failed. The exit status is 0, or that of the first lane that failed, or 5 if no lane selected a test.
 """
 
 import os
@@ -28,20 +28,20 @@ import zygote
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "build" / "tests"
 NO_TESTS = 5  # pytest's exit status when it selects none
-COLLECTED = "PYTEST_COLLECTED"  # in the environment: arguments by which the process that is forked collects (worker.py)
+COLLECTED = "PYTEST_COLLECTED"  # variable with the arguments by which the forked process collects (worker.py)
 _TESTPATHS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["pytest"]["ini_options"]["testpaths"]
 
 
 @dataclass(frozen=True)
 class Lane:
     name: str
-    marker: str = ""  # that all of its tests have; none: those without any
+    marker: str = ""  # the marker of all its tests; if empty, its tests have none of the markers
     selected: str = ""  # an expression of markers in place of the usual one
-    paths: Sequence[str] = ()  # in place of the files that name the marker
+    paths: Sequence[str] = ()  # paths to collect in place of the files that name the marker
     options: Sequence[str] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
-    beside: bool = False  # the others; what it printed is shown when they have ended
-    is_redundant: bool = False  # on this machine, where it would run as the others do
+    beside: bool = False  # the lane runs beside the others, and its output is printed when they have ended
+    is_redundant: bool = False  # the lane is left out, because on this machine it would run as the others do
 
     @property
     def markers(self) -> str:
@@ -51,7 +51,7 @@ class Lane:
         return " and ".join([self.marker or "not serial", *exclusions])
 
     def files(self) -> list[str]:
-        """Return the files or folders in which a test of this lane may be; none for all."""
+        """Return the files or folders that may have tests of this lane, or an empty list for all."""
         if self.paths or not self.marker:
             return [*self.paths]
         tests = (path for folder in _TESTPATHS for path in sorted((ROOT / folder).rglob("test_*.py")))
@@ -59,7 +59,7 @@ class Lane:
 
 
 def _has_more_than_avx2() -> bool:
-    """Also where nothing tells."""
+    """Return True if this CPU has AVX-512, or if the system does not say."""
     about = Path("/proc/cpuinfo")
     return not about.exists() or "flags" not in (text := about.read_text()) or " avx512f" in text
 
@@ -68,18 +68,18 @@ FORKED = (sys.executable, str(ROOT / "tests" / "worker.py"))  # a Python that ha
 
 
 def _processes(count: int) -> tuple[str, ...]:
-    """Options: so many, to each the groups of tests/conftest.py in their order."""
+    """Return options for so many processes, of which each runs groups of tests/conftest.py in their order."""
     python = shlex.join(FORKED)
     options = ("--dist", "loadgroup", "--no-loadscope-reorder", "--max-worker-restart", "5")
     return ("--tx", f"{count}*popen//python={python}", *options)
 
 
 LANES = (
-    # more processes than two cores: most tests of the whole system wait for something; with six, their clusters starve
-    # each other on two slow cores
+    # three processes on two cores, because most tests of the whole system wait; with six, their clusters starve each
+    # other on two slow cores
     Lane("parallel", options=_processes(3), environ={"OMP_NUM_THREADS": "1"}),
     Lane("serial", "serial", options=_processes(1), environ={"OMP_NUM_THREADS": "1"}),
-    # what depends on the precision that the CPU computes in, once more as on a CPU with AVX2 alone
+    # tests that depend on the precision of the CPU run once more as on a CPU with only AVX2
     Lane(
         "precision",
         "precision",
@@ -89,14 +89,14 @@ LANES = (
     ),
 )
 SYSTEM = (Lane("system", "debian", options=_processes(3)),)
-# 1,000 examples may take longer than what is long for others
+# the time-out is higher, because 1,000 examples may take longer than other tests
 _PATIENT = ("-v", "--hypothesis-profile=long", "--timeout=300", "-o", "faulthandler_timeout=3900")
 LONG = (
     Lane(
         "long",
         selected="(long or hypothesis) and not serial",
         paths=("tests",),
-        # fewer than in `make test`: long tests take more memory, and more of them have bounds of time
+        # no more processes: long tests take more memory, and more of them have bounds of time
         options=(*_PATIENT, *_processes(3)),
         environ={"OMP_NUM_THREADS": "1"},
     ),
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
     beside = [Beside(lane.name, command(lane, arguments), lane.environ) for lane in lanes if lane.beside]
     if is_test and not arguments:
         beside.append(Beside("lint", ["nice", "make", "--no-print-directory", "lint"]))
-    zygote.share()  # the lanes of one kind of environment: what is imported and collected for one serves the next
+    zygote.share()  # lanes with the same environment share a process that has imported and collected
     statuses = {lane.name: run(lane, arguments) for lane in lanes if not lane.beside}
     statuses |= {process.name: process.ended() for process in beside}
     failed = {name: status for name, status in statuses.items() if status not in (0, NO_TESTS)}
@@ -133,12 +133,12 @@ def command(lane: Lane, arguments: Sequence[str]) -> list[str]:
 
 
 def collected(lane: Lane, arguments: Sequence[str]) -> list[str]:
-    """The arguments by which pytest collects."""
+    """Return the arguments by which pytest collects."""
     return [*(arguments or lane.files())]
 
 
 class Beside:
-    """A command that runs while the lanes do."""
+    """A command that runs beside the lanes."""
 
     def __init__(self, name: str, argv: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -150,14 +150,14 @@ class Beside:
             )
 
     def ended(self) -> int:
-        """Its exit status, when it has ended. What it printed goes to the terminal."""
+        """Wait for the end, print its output, and return its exit status."""
         status = self._child.wait()
         print(f"{self.name}: {shlex.join(self._argv)}\n{self._log.read_text()}", flush=True)
         return status
 
 
 def run(lane: Lane, arguments: Sequence[str]) -> int:
-    """The exit status of pytest. Its output goes to the terminal and to the lane's log."""
+    """Run pytest, with its output on the terminal and in the lane's log, and return its exit status."""
     argv = command(lane, arguments)
     print(f"{lane.name}: {shlex.join(argv)}", flush=True)
     began_s = time.monotonic()
@@ -170,14 +170,14 @@ def run(lane: Lane, arguments: Sequence[str]) -> int:
                 sys.stdout.buffer.write(chunk)
                 sys.stdout.buffer.flush()
         finally:
-            child.wait()  # after Ctrl-C pytest, which had it too, takes its clusters down first
+            child.wait()  # after Ctrl-C pytest, which also gets the signal, first ends its clusters
     print(f"{lane.name}: {time.monotonic() - began_s:.0f} s", flush=True)
     return child.returncode
 
 
 def _printed(child: subprocess.Popen[bytes]) -> Iterator[bytes]:
-    """Yield the output of a child until it has ended. Its own children may live on, such as the one that the lanes
-    share, and keep the output open: their end is not awaited.
+    """Yield the output of a child until it has ended. Children of it may live on and keep the output open, such as the
+    process that the lanes share. Their end is not awaited.
     """
     assert child.stdout is not None
     output, ended = child.stdout.fileno(), os.pidfd_open(child.pid)

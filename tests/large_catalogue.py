@@ -1,6 +1,4 @@
-"""A catalogue of many models: copies of the packaged ones under other ids, and the bucket of a config service that
-holds them.
-"""
+"""A catalogue of many models, which are copies of the packaged ones under other ids, and the time of its operations."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from sie_runtime.feed import packaged_catalogue
 
 
 def entries(count: int) -> dict[str, ModelEntry]:
-    """Return that many entries, each with an id and profiles of its own."""
+    """Return that many entries, each with an id of its own."""
     packaged = list(packaged_catalogue().entries.values())
     numbered = zip(range(count), itertools.cycle(packaged), strict=False)
     copies = (msgspec.structs.replace(entry, id=f"{entry.id}-{number}") for number, entry in numbered)
@@ -42,7 +40,7 @@ def export(count: int, epoch: str = "large:9") -> bytes:
 
 
 async def fill(url: str, count: int) -> None:
-    """Have the catalogue of this broker hold them, those that it lacks written as if over the API."""
+    """Write the entries that the catalogue of this broker lacks, as if over the API."""
     broker = await connect(url, name="fill")
     try:
         store = await open_store(broker, load(environ={}, mode="queue").settings)
@@ -59,7 +57,7 @@ async def fill(url: str, count: int) -> None:
 
 
 def median_us(action: Callable[[], object], rounds: int = 200) -> float:
-    """Processor time of one call."""
+    """Return the median processor time of a call in microseconds."""
     took = []
     for _ in range(rounds):
         begun = time.thread_time_ns()
@@ -69,7 +67,7 @@ def median_us(action: Callable[[], object], rounds: int = 200) -> float:
 
 
 def resolving(catalogue: Catalogue) -> dict[str, float]:
-    """Microseconds of a resolution, by how the model is named."""
+    """Return the microseconds of a resolution by the form of the model's name."""
     plain = list(catalogue.entries)[len(catalogue.entries) // 2]
     with_profile = next(
         f"{name}:{list(entry.profiles)[-1]}" for name, entry in catalogue.entries.items() if len(entry.profiles) > 2
@@ -90,9 +88,7 @@ def unknown_us(catalogue: Catalogue) -> float:
 
 
 def applying_us(catalogue: Catalogue) -> float:
-    """Return the microseconds of a delta that adds a model, decoded, checked and applied, up to the first resolution
-    through it.
-    """
+    """Return the microseconds to decode, check and apply a delta that adds a model, and to resolve the model once."""
     raw = normalised(msgspec.structs.replace(next(iter(catalogue.entries.values())), id="new/model"))
     data = messages.encode(ConfigDelta("sie-config", "large:9", "large:12", "new/model", 1, raw))
 

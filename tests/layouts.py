@@ -1,6 +1,4 @@
-"""A placement table made anew, as a pure function: what `Layout` is compared with, and a short way to
-ask it one thing.
-"""
+"""A placement table that a new `Layout` computes, as a pure function."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ def place(
     demand: Mapping[str, float],
     slots: Mapping[str, int],
 ) -> Table:
-    """The hosts of each model of `counts`: as many live workers as it needs, or all of them, as `Layout` places them.
+    """Return the hosts of each model of `counts`: as many live workers as it needs, or all of them.
 
-    `prev`: the table before. `counts`: hosts per model, at least 1. `workers`: the live ones. `demand`: of each model,
-    in workers' worth of time (1.0: it keeps one worker busy); missing is 0. `slots`: how many models fit on a worker at
+    `prev`: the table before. `counts`: hosts per model, at least 1. `workers`: the live workers. `demand`: the demand
+    of each model in workers (1.0 keeps one worker busy); missing is 0. `slots`: how many models fit on a worker at
     once; 0 or missing is no bound.
     """
     layout = Layout()

@@ -1,7 +1,7 @@
-"""Applications that search and write a collection in use, each in its own words: PostgreSQL, Qdrant's client, and
-LanceDB.
+"""Applications that search and write a collection in use, through PostgreSQL, the client of Qdrant, and LanceDB.
 
-Application ──► rows of (text, vector)          stored_rows ──► what searches would see    other ──► what lies beside
+`stored_rows` returns the rows that searches see, as text and vector by id. `beside` returns them with the vectors that
+a migration keeps beside those in use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Stored = Mapping[str, tuple[str | None, list[float] | None]]  # id -> text and v
 class Application(Protocol):
     output: Output
     url: str
-    collection: str  # the name that it uses
+    collection: str  # the name that the application uses
 
     async def create(self, dims: int) -> None: ...
     async def write(self, rows: Stored) -> None: ...
@@ -43,7 +43,7 @@ class Application(Protocol):
 
 
 class Table:
-    """A table of its own form: an integer as the key, columns that no migration knows."""
+    """A table of PostgreSQL with an integer key and a column that no migration knows."""
 
     def __init__(self, server: PostgresServer, collection: str, output: Output = "dense") -> None:
         self.server = server
@@ -97,7 +97,7 @@ class Table:
         return await self._rows("embedding_next" if side == "new" else "embedding_before")
 
     async def new_vectors(self) -> int:
-        """How many rows have one so far; 0 before there is a place for them."""
+        """Return how many rows have a new vector; 0 before the migration begins."""
         try:
             (row,) = await self.run(f'SELECT count(embedding_next) AS count FROM "{self.collection}"')
         except asyncpg.UndefinedColumnError:
@@ -136,11 +136,11 @@ class Points:
         if self._client is not None:
             return self._client
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its dependencies
+            warnings.simplefilter("ignore")  # its dependencies warn
             from qdrant_client import QdrantClient
         key = self.server.url.rpartition("@")[0].removeprefix("qdrant://") or None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a key without TLS
+            warnings.simplefilter("ignore")  # the client warns of a key without TLS
             self._client = QdrantClient(
                 host="127.0.0.1",
                 port=self.server.port,
@@ -230,7 +230,7 @@ class Points:
                 return rows
 
     def names(self) -> dict[str, str]:
-        """Collections by alias."""
+        """Return the collections by alias."""
         client = self.client()
         return {alias.alias_name: alias.collection_name for alias in client.get_aliases().aliases}
 
@@ -244,14 +244,14 @@ class Points:
         return await asyncio.to_thread(self._rows, name)
 
     def unnamed(self) -> list[str]:
-        """Collections of a migration that no alias names."""
+        """Return the collections of a migration that no alias names."""
         client = self.client()
         names = [collection.name for collection in client.get_collections().collections]
         in_use = self.names().values()
         return [name for name in names if name.startswith(f"{self.collection}--") and name not in in_use]
 
     async def new_vectors(self) -> int:
-        """How many rows have one so far; 0 before there is a place for them."""
+        """Return how many rows have a new vector; 0 before the migration begins."""
         client = self.client()
         counts = [client.count(name, exact=True).count for name in self.unnamed()]
         return sum(counts)
@@ -268,7 +268,7 @@ class Points:
 
 
 class Rows:
-    """A table of LanceDB of its own form: an integer as the key, a column that no migration knows."""
+    """A table of LanceDB with an integer key and a column that no migration knows."""
 
     output: Output = "dense"
 
@@ -287,7 +287,7 @@ class Rows:
         await self.create_of({"id": "int64", "body": "string", "price": "int64", "vector": dims})
 
     async def create_of(self, columns: dict[str, str | int]) -> None:
-        """With columns by type, or by the width of their vectors."""
+        """Create the table with columns by type, or by the width of their vectors."""
         types = {
             name: pyarrow.list_(pyarrow.float32(), type) if isinstance(type, int) else type
             for name, type in columns.items()
@@ -296,7 +296,7 @@ class Rows:
         await connection.create_table(self.collection, schema=pyarrow.schema(list(types.items())))
 
     async def add(self, *rows: tuple[str | None, str]) -> None:
-        """Rows of an id and a text, whatever is there."""
+        """Add rows of an id and a text, without a check for equal ids."""
         records = [{"id": None if row_id is None else int(row_id), "body": text} for row_id, text in rows]
         schema = pyarrow.schema([("id", pyarrow.int64()), ("body", pyarrow.utf8())])
         await (await self.table()).add(pyarrow.Table.from_pylist(records, schema=schema))
@@ -341,7 +341,7 @@ class Rows:
 
 
 def is_close(stored: list[float] | None, vector: Any) -> bool:
-    """Whether a stored vector has the direction of another one. Qdrant stores vectors of length 1."""
+    """Return True if a stored vector has the direction of another one. Qdrant stores vectors with length 1."""
     if stored is None or len(stored) != len(vector):
         return False
     left, right = np.array(stored), np.array(vector)

@@ -1,5 +1,5 @@
-"""Concurrent clients whose every answer is checked: against the oracle, what the cluster said before, or what the
-fixed-cost adapter gives.
+"""Concurrent clients that check every answer against the oracle, earlier answers of the cluster, or the vectors of the
+fixed-cost adapter.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TEXTS = oracle.ragged_texts(64, seed=11, longest=60)
 
 @dataclass
 class Outcome:
-    """One request: `status` 0 means that no response came (`failure` says how). `sent_s`: when its last byte was
-    handed to the kernel.
+    """One request. `status` 0 means that no response came, and `failure` names the error. `sent_s`: when its last byte
+    was handed to the kernel.
     """
 
     started_s: float
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def answered(url: str) -> NDArray[np.float32]:
-    """Return the vectors of an undisturbed cluster for TEXTS. It takes 8 s less than the oracle's imports."""
+    """Return the vectors of an undisturbed cluster for TEXTS. This takes 8 s less than the imports of the oracle."""
     body = msgspec.msgpack.encode({"items": TEXTS})
     headers = {"content-type": "application/msgpack", "accept": "application/msgpack"}
     answer = httpx.post(f"{url}/v1/encode/{MODEL}", content=body, headers=headers, timeout=60)
@@ -52,13 +52,13 @@ def answered(url: str) -> NDArray[np.float32]:
 
 @dataclass
 class Load:
-    """Clients that send one text at a time until told to stop, or `count` requests at once."""
+    """Clients that send one text at a time until `stop`."""
 
     urls: list[str]
     timeout_s: float = 30.0
-    model: str = MODEL  # any other is one of the fixed-cost adapter
-    pause_s: float = 0.0  # of each client after an answer
-    expected: NDArray[np.float32] | None = None  # for each of TEXTS, such as `answered`; None: the oracle's
+    model: str = MODEL  # any other model is served by the fixed-cost adapter
+    pause_s: float = 0.0  # the pause of a client after an answer
+    expected: NDArray[np.float32] | None = None  # a vector for each of TEXTS, as from `answered`; None: by the model
     outcomes: list[Outcome] = field(default_factory=list)
     stopping: bool = False
     in_flight: int = 0
@@ -118,7 +118,7 @@ class Load:
             while not self.stopping:
                 outcome = await self.one(client, url, number)
                 number += 7
-                # after an error the pause of a client before it tries again
+                # after an error, a client pauses before its next request
                 await asyncio.sleep(self.pause_s if outcome.status == 200 else 0.05)
 
     def start(self, clients: int) -> list[asyncio.Task[None]]:
@@ -131,7 +131,7 @@ class Load:
         await asyncio.gather(*tasks)
 
     async def successes_after(self, moment_s: float, count: int, timeout_s: float) -> float:
-        """When the `count`-th request that was started after `moment_s` had succeeded."""
+        """Wait until `count` requests that started after `moment_s` have succeeded, and return the time of the last."""
         async with asyncio.timeout(timeout_s):
             while True:
                 good = [
@@ -144,7 +144,7 @@ class Load:
                 await asyncio.sleep(0.01)
 
     async def busy(self, count: int, timeout_s: float) -> None:
-        """Until so many requests are in flight."""
+        """Wait until so many requests are in flight."""
         async with asyncio.timeout(timeout_s):
             while True:
                 if self.in_flight >= count:

@@ -1,4 +1,4 @@
-"""Small random models of every family, and the folder of catalogue entries that serves them: what SIE_MODELS_DIR names.
+"""Small random models of many families, and a folder of catalogue entries for them, which SIE_MODELS_DIR may name.
 
 KINDS[name] ──► weights in a folder, an entry as a file ──► `sie serve --models-dir`
 """
@@ -26,9 +26,9 @@ from transformers import (
     AutoTokenizer,
 )
 
-TOKEN_WIDTH = 24  # of the late-interaction model
-SKETCH = {"num_repetitions": 4, "num_simhash_projections": 3, "final_projection_dim": 96}  # of its MUVERA profile
-FAR = 150  # a position, of tokens, that the sequences of a load's checks do not reach
+TOKEN_WIDTH = 24  # the width of the late-interaction model
+SKETCH = {"num_repetitions": 4, "num_simhash_projections": 3, "final_projection_dim": 96}  # its MUVERA profile
+FAR = 150  # a token position beyond the sequences that a load checks
 M3_OUTPUTS = ("dense", "sparse", "multivector")
 Entry = dict[str, Any]
 
@@ -89,7 +89,7 @@ def _cross(folder: Path) -> Entry:
 
 
 def _reranker(folder: Path) -> Entry:
-    # more than it has tokens, as published ones
+    # a vocabulary larger than the tokenizer's, as in published models
     build_reranker(folder, "qwen3 causal", tie_word_embeddings=True, vocab_size=4096)
     return {"family": "decoder-reranker", "outputs": {"score": 0}, "max_tokens": MAX_TOKENS, **QWEN3_ENTRY}
 
@@ -170,7 +170,7 @@ KINDS: dict[str, Callable[[Path], Entry]] = {
 
 @dataclass(frozen=True)
 class LocalModels:
-    """`folder` holds the entries, `weights / name` the files of the model `test/name`. All compute in float32."""
+    """A set of models in float32. `folder` has the entries, `weights / name` the files of the model `test/name`."""
 
     folder: Path
     weights: Path
@@ -186,7 +186,7 @@ class LocalModels:
         (self.folder / f"{name}.yaml").write_text(json.dumps(whole))  # JSON is YAML
 
     def build(self, name: str, kind: str = "") -> Path:
-        """Make a model of KINDS and its entry. Returns the folder of its weights."""
+        """Create a model of KINDS and its entry. Return the folder of its weights."""
         self.add(name, KINDS[kind or name](self.weights / name))
         return self.weights / name if (kind or name) != "mini" else model_folder()
 
@@ -196,12 +196,12 @@ class LocalModels:
 
     @property
     def arguments(self) -> list[str]:
-        """Return the arguments of `sie serve` for these models and no others."""
+        """Return the arguments of `sie serve` for these models only."""
         return ["--models-dir", str(self.folder), "--model-filter", ",".join(self.names)]
 
 
 def under(root: Path) -> LocalModels:
-    """An empty set of models."""
+    """Return an empty set of models."""
     models = LocalModels(root / "models", root / "weights")
     models.folder.mkdir(parents=True)
     models.weights.mkdir()
@@ -209,10 +209,11 @@ def under(root: Path) -> LocalModels:
 
 
 def poison(folder: Path, text: str, mates: Sequence[str]) -> None:
-    """Make `text`, of more than FAR tokens, overflow float32 in the first layer, and none of `mates`, which have fewer.
+    """Make `text`, of more than FAR tokens, overflow float32 in the first layer, but no text of `mates`, which are
+    shorter.
 
-    One position is planted, or where there is no table of them a token that only `text` has. It is nothing that the
-    random sequences have with which a load compares the paths: such a model would not become ready.
+    The weights of one position are changed, or, without a table of positions, those of a token that only `text` has.
+    The random sequences of a load's checks do not have it, because else the model would not become ready.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
@@ -229,18 +230,18 @@ def poison(folder: Path, text: str, mates: Sequence[str]) -> None:
             )
             if "reranker" in folder.name:
                 used_tokens |= set(np.random.default_rng(0).integers(0, len(table), 1000, dtype=np.int32).tolist())
-            # from the end: a first word may be another token where something stands before it
+            # from the end, because the first word becomes another token after a prefix
             place = next(token for token in reversed(tokenizer(text)["input_ids"]) if token not in used_tokens)
         table[place] = 3e38
-        table[place, ::2] *= -1  # their difference, which a norm takes, is no float32
+        table[place, ::2] *= -1  # a norm subtracts the mean, and this difference overflows float32
         if "reranker" in folder.name:
-            table[place, 0] = torch.inf  # a norm that takes no difference makes zeros of the rest
+            table[place, 0] = torch.inf  # a norm without a mean needs an infinite value
 
     edit_weights(folder, plant)
 
 
 def enlarge(folder: Path, factor: float) -> None:
-    """Scale the states of a BERT-like encoder, and with them all that is not normalised."""
+    """Scale the states of a BERT-like encoder, and so every output that is not normalised."""
 
     def scale(weights: dict[str, Tensor]) -> None:
         last = max(int(part) for name in weights for part in name.split(".") if part.isdigit())
@@ -252,7 +253,7 @@ def enlarge(folder: Path, factor: float) -> None:
 
 
 def yes_probability(folder: Path, instruction: str, query: str, document: str) -> float:
-    """Return the probability of `yes` of a Qwen3 reranker, by transformers alone. Source: README of Qwen3-Reranker."""
+    """Return the probability of `yes` of a Qwen3 reranker by transformers, as in the README of Qwen3-Reranker."""
     tokenizer, model = (
         AutoTokenizer.from_pretrained(folder),
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),

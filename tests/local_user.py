@@ -1,14 +1,14 @@
-"""Somebody else on the machine, who has no rights: becomes user 65534 and tries what it can reach of a `sie serve`.
+"""An attacker without rights on the same machine. The program becomes user 65534 and tries to reach a `sie serve`.
 
-    python tests/local_user.py '{"ports": [...], "pids": [...], "folders": [...], "data_dir": "..."}'
+    python tests/local_user.py '{"ports": [...], "pids": [...], "folders": [...], "paths": [...]}'
 
-It prints one JSON object: what each port answered, which files, sockets and processes opened, and all bytes that it
-got, as `loot`.
+It prints one JSON object: the answers of each port, the files, sockets and processes that it could open, and all bytes
+that it got as `loot`.
 """
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401  nothing can be imported once the rights are gone
+import encodings.idna  # noqa: F401  the process cannot import after it has given up its rights
 import json
 import os
 import socket
@@ -69,13 +69,13 @@ WRITES = (
 
 
 class Attacker:
-    """Keeps every byte that anybody gave it."""
+    """A client that keeps every byte that it gets."""
 
     def __init__(self) -> None:
         self.loot = bytearray()
 
     def exchange(self, address: tuple[str, int] | str, sent: bytes) -> bytes:
-        """Return the bytes that arrive until the peer closes, or is silent for a while."""
+        """Send bytes, and return those that arrive until the peer closes or is silent for WAIT_S."""
         family = socket.AF_INET if isinstance(address, tuple) else socket.AF_UNIX
         got = bytearray()
         with socket.socket(family) as peer:
@@ -93,7 +93,7 @@ class Attacker:
         return bytes(got)
 
     def http(self, port: int, method: str, path: str, body: Any = None) -> int:
-        """The status, 0 where the answer is no HTTP."""
+        """Send a request and return the status of its answer, or 0 if the answer is no HTTP."""
         content = b"" if body is None else json.dumps(body).encode()
         head = (
             f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\nAuthorization: Bearer "
@@ -103,7 +103,7 @@ class Attacker:
         return int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") else 0
 
     def nats(self, port: int, credentials: dict[str, str]) -> str:
-        """Subscribe to all, write a key and delete a stream: `refused`, or what the server said to it."""
+        """Try to subscribe to all, write a key and delete a stream. Return `refused`, or the end of the answer."""
         words = (
             f"CONNECT {json.dumps({'verbose': False, **credentials})}\r\nSUB > 1\r\nSUB _INBOX.> 2\r\n"
             "PUB $KV.sie_keys.evil 2\r\n{}\r\nPUB $JS.API.STREAM.DELETE.WORK__default 0\r\n\r\nPING\r\n"
@@ -184,7 +184,7 @@ class Attacker:
         return opened
 
     def abstract_sockets(self, pids: list[int]) -> list[str]:
-        """Names of listening sockets that no file guards."""
+        """Return the names of sockets in the abstract namespace, which no file mode protects."""
         rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
         return [row[7] for row in rows if len(row) > 7 and "sie" in row[7] and row[7].startswith("@")]
 

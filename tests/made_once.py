@@ -1,4 +1,4 @@
-"""Folders that are made once in a run of the tests, whichever of its processes wants them first."""
+"""Folders that are created once in a run of the tests, by the first process that needs them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """The folder `name`, which `make` fills. Another process waits until it is whole. To be read only.
+    """Return the folder `name`, which `make` fills. Other processes wait until it is complete. Tests only read it.
 
-    If `make` raises, the next one that wants the folder tries again.
+    If `make` raises, the next process that needs the folder tries again.
     """
     base = factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # each worker has a folder of its own in it
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # the base of a worker is a folder in it
     folder, growing = shared / name, shared / f"{name}.{os.getpid()}"
     with (shared / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

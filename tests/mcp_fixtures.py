@@ -1,5 +1,5 @@
-"""A gateway in the event loop of a test with `sie mcp` before it: the worker is the test, the client is that of the
-package `mcp`.
+"""A gateway and `sie mcp` in the event loop of a test. The test is the worker, and the client is that of the package
+`mcp`.
 
     Client ──HTTP──► sie mcp ──► gateway ──► MemoryServer ──► Worker, which answers each message
 """
@@ -36,7 +36,7 @@ MARKDOWN = "\n".join(f"## Section {number}\n\nA line of the document." for numbe
 
 
 def served() -> list[Any]:
-    """The models of the gateway. Work of HELD is answered by the test alone."""
+    """Return the models of the gateway. `Worker` does not answer work of HELD, which a test answers itself."""
     return [
         toy_entry(DENSE),
         toy_entry(RANK, outputs={"score": 0}, family="cross-encoder"),
@@ -47,7 +47,7 @@ def served() -> list[Any]:
 
 
 def answered(item: WorkItem) -> tuple[list[Ok], bytes]:
-    """The outcomes of a work item, and their arrays."""
+    """Return the outcomes of a work item, and their arrays."""
     if item.model == DENSE:
         vectors = [vector_of(ids_of(entry.text or "")) for entry in item.inputs]
         slices = [ArraySlice("<f4", (WIDTH,), 4 * WIDTH * number) for number in range(len(vectors))]
@@ -70,7 +70,7 @@ def answered(item: WorkItem) -> tuple[list[Ok], bytes]:
 
 @dataclass
 class Worker:
-    """Answers the messages of the gateway."""
+    """A worker that answers the messages of the gateway."""
 
     cluster: InProcess
     items: list[WorkItem] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Door:
 
     @contextlib.asynccontextmanager
     async def client(self, key: str = "", mode: str = "auto") -> AsyncIterator[Client]:
-        """A client of the package with this API key. `mode`: legacy for the revisions with sessions."""
+        """Open a client with this API key. `mode` legacy is for the protocol revisions with sessions."""
         headers = {"authorization": f"Bearer {key}"} if key else {}
         async with (
             httpx2.AsyncClient(headers=headers, timeout=30, trust_env=False) as http,

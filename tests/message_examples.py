@@ -1,4 +1,4 @@
-"""An example of every message; together they set every field."""
+"""Examples of every message. Together they set every field."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ _ASKED = RunOptions(
     parameters={"flat_ner": False, "score_weights": {"dense": 1.0}},
 )
 
-# what the examples of one kind have in common
+# common fields of the examples of one kind
 _work = partial(
     WorkItem,
     request="01a1f797",
@@ -118,7 +118,7 @@ _heartbeat = partial(
 )
 _result = partial(WorkResult, request="01a1f797", chunk=0, worker="w1")
 
-# Every field of every message is set to something other than its default, in one example or another.
+# Every field of every message has a value other than its default in some example.
 _RECIPE = Recipe("crop", 4, 6, 8, 9, 2, 4, 64, "rounded", "bilinear", (1, 2, 3), 5)
 EXAMPLES: dict[str, Any] = {
     "work-1": WorkItem(
@@ -619,7 +619,7 @@ def encoded(name: str) -> bytes:
     return msgspec.json.encode(EXAMPLES[name]) if name.startswith("export") else messages.encode(EXAMPLES[name])
 
 
-# maps of anything, where another key is another value
+# fields whose keys are data, so that a further key would change the value
 _DATA = {
     "entry",
     "parameters",
@@ -640,8 +640,8 @@ _NAMED = {"outputs", "rows", "traffic", "pools", "fetching"}  # maps from names 
 
 
 def newer(value: Any, key: str = "") -> Any:
-    """The same message from a sender that knows more: a further field in every map, a further element in every array
-    slice.
+    """Return the message as a newer sender would send it, with a further field in every map, and a further element in
+    every array slice.
     """
     if key in _DATA:
         return value

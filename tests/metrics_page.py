@@ -1,4 +1,4 @@
-"""The tables of docs/metrics.md, made from the table of all metrics, the alerts of the chart and its dashboard.
+"""Write the tables of docs/metrics.md from the table of all metrics, the alerts of the chart and its dashboard.
 
 python tests/metrics_page.py
 """
@@ -24,7 +24,7 @@ _PORTS = {
 
 
 def every() -> dict[str, Metric]:
-    """All metrics of all processes by name; no name is of two."""
+    """Return all metrics of all processes by name. No two processes share a name."""
     return {name: metric for metrics in TABLE.values() for name, metric in metrics.items()}
 
 
@@ -35,7 +35,7 @@ def _row(metric: Metric) -> str:
 
 
 def metrics() -> str:
-    """Each process with its metrics, in the order of the table."""
+    """Return the metrics of each process, in the order of the table."""
     lines = []
     for process, group in TABLE.items():
         most = sum(metric.series for metric in group.values())
@@ -52,7 +52,7 @@ def labels() -> str:
 
 
 def alerts() -> str:
-    """The alerts, with what they look at."""
+    """Return the table of the alerts."""
     lines = ["| alert | severity | after | when |", "|---|---|---|---|"]
     for group in yaml.safe_load((FILES / "alerts.yaml").read_text("utf-8"))["groups"]:
         for rule in group["rules"]:
@@ -74,7 +74,7 @@ def panels() -> str:
 
 
 def page(old: str) -> str:
-    """The page with its tables as they are now."""
+    """Return the page with its present tables."""
     for name, section in (("metrics", metrics()), ("labels", labels()), ("alerts", alerts()), ("panels", panels())):
         old = re.sub(
             rf"(?<=<!-- {name} -->\n).*(?=\n<!-- /{name} -->)",

@@ -1,4 +1,4 @@
-"""The table of models in docs/models.md, made from the packaged catalogue.
+"""Write the table of models in docs/models.md from the packaged catalogue.
 
 python tests/models_page.py
 """
@@ -33,7 +33,7 @@ def _row(entry: ModelEntry) -> str:
 
 
 def table() -> str:
-    """A table for each group of tasks, the models in the order of their names."""
+    """Return a table for each group of tasks, with the models in the order of their names."""
     entries = sorted(packaged_catalogue().entries.values(), key=lambda entry: (entry.tasks, entry.id.lower()))
     parts = []
     for tasks, group in itertools.groupby(entries, key=lambda entry: entry.tasks):
@@ -44,7 +44,7 @@ def table() -> str:
 
 
 def page(text: str) -> str:
-    """The page with the table and the number of models as the catalogue has them now."""
+    """Return the page with the present tables and the present number of models."""
     numbered = re.sub(r"(?<=The catalogue has )\d+(?= models)", str(len(packaged_catalogue().entries)), text)
     replaced = table()
     return re.sub(r"(?<=<!-- models -->\n\n).*?(?=\n\n<!-- /models -->)", lambda _: replaced, numbered, flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""The chart's alerts and dashboards as its tests look at them: expressions, rule tests, the parts of an expression."""
+"""The alerts and dashboards of the chart, for tests: expressions, rule tests, and the parts of an expression."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from helm import CHART, of_kind, rendered
 
 RULE_TESTS = Path(__file__).parent / "chart" / "alerts_test.yaml"
-NAMESPACE = "search"  # of the installation that is rendered
+NAMESPACE = "search"  # the namespace of the rendered installation
 
 
 def spec() -> dict[str, Any]:
@@ -26,7 +26,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 def boards() -> dict[str, Any]:
-    """The dashboards by the names of their files."""
+    """Return the dashboards by the names of their files."""
     return {
         file.stem: json.loads(file.read_text("utf-8"))
         for file in sorted((CHART / "files" / "dashboards").glob("*.json"))
@@ -34,9 +34,7 @@ def boards() -> dict[str, Any]:
 
 
 def filled(expression: str, *, rate: str = "5m", span: str = "1h", interval_ms: int = 60_000) -> str:
-    """An expression of a panel with its variables as Grafana puts them in: `$__rate_interval` and `$__range` are
-    durations.
-    """
+    """Return an expression of a panel with its variables replaced as by Grafana. `rate` and `span` are durations."""
     values = {"$namespace": NAMESPACE, "$__rate_interval": rate, "$__range": span, "$__interval_ms": f"{interval_ms}"}
     for name, value in values.items():
         expression = expression.replace(name, value)
@@ -44,7 +42,7 @@ def filled(expression: str, *, rate: str = "5m", span: str = "1h", interval_ms: 
 
 
 def panels() -> list[tuple[str, str]]:
-    """The expressions of all dashboards, each with the title of its panel."""
+    """Return the expressions of all dashboards, each with the title of its panel."""
     return [
         (panel["title"], filled(target["expr"]))
         for board in boards().values()
@@ -54,7 +52,7 @@ def panels() -> list[tuple[str, str]]:
 
 
 def relabelings() -> list[dict[str, Any]]:
-    """Return the changes of the chart's ServiceMonitors to the labels of a target, one list for all of them."""
+    """Return the relabelings of the chart's ServiceMonitors, which are the same for all."""
     (text,) = {
         json.dumps(endpoint.get("relabelings", []))
         for monitor in of_kind("ServiceMonitor", rendered("values-gke.yaml")).values()
@@ -71,12 +69,12 @@ def rule_tests() -> dict[str, Any]:
 
 
 def proven() -> set[str]:
-    """Expressions that rule tests show something for."""
+    """Return the expressions for which rule tests expect samples."""
     return {case["expr"] for test in rule_tests()["tests"] for case in test.get("promql_expr_test", ())}
 
 
 def parts_of(node: promql.Expr) -> Iterator[promql.Expr]:
-    """An expression and all in it."""
+    """Yield an expression and all its parts."""
     yield node
     for name in ("lhs", "rhs", "expr", "param", "vector_selector"):
         if isinstance(inner := getattr(node, name, None), promql.Expr):

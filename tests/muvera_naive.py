@@ -1,6 +1,4 @@
-"""Fixed dimensional encodings written out step by step, one item at a time, in numpy: what the batched form is compared
-with.
-"""
+"""Fixed dimensional encodings in numpy, step by step and one item at a time, as a reference for the batched form."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def inner(seed: int, dim: int, width: int) -> np.ndarray:
 
 
 def margin(tokens: np.ndarray, parameters: Muvera) -> float:
-    """The smallest distance of a token from a plane. Within rounding of 0, either side of the plane is right."""
+    """Return the smallest distance of a token from a plane. If it is near 0, each side of the plane is right."""
     seeds = range(parameters.seed, parameters.seed + parameters.num_repetitions)
     products = [
         np.abs(tokens.astype(np.float64) @ planes(seed, tokens.shape[1], parameters.num_simhash_projections))
@@ -41,7 +39,7 @@ def margin(tokens: np.ndarray, parameters: Muvera) -> float:
 
 
 def encode(tokens: np.ndarray, parameters: Muvera, *, is_query: bool) -> np.ndarray:
-    """`tokens` float32 [tokens, dim] as one float32 vector."""
+    """Encode `tokens`, float32 [tokens, dim], as one float32 vector."""
     dim, partitions = tokens.shape[1], 2**parameters.num_simhash_projections
     cell = parameters.projection_dim or dim
     blocks = np.zeros((parameters.num_repetitions, partitions, cell), np.float32)

@@ -20,7 +20,7 @@ STOP_TIMEOUT_S = 60.0
 
 
 def binary() -> str:
-    """The server of this environment, else that of the machine."""
+    """Return the server of this environment, or else that of the machine."""
     beside = Path(sys.executable).with_name("nats-server")
     path = str(beside) if beside.exists() else shutil.which("nats-server")
     if path is None:
@@ -29,10 +29,10 @@ def binary() -> str:
 
 
 class NatsServer:
-    """One server process. `kill` and `start` again keep port and store, so that a restart is one to its clients.
+    """One server process. It keeps its port and store over `kill` and `start`, so clients see a restart.
 
-    `extra` is text for the end of its configuration file (accounts, say). `log` holds the last lines it wrote.
-    Calls block until the process is ready or gone, at most for START_TIMEOUT_S and STOP_TIMEOUT_S.
+    `extra` is text for the end of its configuration file, such as accounts. `log` has its last lines. Calls block until
+    the process is ready or gone, at most for START_TIMEOUT_S and STOP_TIMEOUT_S.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class NatsServer:
         return f"http://127.0.0.1:{self.monitor_port}"
 
     def set_max_payload(self, max_payload: int) -> None:
-        """For the next start."""
+        """Set the limit of the next start."""
         self._max_payload = max_payload
 
     def set_extra(self, before: str, after: str) -> None:
@@ -96,11 +96,11 @@ class NatsServer:
         ready.set()
 
     def stop(self) -> None:
-        """End the server as an orchestrator does, with SIGTERM."""
+        """End the server with SIGTERM, as an orchestrator does."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the server as a power cut does, but for the page cache, with SIGKILL."""
+        """End the server with SIGKILL. Unlike after a power cut, the page cache stays."""
         self._end(signal.SIGKILL)
 
     def pause(self) -> None:

@@ -1,8 +1,8 @@
-"""The way of a newcomer, from a fresh clone to the first vector, by the commands of README.md: seconds and bytes.
+"""Measure the seconds and bytes from a fresh clone to the first vector, by the commands of README.md.
 
     python tests/newcomer.py
 
-The model is the one of README.md, whose weights are a package: no hub is needed, but a package index is.
+The weights of the model in README.md are a package, so a package index is needed, but no hub.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from sie_cli.serve.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 END_S = 60.0
-# what a developer's environment would lend to a machine that has nothing
+# variables of a developer's environment that a new machine does not have
 _OWN = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
 
 
 class FirstVector(NamedTuple):
-    """Seconds from the clone to the end of the installation, to `ready in`, and to the vector; its width; bytes of the
-    environment, and bytes that this machine received meanwhile.
+    """The measurement: seconds from the clone to the end of the installation, to `ready in` and to the vector; the
+    width of the vector; bytes of the environment, and bytes that this machine received meanwhile.
     """
 
     installed_s: float
@@ -45,7 +45,7 @@ class FirstVector(NamedTuple):
 
 
 def measure(folder: Path) -> FirstVector:
-    """Clone the commit of this checkout into a folder, and go the way."""
+    """Clone the commit of this checkout into a folder, and run the commands of README.md."""
     page = (ROOT / "README.md").read_text("utf-8")
     (command,) = re.findall(r'^make serve ARGS="(\S+)"$', page, re.MULTILINE)
     (path, body) = re.findall(r"^curl -s http://127\.0\.0\.1:8080(\S+) -d '(.*)'$", page, re.MULTILINE)[0]
@@ -73,7 +73,7 @@ def measure(folder: Path) -> FirstVector:
 
 @contextlib.contextmanager
 def _served(checkout: Path, arguments: str) -> Iterator[Iterator[str]]:
-    """`make serve` in a process group of its own; the value yields its lines, which are printed too."""
+    """Run `make serve` in a process group of its own. Yield an iterator of its lines, which are printed too."""
     environ = {name: value for name, value in os.environ.items() if name not in _OWN and not name.startswith("SIE_")}
     process = subprocess.Popen(
         ["make", "serve", f"PYTHON={Path(sys.executable).resolve()}", arguments],
@@ -99,7 +99,7 @@ def _printed(lines: Iterator[str]) -> Iterator[str]:
 
 
 def _received() -> int:
-    """Bytes that this machine received from others."""
+    """Return the bytes that this machine has received from others."""
     return sum(count.bytes_recv for name, count in psutil.net_io_counters(pernic=True).items() if name != "lo")
 
 

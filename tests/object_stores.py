@@ -1,5 +1,5 @@
-"""Object stores for tests: SeaweedFS in a process of its own, moto's S3 and Google's emulator in this one, and their
-faults.
+"""Object stores for tests: SeaweedFS in a process of its own, and moto's S3 and an emulator of Google's store, with
+faults, in this process.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def s3_server(folder: Path) -> Iterator[S3]:
 
 @dataclass(frozen=True)
 class Request:
-    """Request of a client. `range`: as in its header."""
+    """A request of a client. `range` is the value of its header."""
 
     method: str
     path: str
@@ -124,11 +124,11 @@ class Request:
 
 @dataclass
 class Faults:
-    """Faults of a server, and the requests that it got. `refuse`: returns the status and the code of S3 to answer
-    instead, if anything.
+    """The faults of a server, and the requests that it got. `refuse` returns the status and the S3 code of an error, or
+    None.
 
-    An answer with a body of `slow_from` bytes or more comes in pieces of `piece_bytes` with `pause_s` between; after
-    `cut_after` bytes of all of them together every connection ends.
+    An answer of `slow_from` bytes or more comes in pieces of `piece_bytes` with pauses of `pause_s`. After `cut_after`
+    bytes of all answers together, every connection is cut.
     """
 
     refuse: Callable[[Request], tuple[str, str] | None] = lambda _: None
@@ -143,7 +143,7 @@ class Faults:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def reads(self) -> list[Request]:
-        """Reads of files, other than of manifests."""
+        """Return the reads of files, without those of manifests."""
         return [request for request in self.requests if request.method == "GET" and request.range]
 
     def writes(self) -> list[str]:
@@ -151,7 +151,7 @@ class Faults:
 
 
 class Moto:
-    """moto's S3 in this process, behind Faults. A bucket is there from the start."""
+    """moto's S3 in this process, with Faults. It has a bucket from the start."""
 
     def __init__(self) -> None:
         from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
@@ -180,7 +180,7 @@ class Moto:
         request = Request(environ["REQUEST_METHOD"], environ["PATH_INFO"], environ.get("HTTP_RANGE", ""))
         if not environ.get("HTTP_AUTHORIZATION", "").startswith(
             "AWS4"
-        ):  # a client of Google's interface, which S3's is enough of
+        ):  # a client of Google's XML interface, which is close enough to S3's
             environ["HTTP_AUTHORIZATION"] = (
                 "AWS4-HMAC-SHA256 Credential=x/2026/us-east-1/s3/aws4_request,SignedHeaders=host,Signature=x"
             )
@@ -217,8 +217,8 @@ class Moto:
 
 
 class Google:
-    """Google's emulator with what its XML interface lacks: HEAD, DELETE, lists, empty objects, and the headers that
-    every answer has.
+    """An emulator of Google's store, with additions to its XML interface: HEAD, DELETE, lists, empty objects, and the
+    headers of every answer.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -312,7 +312,7 @@ class Google:
         self.environ = {"GOOGLE_SERVICE_ACCOUNT": str(google_account(folder / "account.json", self.url))}
 
     def object(self, name: str) -> bytes:
-        """An object as Google's JSON interface gives it."""
+        """Return an object from Google's JSON interface."""
         answer = httpx.get(
             f"{self.url}/storage/v1/b/{BUCKET}/o/{quote(name, safe='')}?alt=media", trust_env=False, timeout=60
         )
@@ -324,7 +324,7 @@ class Google:
 
 
 def google_account(file: Path, url: str) -> Path:
-    """The file that GOOGLE_SERVICE_ACCOUNT names, for a store at `url` that asks for no token."""
+    """Write the file for GOOGLE_SERVICE_ACCOUNT, for a store at `url` that needs no token."""
     account = {"gcs_base_url": url, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
     file.write_text(json.dumps(account))
     return file
@@ -348,7 +348,7 @@ class Place:
 
     @classmethod
     def at(cls, server: Moto | Google | S3, environ: pytest.MonkeyPatch) -> Place:
-        """A new one, with the variables that lead a client there."""
+        """Return a new prefix, and set the variables that lead a client there."""
         for name, value in server.environ.items():
             environ.setenv(name, value)
         place = cls(f"{'gs' if isinstance(server, Google) else 's3'}://{BUCKET}/{next(_numbers)}/weights", server)
@@ -358,7 +358,7 @@ class Place:
         return place
 
     def _make_bucket(self) -> None:
-        """The first object makes it, once the store has found its volumes."""
+        """Create the bucket with a first object, and retry until the store has found its volumes."""
         from obstore.exceptions import BaseError
 
         deadline_s = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""The client of OpenAI at a gateway of a cluster."""
+"""OpenAI's client of a gateway."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from cluster import Cluster
 
 
 def client_of(cluster: Cluster, token: str, gateway: int = 0) -> openai.OpenAI:
-    """With the key `token`. What fails is not tried again."""
+    """Return a client with the key `token` that retries nothing."""
     return openai.OpenAI(base_url=f"{cluster.urls[gateway]}/v1", api_key=token, timeout=60, max_retries=0)

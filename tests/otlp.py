@@ -14,12 +14,12 @@ from typing import Any
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-WAIT_S = 60.0  # far above what is expected, so that a busy machine does not fail a test
+WAIT_S = 60.0  # far above the expected time, so that a busy machine does not fail a test
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One span as it came. Ids are hex digits, times nanoseconds since 1970, links (trace, span)."""
+    """One received span. Ids are hex digits, times nanoseconds since 1970, links (trace, span)."""
 
     name: str
     trace: str
@@ -43,7 +43,7 @@ class Seen:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Listens on a free port of its own. Use as a context manager."""
+    """A collector over gRPC on a free port. It listens within a context manager."""
 
     def __init__(self) -> None:
         self.raw = b""
@@ -75,12 +75,12 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             return list(self._spans)
 
     def of(self, trace: str) -> list[Seen]:
-        """All spans of a trace so far."""
+        """Return all spans of a trace so far."""
         return [span for span in self.spans if span.trace == trace]
 
     def until(self, condition: Callable[[list[Seen]], Any], description: str) -> Any:
-        """Wait for the spans that fulfil a condition; returns what it gave. Raises AssertionError, naming it, at the
-        time-out.
+        """Wait until a condition of the spans is true, and return its value. Raise AssertionError with the description
+        at the time-out.
         """
         end_s = time.monotonic() + WAIT_S
         with self._changed:
@@ -119,7 +119,7 @@ def _values(attributes: Any) -> dict[str, Any]:
 
 
 class HttpCollector:
-    """A collector over HTTP. `seen`: path, headers by lower-case names, and names of the spans of each export."""
+    """A collector over HTTP. `seen` has for each export: path, headers by lower-case names, names of the spans."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, dict[str, str], list[str]]] = []

@@ -1,4 +1,4 @@
-"""Catalogue that a config service would serve, without one."""
+"""The catalogue that a config service would serve, computed without one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sie_contracts.settings import Settings
 
 
 def wanted_models(settings: Settings) -> dict[str, tuple[ModelEntry | Alias, str]]:
-    """The packaged catalogue with SIE_MODELS_DIR over it, less what SIE_MODEL_FILTER leaves out. Raises as
-    `Overlay.folders`.
+    """Return the packaged catalogue with SIE_MODELS_DIR over it, without models that SIE_MODEL_FILTER excludes. Raise
+    the errors of `Overlay.folders`.
     """
     return dict(Overlay(settings).folders().models)

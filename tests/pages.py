@@ -1,12 +1,12 @@
 """Pages whose commands are run as a reader would paste them.
 
-    page ──► blocks ──► Reader, with a folder, a home and ports of its own: runs each, compares what it prints with the
-    page
+    page ──► blocks ──► Reader, with a folder, a home and ports of its own, runs each block and compares its output with
+    the page
 
-A comment before a block says what it needs: `<!-- server -->` is left running in a terminal of its own until the next
-such block; ELSEWHERE has the reasons for which others are not run. A `text` block behind one is what it prints: numbers
-rounded as the page has them, and … for the rest of the line. `<!-- measured -->` before it says that its numbers are
-those of another machine: any stands for any other.
+A comment before a block marks it. A block with `<!-- server -->` runs in a terminal of its own until the next such
+block. Marks in ELSEWHERE are the reasons for which a block is not run. A `text` block after a block is its output:
+numbers are rounded as on the page, and … stands for the rest of the line. `<!-- measured -->` before it says that its
+numbers are of another machine, so any number matches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cluster import SIE, Cluster
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-# as pages have them; what has a PORT is printed at each start
+# addresses in pages; the PORT of a worker is printed at each start
 ADDRESS, WORKER = "http://127.0.0.1:8080", "http://127.0.0.1:PORT/metrics"
 ELSEWHERE = {
     "install": "changes what is installed",
@@ -37,7 +37,7 @@ ELSEWHERE = {
     "file": "is a file, which another test serves",
 }
 RUN = ("bash", "python")
-# what no block is run in: a diagram or an answer without a language, and files
+# languages of blocks that are not run: diagrams and answers without a language, and files
 SHOWN = ("", "text", "json", "yaml", "toml")
 PLAIN = "sie serve"
 BOUND_S = 120.0
@@ -52,8 +52,8 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block that is not indented. `shown` is what the page says that it prints, None if it says nothing;
-    `measured`: with numbers of another machine.
+    """A fenced block that is not indented. `shown` is its output on the page, or None if the page has none. `measured`:
+    the output has numbers of another machine.
     """
 
     language: str
@@ -64,7 +64,7 @@ class Block:
 
 
 def blocks(page: Path, *languages: str) -> list[Block]:
-    """The blocks of a page in these languages, in their order; without any all of them."""
+    """Return the blocks of a page in these languages, or all blocks, in their order."""
     code_blocks = [
         Block(match["language"], match["code"], match["mark"] or "", match["shown"], match["measured"] is not None)
         for match in _BLOCK.finditer(page.read_text("utf-8"))
@@ -73,17 +73,17 @@ def blocks(page: Path, *languages: str) -> list[Block]:
 
 
 def marks(page: Path) -> Counter[str]:
-    """How many blocks of a shell or of Python a page has, by their marks."""
+    """Return how many blocks of a shell or of Python a page has, by mark."""
     return Counter(block.mark for block in blocks(page, *RUN))
 
 
 def runs(page: Path) -> int:
-    """How many of them a Reader runs."""
+    """Return how many blocks of a page a Reader runs."""
     return sum(count for mark, count in marks(page).items() if mark not in ELSEWHERE)
 
 
 def run(code: str, cluster: Cluster) -> list[str]:
-    """The lines that a Python example prints, which speaks to the address of the pages."""
+    """Run a Python example of a page at this cluster, and return the lines that it prints."""
     script = code.replace(ADDRESS, cluster.url)
     environ = {**os.environ, "SIE_BASE_URL": cluster.url}
     return subprocess.run(
@@ -92,7 +92,7 @@ def run(code: str, cluster: Cluster) -> list[str]:
 
 
 def differences(shown: str, printed: str, *, measured: bool = False) -> list[str]:
-    """The lines that are not as shown, `measured` numbers excepted."""
+    """Return the lines that are not as shown. With `measured`, numbers may differ."""
     expected, printed_lines = shown.splitlines(), printed.splitlines()
     mismatches = (
         [f"{len(printed_lines)} lines in place of {len(expected)}"] if len(expected) != len(printed_lines) else []
@@ -104,7 +104,7 @@ def differences(shown: str, printed: str, *, measured: bool = False) -> list[str
 
 
 def _is_shown(shown: str, printed: str, *, measured: bool) -> bool:
-    """Whether a line is as the page has it: words, and numbers at their places."""
+    """Return True if a line has the words of the page, and its numbers at their places."""
     start, is_cut, _ = shown.partition("…")
     words, printed_words = _NUMBER.split(start), _NUMBER.split(printed)
     numbers, printed_numbers = _NUMBER.findall(start), _NUMBER.findall(printed)
@@ -120,18 +120,18 @@ def _is_shown(shown: str, printed: str, *, measured: bool) -> bool:
 
 
 def _is_rounded(shown: str, printed: str) -> bool:
-    """Whether a number is the one that is shown, give or take one in the last place of a fraction: devices differ in
-    rounding.
+    """Return True if a number is the shown one. The last place of a fraction may differ by one, because devices round
+    differently.
     """
     places = len(shown.lower().partition("e")[0].partition(".")[2])
     return abs(float(shown) - float(printed)) <= (1.001 * 10**-places if places else 0)
 
 
 class Reader:
-    """Somebody at a terminal, in a folder of their own. Use as a context manager; what was started is ended, and must
-    end well.
+    """A reader at a terminal, in a folder of its own. At the end of the context manager its `sie serve` must end with
+    status 0.
 
-    `environ` is what their machine has beside: where a hub or a bucket is.
+    `environ` has further variables of its machine, such as the address of a hub or a bucket.
     """
 
     def __init__(self, folder: Path, environ: Mapping[str, str] | None = None) -> None:
@@ -139,11 +139,11 @@ class Reader:
         self._folder = folder
         home = folder / "home"
         home.mkdir(parents=True)
-        (home / ".curlrc").write_text("fail\n")  # an error that was answered is one
+        (home / ".curlrc").write_text("fail\n")  # curl fails on an HTTP error
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         own = {"PATH": path, "HOME": str(home), "XDG_DATA_HOME": ""}
         self._environ = {**os.environ, **own, **(environ or {})}
-        # one set of ports, since a script that was written has them; two workers where a page asks for them
+        # one set of ports, because a script that a page writes has them; ports for two workers, which a page may start
         self._cluster = Cluster(home / ".local/share/sie", "--workers", "1", workers=2)
         self._cluster.environ = self._environ
         self._options = shlex.join(self._cluster.argv[2:])
@@ -162,14 +162,14 @@ class Reader:
             assert status == 0, f"{self._serves} ended with status {status}"
 
     def _here(self, code: str) -> str:
-        """The code with the ports that this reader's cluster was given."""
+        """Return the code with the ports of this reader's cluster."""
         here = {ADDRESS: self._cluster.url, WORKER: f"http://127.0.0.1:{self._cluster.worker_port}/metrics"}
         for address, replacement in here.items():
             code = code.replace(address, replacement)
         return code
 
     def serve(self, command: str) -> None:
-        """In a terminal of its own, until the next one: Ctrl-C there."""
+        """Run a server in a terminal of its own, after the end of the one before."""
         self._leave()
         self._serves = command
         argv = _SERVE.sub(lambda match: f"exec {SIE} {match[1] or ''}serve {self._options}", command)
@@ -179,8 +179,8 @@ class Reader:
         self._cluster.start(BOUND_S)
 
     def read(self, page: Path) -> None:
-        """Do what a page says, from its top to its end. Raises AssertionError with the block that failed."""
-        # for commands that mean the address without saying it
+        """Run the blocks of a page from top to end. Raise AssertionError with the block that failed."""
+        # some commands use the default address
         self._terminal = {
             **self._environ,
             "SIE_GATEWAY_URL": self._cluster.url,
@@ -195,13 +195,13 @@ class Reader:
             self.ran += 1
 
     def read_beside(self, page: Path) -> None:
-        """The same beside a plain `sie serve`, if the page starts none."""
+        """Run the blocks of a page, beside a plain `sie serve` if the page starts no server."""
         if not marks(page)["server"] and self._serves != PLAIN:
             self.serve(PLAIN)
         self.read(page)
 
     def paste(self, block: Block) -> None:
-        """Into the terminal, which keeps what is exported."""
+        """Run a block in the terminal, which keeps exported variables."""
         exported = self._folder / "exported"
         code = self._here(block.code)
         then = f"env -0 > {shlex.quote(str(exported))}"
