@@ -1,12 +1,12 @@
-"""A lane of workers under virtual time: what the placement table is worth against "any worker takes any model".
+"""A lane of workers under virtual time, which compares the placement table with "any worker takes any model".
 
     Poisson arrivals, Zipf models ──► stream (first in, first out) ──► workers: one device, `slots` models, loads beside
     passes ──► latency
 
-With the table everything that decides is the product's: `Planner` computes from heartbeats, which come late and get
-lost, and `role` says what a worker pulls. Without it every worker pulls everything. Eviction is by last use in both;
-with the table the models that are placed elsewhere go first. A model with work in hand is never evicted. A dead
-worker's work comes back after the ack wait.
+With the table, the code of the product decides: `Planner` computes from heartbeats, which come late and get lost, and
+`role` says what a worker pulls. Without it every worker pulls everything. Both evict the least recently used model;
+with the table, models that are placed elsewhere are evicted first. A model with work in hand is never evicted. The work
+of a dead worker comes back after the ack wait.
 
     .venv/bin/python tests/placement_simulation.py     all cases, at full length, as a Markdown table
 """
@@ -28,9 +28,9 @@ from sie_gateway.fleet.placement import EVERY_S
 from sie_gateway.fleet.planner import ModelBacklog, Planner
 from sie_sidecar.intake.pull import AHEAD_AGAIN_S, role
 
-TOKENS = 100  # of each request
-PASS_S = 0.05  # of the device for each request: no batches, so 20 workers answer 400 a second
-HELD = 24  # requests that a worker has in hand at most: two batches of SIE_BATCHER_MAX_BATCH_REQUESTS
+TOKENS = 100  # in each request
+PASS_S = 0.05  # device time of each request; there are no batches, so 20 workers answer 400 a second
+HELD = 24  # the most requests that a worker has in hand
 BEAT_S = 5.0
 BEAT_TIMEOUT_S = 15.0
 FORGOTTEN_S = 150.0
@@ -41,9 +41,7 @@ RATE_OVER_S = 10.0
 
 @dataclass(frozen=True)
 class Case:
-    """One run: `load` is the part of all workers' time that the traffic asks for. Figures are of what arrived after
-    `warm_s`.
-    """
+    """One run. `load` is the part of all workers' time that the traffic needs. Figures are of arrivals after `warm_s`."""
 
     name: str
     load: float
@@ -52,15 +50,16 @@ class Case:
     workers: int = 20
     zipf: float = 1.1
     load_s: float = 5.0
-    # else loads are quick in the first half of the warm-up, so that both begin with what they would hold anyway
+    # without a cold start, loads are quick in the first half of the warm-up, so that both rules begin with loaded
+    # models
     cold: bool = False
     killed: int = 0
-    # as many workers, one each `restart_every_s`: it drains, and is there again, empty, after `restart_s`
+    # the number of restarts, one each `restart_every_s`: a worker drains, and is back after `restart_s` without models
     restarted: int = 0
     restart_every_s: float = 0.05
     restart_s: float = 10.0
     known: bool = False  # from the start all models are in the table and loaded
-    gap_s: float = 0.0  # between two looks for models without a host
+    gap_s: float = 0.0  # the least time between two plans for models without a host
     beat_loss: float = 0.0
     warm_s: float = 60.0
     measured_s: float = 60.0
@@ -81,16 +80,16 @@ class _Worker:
     name: str
     alive: bool = True
     leaving: bool = False
-    resident: dict[int, float] = field(default_factory=dict)  # model -> when it was used last
+    resident: dict[int, float] = field(default_factory=dict)  # model -> time of its last use
     loading: int | None = None
     wants: deque[int] = field(default_factory=deque)  # loads that wait for their turn or for room
     ready: deque[tuple[float, int]] = field(default_factory=deque)  # requests of resident models
-    parked: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)  # of models that are to be loaded
+    parked: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)  # requests of models that are not loaded
     running: tuple[float, int] | None = None
     held: dict[int, int] = field(default_factory=dict)
     in_hand: int = 0
     ahead_s: dict[int, float] = field(default_factory=dict)
-    rate: dict[int, tuple[float, float]] = field(default_factory=dict)  # tokens a second, and as of when
+    rate: dict[int, tuple[float, float]] = field(default_factory=dict)  # tokens a second, and the time of this value
 
     def came_in(self, model: int, now_s: float) -> None:
         self.rate[model] = (self.cost_rate(model, now_s) + TOKENS / RATE_OVER_S, now_s)
@@ -113,7 +112,7 @@ class Simulation:
         self._workers = [_Worker(f"w{number:02}") for number in range(case.workers)]
         self._names = [f"m{number:03}" for number in range(case.models)]
         self._index = {name: number for number, name in enumerate(self._names)}
-        self._waiting: dict[int, deque[float]] = {}  # by model, when it arrived
+        self._waiting: dict[int, deque[float]] = {}  # by model: times of arrival
         self._leased: dict[int, dict[float, int]] = {model: {} for model in range(case.models)}
         self._by_table = table
         self._looks_soon = False
@@ -218,9 +217,9 @@ class Simulation:
             self._want(worker, model)
 
     def _pull_more(self, worker: _Worker) -> None:
-        """The oldest work that this worker may have, while it has room."""
+        """Pull the oldest work that this worker may have, while it has room."""
         while worker.alive and worker.in_hand < HELD:
-            # by the table, only a host pulls: a worker has a dozen of 10,000 models
+            # with the table only a host pulls, and a worker hosts a dozen of 10,000 models
             some = self._placed[worker.name] & self._waiting.keys() if self._by_table else self._waiting
             models = [model for model in some if self._may_pull(worker, model)]
             if not models:
@@ -240,7 +239,7 @@ class Simulation:
         if len(worker.resident) >= self._case.slots:
             idle = [model for model in worker.resident if not worker.held.get(model)]
             if not idle:
-                return  # looked at again with each answer
+                return  # each answer tries again
             del worker.resident[min(idle, key=lambda model: (self._is_placed(worker, model), worker.resident[model]))]
         worker.loading = worker.wants.popleft()
         self._loads += self._now_s >= self._case.warm_s
@@ -284,7 +283,7 @@ class Simulation:
         self._pull_more(worker)
 
     def _leave(self, worker: _Worker) -> None:
-        """Let a worker end the work that it has begun; work that waits for a load goes back."""
+        """Let a worker finish the work that it has begun, and give back work that waits for a load."""
         worker.leaving = True
         self._beats.pop(worker.name, None)
         back = [request for parked in worker.parked.values() for request in parked]
@@ -363,7 +362,7 @@ class Simulation:
             self._send_beat(worker)
 
     def _has_host(self, name: str) -> bool:
-        """Whether the table names a worker for the model that has not left since."""
+        """Return True if the table names a worker for the model that has not left."""
         hosts = self._table.hosts.get(name, ()) if self._table else ()
         return bool(hosts) and (not self._case.restarted or any(host in self._beats for host in hosts))
 
@@ -415,7 +414,7 @@ class Simulation:
 
 
 def cases(*, measured_s: float) -> list[Case]:
-    """The six that the table must win."""
+    """Return the six cases in which the table must be better."""
     return [
         Case("36 % load", 0.36, measured_s=measured_s),
         Case("56 % load", 0.56, measured_s=measured_s),
@@ -427,7 +426,7 @@ def cases(*, measured_s: float) -> list[Case]:
 
 
 def large(*, measured_s: float, load: float, restarted: int) -> Case:
-    """1,000 workers and 10,000 models, and a rolling restart of some workers or all, in the time that is measured."""
+    """Return a case of 1,000 workers and 10,000 models, with a rolling restart of workers in the measured time."""
     return Case(
         f"{load:.0%}, 1,000 workers, 10,000 models, {restarted} restarted",
         load,

@@ -15,13 +15,13 @@ from typescript_package import compiled, ran
 
 KEY = "a-key-that-no-code-shows"
 ANSWER_S = 60.0  # the first request for a model loads it
-# what a person reads in the rows of a table
+# the texts of the cells of a table
 CELLS = "[...document.querySelectorAll('{0} tr')].map(row => [...row.cells].map(cell => cell.innerText.trim()))"
 COPIED = "document.addEventListener('copy', () => { window.copied = document.activeElement.value; })"
 
 
 def pick(page: Page, picker: str, model: str) -> None:
-    """Choose a model of a picker; an empty name is the choice of none."""
+    """Choose a model in a picker. An empty name chooses no model."""
     if page.evaluate(f"document.querySelector('#{picker}').value") == model:
         return
     click(page, f"#{picker}")
@@ -42,7 +42,7 @@ def choose(page: Page, verb: str, model: str, beside: str = "") -> None:
 
 
 def files(*attachments: tuple[str, str, bytes]) -> str:
-    """JavaScript that gives a DataTransfer with files, each by name, type and content."""
+    """Return JavaScript for a DataTransfer with files, each given by name, type and content."""
     listed = json.dumps([(name, kind, base64.b64encode(data).decode()) for name, kind, data in attachments])
     return (
         f"(() => {{ const transfer = new DataTransfer(); for (const [name, type, text] of {listed}) "
@@ -64,9 +64,9 @@ def attach(page: Page, *attachments: tuple[str, str, bytes], to: str = "#files")
 
 
 def ask(page: Page, results: int = 1) -> None:
-    """Run it, and wait for as many results."""
+    """Run the request, and wait for as many new results."""
     page.wait("document.querySelector('#run').disabled", lambda disabled: not disabled)
-    page.evaluate(  # at once: the page may run by itself
+    page.evaluate(  # in one call, because the page may run by itself in between
         "document.querySelectorAll('.beside article').forEach(element => { element.dataset.old = 1; }), "
         "document.querySelector('#run').click()"
     )
@@ -83,7 +83,7 @@ def copied(page: Page, kind: str, place: int = 0) -> str:
 
 
 def by_curl(page: Page, place: int = 0) -> dict[str, Any]:
-    """The answer to the request that the page sent."""
+    """Run the copied curl command and return its answer."""
     environ = {**os.environ, "SIE_API_KEY": KEY}
     argv = ["bash", "-c", copied(page, "curl", place)]
     ran = subprocess.run(argv, capture_output=True, check=True, timeout=60, env=environ)

@@ -1,6 +1,7 @@
-"""A real PostgreSQL with pgvector, out of a wheel, in a folder of its own and on a free loopback port.
+"""A real PostgreSQL with pgvector from a wheel, in a folder of its own and on a free loopback port.
 
-PostgreSQL refuses to run as root: there it runs as nobody, from a copy of the wheel that nobody can read.
+PostgreSQL refuses to run as root. If the tests run as root, it runs as user 65534, from a copy of the wheel that this
+user can read.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def _identity() -> dict[str, Any]:
 
 
 class PostgresServer:
-    """A server of the version 16 or 18. `kill` and `start` again keep port and data.
+    """A server of version 16 or 18. It keeps its port and data over `kill` and `start`.
 
-    `extension` False: without the files of pgvector.
+    Without `extension`, pgvector is not installed.
     """
 
     def __init__(self, version: int = 18, *, extension: bool = True) -> None:
@@ -90,7 +91,7 @@ class PostgresServer:
         return self.url("root", "root")
 
     def begin(self) -> None:
-        """Start, without waiting until it answers."""
+        """Start the server, without waiting until it answers."""
         assert self._process is None
         with (self.folder / "log").open("ab") as log:
             self._process = self._started(log)
@@ -114,7 +115,7 @@ class PostgresServer:
         await self.answers()
 
     async def answers(self) -> None:
-        """Wait until it answers. A new one gets its user and database."""
+        """Wait until the server answers. Create the user and the database if they do not exist."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
@@ -131,7 +132,7 @@ class PostgresServer:
         await connection.close()
 
     def _group(self, signal_number: signal.Signals) -> None:
-        """To the server and to its processes, each of which has a group of its own."""
+        """Send a signal to the server and to its processes, each of which has a process group of its own."""
         assert self._process is not None
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
         for pid in (self._process.pid, *map(int, children)):

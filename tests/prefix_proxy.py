@@ -1,4 +1,4 @@
-"""A reverse proxy that serves a gateway below a prefix, and nothing beside it."""
+"""A reverse proxy that serves a gateway below a prefix, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _OF_A_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "
 
 
 class PrefixProxy:
-    """Gets `PREFIX/path` and asks `upstream` for it, without the prefix where it `strips`. `outside` has each path that
-    was asked of it beside the prefix, which it answers with 404.
+    """A proxy that forwards `PREFIX/path` to `upstream`, without the prefix if it `strips`. It answers other paths with
+    404 and records them in `outside`.
     """
 
     def __init__(self, upstream: str, prefix: str, *, strips: bool) -> None:
@@ -24,7 +24,7 @@ class PrefixProxy:
         self.client = httpx.Client(trust_env=False, timeout=60)
 
     def path(self, target: str) -> str | None:
-        """Return the path at the gateway, None for a path beside the prefix."""
+        """Return the path at the gateway, or None for a path outside the prefix."""
         if not (target + "/").startswith(f"{self.prefix}/"):
             self.outside.append(target)
             return None
@@ -37,7 +37,7 @@ def proxying(upstream: str, prefix: str, *, strips: bool) -> Iterator[PrefixProx
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # head and body are sent apart: up to 40 ms between them
+        disable_nagle_algorithm = True  # head and body are sent separately, and Nagle would delay the body up to 40 ms
 
         def forward(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -61,7 +61,7 @@ def proxying(upstream: str, prefix: str, *, strips: bool) -> Iterator[PrefixProx
         do_GET = do_POST = do_PUT = do_DELETE = forward
 
         def log_message(self, *args: object) -> None:
-            """Nobody reads it."""
+            """Log nothing."""
 
     with proxy.client, ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         proxy.port = server.server_address[1]

@@ -1,6 +1,4 @@
-"""Debian's Prometheus beside a stack: it scrapes all of its processes every second and evaluates the rules of the
-chart.
-"""
+"""Debian's Prometheus, which scrapes all processes of a stack every second and evaluates the rules of the chart."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ SCRAPE_S = 1
 
 
 def targets(stack: Stack) -> list[dict[str, Any]]:
-    """The static targets of a stack's processes, with the labels that the Prometheus operator gives
-    those of the chart.
+    """Return static targets for the processes of a stack, with the labels that the Prometheus operator adds for the
+    chart.
     """
     endpoints = [
         *(
@@ -50,7 +48,7 @@ def targets(stack: Stack) -> list[dict[str, Any]]:
 
 
 class Prometheus:
-    """One server with a folder of its own."""
+    """One server, with its files in `folder`."""
 
     def __init__(self, folder: Path, stack: Stack) -> None:
         (folder / "rules.yaml").write_text(yaml.safe_dump(spec()), "utf-8")
@@ -78,7 +76,7 @@ class Prometheus:
         )
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """The `data` of an answer, None while the server does not answer."""
+        """Return the `data` of an answer, or None while the server does not answer."""
         try:
             answer = self.client.get(f"/api/v1/{path}", params=parameters)
         except httpx.TransportError:
@@ -88,12 +86,12 @@ class Prometheus:
         return answer.json()["data"] if answer.status_code == 200 else None
 
     def query(self, expression: str) -> list[Any]:
-        """The samples of an instant query."""
+        """Return the samples of an instant query."""
         answer = self.ask("query", query=expression)
         return [] if answer is None else list(answer["result"])
 
     def query_range(self, expression: str, start_s: float, end_s: float, step_s: float) -> list[Any]:
-        """The series of a range query."""
+        """Return the series of a range query."""
         answer = self.ask("query_range", query=expression, start=f"{start_s}", end=f"{end_s}", step=f"{step_s}")
         assert answer is not None, "prometheus does not answer"
         return list(answer["result"])

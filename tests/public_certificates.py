@@ -1,5 +1,5 @@
-"""Every httpx client, also one that asks once, reads the public certificates for 20 ms, and no test speaks to a public
-server: with this module imported they are read once.
+"""A cache of the public certificates. Every httpx client takes 20 ms to read them, although tests speak to no public
+server. An import of this module makes a process read them once.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Routes of Qdrant's REST API over Qdrant's own engine, in a process of its own: a server of Qdrant is in no registry
-of packages.
+"""Routes of Qdrant's REST API over Qdrant's own engine, in a process of its own, because no package has a Qdrant
+server.
 
-    QdrantServer ──► a fork with the arguments PORT FOLDER [--key KEY] [--hold N]
+QdrantServer ──► a fork with the arguments PORT FOLDER [--key KEY] [--hold N]
 
-Real here: the engine (qdrant-edge-py), which stores, checks and searches vectors; the models of qdrant-client, by
-which bodies are read. Made here: the routes, their statuses and the words around a result. `--hold`: request N to write
-points is carried out and never answered.
+The engine (qdrant-edge-py), which stores, checks and searches vectors, is real, and so are the models of qdrant-client,
+which parse bodies. The routes, their statuses and the envelopes of results are of this module. `--hold`: the Nth
+request to write points is carried out but never answered.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ START_TIMEOUT_S = 60.0
 
 
 class QdrantServer:
-    """A process of this module. `kill` and `start` again keep port and data."""
+    """A process of this module. It keeps its port and data over `kill` and `start`."""
 
     def __init__(self, folder: Path, key: str = "") -> None:
         self._folder = folder
@@ -46,7 +46,7 @@ class QdrantServer:
         return f"qdrant://{self._key}{'@' if self._key else ''}127.0.0.1:{self.port}"
 
     def begin(self, hold: int = 0) -> None:
-        """Start, without waiting until it answers."""
+        """Start the server, without waiting until it answers."""
         argv = [__file__, str(self.port), str(self._folder), "--key", self._key, "--hold", str(hold)]
         self._process = Forked("qdrant", argv, os.environ)
 
@@ -55,7 +55,7 @@ class QdrantServer:
         self.answers()
 
     def answers(self) -> None:
-        """Wait until it answers."""
+        """Wait until the server answers."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while True:
             with contextlib.suppress(httpx.TransportError):
@@ -65,7 +65,7 @@ class QdrantServer:
             time.sleep(0.05)
 
     def holds(self) -> None:
-        """Wait until it has carried out the request that it does not answer."""
+        """Wait until the server has carried out the request that it does not answer."""
         assert self._process is not None
         assert self._process.stdout.readline() == "holds\n"
 
@@ -84,7 +84,7 @@ class Refused(Exception):
 
 
 class Collections:
-    """Collections on disk, each a shard of the engine."""
+    """The collections on disk, each of which is a shard of the engine."""
 
     def __init__(self, folder: Path) -> None:
         from qdrant_edge import EdgeShard
@@ -132,7 +132,7 @@ class Collections:
         raise Refused(404, "")
 
     def _change_aliases(self, body: bytes) -> bool:
-        """All actions, or none."""
+        """Apply all actions, or none."""
         from qdrant_client import models
 
         changed = dict(self._aliases)
@@ -244,7 +244,7 @@ class Collections:
 
 
 def _stored(vector: Any) -> Any:
-    """A vector of a request in the form of the engine."""
+    """Return a vector of a request in the form of the engine."""
     from qdrant_client import models
     from qdrant_edge import SparseVector
 
@@ -254,7 +254,7 @@ def _stored(vector: Any) -> Any:
 
 
 def _shown(vector: Any) -> Any:
-    """A vector of the engine in the form of a reply."""
+    """Return a vector of the engine in the form of a reply."""
     from qdrant_edge import SparseVector
 
     if isinstance(vector, SparseVector):
@@ -263,7 +263,7 @@ def _shown(vector: Any) -> Any:
 
 
 def _filter(query_filter: Any) -> Any:
-    """A filter of a request in the form of the engine: ids, and fields with one of some values."""
+    """Return a filter of a request in the form of the engine. It may have ids, and fields with one of some values."""
     from qdrant_client import models
     from qdrant_edge import FieldCondition, Filter, HasIdCondition, MatchAny
 
@@ -405,7 +405,7 @@ _READS = (["points", "count"], ["points", "query"], ["points", "scroll"])
 
 @contextlib.contextmanager
 def _statuses() -> Iterator[None]:
-    """Answer with a bad request, as Qdrant does, if the models or the engine refuse the input."""
+    """Answer 400, as Qdrant does, if the models or the engine refuse the input."""
     try:
         yield
     except Refused:
@@ -416,7 +416,7 @@ def _statuses() -> Iterator[None]:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # it sends head and body apart, and would wait 40 ms between them
+    disable_nagle_algorithm = True  # head and body are sent separately, and Nagle would delay the body up to 40 ms
     collections: Collections
     key = ""
     hold = 0
@@ -457,7 +457,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Write nothing: a test would not read it."""
+        """Log nothing."""
 
 
 def main() -> None:

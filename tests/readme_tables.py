@@ -1,4 +1,4 @@
-"""The tables of README.md: models by task, of the packaged catalogue, and texts per second, of bench/results.
+"""Write the tables of README.md: models by task from the packaged catalogue, and texts per second from bench/results.
 
 python tests/readme_tables.py
 """
@@ -20,7 +20,7 @@ CLIENTS = (1, 4, 16, 64)
 
 
 class Task(NamedTuple):
-    """A row of the models: what they are for, which entries do it, and one of them."""
+    """A row of the table of models: the task, a condition for its entries, and an example."""
 
     name: str
     does: Callable[[ModelEntry], bool]
@@ -59,7 +59,7 @@ TASKS = (
 
 
 def models() -> str:
-    """How many models of the catalogue do each task, without the unproven."""
+    """Return the table of the number of models for each task, without unproven models."""
     entries = {model: entry for model, entry in packaged_catalogue().entries.items() if not entry.unproven}
     rows = ["| task | models | such as |", "|---|---|---|"]
     for task in TASKS:
@@ -70,7 +70,7 @@ def models() -> str:
 
 
 def speed() -> str:
-    """Texts per second beside other servers, by the number of clients that ask at once."""
+    """Return the table of texts per second beside other servers, by the number of concurrent clients."""
     rates = {
         (source, int(clients)): float(rate)
         for source, clients, rate in re.findall(
@@ -88,7 +88,7 @@ def speed() -> str:
 
 
 def page(old: str) -> str:
-    """The page with its tables as the catalogue and the results have them now."""
+    """Return the page with tables from the present catalogue and results."""
     for name, table in (("models", models()), ("speed", speed())):
         marked = rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n<!-- /{name} -->)"
         old = re.sub(marked, lambda _, table=table: table, old, flags=re.DOTALL)

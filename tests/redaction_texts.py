@@ -1,5 +1,5 @@
 """Random texts for redaction: emoji, combining marks, right-to-left parts, characters beyond 16 bits and values that
-patterns know, in any order and without spaces between them.
+patterns find, in any order and without spaces between them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def random_text(chance: random.Random) -> str:
 
 
 def random_entities(chance: random.Random, text: str) -> list[dict[str, Any]]:
-    """Entities of a model as an extract gives them: any spans, also nested, overlapping, equal and empty ones."""
+    """Return entities as a model extracts them, with any spans: nested, overlapping, equal and empty ones too."""
     entities = []
     for _ in range(chance.randrange(6)):
         start, end = sorted((chance.randrange(len(text) + 1), chance.randrange(len(text) + 1)))
@@ -65,5 +65,5 @@ def random_entities(chance: random.Random, text: str) -> list[dict[str, Any]]:
 
 
 def redacted_slot(text: str, entities: Sequence[dict[str, Any]], rules: RedactionRules) -> dict[str, Any]:
-    """The slot of a text in which the model found these entities."""
+    """Return the redacted slot of a text in which the model found these entities."""
     return redact._redacted(text, [Ok({}, data={"entities": list(entities)})], "items[0]", rules)

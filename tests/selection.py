@@ -1,4 +1,4 @@
-"""Parameters that every run of the tests takes: some that stand for the others, which only the long run takes.
+"""The choice of parameters of tests: every run takes a few representative ones, and the long lane takes the others.
 
 A plain `pytest tests/parity`, which writes docs/parity.md, takes all.
 """
@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-# Architectures that stand for a kind of backbone: absolute positions, rotary positions with windows, a causal decoder
-# with windows, and position biases, which run padded.
+# One architecture for each kind of backbone: absolute positions, rotary positions with windows, a causal decoder with
+# windows, and position biases, which run padded.
 BACKBONES = ("bert", "modernbert", "qwen2 sliding", "deberta-v2")
 
 
 def long_but(parameters: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
-    """Return `parameters`, with the mark `long` on those that are not `chosen`. Raises ValueError for unknown ones."""
+    """Return `parameters`, with the mark `long` on those that are not `chosen`. Raise ValueError for unknown ones."""
     cases = list(parameters)
     if absent := [case for case in chosen if case not in cases]:
         raise ValueError(f"no such parameters: {absent}")

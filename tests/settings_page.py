@@ -1,4 +1,4 @@
-"""The tables of docs/settings.md, made from the table of all settings.
+"""Write the tables of docs/settings.md from the table of all settings.
 
 python tests/settings_page.py
 """
@@ -24,7 +24,7 @@ def _row(row: SettingRow) -> str:
 
 
 def tables() -> str:
-    """A table for each group, in the order of the code."""
+    """Return a table for each group of settings, in the order of the code."""
     parts = []
     for heading, rows in itertools.groupby(ROWS, key=lambda row: row.heading):
         head = "| setting | default | expected | read by | meaning |\n|---|---|---|---|---|"
@@ -33,14 +33,14 @@ def tables() -> str:
 
 
 def profiles() -> str:
-    """The measured defaults of machine profiles."""
+    """Return the table of the measured defaults of machine profiles."""
     values = [(profile, *value) for profile, defaults in MACHINE_PROFILE_DEFAULTS.items() for value in defaults.items()]
     rows = [f"| `{profile}` | `{name}` | {value} |" for profile, name, value in values]
     return "\n".join(["| machine profile | setting | default there |", "|---|---|---|", *rows])
 
 
 def page(old: str) -> str:
-    """The page with its tables as the code has them now."""
+    """Return the page with tables from the present code."""
     for name, section in (("settings", tables()), ("profiles", profiles())):
         old = re.sub(
             rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n<!-- /{name} -->)",

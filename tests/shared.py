@@ -1,10 +1,10 @@
-"""The clusters that several files of tests/system ask: one process runs all of these files, starts the cluster for the
-first of them and ends it after the last.
+"""Clusters that several files of tests/system share. One process runs all files of a cluster, starts the cluster for
+the first of them and ends it after the last.
 
     pytestmark = shared.OPEN ──► one group of `--dist loadgroup` ──► fixture `open_cluster` of tests/system/conftest.py
 
-A test there owns its models, aliases, keys and pools. What kills processes, fills queues or needs another configuration
-has a cluster of its own.
+A test in such a file owns its models, aliases, keys and pools. A test that kills processes, fills queues or needs
+another configuration has a cluster of its own.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ import httpx
 import pytest
 from cluster import Cluster, until
 
-OPEN: Final = pytest.mark.xdist_group("open-cluster")  # asks the one without tokens
-GUARDED: Final = pytest.mark.xdist_group("guarded-cluster")  # asks the one with tokens
-FIRST_GUARDED: Final = pytest.mark.xdist_group("guarded-cluster", first=True)  # before the series of metrics are taken
-JOBS: Final = pytest.mark.xdist_group("jobs-stack")  # asks the one whose jobs are steered
-TOY: Final = pytest.mark.xdist_group("toy-stack")  # asks the one with the fixed-cost adapter
-# of the open one, whose API itself needs none; of the guarded one
+OPEN: Final = pytest.mark.xdist_group("open-cluster")  # tests of the cluster without tokens
+GUARDED: Final = pytest.mark.xdist_group("guarded-cluster")  # tests of the cluster with tokens
+FIRST_GUARDED: Final = pytest.mark.xdist_group("guarded-cluster", first=True)  # before other tests use up metric series
+JOBS: Final = pytest.mark.xdist_group("jobs-stack")  # tests of the cluster for jobs
+TOY: Final = pytest.mark.xdist_group("toy-stack")  # tests of the cluster with the fixed-cost adapter
+# ADMIN is the admin token of the open cluster, USER and GUARDED_ADMIN are tokens of the guarded one
 ADMIN, USER, GUARDED_ADMIN = (f"canary-token-{secrets.token_urlsafe(16)}" for _ in range(3))
-# in the environment of the guarded one, for nobody to see
+# secrets in the environment of the guarded cluster, which must appear nowhere
 CANARIES: Final = {"HF_TOKEN": "hf-canary-token", "AWS_SECRET_ACCESS_KEY": "aws-canary-key"}
-PLACES: Final = 48  # requests at once that the guarded one takes
-SERVED_S: Final = 90.0  # until every gateway knows a model that was added
+PLACES: Final = 48  # concurrent requests that the guarded cluster takes
+SERVED_S: Final = 90.0  # the longest time until every gateway knows a new model
 
 T = TypeVar("T")
 
 
 class Shared:
-    """Objects that run for the group of the present test."""
+    """Objects that the tests of the present group share."""
 
     def __init__(self) -> None:
         self._running: dict[str, Any] = {}
         self._ends = contextlib.ExitStack()
 
     def get(self, name: str, start: Callable[[], AbstractContextManager[T]]) -> T:
-        """The one of this name, which `start` makes if it does not run yet."""
+        """Return the object of this name, which `start` creates if it does not run yet."""
         if name not in self._running:
             self._running[name] = self._ends.enter_context(start())
         instance: T = self._running[name]
         return instance
 
     def end(self) -> None:
-        """End all. Raises what the ends raise."""
+        """End all objects. Raise the errors of their ends."""
         self._running.clear()
         self._ends.close()
 
 
 def wait_until_served(cluster: Cluster, *models: str) -> None:
-    """Until every gateway knows the models."""
+    """Wait until every gateway knows the models."""
 
     def known() -> bool:
         return all(

@@ -2,7 +2,7 @@
 
     python tests/sink_writer.py URL COLLECTION CALLS ROWS_OF_A_CALL
 
-It says `prepared`, and then the number of each call that was answered.
+It prints `prepared`, and then the number of each answered call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def payload(number: int) -> dict[str, Any]:
 
 
 def rows(first: int, count: int) -> SinkRows:
-    """The same rows for the same numbers."""
+    """Return rows that are the same for the same numbers."""
     numbers = range(first, first + count)
     vectors = [np.random.default_rng(number).standard_normal(DIMS, dtype=np.float32) for number in numbers]
     return SinkRows([*map(row_id, numbers)], np.array(vectors, np.float32), [*map(payload, numbers)])

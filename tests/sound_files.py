@@ -1,6 +1,4 @@
-"""Sound files of every kind, made here: tones that glide, so that a wrong rate or a wrong part of a sound is another
-sound.
-"""
+"""Generated sound files of every kind. Their tones glide, so a wrong rate or a wrong part of a sound is another sound."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ RATE = 48_000
 
 
 def tone(seconds: float, *, rate: int = RATE, seed: int = 0, channels: int = 1) -> NDArray[np.float32]:
-    """A tone that rises, its overtones and some noise, [samples], or [samples, channels] of different loudness."""
+    """Return a rising tone with overtones and noise, [samples], or [samples, channels] of different loudness."""
     rng = np.random.default_rng(seed)
     times = np.arange(round(seconds * rate)) / rate
     base = 200 + 60 * (seed % 7)
@@ -26,7 +24,7 @@ def tone(seconds: float, *, rate: int = RATE, seed: int = 0, channels: int = 1) 
 
 
 def encoded(sound: NDArray[np.float32], kind: str = "WAV", *, rate: int = RATE, subtype: str | None = None) -> bytes:
-    """A file of it. Ogg is written in pieces: its encoder takes no long ones."""
+    """Return a file of a sound. It is written in pieces, because the encoder of Ogg takes no long ones."""
     sink = io.BytesIO()
     channels = 1 if sound.ndim == 1 else sound.shape[1]
     with soundfile.SoundFile(sink, "w", rate, channels, subtype, format=kind) as file:
@@ -40,7 +38,7 @@ def replaced(data: bytes, place: int, value: bytes) -> bytes:
 
 
 def claiming(samples: int, **options: Any) -> bytes:
-    """A FLAC file whose header says that it has so many samples."""
+    """Return a FLAC file whose header claims so many samples."""
     data = encoded(tone(0.1, **options), "FLAC", rate=options.get("rate", RATE))
     most = (samples & ((1 << 36) - 1)).to_bytes(5, "big")
     return replaced(data, 21, bytes([data[21] & 0xF0 | most[0]]) + most[1:])

@@ -1,10 +1,9 @@
-"""The processes of a cluster, each started, killed, frozen and measured on its own, with the fixed-cost adapter or the
-real one behind.
+"""The processes of a cluster, which a test starts, kills, freezes and measures separately. Workers have the fixed-cost
+adapter or the real one.
 
     brokers (1 or 3) ─► config service ─► gateways ─► workers, each a sidecar and its adapter
 
-Unlike `cluster.Cluster` there is no `sie serve` in between: nothing starts again unless its owner says so, and every
-port stays.
+Unlike in `cluster.Cluster` there is no `sie serve`: no process restarts by itself, and every process keeps its ports.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ ADAPTER = Path(__file__).with_name("fixed_cost_adapter.py")
 
 
 class Part:
-    """One process. `start` again keeps its command line and with it ports, sockets and folders."""
+    """One process. A restart keeps its command line, and so its ports, sockets and folders."""
 
     def __init__(
         self, role: Role, name: str, argv: Sequence[str], environ: Mapping[str, str], ready: Callable[[], object]
@@ -51,11 +50,11 @@ class Part:
         self.role = role
         self.name = name
         self.log: deque[str] = deque(maxlen=400)
-        self.lines = 0  # of its output so far
+        self.lines = 0  # the number of lines of its output so far
         self.starts = 0
         self.paused = False
         self.argv = list(argv)
-        self.environ = dict(environ)  # of its next start
+        self.environ = dict(environ)  # the environment of its next start
         self._ready = ready
         self._process: Forked | subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
@@ -71,11 +70,11 @@ class Part:
 
     @property
     def status(self) -> int | None:
-        """Return the status of the process that ended last; None while it runs."""
+        """Return the exit status of the process, or None while it runs."""
         return self._process.poll() if self._process is not None else None
 
     def start(self, *once: str) -> None:
-        """Start without waiting, with the arguments `once` for this time. The output is kept in `log`."""
+        """Start without waiting, with the further arguments `once` for this start only. `log` gets the output."""
         assert not self.alive, f"{self.name} runs already"
         if self._process is not None:
             self.log.append(f"--- status {self._process.returncode}, started again")
@@ -105,7 +104,7 @@ class Part:
                 self.lines += 1
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Raises AssertionError with the log when it ended, or is not ready in time."""
+        """Wait until the process is ready. Raise AssertionError with its log if it ended or is not ready in time."""
         try:
             until(
                 lambda: self._ready() or not self.alive,
@@ -150,7 +149,7 @@ class Part:
                 self._reader.join(STOP_S)
 
     def cpu_s(self) -> float:
-        """Processor time of the present process so far, user and system, seconds."""
+        """Return the processor time of the present process so far in seconds, user and system."""
         times = psutil.Process(self.pid).cpu_times()
         return times.user + times.system
 
@@ -160,7 +159,7 @@ class Part:
 
 @dataclass
 class Worker:
-    """`url` is that of the sidecar's probes and metrics. `more_adapters`: those of its other devices."""
+    """A worker. `url` is that of the sidecar's probes and metrics. `more_adapters` are those of its other devices."""
 
     sidecar: Part
     adapter: Part
@@ -174,8 +173,8 @@ class Worker:
 
 @dataclass(frozen=True)
 class Device:
-    """Device of the fixed-cost adapter: its cost per batch and per token, its lanes, the time of a load, the models
-    whose load takes another time, how many models fit (0: any number). `devices`: number of these at a worker.
+    """The device of a fixed-cost adapter: its cost per batch and per token, its lanes, the time of a load, load times
+    by model, the number of models that fit (0: any number). `devices`: the number of such devices at a worker.
     """
 
     batch_ms: float = 0.0
@@ -185,7 +184,7 @@ class Device:
     load_s_of: Mapping[str, float] = field(default_factory=dict)
     deadly: str = ""
     slots: int = 0
-    width: int = WIDTH  # of a vector
+    width: int = WIDTH  # the width of a vector
     devices: int = 1
 
     def argv(self, path: Path) -> list[str]:
@@ -217,9 +216,7 @@ class Device:
 
 @dataclass
 class Plan:
-    """Plan of a stack. `workers` holds a Device for each worker, or None for a real adapter; `bundles` has the bundle
-    of each.
-    """
+    """The plan of a stack. `workers` has a Device for each worker, or None for a real adapter."""
 
     models: Sequence[str] = ("toy/one",)
     gateways: int = 1
@@ -233,7 +230,7 @@ class Plan:
 
 
 class Stack:
-    """One cluster in a folder of its own. Use as a context manager."""
+    """One cluster in a folder of its own. It runs within a context manager."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self.folder = folder
@@ -280,7 +277,7 @@ class Stack:
         return [*self.brokers, self.config, *self.gateways, *workers]
 
     def stop(self) -> None:
-        """End everything in the order of a drain; what does not end by SIGTERM is killed, and told."""
+        """End all processes in the order of a drain. Kill and report a process that does not end by SIGTERM."""
         failures = []
         workers = [part for worker in self.workers for part in worker.parts]
         for part in [*self.gateways, *workers, self.config, *self.brokers]:
@@ -291,7 +288,7 @@ class Stack:
         assert not failures, "\n".join(failures)
 
     def consumers(self) -> list[dict[str, Any]]:
-        """Durable consumers of all work streams, as the first broker's monitor tells."""
+        """Return the durable consumers of all work streams from the first broker's monitor."""
         answer = httpx.get(f"{self.monitor_urls[0]}/jsz?consumers=true&config=true", timeout=30).json()
         streams = [
             stream for account in answer.get("account_details", []) for stream in account.get("stream_detail", [])
@@ -300,14 +297,14 @@ class Stack:
         return [consumer for stream in work for consumer in stream.get("consumer_detail") or []]
 
     def held(self) -> int:
-        """Deliveries in the ledgers of the workers."""
+        """Return the number of deliveries in the ledgers of the workers."""
         return sum(file.read_bytes().count(b"$JS.ACK") for file in self.folder.glob("*.leases"))
 
     def log(self, lines: int = 40) -> str:
         return "\n".join(f"== {part.name}\n" + "\n".join(list(part.log)[-lines:]) for part in self.parts)
 
     def cpu_s(self) -> dict[str, float]:
-        """Processor time so far, by role, seconds."""
+        """Return the processor time so far in seconds, by role."""
         seconds: dict[str, float] = {}
         for part in self.parts:
             seconds[part.role] = seconds.get(part.role, 0.0) + part.cpu_s()
@@ -335,7 +332,7 @@ class Stack:
             (folder / f"{number}.yaml").write_text(json.dumps(entry))  # JSON is YAML
         bundles = folder / "bundles"
         bundles.mkdir(exist_ok=True)
-        # it has every family
+        # a bundle without a list of families has every family
         (bundles / f"{self.plan.toy_bundle}.yaml").write_text(json.dumps({"id": self.plan.toy_bundle}))
         return folder
 
@@ -451,8 +448,8 @@ class Stack:
 
 
 def _forked_as(argv: Sequence[str], environ: Mapping[str, str]) -> Kind | None:
-    """Return the zygote that forks this command. None: the command is started, as outside tests, where a start is
-    measured, where it is of another checkout, and with a setting that only a start reads.
+    """Return the kind of zygote that forks this command, or None if the command itself is started: outside of pytest,
+    for another checkout, and with a setting that only a start reads.
     """
     if "PYTEST_VERSION" not in os.environ or environ.get("PYTHONPATH") != os.environ.get("PYTHONPATH"):
         return None

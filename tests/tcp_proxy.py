@@ -1,4 +1,4 @@
-"""A TCP proxy for tests that can be slow, silent, deaf or gone."""
+"""A TCP proxy for tests that can delay, hold, swallow or refuse bytes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from types import TracebackType
 
 
 class TcpProxy:
-    """Listens on a loopback port of its own, `own_port` if that is not 0, and forwards to `port` of `host`.
+    """A proxy from a loopback port, `own_port` if that is not 0, to `port` of `host`.
 
-    `port` may be a function: it gives the port for each connection, as a balancer does. An end goes on as an end, for
-    its own way alone.
+    `port` may be a function that returns the port of each connection, as a balancer does. If one side closes its
+    sending direction, only that direction is closed at the other side.
 
-    `delay_s` is added to whatever comes from now on, each way. `hold` keeps bytes back, as a network does that loses
-    packets for a while; `release` lets them go on. `swallow` loses them for good, so that the connections which saw it
-    never work again; `cut` ends all.
+    `delay_s` delays later bytes in both directions. `hold` holds bytes back, as a network with packet loss does for a
+    while, and `release` lets them go on. `swallow` drops them, so connections with dropped bytes never work again.
+    `cut` ends all connections.
     """
 
     def __init__(self, port: int | Callable[[], int], *, host: str = "127.0.0.1", own_port: int = 0) -> None:
@@ -47,12 +47,12 @@ class TcpProxy:
         self._swallowing = True
 
     def refuse(self) -> None:
-        """End all connections and every new one."""
+        """End all connections, and every new one at once."""
         self._refusing = True
         self.cut()
 
     def heal(self) -> None:
-        """Forward again; connections that lost bytes are ended."""
+        """Forward again. After `swallow`, end all connections, because they lost bytes."""
         self.delay_s = 0.0
         self._refusing = False
         if self._swallowing:

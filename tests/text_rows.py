@@ -1,4 +1,4 @@
-"""Rows of plain texts, made as the sidecar makes them."""
+"""Rows of plain texts, by the code of the sidecar."""
 
 from __future__ import annotations
 

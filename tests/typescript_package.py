@@ -1,4 +1,4 @@
-"""The TypeScript client as a package that is installed and built, and programs that use it."""
+"""The TypeScript client as an installed and built package, and programs that use it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLIENT = Path(__file__).parents[1] / "sdk-ts"
 
 
 def copied(factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package that one file of tests may write to, installed and built once in a run of the tests."""
+    """Return a copy of the package, to which a file of tests may write. A run of the tests builds the package once."""
     package = factory.mktemp("typescript") / "sdk-ts"
     shutil.copytree(made_once(factory, "sdk-ts", _build), package, symlinks=True)
     return package
@@ -29,15 +29,15 @@ def _build(package: Path) -> None:
 
 
 def compiled(package: Path) -> None:
-    """Compile the programs in its folder `test` to `build/test`, as a user's compiler does it: those that changed since
-    the last time.
+    """Compile the programs in the folder `test` to `build/test`, as a user's compiler does. Only changed programs are
+    compiled again.
     """
     options = ["--noUncheckedIndexedAccess", "false", "--incremental", "--tsBuildInfoFile", "build/test.json"]
     ran(["npx", "tsc", "--project", "tsconfig.test.json", *options], package)
 
 
 def ran(command: Sequence[str], package: Path, **environ: str) -> str:
-    """Return the output of a command. Raises AssertionError when it fails."""
+    """Run a command and return its output. Raise AssertionError if it fails."""
     env = {**os.environ, **environ}
     done = subprocess.run(command, cwd=package, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, (command, done.stdout, done.stderr)

@@ -1,4 +1,4 @@
-"""The types of bodies and replies that the TypeScript client and the console have, made from the OpenAPI document of a
+"""Write the types of bodies and replies for the TypeScript client and the console, from the OpenAPI document of a
 gateway.
 
     document ──► schemas that these routes name ──► openapi-typescript ──► sdk-ts/src/openapi.ts
@@ -46,7 +46,7 @@ ROUTES = (
     "/v1/batches",
     "/v1/batches/{batch}",
     "/v1/batches/{batch}/cancel",
-    # of the console alone
+    # routes that only the console uses
     "/v1/models/{model}/load",
     "/v1/cluster",
     "/v1/placement",
@@ -65,12 +65,12 @@ ROUTES = (
     "/console/configs/{id}/rollback",
     "/tei/{model}/tokenize",
 )
-# without a version, so that a release alone leaves the types as they are
+# without a version, so that a release does not change the types
 _ABOUT = {"openapi": "3.1.0", "info": {"title": "SIE", "version": ""}}
 
 
 def schemas() -> dict[str, Any]:
-    """A document of the schemas that the routes name, directly or not."""
+    """Return a document with the schemas to which the routes refer, directly or not."""
     whole = openapi_document(_ABOUT)
     every, components = whole["components"]["schemas"], dict[str, Any]()
     waiting = [whole["paths"][route] for route in ROUTES]

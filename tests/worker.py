@@ -1,10 +1,10 @@
-"""Stands for a Python of the tests: a fork of a process that has collected them, which takes most of the time of
-collecting them again.
+"""A stand-in for the Python of a test process. It runs a fork of a process that has collected the tests, because a
+second collection in such a fork is fast.
 
-    python tests/worker.py -m pytest --tx "5*popen//python=python tests/worker.py" --dist loadgroup
+python tests/worker.py -m pytest --tx "5*popen//python=python tests/worker.py" --dist loadgroup
 
-The fork has this process's standard streams, over which pytest-xdist speaks with those that it starts. This one ends as
-the fork does, hands it the signals that ask it to end, and takes it along when it is killed.
+The fork has the standard streams of this process, over which pytest-xdist talks to its processes. This process passes
+SIGINT and SIGTERM on to the fork and ends with its status. If this process is killed, the fork ends too.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from zygote import Forked
 
 
 def collect() -> None:
-    """In the process that is forked: import the modules of tests, and all that they import. What is wrong with them is
-    said by the forks, which collect once more.
+    """Import the modules of tests, and all that they import, in the process that is forked. The forks collect again and
+    report errors.
     """
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork has none of its threads, and its own environment
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork would have none of the threads
     arguments = shlex.split(os.environ.get("PYTEST_COLLECTED", ""))
     pytest.main(["-p", "no:cacheprovider", "--collect-only", "--quiet", *arguments])
 
 
 def main() -> None:
-    """In the fork: do what the arguments say, `-m pytest ARGUMENTS` or `-u -c CODE`."""
+    """Run in the fork what the arguments say: `-m pytest ARGUMENTS` or `-u -c CODE`."""
     status = 0
     if sys.argv[1:3] == ["-m", "pytest"]:
         status = int(pytest.main(sys.argv[3:]))
@@ -38,7 +38,7 @@ def main() -> None:
         exec(sys.argv[-1], {"__name__": "__main__"})
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    # libraries would wait for threads that they started before the fork, and abort since there are none
+    # a normal exit would abort, because libraries would wait for threads from before the fork, which it does not have
     os._exit(status)
 
 
@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, hand_on)
-    for stream in (0, 1):  # only the fork's: pytest-xdist sees by them that it has ended
+    for stream in (0, 1):  # only the fork keeps them, because pytest-xdist sees its end when they are closed
         os.close(stream)
     status = forked.wait(None)
     os._exit(status if status >= 0 else 128 - status)

@@ -1,15 +1,15 @@
-"""Starts processes of the product by fork from one process that has imported them, since imports take most of a start.
+"""Start processes of the product as forks of a process that has done the imports, which take most of a start.
 
     Part.start ──socket──► zygote, one of each kind ──fork──► a process of its own: pid, group, memory, signals, output
        ▲                                                             │
        └────────────────── pid, and then its exit status ────────────┘
 
-What is forked is what `sie gateway` and the others are after their imports: the same entry with the same arguments and
-the same environment. The zygote has one thread and has run nothing. All processes of a run of the tests share it: it
-ends with the first of them, and what it forked ends with it, or with the process of tests that asked for it.
+A fork runs the entry point of `sie gateway` or another command, with its arguments and its environment. The zygote has
+one thread and has only done imports. All processes of a run of the tests share it. The zygote ends with the first of
+them. A fork ends with the zygote, or with the process of tests that asked for it.
 
-`sie serve` starts processes itself. One that is forked has a zygote of its own beside it, a fork that has run nothing
-either, which forks those: they end with it, as what it starts would.
+`sie serve` starts processes itself. A forked `sie serve` has a zygote of its own, another fresh fork, which forks these
+processes. They end with it, as child processes of `sie serve` do.
 """
 
 from __future__ import annotations
@@ -50,31 +50,31 @@ ENTRIES: dict[Kind, str] = {
     "qdrant": "qdrant_server",
     "tests": "worker",
 }
-# the last ones are imported when a connection to the broker is opened, and by the first HTTP client and server
+# the second line has modules that the first connection to the broker, HTTP client or HTTP server imports
 _PROCESSES = (
     *("sie_gateway.process", "sie_config_service.process", "sie_sidecar.process", "sie_sidecar.device.recording"),
     *("sie_broker.nats", "anyio._backends._asyncio", "uvloop", "uvicorn.lifespan.on", "public_certificates"),
 )
-# what `sie adapter` has imported when it forks the process that serves: it starts no thread
+# modules that `sie adapter` has imported before it forks the process that serves; they start no thread
 _ENGINE = ("sie_adapter.process", "transformers", "sie_adapter.families.text_encoder", "sie_adapter.server")
-IMPORTS: dict[Kind, tuple[str, ...]] = {  # what the entry imports at its first use
+IMPORTS: dict[Kind, tuple[str, ...]] = {  # modules that the entry imports only at their first use
     "sie": _PROCESSES,
     "engine": (*_ENGINE, *_PROCESSES, "sie_cli.serve.command", "sie_cli.serve.standalone"),
     "fixed_cost_adapter": (),
     "qdrant": ("qdrant_edge", "qdrant_client.models"),
     "tests": (),
 }
-RUN_FIRST = "PYTEST_RUN_FIRST"  # in the environment: a file that a forked process runs before its entry
-_SHARED = "PYTEST_ZYGOTES"  # in the environment: the process with which they end, and the folder of their sockets
+RUN_FIRST = "PYTEST_RUN_FIRST"  # a variable with a file that a forked process runs before its entry
+_SHARED = "PYTEST_ZYGOTES"  # a variable with the process with which zygotes end, and the folder of their sockets
 _LIBC = ctypes.CDLL(None)
 _lock = threading.Lock()
-_started_here: list[subprocess.Popen[bytes]] = []  # kept, since they outlive whoever forgets them
-_given: Path | None = None  # in a zygote: where the environments are told that it gave
+_started_here: list[subprocess.Popen[bytes]] = []  # a reference, because a collected Popen of a live process warns
+_given: Path | None = None  # in a zygote: the folder for files with the environments of its forks
 _beside: socket.socket | None = None  # the control connection to the zygote of this `sie serve`
 
 
 class Forked:
-    """A process that the zygote forked, with what is used of `subprocess.Popen`. `stdout` has its errors too."""
+    """A process that the zygote forked, with a part of the interface of `subprocess.Popen`. `stdout` has stderr too."""
 
     def __init__(self, kind: Kind, argv: Sequence[str], environ: Mapping[str, str]) -> None:
         reading, writing = os.pipe()
@@ -85,7 +85,7 @@ class Forked:
 
     @classmethod
     def in_place(cls, kind: Kind) -> Forked:
-        """Return the record of this process: its arguments, its environment and its standard streams."""
+        """Fork a process with the arguments, the environment and the standard streams of this process."""
         forked = cls.__new__(cls)
         forked._start(kind, sys.argv, os.environ, (0, 1, 2))
         return forked
@@ -103,7 +103,7 @@ class Forked:
             socket.send_fds(control, [len(request).to_bytes(4, "big")], [tells, *streams])
             control.sendall(request)
         os.close(tells)
-        self.status_file = read_end  # readable when it has ended
+        self.status_file = read_end  # readable when the process has ended
         self._told = os.fdopen(read_end, encoding="ascii")
         self.pid = int(self._told.readline())
 
@@ -111,13 +111,13 @@ class Forked:
         return self.returncode if self._ended(0) else None
 
     def wait(self, timeout_s: float | None) -> int:
-        """Raises subprocess.TimeoutExpired."""
+        """Wait for the end and return the status. Raise subprocess.TimeoutExpired at the time-out."""
         if not self._ended(timeout_s) or self.returncode is None:
             raise subprocess.TimeoutExpired(self.argv, timeout_s)
         return self.returncode
 
     def _ended(self, timeout_s: float | None) -> bool:
-        with self._ending:  # which several threads may ask for
+        with self._ending:  # several threads may wait for the end
             if self.returncode is None and _readable([self._told], timeout_s):
                 with self._told as status_stream:
                     self.returncode = int(status_stream.readline())
@@ -132,7 +132,7 @@ class Forked:
 
 
 def _readable(files: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
-    """Return the files that can be read within the time limit. `select.select` takes no number above 1023."""
+    """Return the files that become readable within the time. `select.select` takes no descriptor above 1023."""
     with selectors.DefaultSelector() as selector:
         for file in files:
             selector.register(file, selectors.EVENT_READ)
@@ -140,7 +140,7 @@ def _readable(files: Sequence[Any], timeout_s: float | None = None) -> list[Any]
 
 
 class Awaited:
-    """A forked process as the supervisor of `sie serve` knows those that it starts."""
+    """A forked process with the interface of the child processes of the supervisor of `sie serve`."""
 
     def __init__(self, forked: Forked, stdout: asyncio.StreamReader) -> None:
         self.stdout = stdout
@@ -150,7 +150,7 @@ class Awaited:
 
     @classmethod
     async def started(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Awaited | supervisor.ChildProcess:
-        """In the place of `supervisor.started`."""
+        """Start a process in place of `supervisor.started`."""
         if argv[0] != sys.executable:  # the broker
             return await _started(argv, environ)
         forked, reader = Forked("engine", argv[1:], environ), asyncio.StreamReader(supervisor.MAX_LINE_BYTES)
@@ -177,12 +177,12 @@ _started = supervisor.started
 
 
 def reads_at_start(environ: Mapping[str, str]) -> bool:
-    """Whether there is a setting of the C library, which it reads when a process starts and not when one is forked."""
+    """Return True if a variable is a setting of the C library, which reads it at a start but not at a fork."""
     return any(name.startswith("MALLOC_") for name in environ)
 
 
 def _prepare(kind: Kind) -> None:
-    """Make what each process would make at its first use."""
+    """Create objects that each process would else create at their first use."""
     if kind in ("sie", "engine"):
         httpx.AsyncClient(trust_env=False)  # the public certificates
     if kind in ("engine", "tests"):
@@ -192,7 +192,7 @@ def _prepare(kind: Kind) -> None:
 
 
 def environ_of(pid: int) -> dict[str, str]:
-    """Return the environment of a process. For a forked one the kernel has that of the zygote."""
+    """Return the environment of a process. For a forked one, the kernel has only that of the zygote."""
     environ_path = _given_to(Path(os.environ[_SHARED].partition(":")[2]), pid)
     if environ_path.exists():
         return dict(json.loads(environ_path.read_text("utf-8")))
@@ -204,18 +204,16 @@ def _given_to(folder: Path, pid: int) -> Path:
 
 
 def folder_of_this_process(kind: str) -> str:
-    """Make a temporary folder, which the caller removes at its end. Those of processes that were killed before that are
-    removed now.
-    """
+    """Create a temporary folder, which the caller removes at its end. Remove folders of killed processes."""
     for folder in Path(tempfile.gettempdir()).glob(f"{kind}-*-*"):
         pid = folder.name.removeprefix(f"{kind}-").partition("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)  # another process may remove it now, or it is another user's
+            shutil.rmtree(folder, ignore_errors=True)  # another process may remove it too, or another user owns it
     return tempfile.mkdtemp(prefix=f"{kind}-{os.getpid()}-")
 
 
 def share() -> None:
-    """Have this process and those that it starts share their zygotes, which end with this one."""
+    """Let this process and its children share zygotes, which end with this process."""
     if _SHARED not in os.environ:
         folder = folder_of_this_process("zygotes")
         os.environ[_SHARED] = f"{os.getpid()}:{folder}"
@@ -224,7 +222,7 @@ def share() -> None:
 
 @functools.cache
 def _zygote(kind: Kind) -> socket.socket:
-    """A control connection to the zygote of a kind, which is started if nobody has yet."""
+    """Return a control connection to the zygote of a kind. Start the zygote if it does not run."""
     share()
     owner, _, folder = os.environ[_SHARED].partition(":")
     path = Path(folder, kind)
@@ -235,7 +233,7 @@ def _zygote(kind: Kind) -> socket.socket:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(str(path))
                 listener.listen()
-                # a library of linear algebra that is imported with more starts threads, of which a fork takes none
+                # with more threads, an import of a linear algebra library starts threads, which a fork does not have
                 environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
                 argv = [sys.executable, __file__, kind, str(listener.fileno()), owner]
                 process = subprocess.Popen(
@@ -252,7 +250,7 @@ def _zygote(kind: Kind) -> socket.socket:
 
 
 def _received(control: socket.socket) -> tuple[dict[str, object], list[int]] | None:
-    """The next request and its descriptors; None when nobody is there any more."""
+    """Return the next request and its descriptors, or None if the other side has closed."""
     head, descriptors, _, _ = socket.recv_fds(control, 4, 4)
     if not head:
         return None
@@ -272,15 +270,15 @@ def _reap(status_fds: dict[int, int]) -> None:
 
 
 def _tell(descriptor: int, number: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody asks any more
+    with contextlib.suppress(BrokenPipeError):  # the other side has closed
         os.write(descriptor, b"%d\n" % number)
 
 
 def fork_on_request(
     *, listener: socket.socket | None = None, owner: int | None = None, control: socket.socket | None = None
 ) -> list[str]:
-    """Serve those who connect until the owner of the zygote (a descriptor of that process) is gone, or one connection
-    until its other side is, and end. In each child: return its arguments.
+    """Serve connections of `listener` until the process of the descriptor `owner` has ended, or only `control` until
+    its other side closes. Then end this process. In each child, return its arguments.
     """
     controls = set(filter(None, [control]))
     status_fds: dict[int, int] = {}
@@ -328,23 +326,23 @@ def fork_on_request(
 
 
 def end_with_parent() -> None:
-    """In a child, before it is what it is started for: a session of its own, so that no signal of a terminal reaches
-    it, and SIGKILL when the thread that started it ends.
+    """Prepare a child before it executes its program: give it a session of its own, so that no signal of a terminal
+    reaches it, and SIGKILL when the thread that started it ends.
     """
     os.setsid()
     _LIBC.prctl(1, signal.SIGKILL)
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends."""
+    """Let the kernel kill this process when its parent ends."""
     _LIBC.prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel was told
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
 def _become(job: dict[str, object], streams: Sequence[int], parent: int) -> list[str]:
-    """Set up the process as a start would: a session, standard streams, folder, environment. It is killed when the
-    zygote ends.
+    """Set up the process as a start does: a session, standard streams, folder, environment. The kernel kills it when
+    the zygote ends.
     """
     os.setsid()
     _end_with(parent)
@@ -359,7 +357,7 @@ def _become(job: dict[str, object], streams: Sequence[int], parent: int) -> list
     sys.orig_argv = [sys.executable, *argv]
     if first := os.environ.get(RUN_FIRST):
         runpy.run_path(first)
-    from setproctitle import setproctitle  # here: tools that start processes of their own do without it
+    from setproctitle import setproctitle  # imported here, because tools that import this module may lack it
 
     setproctitle(" ".join([sys.executable, *argv]))
     if _given is not None:
@@ -368,14 +366,14 @@ def _become(job: dict[str, object], streams: Sequence[int], parent: int) -> list
 
 
 def _read_hub() -> None:
-    """Have the library of the hub read HF_ENDPOINT again, which it does as it is imported."""
+    """Let huggingface_hub read HF_ENDPOINT again, which it else reads only at its import."""
     if (api := sys.modules.get("huggingface_hub.hf_api")) is not None:
         api.api.endpoint = importlib.reload(api.constants).ENDPOINT
 
 
 def have_children_forked() -> None:
-    """To be called in a process that is about to be `sie serve`. Returns in it, and in each process that is forked for
-    it, with the arguments of that one.
+    """Give a process that becomes `sie serve` a zygote of its own. The function returns in this process, and in each
+    process that is forked for it, with the arguments of that process.
     """
     global _beside
     ours, theirs = socket.socketpair()
@@ -404,7 +402,7 @@ if __name__ == "__main__":
     signal.setitimer(signal.ITIMER_REAL, 1, 1)  # imports take longer than a user waits after Ctrl-C
     from setproctitle import getproctitle
 
-    getproctitle()  # finds the place of the title, which it does not once the environment has moved
+    getproctitle()  # finds the place of the title, which is impossible after the environment has changed
     entry = importlib.import_module(ENTRIES[kind])
     for module in IMPORTS[kind]:
         importlib.import_module(module)
