@@ -1,25 +1,26 @@
-"""Refusals, and whether each was needed: the rule of the gateway and the one before it, side by side in virtual time.
+"""Refusals of the gateway's rule and of a simpler one, side by side in virtual time, and whether each was needed.
 
 Every cell is one run of `tests/admission_simulation.py`: real Admission, a device that takes a + b x tokens for a
-batch, clients that come again when they are told to, to any of the gateways. The clock is virtual, so the processor has
-no part in the figures.
+batch, and clients that come again at their Retry-After, to any of the gateways. The clock is virtual, so the figures do
+not depend on the processor.
 
-* false: refused (at once or later) although it would have been answered a tenth of its budget and one batch early,
-  behind all that was ahead of it and all that had been promised a turn; of all requests;
-* late: accepted and not answered within the budget; of the accepted. Onset: from the start, a stall or a slow-down on,
-  for twice the budget or ten batches;
-* struck: late as well, but accepted before the stall or the slow-down, or within one usual batch after it; or refused
-  when the device had stood still for as long as the budget, and the stall ended in time: nobody could know. Neither in
-  `late` nor in `false`, of all requests;
-* served: let in and answered in time, of those who came again at their Retry-After;
-* told before: the same of those who were told to come again before the stall or the slow-down could be known (a usual
-  batch after a stall began, two slow batches after the device became slow) and whom it met. They are not in `served`:
-  nobody could foresee it;
-* goodput: answers in time of the capacity, after the onset, where requests come at ten times that.
+* false: the share of all requests that were refused, at once or later, although their answers would have come a tenth
+  of the budget and one batch early, after all work ahead of them and all promised turns;
+* late: the share of accepted requests that were not answered within the budget. The onset is twice the budget or ten
+  batches from the start, a stall or a slow-down on;
+* struck: the share of all requests that a gateway could not judge. They were late, but accepted before the stall or the
+  slow-down, or within one usual batch after it; or they were refused when the device had stood still for the whole
+  budget, and the stall ended in time. They are neither in `late` nor in `false`;
+* served: the share of the requests that came again at their Retry-After which were let in and answered in time;
+* told before: the same share for the requests whose Retry-After was sent before the stall or the slow-down could be
+  known (a usual batch after a stall began, two slow batches after the device became slow), and which it met. They are
+  not in `served`;
+* goodput: the share of the capacity that is answers in time, after the onset, while requests come at ten times the
+  capacity.
 
 The capacity under a budget is x / (a + b x) for the largest batch of x tokens with 2 (a + b x) <= budget, at most a
-full batch: a request may come as a batch begins, and waits for its end and for its own. Where not even a batch of one
-request satisfies this, a device under load cannot answer at all. These cells are listed and in no average.
+full batch: a request may come when a batch begins, and waits for the end of that batch and of its own. If not even a
+batch of one request satisfies this, a device under load cannot answer. Such cells are listed, but in no average.
 
     python bench/admission.py [--set tuned|held-out] [--every 7] [--jobs 2] [--out bench/results/admission.md]
 """
@@ -52,7 +53,7 @@ RULES = {"before": Before, "now": Admission}
 
 
 class Matrix(NamedTuple):
-    """`tokens`: of a request; 16 and more: the median of a lognormal distribution with sigma 0.6."""
+    """The values of the cells. `tokens` of a request; from 16 on the median of a lognormal distribution, sigma 0.6."""
 
     batch_s: tuple[float, ...]
     token_s: tuple[float, ...]
@@ -115,7 +116,7 @@ def overload(of: Matrix) -> Iterator[Case]:
 
 
 class Cell(NamedTuple):
-    """Results of a run: counts, and pairs of (those, of so many)."""
+    """The results of a run: counts, and pairs of a part and its whole."""
 
     tries: int
     refused: int
@@ -180,7 +181,7 @@ def main() -> None:
     options = parser.parse_args()
     matrix = MATRICES[options.set]
     cases = [*closed(matrix), *overload(matrix)]
-    random.Random(matrix.seed).shuffle(cases)  # each N-th of the ordered ones would have few budgets
+    random.Random(matrix.seed).shuffle(cases)  # each N-th of the ordered cases would have few different budgets
     cases = cases[:: options.every]
     possible = [case for case in cases if case.is_possible]
     tasks = list(itertools.product(possible, options.rule or RULES))

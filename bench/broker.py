@@ -1,10 +1,10 @@
-"""CPU of the broker and of our client for one request: publish, pull, result with confirmation, ack.
+"""Processor time of the broker and of our client for one request: publish, pull, result with confirmation, ack.
 
     python bench/broker.py [--messages 20000] [--consumers 1 50 200] [--credit 1 16]
 
-One process publishes and takes results as a gateway does, with 64 requests in flight, another one pulls and answers as
-a sidecar does, with so much credit at each consumer, topped up at half. The broker is a nats-server of its own, file
-storage, sync_interval 100ms. Nothing computes, so that all CPU is the queue's.
+One process publishes and takes results as a gateway does, with 64 requests in flight. Another process pulls and answers
+as a sidecar does, with a fixed credit at each consumer that is topped up at half. The broker is a new nats-server with
+file storage and sync_interval 100ms. No process computes vectors, so the queue uses all the processor time.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The cache of answers beside the same cluster without it, both in one run and in turn. The device is a clock: a batch
-takes a fixed time and a time for each token, so that the ratio does not depend on what else the machine does.
+"""The cache of answers beside the same cluster without it, in turn in one run. The device is a clock: a batch takes a
+fixed time and a time for each token, so the ratio does not depend on other load of the machine.
 
-1. Zipf traffic, 37 % repeats, 64 clients, one text a request: texts a second, and the share of inputs that were not
-   computed beside the share of repeats that the traffic has.
-2. Traffic without repeats: what the cache costs.
-3. One client, one text that is cached.
-4. Many distinct inputs, before an adapter that costs nothing: the memory of the gateway and the bound.
-5. `--answers 10000000`: as many distinct inputs through the code of the cache alone: memory of the process, answers,
+1. Zipf traffic with 37 % repeats, 64 clients, one text a request: texts a second, and the share of inputs that were not
+   computed beside the share of repeats in the traffic.
+2. Traffic without repeats, which shows the cost of the cache.
+3. One client that sends one cached text.
+4. Many distinct inputs to an adapter that takes no time: the memory of the gateway and the limit of the cache.
+5. `--answers 10000000`: so many distinct inputs through only the code of the cache: memory of the process, answers,
    bytes that the cache counts.
-6. `--policies`: hit shares of LRU, of segmented LRU and of packages with W-TinyLFU, if they are installed, on Zipf
+6. `--policies`: hit shares of LRU, of segmented LRU and of W-TinyLFU, if the package theine is installed, on Zipf
    traffic.
 
     python bench/cache.py [--rounds 5 --requests 2000 --distinct 1000000] [--answers N | --policies] [--out FILE]
@@ -62,7 +62,7 @@ GOALS = "goals: 1.4 with repeats, 0.98 without, 1.5 ms"
 
 
 def zipf(count: int, universe: int, seed: int) -> list[int]:
-    """Ranks of `count` requests for `universe` texts."""
+    """Return the ranks of `count` requests for `universe` texts."""
     weights = 1.0 / np.arange(1, universe + 1) ** EXPONENT
     drawn = np.random.default_rng(seed).choice(universe, count, p=weights / weights.sum())
     return [int(rank) for rank in drawn]
@@ -73,7 +73,7 @@ def repeats_of(ranks: Sequence[int]) -> float:
 
 
 def traffic(count: int, seed: int) -> list[int]:
-    """Zipf traffic whose share of repeats is about REPEATS: a larger universe has fewer."""
+    """Return Zipf traffic whose share of repeats is about REPEATS. A larger universe has fewer repeats."""
     low, high = count // 8, count * 4096
     while low + 1 < high:
         middle = (low + high) // 2
@@ -82,7 +82,7 @@ def traffic(count: int, seed: int) -> list[int]:
 
 
 def texts_of(count: int, seed: int) -> list[str]:
-    """Texts of log-normal lengths, about 80 words."""
+    """Return texts of log-normal lengths, with about 80 words."""
     rng = np.random.default_rng(seed)
     return [" ".join(rng.choice(WORDS, int(length))) for length in np.clip(rng.lognormal(4.1, 0.82, count), 2, 254)]
 
@@ -123,7 +123,7 @@ def is_warm(stack: Stack, statuses: Sequence[str]) -> bool:
 
 
 def counted(stack: Stack) -> dict[str, float]:
-    """Inputs by result, from the metrics of the gateway."""
+    """Return the number of inputs by result, from the metrics of the gateway."""
     text = httpx.get(f"{stack.metrics_urls[0]}/metrics", timeout=30, trust_env=False).text
     lines = [line.split() for line in text.splitlines() if line.startswith("sie_gateway_cache_inputs_total{")]
     return {name.partition('result="')[2].partition('"')[0]: float(value) for name, value in lines}
@@ -182,7 +182,7 @@ def compare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def memory(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Distinct short inputs through a gateway, 64 in a request; vectors of 384 numbers."""
+    """Send distinct short inputs through a gateway, 64 in a request. The vectors have 384 numbers."""
     limit, size = 64 << 20, 64
     environ = {"SIE_CACHE_BYTES": str(limit)}
     with (
@@ -216,8 +216,8 @@ def memory(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def answers(count: int, say: Callable[[str], None]) -> None:
-    """Cache the answers to `count` distinct inputs. One in ten has options of its own, which tests the bound of spaces;
-    one in ten is asked for again at once, which tests the bound of protected answers.
+    """Cache the answers to `count` distinct inputs. One in ten has options of its own, which tests the limit of spaces.
+    One in ten is requested again at once, which tests the limit of protected answers.
     """
     limit, width, run = 64 << 20, 384, RunOptions(outputs=("dense",))
     cache = AnswerMemory(limit, 3600.0)
@@ -247,7 +247,7 @@ def answers(count: int, say: Callable[[str], None]) -> None:
 
 
 class Lru:
-    """Least recently used leaves first."""
+    """A cache that removes the least recently used answer first."""
 
     def __init__(self, room: int) -> None:
         self._room, self._order = room, OrderedDict[int, None]()
@@ -263,7 +263,7 @@ class Lru:
 
 
 class Segmented:
-    """An answer that is used twice is protected: four fifths of the room are for such answers."""
+    """A segmented LRU cache. An answer that is used twice is protected, and may use four fifths of the room."""
 
     def __init__(self, room: int) -> None:
         self._room, self._most = room, room * 4 // 5
@@ -300,7 +300,7 @@ class Theine:
 
 
 def policies(say: Callable[[str], None]) -> None:
-    """Hit shares in percent on 400,000 requests."""
+    """Report the hit shares in percent on 400,000 requests."""
     kinds: dict[str, Callable[[int], Lru | Segmented | Theine]] = {"LRU": Lru, "segmented LRU": Segmented}
     try:
         importlib.import_module("theine")

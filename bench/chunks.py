@@ -1,11 +1,11 @@
-"""Documents in chunks beside the same tokens as texts, in turn, several rounds in one run: tokens a second that ran.
+"""Tokens a second of documents in chunks beside the same tokens as texts, in turn, several rounds in one run.
 
-1. The engine alone on ready rows, all its lanes, batches within the token budget.
-2. `sie serve`: 8 clients, some documents a request.
+1. The engine alone on ready rows, on all its lanes, with batches within the token budget.
+2. `sie serve` with 8 clients and some documents a request.
 
-Texts are as long as the model reads. Documents are these texts, with chunks of `--chunk` tokens; or are five times as
-long, and read in windows. A chunk with context is pooled from the pass over its document; without context each chunk is
-a text of its own, and shown for comparison.
+Texts have the longest length of the model. Documents are these texts, with chunks of `--chunk` tokens, or documents
+that are five times as long and read in windows. A chunk with context is pooled from the pass over its document. Without
+context each chunk is a text of its own, which is shown for comparison.
 
     python bench/chunks.py [--rounds 5 --seconds 5 --chunk 64] [--out bench/results/chunks.md]
 """
@@ -38,7 +38,7 @@ TEXTS = 40
 
 
 def texts_of(alone: Alone, tokens: int, count: int, seed: int = 5) -> list[str]:
-    """Return texts of sentences, each of about this number of tokens and none of more."""
+    """Return texts of sentences with about this number of tokens, and not more."""
     rng = np.random.default_rng(seed)
     texts = []
     for _ in range(count):
@@ -75,7 +75,7 @@ def batches_of(alone: Alone, inputs: list[Input]) -> tuple[list[ipc.RunBatch], f
 
 
 def requests_of(url: str, items: list[dict[str, object]], size: int) -> tuple[list[bytes], float]:
-    """Return requests with `size` items, and the mean tokens of an item that run."""
+    """Return requests with `size` items, and the mean number of computed tokens of an item."""
     parts = [items[start : start + size] for start in range(0, len(items) - size + 1, size)]
     answer = httpx.post(f"{url}/v1/encode/{MODEL}", json={"items": parts[0]}, timeout=120, trust_env=False)
     tokens = answer.raise_for_status().json()["usage"]["total_tokens"]  # all items of a kind are equally long

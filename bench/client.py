@@ -1,5 +1,5 @@
-"""A load generator that costs little: prebuilt requests over keep-alive connections, replies cut by their length and
-not parsed.
+"""A load generator that takes little processor time: it sends prebuilt requests over keep-alive connections, and does
+not parse the bodies of replies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import cast
 class Connection(asyncio.Protocol):
     """One HTTP/1.1 connection with one request in progress.
 
-    `head` is that of the last response, in lower case. `unasked` counts bytes that came while no request was in
+    `head` is the head of the last response in lower case. `unasked` counts bytes that came while no request was in
     progress.
     """
 
@@ -56,7 +56,7 @@ class Connection(asyncio.Protocol):
         return self._transport is not None
 
     async def send(self, request: bytes) -> tuple[int, bytes]:
-        """Status and body. Raises ConnectionError."""
+        """Send a request and return status and body. Raise ConnectionError if the server closes the connection."""
         if self._transport is None:
             raise ConnectionError("the server closed the connection")
         self._done = asyncio.get_running_loop().create_future()
@@ -79,7 +79,7 @@ async def connect(host: str, port: int) -> Connection:
 
 
 def request(path: str, body: bytes, content_type: str = "application/msgpack", **headers: str) -> bytes:
-    """The bytes of a request; underscores in the names of headers are hyphens."""
+    """Return the bytes of a request. Underscores in the names of headers become hyphens."""
     lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-type: {content_type}", f"accept: {content_type}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body
@@ -88,8 +88,8 @@ def request(path: str, body: bytes, content_type: str = "application/msgpack", *
 async def closed_loop(
     host: str, port: int, requests: Sequence[bytes], *, clients: int, seconds: float
 ) -> tuple[int, float, list[float]]:
-    """Each client sends its next request when the last was answered. Returns (answered, seconds taken, latencies);
-    raises on any error.
+    """Run clients that each send their next request after the last answer. Return (answered, seconds taken, latencies).
+    Raise an error if a request fails.
     """
     latencies: list[float] = []
     end_s = time.perf_counter() + seconds
@@ -114,7 +114,7 @@ async def closed_loop(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request. Times are those of `time.perf_counter`; status 0 means that none came."""
+    """The answer to one request. Times are of `time.perf_counter`. Status 0 means that no answer came."""
 
     started_s: float
     ended_s: float
@@ -127,8 +127,8 @@ class Answer:
 
 
 class Clients:
-    """Clients of one server that send their next request when the last was answered, until told to stop. Failures are
-    answers too.
+    """Clients of one server that each send their next request after the last answer, until `stop`. Failures are answers
+    too.
     """
 
     def __init__(self, host: str, port: int, requests: Iterator[bytes], *, count: int, pause_s: float = 0.0) -> None:
@@ -149,14 +149,14 @@ class Clients:
         connection.close()
 
     async def stop(self) -> list[Answer]:
-        """Wait for what was sent; all answers."""
+        """Wait for the answers to sent requests, and return all answers."""
         self._stopping.set()
         await asyncio.gather(*self._tasks)
         return self.answers
 
 
 class OpenLoop:
-    """Requests at a fixed rate, whatever happens to those before. Connections are kept and used again."""
+    """Requests at a fixed rate that do not wait for earlier answers. Connections are reused."""
 
     def __init__(self, host: str, port: int, requests: Iterator[bytes], *, rate: float, seconds: float) -> None:
         self.answers: list[Answer] = []
@@ -167,7 +167,7 @@ class OpenLoop:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> list[Answer]:
-        """Send everything; returns when the last request is on its way. `finish` waits for the answers."""
+        """Send all requests, and return when the last one is under way. `finish` waits for the answers."""
         begin_s = time.perf_counter()
         for number in range(int(self._rate * self._seconds)):
             ahead_s = begin_s + number / self._rate - time.perf_counter()
@@ -203,5 +203,5 @@ async def _timed(connection: Connection, message: bytes) -> Answer:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie; 0 of none."""
+    """Return the value below which this share of the values lies, or 0 without values."""
     return sorted(values)[min(len(values) - 1, int(len(values) * share))] if values else 0.0

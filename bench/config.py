@@ -1,8 +1,7 @@
-"""Cost of a large catalogue: starts, resolutions, a change on its way to a gateway and a worker, memory, and doing
-nothing.
+"""Cost of a large catalogue: starts, resolutions, the way of a change to a gateway and a worker, memory, and processor
+time without requests.
 
-A broker, a config service, a gateway and a worker; the catalogue gets its models while they run, then each process
-starts again.
+A broker, a config service, a gateway and a worker run while the catalogue gets its models. Then each process restarts.
 
     python bench/config.py [--models 10000] [--idle 60]
 """
@@ -40,7 +39,7 @@ MIB = 1 << 20
 
 
 def restarted_s(part: Part) -> float:
-    """Seconds from its start to its readiness."""
+    """Restart a process and return the seconds until it is ready."""
     part.stop()
     begun_s = time.perf_counter()
     part.start()
@@ -49,7 +48,7 @@ def restarted_s(part: Part) -> float:
 
 
 def written_ms(stack: Stack, model: str) -> tuple[list[float], list[float]]:
-    """Return two times of each write: until it is answered, and from then until the gateway serves by it."""
+    """Return two times of each write: until its answer, and from the answer until the gateway serves the change."""
     answered, delays_ms = [], []
     path = f"/v1/configs/models/{model}"
     with httpx.Client(timeout=30, trust_env=False, headers={"Authorization": f"Bearer {ADMIN}"}) as client:
@@ -66,7 +65,7 @@ def written_ms(stack: Stack, model: str) -> tuple[list[float], list[float]]:
 
 
 async def read_s(stack: Stack) -> tuple[float, float, Catalogue]:
-    """Processor seconds of reading the export into a catalogue, the longest turn of the loop meanwhile, and the
+    """Read the export into a catalogue. Return the processor seconds, the longest turn of the loop meanwhile, and the
     catalogue.
     """
     gc.collect()

@@ -1,8 +1,8 @@
-"""Cost of an open console, in a cluster of many models and workers: the gateway, the network and the browser.
+"""Cost of an open console in a cluster of many models and workers, for the gateway, the network and the browser.
 
-One real gateway, broker, config service and worker; all further workers are simulated by their heartbeats, as in
-fleet.py. Each view of the console is open in a real browser for a while, in turn with none: what the gateway does
-then is taken off.
+The gateway, the broker, the config service and one worker are real; heartbeats simulate all other workers, as in
+fleet.py. Each view of the console is open in a real browser for a while, in turn with no view, whose processor time is
+subtracted.
 
     python bench/console.py [--models 10000 --workers 1000 --rounds 5]
 
@@ -32,7 +32,7 @@ from websockets.sync.client import connect
 
 VIEWS = {"playground": "#run", "models": "#catalogue", "cluster": "#workers tr"}
 GOALS = "goals: at most 1 % of a core, 1 MB a minute, 100 ms a frame"
-# time between two frames, and the longest task of the page, since the last look
+# the longest time between two frames, and the longest task of the page, since this code ran
 WATCH = """(() => {
   window.worst = 0; window.task = 0;
   let last = performance.now();
@@ -50,7 +50,7 @@ TYPING = """(() => {
 
 
 class Counting(browser.Page):
-    """Counts the bytes that it received."""
+    """A page that counts the bytes that it receives."""
 
     received = 0
 

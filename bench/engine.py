@@ -1,22 +1,21 @@
-"""Texts a second of the engine alone, without sockets, beside what else runs the same weights on the same texts.
+"""Texts a second of the engine alone, without sockets, beside other libraries with the same weights and texts.
 
     python bench/engine.py [--rounds 5] [--corpus FOLDER] [--only NAME ...]
 
-Every variant is a process of its own that stays up; rounds alternate between them, so that a change of the machine's
-load meets all alike. Loads: `mix`, log-normal lengths with a mean of about 87 tokens; `short`, texts of 8 tokens;
-`mail`, the texts of a folder of JSON files with a key `text` (--corpus), cut at 256 tokens; `single`, one short text at
-a time, whose figure is milliseconds.
+Every variant is a process of its own that stays up. Rounds alternate between the variants, so that a change of the
+machine's load affects all of them. Loads: `mix`, log-normal lengths with a mean of about 87 tokens; `short`, texts of 8
+tokens; `mail`, the texts of a folder of JSON files with a key `text` (--corpus), cut at 256 tokens; `single`, one short
+text at a time, in milliseconds.
 
-    engine ...                ours, one lane per core, on the engine of the rules; `torch`: the packed path whatever
-                              they say, `eager`: with the written-out attention
-    sentence-transformers     as its users call it: default (float32), and bfloat16; tokenising included
-    onnxruntime, openvino     the exported model on padded batches of 32 in order of length, one request over all cores;
-                              not tokenising
-    floor                     the matrix products of the linear layers and the attention, nothing else, on the engine's
-                              lanes
+    engine ...                our engine, one lane per core, as its rules choose; `torch`: always the packed path on
+                              torch; `eager`: with attention in plain tensor operations
+    sentence-transformers     as its users call it: default (float32), and bfloat16; with tokenising
+    onnxruntime, openvino     the exported model on padded batches of 32 in order of length, one request on all cores;
+                              without tokenising
+    floor                     only the matrix products of the linear layers and the attention, on the engine's lanes
 
-Packages onnx, onnxruntime and openvino are needed for their rows; without one its rows are left out. `cosine` is the
-worst of a sample against sentence-transformers in float32.
+The rows of onnxruntime and openvino need the package and onnx; without these they are left out. `cosine` is the worst
+cosine of a sample to sentence-transformers in float32.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def ids_of(texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def batched(ids: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-    """In order of arrival, as a worker forms them."""
+    """Return batches in order of arrival, as a worker forms them."""
     batches: list[list[np.ndarray]] = [[]]
     for text_ids in ids:
         if sum(map(len, batches[-1])) + len(text_ids) > BATCH_TOKENS:
@@ -106,7 +105,7 @@ def batched(ids: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
     return batches
 
 
-# A variant gives run(ids, texts) -> vectors [texts, 384] or None.
+# A variant returns run(ids, texts) -> vectors [texts, 384] or None.
 Run = Callable[[Sequence[np.ndarray], Sequence[str]], "np.ndarray | None"]
 
 
@@ -150,9 +149,7 @@ def engine(precision: str, attention: str = "auto", name: str | None = None) -> 
 
 
 def floor(precision: str) -> Run:
-    """The engine's model with everything but its linear layers and its attention taken out, on as many threads as it
-    has lanes.
-    """
+    """Return a run of only the linear layers and the attention of the engine's model, on as many threads as lanes."""
     from concurrent.futures import ThreadPoolExecutor
 
     import torch
@@ -219,7 +216,7 @@ def sentence(precision: str) -> Run:
 
 
 def padded(forward: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Run:
-    """Mean pooling over `forward(ids, mask)` of padded batches in order of length."""
+    """Return a run with mean pooling over `forward(ids, mask)` of padded batches in order of length."""
 
     def run(ids: Sequence[np.ndarray], texts: Sequence[str]) -> np.ndarray:
         order = np.argsort([len(text_ids) for text_ids in ids], kind="stable")
@@ -239,7 +236,7 @@ def padded(forward: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Run:
 
 
 def exported() -> Path:
-    """The model as ONNX, made once in a temporary folder."""
+    """Return the file of the model as ONNX, which is exported once to a temporary folder."""
     import torch
     from transformers import AutoModel
 
@@ -259,7 +256,7 @@ def exported_to(path: Path, build: Callable[[], Any]) -> Path:
         class States(torch.nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.model = model  # a part of it, so that its weights are initializers, which quantising looks for
+                self.model = model  # a submodule, so that its weights are initializers, which the quantiser needs
 
             def forward(self, input_ids: Any, attention_mask: Any) -> Any:
                 return self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
@@ -301,8 +298,8 @@ def openvino(precision: str) -> Run:
 
 
 def padding(rounds: int) -> None:
-    """A family that cannot run packed: batches in order of arrival, padded to their longest, against ours, by length.
-    Prints both.
+    """Print the padding and the speed of a family that cannot run packed: in order of arrival, with each batch padded
+    to its longest text, and sorted by length, as our engine does.
     """
     import torch
     from transformers import MPNetConfig, MPNetModel
@@ -366,10 +363,10 @@ def made(name: str) -> Run:
 
 
 def work(name: str, corpus: str) -> None:
-    """A worker: for each line with the name of a load, run it and print texts and seconds; for `sample`, vectors as
-    JSON.
+    """Run as a worker. For each input line with the name of a load, run it and print the number of texts and the
+    seconds. For `sample`, print vectors as JSON.
     """
-    sys.stdout, out = sys.stderr, sys.stdout  # libraries print
+    sys.stdout, out = sys.stderr, sys.stdout  # libraries print to sys.stdout
     run = made(name)
     loads = {load: texts_of(load, corpus) for load in ("mix", "short", "single", *(("mail",) if corpus else ()))}
     ids = {load: ids_of(texts) for load, texts in loads.items()}

@@ -1,7 +1,7 @@
-"""Waits of one load for another: interactive against bulk, and one key against another, on the fixed-cost adapter and
-on MiniLM.
+"""Waiting times of interactive work beside bulk work, and of one key beside another, on the fixed-cost adapter and on
+MiniLM.
 
-For each device, in this order:
+The steps for each device, in this order:
 
 1. unloaded      one interactive client alone: p99
 2. bulk alone    30 bulk clients: texts/s
@@ -11,7 +11,7 @@ For each device, in this order:
 6. two keys      one key has a backlog of --backlog texts, the other one client, both interactive: p99 of the other
 
 The bound of 3 and 6 is 2 x unloaded p99 + the batches at the adapter: pipeline depth x the time of a full batch. That
-time is what the bulk answers of step 2 say of their forward passes (p99).
+time is the p99 of the forward passes that the bulk answers of step 2 report.
 
     python bench/fairness.py [--device fixed,minilm] [--code CHECKOUT]
 """
@@ -53,8 +53,8 @@ REQUEST_TEXTS = 2048
 
 @dataclass(frozen=True)
 class Load:
-    """Load of a device: texts of a bulk request, words of each, and the clients that saturate it with single
-    queries.
+    """The load of a device: texts of a bulk request, words of a text, and the number of clients that saturate the
+    device with single queries.
     """
 
     model: str
@@ -102,7 +102,7 @@ class Bench:
         return Clients(self.host, self.port, requests, count=count, pause_s=pause_s)
 
     async def samples(self, requests: Iterator[bytes], count: int, pause_s: float, limit_s: float) -> list[Answer]:
-        """One client, until it has `count` answers or the time is over."""
+        """Run one client until it has `count` answers or the time is over, and return its answers."""
         answers: list[Answer] = []
         end_s = time.perf_counter() + limit_s
         connection = await connect(self.host, self.port)
@@ -115,7 +115,7 @@ class Bench:
         return answers
 
     async def rate(self, clients: Clients, seconds: float) -> float:
-        """Texts per second of bulk clients from now on."""
+        """Return the texts per second of bulk clients from now on."""
         begin_s = time.perf_counter()
         await asyncio.sleep(seconds)
         end_s = time.perf_counter()
@@ -132,7 +132,7 @@ class Bench:
         )
 
         bulk = self.clients(self._bulk_requests(), BULK_CLIENTS)
-        await asyncio.sleep(3)  # until its first requests are through
+        await asyncio.sleep(3)  # until the first bulk requests are answered
         solo = await self.rate(bulk, seconds)
         batch_ms = percentile([_inference_ms(answer) for answer in bulk.answers if answer.status == 200], 0.99)
         bound_ms = 2 * unloaded_ms + DEPTH * batch_ms
@@ -156,13 +156,13 @@ class Bench:
         await self.keys(unloaded_ms, bound_ms)
 
     async def keys(self, unloaded_ms: float, bound_ms: float) -> None:
-        """The first key sends its whole backlog at once; it is left alone when the second has its samples."""
+        """Measure the second key while the first key has sent its whole backlog at once. Then drop the backlog."""
         options = self.options
         texts = [f"{QUERY} {number}" for number in range(REQUEST_TEXTS)]
         message = self._request(texts, key=KEYS[0], budget_ms=600_000)
         connections = [await connect(self.host, self.port) for _ in range(-(-options.backlog // REQUEST_TEXTS))]
         backlog = [asyncio.create_task(connection.send(message)) for connection in connections]
-        await asyncio.sleep(3)  # until the queue holds what it may hold of it
+        await asyncio.sleep(3)  # until the queue holds as much of the backlog as it may
         begin_s = time.perf_counter()
         answers = await self.samples(self._queries(key=KEYS[1], budget_ms=5000), options.samples, 0.0, options.limit)
         left = sum(not task.done() for task in backlog)
@@ -171,10 +171,10 @@ class Bench:
         self.say(f"\n{left} of {len(backlog)} requests of the backlog were open after {taken_s:.0f} s.")
         for connection in connections:
             connection.close()
-        await asyncio.gather(*backlog, return_exceptions=True)  # ended by ourselves
+        await asyncio.gather(*backlog, return_exceptions=True)  # they fail, because this function closed them
 
     def judge_p99(self, label: str, answers: Sequence[Answer], bound_ms: float) -> None:
-        """An answer other than 200 counts as one that took for ever."""
+        """Judge a p99. An answer other than 200 counts as infinitely slow."""
         failed = [answer for answer in answers if answer.status != 200]
         p99_ms = percentile([*_millis(answers), *(float("inf") for _ in failed)], 0.99)
         enough = len(answers) >= self.options.samples

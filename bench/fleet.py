@@ -1,12 +1,12 @@
 """Cost of a request in a gateway that knows many models and many workers.
 
-One real gateway, broker, config service and worker with an adapter that costs nothing. All further workers of its lane
-are simulated by their heartbeats, one each 5 s, which share the other models of the catalogue among them. The requests,
-one short text each at 16 clients, go to the one model that the real worker has. What the gateway does without any
-request (heartbeats, placement) is measured apart, as a part of a core, and taken off: it does not grow with the
-requests.
+The gateway, the broker, the config service and one worker are real, and its adapter takes no time. Heartbeats simulate
+all other workers of its lane, one each 5 s; these workers share the other models of the catalogue. The requests, with
+one short text each from 16 clients, go to the one model of the real worker. The processor time of the gateway without
+requests (heartbeats, placement) is measured separately, as a part of a core, and subtracted, because it does not grow
+with the requests.
 
-Cases take turns, so that what else the machine does meets all of them.
+Cases take turns, so that other load of the machine affects all of them.
 
     python bench/fleet.py [--cases 1x1,10000x1000] [--code CHECKOUT]
 """
@@ -40,11 +40,11 @@ from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 
 BEAT_S = 5.0
 SETTLE_S = 12.0  # two rounds of heartbeats
-MAX_EACH = 14  # models of a simulated worker
+MAX_EACH = 14  # the most models of a simulated worker
 
 
 def beats(workers: int, models: list[str]) -> list[Heartbeat]:
-    """The heartbeats of simulated workers that have these models between them."""
+    """Return the heartbeats of simulated workers that share these models."""
     model_count = min(MAX_EACH, -(-len(models) // workers)) if models else 0
     generator = np.random.default_rng(1)
     heartbeats = []
@@ -75,7 +75,7 @@ def beats(workers: int, models: list[str]) -> list[Heartbeat]:
 
 @contextlib.contextmanager
 def simulated(url: str, workers: int, models: list[str]) -> Iterator[None]:
-    """Their heartbeats come for as long as this is open, evenly."""
+    """Send the heartbeats of simulated workers at an even rate within the block."""
     ending = threading.Event()
 
     async def send() -> None:
@@ -128,7 +128,7 @@ class Case:
         self.idle.append((gateway.cpu_s() - before_s) / (time.perf_counter() - at_s))
 
     def cost(self) -> float:
-        """Microseconds of the gateway for a request, less what it does without any."""
+        """Return the microseconds of the gateway for a request, less its processor time without requests."""
         return float(
             np.median(
                 [cost_us - 1e6 * self.idle[0] / rate for cost_us, rate in zip(self.cost_us, self.rates, strict=True)]

@@ -1,10 +1,10 @@
-"""Cost of a format of replies at the gateway: JSON, base64, msgpack, raw bytes, Arrow, with an adapter that takes no
+"""Cost of each format of replies at the gateway: JSON, base64, msgpack, raw bytes, Arrow, with an adapter that takes no
 time.
 
-Each format is measured beside a gateway that sends prepared bytes in the place of its reply, as many as the vectors
-have: all that is left there is the request, the queue, the results and the writing of the bytes. What a format costs
-above that is its serialisation. Rounds of all formats take turns; the median by rate is shown. Rates depend on what
-else the machine does, processor time much less.
+Each format is measured beside a gateway that sends prepared bytes in place of its reply, as many as the vectors have.
+That gateway still reads the request, uses the queue, takes the results and writes the bytes, so the further cost of a
+format is its serialisation. Rounds of all formats take turns, and the median by rate is shown. Other load of the
+machine changes rates, and processor time much less.
 
     python bench/gateway.py [--seconds 4] [--rounds 3] [--out FILE]
 """
@@ -32,7 +32,7 @@ MODEL = "toy/one"
 GOAL = 0.10
 OTHERS = ("sidecar", "broker", "adapter")
 PREPARED = "BENCH_REPLY_BYTES"
-# runs in the gateway that sends prepared bytes, before anything else
+# code that the gateway with prepared bytes runs first
 PREPARE = f"""
 import os
 if os.environ.get("{PREPARED}"):
@@ -70,7 +70,7 @@ FORMATS = (
 
 
 def size_of(stack: Stack, body_format: Format, texts: int) -> int:
-    """Bytes of a reply. Raises RuntimeError for one that is no success."""
+    """Return the number of bytes of a reply. Raise RuntimeError if its status is not 200."""
     answer = httpx.post(
         stack.urls[0] + body_format.path,
         content=body_format.body(texts),
@@ -89,7 +89,7 @@ def sample(stack: Stack, body_format: Format, texts: int, options: argparse.Name
 
 
 def measure(texts: int, width: int, options: argparse.Namespace, say: Report) -> None:
-    """One table."""
+    """Measure all formats for a shape and report one table."""
     with tempfile.TemporaryDirectory() as folder:
         patch = Path(folder, "patch")
         patch.mkdir()

@@ -1,11 +1,11 @@
-"""Cost of serving images over the library in the same process, measured side by side in one run.
+"""Cost of serving images by the cluster, beside the library in one process, measured in one run.
 
-1. Images per second: the library in this process (decode, prepare, forward) on all cores, in the better of two ways: a
-   thread for each core that does everything for its own images, or one thread that gives torch all cores and batches of
-   16. Against it the cluster, at 16 clients with one image a request and at 4 clients with 8; in turn, several rounds.
-   The model has the size of CLIP ViT-B/32 and random weights.
-2. Where it goes: processor time of each process for one image, that of the image workers being decoding and resizing;
-   the share of each stage in the time of a request; bytes that are copied between processes for one image.
+1. Images per second. The library in this process decodes, prepares and computes on all cores, in the better of two
+   ways: a thread for each core that does all steps for its own images, or one thread that gives torch all cores and
+   batches of 16. The cluster is measured with 16 clients and one image a request, and with 4 clients and 8 images. Both
+   take turns for several rounds. The model has the size of CLIP ViT-B/32 and random weights.
+2. The parts of the cost: processor time of each process for one image, where image workers decode and resize; the
+   share of each stage in the time of a request; bytes that are copied between processes for one image.
 
 `python bench/images.py` takes some 3 minutes on 2 cores. --seconds 3 --rounds 1 shows that it works.
 """
@@ -55,7 +55,7 @@ LOADS = ((16, 1), (4, 8))  # clients, and images of a request
 
 
 def checkpoint(folder: Path) -> None:
-    """CLIP ViT-B/32: its towers, with a small vocabulary."""
+    """Write a checkpoint with the towers of CLIP ViT-B/32 and a small vocabulary."""
     clip(folder)
     text = AutoConfig.from_pretrained(folder).text_config
     ids = {name: getattr(text, name) for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
@@ -91,7 +91,7 @@ class Library:
         return vectors
 
     def rate(self, files: Sequence[bytes], seconds: float, *, threads: int, batch: int) -> float:
-        """Images per second. Each of `threads` threads has its share of the cores."""
+        """Return the images per second. Each of `threads` threads has its share of the cores."""
         torch.set_num_threads(max(1, cores() // threads))
         end_s, done, lock = time.perf_counter() + seconds, 0, threading.Lock()
 
@@ -119,7 +119,7 @@ class Library:
         }
 
     def parts_ms(self, files: Sequence[bytes]) -> tuple[float, float]:
-        """Processor time of preparing one image and of its forward pass, on one thread."""
+        """Return the processor time of preparing one image and of its forward pass, on one thread."""
         torch.set_num_threads(1)
         started_s = time.process_time()
         pixels = [self.prepared([file]) for file in files]
@@ -136,7 +136,7 @@ def cores() -> int:
 
 
 class Served:
-    """The cluster, and requests that were encoded before."""
+    """The cluster, and encoded requests."""
 
     def __init__(self, cluster: Cluster, files: Sequence[bytes]) -> None:
         self.cluster = cluster
@@ -181,7 +181,7 @@ class Served:
         return answered * batch_size / taken_s
 
     def stages_ms(self, clients: int, batch_size: int, seconds: float) -> dict[str, float]:
-        """Milliseconds by stage of the mean request, while so many clients ask."""
+        """Return the milliseconds by stage of the mean request, with so many concurrent clients."""
         end_s, timings, lock = time.perf_counter() + seconds, list[dict[str, float]](), threading.Lock()
 
         def ask(number: int) -> None:
@@ -297,8 +297,8 @@ def processor_ms(served: Served, clients: int, batch_size: int, seconds: float) 
 
 
 def copied(served: Served, mean_bytes: float, seconds: float) -> str:
-    """Return the bytes that go through sockets for one image. TCP on loopback is measured, so no other program may use
-    it; the bytes over Unix sockets are known.
+    """Return a text with the bytes that go through sockets for one image. TCP on loopback is measured, so no other
+    program may use it. The bytes over Unix sockets are computed.
     """
     clients, batch_size = LOADS[1]
     pixels = 3 * SIZE * SIZE

@@ -1,17 +1,17 @@
-"""Weights and activations in 8 bits on a CPU: for each recipe its speed beside bfloat16, and its loss, in one run.
+"""Weights and activations in 8 bits on a CPU: the speed of each recipe beside bfloat16, and its loss, in one run.
 
-    pip install onnx onnx-ir nncf torchao      # not needed by the product; onnxruntime and openvino are installed
+    pip install onnx onnx-ir nncf torchao      # the product does not need them; onnxruntime and openvino are installed
     python bench/int8.py [--rounds 3] [--only NAME ...] [--out FILE]
     python bench/int8.py --larger              # a random BERT-base: speed only
 
 All recipes run all-MiniLM-L6-v2 in this process on one core and one thread, in turns. Loads: texts of the mix
 (log-normal lengths, mean about 87 tokens) and short texts (8 tokens), one at a time and in batches of 32 of similar
-length. A speed-up is that over the fastest row in bfloat16 of the same load.
+length. A speed-up is relative to the fastest row in bfloat16 of the same load.
 
     engine            the packed path of the product, in bfloat16; `graph`: the engine that its rules choose; `int8`:
                       `load.precision: int8`
     openvino          the graph of the model by OpenVINO; `w8`: weights compressed by NNCF; `a8 per group`: activations
-                      quantised by OpenVINO while it runs
+                      quantised by OpenVINO at run time
     nncf 8/8          weights per output channel, activations with static ranges of the training sentences of STS-B;
                       `alpha`: SmoothQuant; `ends`: without the first and the last layer; `sensitive`: without the
                       products whose quantisation changes the vectors most, each alone; `sensitive per group`: these
@@ -21,10 +21,10 @@ length. A speed-up is that over the fastest row in bfloat16 of the same load.
     torch             the packed path with other linear layers: `per tensor`: torch's dynamic linear layer; `per token`:
                       a scale for each token and each output channel; `torchao`: the same by torchao
 
-Quality: the least and the mean cosine to float32 over the queries of the task stsb-retrieval and texts of the
-mix, and the loss of NDCG@10 on the task, by the metric of `sie eval`. `products` shows the linear layers alone: what
-they would gain if nothing else took time. The quantised models stay in --folder, so a second run starts at once. A
-recipe whose package is not installed is left out.
+The quality is the least and the mean cosine to float32 over the queries of the task stsb-retrieval and texts of the
+mix, and the loss of NDCG@10 on the task, by the metric of `sie eval`. `products` times the linear layers alone, which
+shows their gain without other work. The quantised models stay in --folder, so a second run starts at once. A recipe
+whose package is not installed is left out.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from sie_cli.evals.steps import EvalStep, EvalWork, ResultCache
 BATCH = 32
 MAX_TOKENS = 256
 LEAST_COSINE, MOST_LOSS, LEAST_GAIN = 0.99, 0.005, 1.5
-LEFT_ALONE = 6  # products that `sensitive` leaves in bfloat16, of 36
+LEFT_ALONE = 6  # `sensitive` leaves so many of the 36 products in bfloat16
 CALIBRATION = 100  # sentences, and as many texts of six sentences
 Ids = Sequence[np.ndarray]
 Embed = Callable[[Ids], np.ndarray]  # ids of texts that run together -> vectors
@@ -72,14 +72,14 @@ Embed = Callable[[Ids], np.ndarray]  # ids of texts that run together -> vectors
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredModel:
-    """Model to measure. `build`: returns it in float32 with an implementation of attention. `folder`: for its files."""
+    """A model to measure. `build` returns it in float32 with an implementation of attention. `folder` is for its files."""
 
     build: Callable[[str], Any]
     folder: Path
 
     @functools.cached_property
     def sensitive(self) -> list[str]:
-        """Names of the linear layers whose quantisation changes the vectors most, each alone."""
+        """Return the names of the linear layers whose quantisation alone changes the vectors most."""
         model = self.build("eager")
         sample = calibration()[: CALIBRATION // 4]
         arrays = [torch.from_numpy(array) for array in filled(sample)]
@@ -113,7 +113,7 @@ def rounded(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """Return the linear layers, by name, without the pooler, whose output nobody reads."""
+    """Return the linear layers by name, without the pooler, whose output is not used."""
     return [
         (name, layer)
         for name, layer in model.named_modules()
@@ -132,7 +132,7 @@ def bert_base(attention: str) -> Any:
 
 @functools.cache
 def calibration() -> list[np.ndarray]:
-    """Sentences of the training set of STS-B, of which the task has none, and texts of six of them."""
+    """Return sentences of the training set of STS-B, which the task does not use, and texts of six of them."""
     files = importlib.metadata.files(STSB_PACKAGE) or ()
     (file,) = (Path(str(file.locate())) for file in files if file.name == "sts-train.csv")
     with file.open(encoding="utf-8", newline="") as lines:
@@ -185,7 +185,7 @@ def packed(
 
 
 class PerToken(nn.Module):
-    """Linear layer with a scale for each token of its input and each output channel of its weight."""
+    """A linear layer with a scale for each token of its input and each output channel of its weight."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ def per_tensor(model: Any) -> Any:
 
 
 class ModelStates(nn.Module):
-    """Model as a function of ids and mask."""
+    """A model as a function of ids and mask."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def graph_of(source: MeasuredModel) -> Path:
 
 
 def openvino_of(name: str = "", change: Any = None, precision: str = "bf16", **options: Any) -> Recipe:
-    """Return the recipe of the graph after `change(graph, source)`, which is kept as a file called `name`."""
+    """Return the recipe of the graph after `change(graph, source)`. The changed graph is saved as the file `name`."""
 
     def embed_of(source: MeasuredModel) -> Embed:
         import openvino
@@ -283,8 +283,8 @@ def weights_in_8_bits(graph: Any, source: MeasuredModel) -> Any:
 def both_in_8_bits(
     alpha: float, left_alone: Callable[[MeasuredModel], Sequence[str]] = lambda _: ()
 ) -> Callable[[Any, MeasuredModel], Any]:
-    """Return a change that quantises weights per channel and activations by their ranges. `alpha`: of SmoothQuant, -1
-    for none. `left_alone`: returns the names of layers that stay.
+    """Return a change that quantises weights per channel and activations by their ranges. `alpha` is that of
+    SmoothQuant, -1 for none. `left_alone` returns the names of layers that are not quantised.
     """
 
     def change(graph: Any, source: MeasuredModel) -> Any:
@@ -304,7 +304,7 @@ def both_in_8_bits(
             model_type=nncf.ModelType.TRANSFORMER,
             ignored_scope=nncf.IgnoredScope(names=stay),
             advanced_parameters=AdvancedQuantizationParameters(
-                overflow_fix=OverflowFix.DISABLE,  # of processors without VNNI
+                overflow_fix=OverflowFix.DISABLE,  # only processors without VNNI need the fix
                 smooth_quant_alphas=AdvancedSmoothQuantParameters(matmul=alpha),
             ),
         )
@@ -313,12 +313,12 @@ def both_in_8_bits(
 
 
 def mixed(graph: Any, source: MeasuredModel) -> Any:
-    """Quantise as `both_in_8_bits`, and the weights of the sensitive products, whose activations stay."""
+    """Quantise as `both_in_8_bits`, but only the weights of the sensitive products and not their activations."""
     return weights_in_8_bits(both_in_8_bits(0.5, lambda source: source.sensitive)(graph, source), source)
 
 
 def onnxruntime_of(name: str, change: Callable[[Path, Path], None]) -> Recipe:
-    """Return the recipe of the exported model after `change(from, to)`, which is kept as a file called `name`."""
+    """Return the recipe of the exported model after `change(from, to)`, whose result is saved as the file `name`."""
 
     def embed_of(source: MeasuredModel) -> Embed:
         import onnxruntime
@@ -417,7 +417,7 @@ def of_texts(embed: Embed, texts: Sequence[str]) -> np.ndarray:
 
 
 class RecipeSource:
-    """The recipe as a source of `sie eval`."""
+    """A recipe as a source of `sie eval`."""
 
     name, is_here, scores_pairs, main, identity, tokens = "recipe", True, False, outputs.DENSE, (), 0
 
@@ -447,7 +447,7 @@ def losses(recipes: dict[str, Embed]) -> dict[str, tuple[float, float, float]]:
 
 
 def speeds(recipes: dict[str, Embed], rounds: int, share: float) -> dict[tuple[str, str], float]:
-    """Return texts a second of each recipe and load: medians of rounds. `share`: of the texts."""
+    """Return texts a second of each recipe and load, as medians of rounds, on a `share` of the texts."""
     mix, short = ids_of(texts_of("mix", "")), ids_of(texts_of("single", ""))
     loads = {
         "mix, 1": in_batches(mix[: int(32 * share)], 1),
@@ -462,15 +462,15 @@ def speeds(recipes: dict[str, Embed], rounds: int, share: float) -> dict[tuple[s
                 began_s = time.process_time()
                 for batch in batches:
                     embed(batch)
-                if round_:  # the first one warms up
+                if round_:  # the first round warms up
                     rate = sum(map(len, batches)) / (time.process_time() - began_s)
                     rates.setdefault((name, load), []).append(rate)
     return {key: statistics.median(own) for key, own in rates.items()}
 
 
 def products(source: MeasuredModel, rows: int) -> tuple[float, float, float]:
-    """Return milliseconds of all linear layers for `rows` tokens: in bfloat16 as the packed path has them, in 8 bits
-    with states that are in 8 bits already, and in 8 bits by `PerToken`.
+    """Return milliseconds of all linear layers for `rows` tokens: in bfloat16 as in the packed path, in 8 bits on
+    states that are already quantised, and in 8 bits by `PerToken`.
     """
     from sie_adapter.packed.linear import BlockedLinear
 

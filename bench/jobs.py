@@ -1,15 +1,15 @@
-"""A job over a file beside other ways to have the same texts encoded, in turn, several rounds in one run.
+"""A job over a file beside other ways to encode the same texts, in turn, several rounds in one run.
 
-1. Texts a second: the engine alone on ready token ids (all its lanes, batches within the token budget); 8 clients with
-   32 texts a request; a job, from the moment in which it runs to its end, its output included. Medians, and ratios.
-2. Beside the job: one interactive request a second, its latency with and without the job; the job's rate with and
-   without it. The latency has the bound of docs/queue.md: twice the p99 without the job, and the batches at the
-   adapter, SIE_RUST_PIPELINE_DEPTH of the largest size.
-3. `client.embed` of an iterator of many texts beside a job over them, in turn: texts a second, and the memory that the
-   client's process needs beside the array that it returns, for these texts and for a fifth of them.
+1. Texts a second of the engine alone on ready token ids (all its lanes, batches within the token budget), of 8 clients
+   with 32 texts a request, and of a job, from its start to its end with its output. Medians, and ratios.
+2. One interactive request a second: its latency with and without the job, and the rate of the job with and without the
+   requests. The bound of the latency is that of docs/queue.md: twice the p99 without the job, and
+   SIE_RUST_PIPELINE_DEPTH batches of the largest size at the adapter.
+3. `client.embed` of an iterator of many texts beside a job over them, in turn: texts a second, and the memory of the
+   client's process beside the array that it returns, for these texts and for a fifth of them.
 
     python bench/jobs.py [--texts 4000 --rounds 3 --embed-texts 100000]
-    python bench/jobs.py --embed-only [--rounds 3 --embed-texts 100000]     the last of them alone, on MiniLM-L6
+    python bench/jobs.py --embed-only [--rounds 3 --embed-texts 100000]     only the third, on MiniLM-L6
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from stack import Device, Plan, Stack
 
 GOALS = "goals: a job at least 0.95 of the engine alone on the mix and 1.3 of 8 x 32; 0.80 of itself beside requests"
 EMBED_GOALS = "goals: embed at least 0.95 of a job, and no more memory for five times the texts"
-# prints texts a second, and the bytes at the peak beside those before the call and those of the array
+# prints texts a second, and the bytes at the peak without those before the call and those of the array
 EMBED = """
 import json, sys, threading, time
 import psutil
@@ -67,7 +67,7 @@ assert len(rows) == count
 print(json.dumps([count / seconds, peak - before - rows.nbytes]))
 """
 DEPTH = 2  # SIE_RUST_PIPELINE_DEPTH
-STEADY = Device(batch_ms=2.0, token_us=100.0)  # takes little of a processor, whatever else runs on the machine
+STEADY = Device(batch_ms=2.0, token_us=100.0)  # a device that needs little processor time
 TOY = "toy/one"
 
 
@@ -83,7 +83,7 @@ class Jobs:
         self._count = len(texts)
 
     def rate(self) -> float:
-        """Texts a second of one job."""
+        """Run one job and return its texts a second."""
         body = {"model": self._model, "input": {"file": self._file, "text": "{t}"}}
         job = self._client.post("/v1/jobs", json=body).raise_for_status().json()["id"]
         while True:
@@ -97,7 +97,7 @@ class Jobs:
 
 
 class Interactive(threading.Thread):
-    """One request a second until `ended`; `latencies_ms`."""
+    """A thread that sends one request a second until `ended`, and records `latencies_ms`."""
 
     def __init__(self, port: int) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def embed_many(cluster: Cluster, options: argparse.Namespace, say: Report) -> No
 
 
 def measure_embed(url: str, model: str, texts: list[str], rounds: int, say: Report) -> None:
-    """`client.embed`, in a process of its own, against a job."""
+    """Measure `client.embed`, in a process of its own, beside a job."""
     rates: dict[str, list[float]] = {"embed": [], "job": []}
     memory: dict[int, list[float]] = {len(texts) // 5: [], len(texts): []}
     with tempfile.TemporaryDirectory() as folder:
@@ -224,7 +224,7 @@ def measure_embed(url: str, model: str, texts: list[str], rounds: int, say: Repo
 
 
 def measure_steady(options: argparse.Namespace, say: Report) -> None:
-    """`client.embed` against a job on a device whose speed does not depend on the load of this machine."""
+    """Measure `client.embed` beside a job on a device whose speed does not depend on the load of this machine."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "stack").mkdir()
         environ = {"SIE_PAYLOAD_STORE_URL": f"{folder}/payloads"}

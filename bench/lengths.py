@@ -1,5 +1,5 @@
-"""Time of a token by the length of its text, beside the cost that waits are predicted with: backbones of random
-weights in bfloat16, the product's own functions, one thread, rounds that alternate.
+"""Time of a token by the length of its text, beside the cost by which waits are predicted. Backbones with random
+weights in bfloat16 run by the functions of the product on one thread, in rounds that alternate.
 
     python bench/lengths.py [--rounds 5]
 """
@@ -18,7 +18,7 @@ from report import Report, machine
 
 
 def of_width() -> dict[str, Callable[[], Any]]:
-    """Backbones of random weights and a few layers, which take as long a token as trained ones."""
+    """Return backbones with random weights and a few layers. A layer takes as long for a token as a trained one."""
     from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel, Qwen3Config, Qwen3Model
 
     small = {"vocab_size": 1000, "max_position_embeddings": 4200, "pad_token_id": 0}
