@@ -1,11 +1,12 @@
-"""A GLiNER and a GLiClass beside their own public libraries, for the same texts, in one run.
+"""Compare a GLiNER and a GLiClass model in SIE with their own public libraries, for the same texts, in one run.
 
     python bench/libraries.py [--rounds 5] [--seconds 5] [--layers 6] [--width 768] [--precision float32]
 
 Both sides load the same folder: a random checkpoint of the real class with a backbone of the size of DeBERTa-v3-small.
 The library runs in this process as its users call it, in float32 on all cores: one text a call, and calls of a batch of
 64 texts. `sie serve` gets one text a request from 1 and from 64 clients. Labels, texts (log-normal lengths, mean about
-87 words) and thresholds are equal. The sides take turns. At 64 clients the library has the better of its two figures.
+87 words) and thresholds are equal. The sides take turns. The result at 64 clients is compared with the better one of
+the library's two rates.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from parity.gliner_checkpoints import DEBERTA, gliclass_folder, gliner_folder
 from report import Report, machine
 
 LABELS = ["person", "city", "organization", "date", "product", "event"]
-THRESHOLD = 0.9  # of random weights: few entities, as real texts have
+THRESHOLD = 0.9  # random weights then find few entities, as in real texts
 BATCH = 64
 Library = Callable[[list[str]], object]
 
@@ -116,7 +117,7 @@ def measure(kind: str, options: argparse.Namespace, say: Report) -> None:
                     ("SIE, 64 clients", lambda: cluster_rate(cluster, requests, BATCH, options.seconds)),
                 ):
                     value = rate()
-                    if round_:  # the first one warms up
+                    if round_:  # the first round warms up
                         rates.setdefault(name, []).append(value)
         finally:
             cluster.stop()

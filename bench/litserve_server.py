@@ -1,4 +1,4 @@
-"""A simple server of MiniLM by LitServe and sentence-transformers, on all cores, for `servers.py`.
+"""Simple server of MiniLM with LitServe and sentence-transformers, on all cores, for `servers.py`.
 
 FOLDER/litserve/bin/python bench/litserve_server.py WEIGHTS PORT PRECISION
 """
@@ -20,7 +20,7 @@ WEIGHTS, PORT, PRECISION = sys.argv[1:]
 
 
 class Embeddings(litserve.LitAPI):  # type: ignore[misc]  # litserve has no types
-    """One vector for each request of one text."""
+    """API that returns one vector for each request of one text."""
 
     def setup(self, device: str) -> None:
         torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -1,12 +1,13 @@
-"""Memory of an adapter that runs for long: ragged batches of several models on both engines, a process for each engine.
+"""Memory of an adapter that runs for long: ragged batches of several models, in one process for each engine.
 
     python bench/memory.py [--minutes 30] [--rate 11] [--engines auto torch] [--out bench/results/memory.md]
 
 Seven models of texts, MiniLM with its weights and six others with random ones, get --rate batches a second in turn, of
 1 to 8 texts of log-normal lengths with a mean of about 87 tokens. Before that each lane warms up: every model gets each
-number of texts and each length once, since what is kept for a shape that is met rarely would look like growth for
+number of texts and each length once. Otherwise the memory that is allocated for a rare shape would look like growth for
 hours. The anonymous memory of each process is read every five seconds (Linux). Growth is the slope of a line through
-what follows the first third of the time. A plot lies beside the report. `auto`: on the engine that the rules choose.
+the samples after the first third of the time. A plot is written beside the report. With `auto`, the product's rules
+choose the engine.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ GEOMETRIES: Sequence[tuple[str, int, int]] = (
 
 
 def models(folder: Path) -> list[ModelEntry]:
-    """Entries of the models, whose weights are written to `folder`."""
+    """Write the weights of the models to `folder` and return their entries."""
     import transformers
 
     from sie_store.weights.sources import package_folder
@@ -77,7 +78,7 @@ def entry(name: str, weights: Weights, width: int) -> ModelEntry:
 
 
 def batches(names: Sequence[str]) -> Iterator[RunBatch]:
-    """Without an end, each of another shape."""
+    """Yield batches without an end, of random shapes."""
     rng = np.random.default_rng(0)
     for number in itertools.count():
         lengths = np.clip(rng.lognormal(np.log(87) - 0.32, 0.8, rng.integers(1, 9)), 4, MAX_TOKENS).astype("<i4")
@@ -93,7 +94,7 @@ def batches(names: Sequence[str]) -> Iterator[RunBatch]:
 
 
 def warm_up(engine: AdapterEngine, names: Sequence[str]) -> None:
-    """Run batches of each shape in each lane, and once in a lane that is alone."""
+    """Run batches of each shape: first one in a lane alone, then one in each lane at the same time, twice."""
     shapes = [(texts, length) for length in _LENGTHS for texts in _TEXTS if texts * length <= GROUP_TOKENS]
     for name in names:
         for texts, length in shapes:
@@ -106,7 +107,7 @@ def warm_up(engine: AdapterEngine, names: Sequence[str]) -> None:
 
 
 class Sent:
-    """A batch that a lane runs."""
+    """Batch that is submitted to a lane."""
 
     def __init__(self, engine: AdapterEngine, message: RunBatch) -> None:
         self._replies: list[Reply] = []
@@ -120,7 +121,7 @@ class Sent:
 
 
 def work(engine: str, rate: float, minutes: float) -> None:
-    """A worker: run batches at `rate` and print a line with seconds, batches and bytes now and then."""
+    """Run batches at `rate` in this process, and print a line with seconds, batches and bytes every five seconds."""
     prepare_process()
     adapter_engine = AdapterEngine(Settings(device="cpu"))
     with tempfile.TemporaryDirectory() as folder:
@@ -140,7 +141,8 @@ def work(engine: str, rate: float, minutes: float) -> None:
         if past_s >= 60 * minutes:
             break
         under_way.append(Sent(adapter_engine, message))
-        while len(under_way) > 2 * len(adapter_engine.device_threads):  # slower than the rate: no queue that grows
+        # if the engine is slower than the rate, the queue must not grow
+        while len(under_way) > 2 * len(adapter_engine.device_threads):
             under_way.pop(0).wait()
     adapter_engine.stop(30)
 
@@ -150,13 +152,13 @@ def fields(model_entry: ModelEntry) -> dict[str, object]:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file has."""
+    """Return the memory of this process that is not backed by a file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 
 
 def growth(samples: np.ndarray) -> float:
-    """MB an hour after the first third. `samples`: seconds, batches, bytes."""
+    """Return the growth in MB an hour after the first third. Columns of `samples`: seconds, batches, bytes."""
     late = samples[samples[:, 0] >= samples[-1, 0] / 3]
     return float(np.polyfit(late[:, 0] / 3600, late[:, 2] / 1e6, 1)[0])
 

@@ -1,10 +1,10 @@
-"""Milliseconds an item of fixed dimensional encodings: the batched form against the steps written out per item in
-numpy.
+"""Time of fixed dimensional encodings, milliseconds an item: the batched form against the steps written out per item
+in numpy.
 
     python bench/muvera.py [--rounds 9] [--block-mib 2]
 
-Defaults, 128 tokens of width 128, batches of 32, one thread; both keep their matrices; rounds alternate, so that a
-change of the machine's load meets both alike.
+Items have 128 tokens of width 128. Batches have 32 items. Both forms run on one thread and cache their matrices. Rounds
+alternate, so a change of the machine's load affects both alike.
 """
 
 from __future__ import annotations

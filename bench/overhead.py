@@ -1,13 +1,12 @@
 """Cost of the cluster over its engine, measured side by side in one run.
 
-1. One short text: the forward pass in this process (tokenise, forward, pool) and the same text over HTTP through the
-   whole cluster, in turn; the difference of each pair.
+1. Latency of one short text: in this process (tokenise, forward, pool) and over HTTP through the whole cluster, in
+   turn; the difference of each pair.
 2. Texts per second: the engine alone on ready token ids (all its lanes, batches within the token budget of the machine
    profile), against the cluster at 64 clients with one text a request and at 8 clients with 32, in turn, several
    rounds; medians and their ratio.
-3. Where it goes: the engine alone once more, in batches as large as the cluster formed at 64 x 1, and the processor
-   time of each process for one text. What the engine loses by smaller batches is not overhead of the processes, and the
-   reverse.
+3. Causes of the difference: the engine alone in batches as large as the cluster formed at 64 x 1, and the processor
+   time of each process for one text. This separates the loss by smaller batches from the overhead of the processes.
 
 Run `make bench`. Writes a table to bench/results/overhead.md.
 """
@@ -51,7 +50,7 @@ TARGETS = {"mix": (0.85, 0.95), "short": (0.50, 0.50)}
 
 
 def texts_of(kind: str, count: int, seed: int = 3) -> list[str]:
-    """`mix`: log-normal lengths, mean about 87 tokens; `short`: 8 tokens with the special ones."""
+    """Return random texts. `mix`: log-normal lengths, mean about 87 tokens. `short`: 8 tokens with the special ones."""
     rng = np.random.default_rng(seed)
     lengths = np.full(count, 6) if kind == "short" else np.clip(rng.lognormal(4.1, 0.82, count), 2, 254).astype(int)
     return [" ".join(rng.choice(WORDS, length)) for length in lengths]
@@ -87,7 +86,7 @@ class Alone:
         assert isinstance(done, ipc.BatchDone), done
 
     def batches(self, texts: list[str], most: int = 1 << 30) -> list[ipc.RunBatch]:
-        """Texts in order, in batches within the token budget and of at most this many texts."""
+        """Return the texts in order, in batches within the token budget and of at most `most` texts."""
         run_batches: list[ipc.RunBatch] = []
         ids: list[np.ndarray] = []
         for tokens in self.tokenizer.encode(texts, "END", 0):
@@ -98,7 +97,7 @@ class Alone:
         return [*run_batches, self.batch(ids)]
 
     def rate(self, batches: list[ipc.RunBatch], seconds: float) -> float:
-        """Texts per second with every lane busy."""
+        """Return texts per second with every lane busy."""
         end_s = time.perf_counter() + seconds
         done = 0
         lock = threading.Lock()
@@ -157,7 +156,7 @@ class Cluster:
         ]
         environ = {**os.environ, **(environ or {})}
         self._process = subprocess.Popen(argv, stdout=self._log, stderr=subprocess.STDOUT, env=environ)
-        end_s = time.monotonic() + 180  # also on a busy machine
+        end_s = time.monotonic() + 180  # long enough on a busy machine
         while not self._ready():
             if time.monotonic() > end_s or self._process.poll() is not None:
                 raise RuntimeError(Path(self._folder.name, "log").read_text()[-3000:])
@@ -171,7 +170,7 @@ class Cluster:
         return any(model["id"] == self._model and model["loaded"] for model in models)
 
     def batch_sizes(self) -> tuple[float, float]:
-        """Texts and batches so far."""
+        """Return the numbers of texts and of batches so far."""
         text = httpx.get(f"http://127.0.0.1:{self._worker_port}/metrics", timeout=5, trust_env=False).text
         lines = [
             line.split()
@@ -182,7 +181,7 @@ class Cluster:
         return metrics.get("sie_batch_size_sum", 0.0), metrics.get("sie_batch_size_count", 0.0)
 
     def cpu_s(self) -> dict[str, float]:
-        """Processor time of each process so far, by role."""
+        """Return the processor time of each process so far, by role."""
         cpu_by_role: dict[str, float] = {}
         root = psutil.Process(self._process.pid)
         for process in [root, *root.children(recursive=True)]:
@@ -204,7 +203,7 @@ class Cluster:
 
 
 async def latency(alone: Alone, cluster: Cluster, pairs: int) -> tuple[list[float], list[float]]:
-    """Milliseconds alone and through the cluster, pair by pair."""
+    """Return the milliseconds in this process and through the cluster, pair by pair."""
     connection = await connect("127.0.0.1", cluster.port)
     (message,) = cluster.requests([SHORT], 1)
     here, there = [], []
@@ -296,7 +295,9 @@ def measure(alone: Alone, cluster: Cluster, arguments: argparse.Namespace, say: 
 
 
 def profile(alone: Alone, cluster: Cluster, kind: str, arguments: argparse.Namespace) -> str:
-    """One row: the engine in batches as the cluster forms them, the cluster, and what each process takes for a text."""
+    """Return one row: rate of the engine in batches as large as the cluster's, rate of the cluster, and processor time
+    of each process for a text.
+    """
     texts = texts_of(kind, 1024 if kind == "mix" else 8192)
     single_requests = cluster.requests(texts, 1)
     (texts_before, batches_before), cpu_before = cluster.batch_sizes(), cluster.cpu_s()

@@ -1,28 +1,32 @@
-"""Refused and late requests, at real processes before an adapter that takes time and no processor.
+"""Refused and late requests of real processes, with an adapter that takes time but no processor.
 
     clients ──► 1 or 2 gateways ──► nats-server ──► sidecar ──► fixed-cost adapter: a batch takes a + b x tokens
 
-The corners of the matrix that `bench/admission.py` runs in virtual time; each cell begins with fresh processes.
+The cells are corners of the matrix that `bench/admission.py` runs in virtual time. Each cell begins with fresh
+processes. The names of the cells:
 
-* cold: the first requests that the processes see; tiny: after one small request; stall: the adapter is stopped for 6 s
-  a third of the way in; slow: from then on all processes have a tenth of the machine, by a control group;
+* cold: the requests are the first ones of the processes;
+* tiny: one small request came before;
+* stall: the adapter is stopped for 6 s after a third of the cell;
+* slow: a control group limits all processes to a tenth of the machine after a third of the cell;
 * 10x: clients come at ten times the capacity, each with one request.
 
 A client that is refused waits its Retry-After and comes again. The columns:
 
-* false: refused although it would have been answered: behind all that had been let in by then, which is known from when
-  that was answered, and behind all who had been told to come again and had not yet, at the largest rate that was seen
-  of this device (slow: after the slow-down), with a full batch and a tenth of the budget to spare; of all requests;
-* late: let in and not answered within the budget; of those let in. Onset: until ten full batches and twice the budget
-  have passed, but for half of the cell at most, and from a stall or a slow-down on; steady: else;
-* served: let in and answered in time, of those who came again when they were told to;
-* goodput: answers in time a second in the second half of a cell, of what full batches would give;
+* false: share of all requests that were refused although they would have been answered in time. The expected time of
+  an answer counts the requests that were admitted before (from the times of their answers) and the refused clients
+  that had yet to come again, at the largest rate that was seen of this device (slow: after the slow-down), with a full
+  batch and a tenth of the budget to spare;
+* late: share of the admitted requests that were not answered within the budget. Onset: until ten full batches and twice
+  the budget have passed, for half of the cell at most, and from a stall or a slow-down on; steady: the rest;
+* served: share of the repeated requests that were admitted and answered in time;
+* goodput: answers a second in the second half of a cell, as a share of the capacity with full batches;
 * log: lines a second of all processes.
 
     python bench/overload.py [--before CHECKOUT] [--only TEXT] [--out bench/results/overload.md]
 
-`--before` runs another checkout's processes in turns with these, in the cells that are cheap: tiny, and 10x with one
-gateway.
+`--before` also runs the processes of another checkout, in turn with these, in the cells that are cheap: tiny, and 10x
+with one gateway.
 """
 
 from __future__ import annotations
@@ -53,12 +57,12 @@ from report import Report, machine
 from stack import Device, Plan, Stack
 
 MODEL = "toy/one"
-TOKENS = 8  # of a request: six letters and two special tokens
-REQUESTS = 12  # of a full batch
+TOKENS = 8  # tokens of a request: six letters and two special tokens
+REQUESTS = 12  # requests of a full batch
 SMALL, LARGE = (0.005, 2e-5), (0.3, 2e-3)  # a and b, seconds
 STALL_S, SLOWER = 6.0, 10.0
 FACTOR = 10
-SPARE = 0.1  # of a budget
+SPARE = 0.1  # share of a budget
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Case:
 
     @property
     def capacity(self) -> float:
-        """Requests a second."""
+        """Capacity in requests a second."""
         return REQUESTS / self.full_s
 
 
@@ -98,7 +102,7 @@ def cases() -> Iterator[Case]:
 
 @dataclass(slots=True)
 class Try:
-    """One request. Times are those of `time.perf_counter`; `ended_s` is 0 until it was answered."""
+    """One request. Times are those of `time.perf_counter`. `ended_s` is 0 until the request is answered."""
 
     at_s: float
     is_return: bool
@@ -121,14 +125,14 @@ class Found:
     ended_s: float = 0.0
     onsets: list[tuple[float, float]] = field(default_factory=list)
     log_lines: int = 0
-    rate: float = 0.0  # answers a second that these processes give where nobody is refused
+    rate: float = 0.0  # answers a second of these processes when no request is refused
 
     @property
     def refused(self) -> list[Try]:
         return [attempt for attempt in self.tries if attempt.status == 503]
 
     def false(self) -> int:
-        """See the head of this file."""
+        """Return the number of false refusals, as the module's docstring defines them."""
         case = self.case
         entered = sorted((entrant for entrant in self.tries if entrant.status != 503), key=lambda entrant: entrant.at_s)
         starts, last_s, ends = [entrant.at_s for entrant in entered], 0.0, []
@@ -150,7 +154,7 @@ class Found:
         return count
 
     def answered(self, begin_s: float, end_s: float) -> float:
-        """Answers a second between these times, 0 in less than half a second."""
+        """Return the answers a second between two times, 0 if they are less than half a second apart."""
         count = sum(attempt.status == 200 and begin_s <= attempt.ended_s < end_s for attempt in self.tries)
         return count / (end_s - begin_s) if end_s > begin_s + 0.5 else 0.0
 
@@ -189,7 +193,7 @@ def _share(pair: tuple[int, int]) -> str:
 
 
 class Run:
-    """One cell at one cluster."""
+    """Run of one cell with one cluster."""
 
     def __init__(self, case: Case, stack: Stack) -> None:
         self.case = case
@@ -349,7 +353,7 @@ def main() -> None:
 
 
 def _sum(those: list[Found]) -> str:
-    """Over cells: requests by requests, goodput by the capacity of the cells that have one."""
+    """Return one row over several cells: shares of all their requests, and goodput as a share of their capacity."""
     tries = sum(len(record.tries) for record in those)
     pairs = [
         [record.late(onset=False) for record in those],

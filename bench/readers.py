@@ -1,17 +1,17 @@
-"""Pages that are read and texts beside them, measured side by side in one run.
+"""Rates and latencies of a model that reads pages, and of texts at the same time, measured side by side in one run.
 
 1. Pages per second of a reader, 16 at once against one by one: through the cluster, and in this process.
-2. A text each 100 ms, without pages and beside as many as the reader takes: p50, p99, errors. A text waits for one step
-   of the reader at most, so the bound of its p99 is twice that without pages, and a step.
+2. Latency of a text each 100 ms, without pages and beside as many pages as the reader takes: p50, p99, errors. A text
+   waits for one step of the reader at most, so the bound of its p99 is twice that without pages, and a step.
 3. Pages per second without texts, and beside texts that fill every lane of the device: passages, then short queries.
-4. Processor time of each process beside those texts, the thread of the reader apart.
+4. Processor time of each process beside those texts. The thread of the reader is counted apart.
 
-The reader has random weights, 512 wide and 6 layers deep. None of its pages ends by itself: each is cut at --tokens.
-In 2 to 4 they are a third as long, so that more of them end while something runs beside them. The texts are read by
-MiniLM. All of 1 takes turns, --rounds times; all of 2 and 3 does too.
+The reader has random weights, 512 wide and 6 layers deep. No page ends by itself: each is cut at --tokens. In 2 to 4
+the pages are a third as long, so that more of them end while texts run beside them. MiniLM encodes the texts. The
+measurements of 1 take turns, --rounds times; those of 2 and 3 do too.
 
-`python bench/readers.py` takes some 4 minutes on 2 cores that do nothing else. --seconds 1 --rounds 1 shows that it
-works. --part pages or --part texts takes half of it. A setting of `sie serve` is tried with `-- --name value`.
+`python bench/readers.py` takes some 4 minutes on 2 idle cores. --seconds 1 --rounds 1 shows that the benchmark works.
+--part pages or --part texts runs half of it. `-- --name value` passes a setting to `sie serve`.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ from sie_sidecar.prepare import images
 
 READER, TEXTS = "test/reader", "test/texts"
 HEAD, HEADS, LAYERS = 64, 8, 6
-SIDE = 140  # pixels of a page: its tower is small, so that the steps are what is measured
-ROWS = 16  # that a reader takes at once
-WAITING = 8  # clients more, so that another page is there when one ends
+SIDE = 140  # pixels of a page: few, so that the steps take most of the time, not the vision tower
+ROWS = 16  # pages that a reader takes at once
+WAITING = 8  # further clients, so that another page waits when one ends
 EACH_S = 0.1
 PASSAGE_WORDS, PASSAGES = 60, 16
 LOADS = {f"passages, 8 x {PASSAGES}": (8, PASSAGES, PASSAGE_WORDS), "queries, 64 x 1": (64, 1, 6)}
@@ -69,7 +69,7 @@ GOAL_AT_ONCE, GOAL_SHARE = 3.0, 0.2
 
 
 def checkpoint(folder: Path) -> None:
-    """LightOnOCR, large enough that a step reads more weights than a cache holds."""
+    """Save a LightOnOCR model, large enough that a step reads more weights than a processor cache holds."""
     from transformers import AutoConfig, AutoTokenizer, LightOnOcrConfig, LightOnOcrForConditionalGeneration
 
     lighton(folder)
@@ -98,17 +98,17 @@ def entry_of(folder: Path) -> dict[str, Any]:
         "inputs": ["image"],
         "outputs": {"entities": 0, "data": 0},
         "max_tokens": OCR_TOKENS,
-        "load": {},  # the precision of the machine
+        "load": {},  # the machine decides the precision
     }
 
 
 def pages() -> list[bytes]:
-    """Return as many pages as are read at once, no two of a size: their texts begin at different places."""
+    """Return as many pages as are read at once, all of different sizes: their texts begin at different positions."""
     return [encoded(picture(SIDE - 2 * number, SIDE, number), "PNG") for number in range(ROWS)]
 
 
 class Alone:
-    """The reader in this process, on the thread that reads in the adapter."""
+    """The reader in this process, on the kind of thread that reads pages in the adapter."""
 
     def __init__(self, folder: Path, files: Sequence[bytes], tokens: int) -> None:
         prepare_process()
@@ -126,7 +126,7 @@ class Alone:
         ]
 
     def rate(self, clients: int, seconds: float) -> float:
-        """Pages per second, of so many callers with a page at a time."""
+        """Return pages per second of `clients` callers, each with one page at a time."""
         end_s = time.perf_counter() + seconds
 
         def ask(number: int) -> int:
@@ -144,13 +144,13 @@ class Alone:
 
 
 def check(data: Mapping[str, Any], tokens: int) -> None:
-    """Pages that end early would be another load. Raises RuntimeError."""
+    """Raise RuntimeError if a page ended early: it would be another load."""
     if (data["finish_reason"], data["completion_tokens"]) != ("length", tokens):
         raise RuntimeError(f"a page was to be cut after {tokens} tokens: {data}")
 
 
 class Served:
-    """The cluster, and what clients send to it."""
+    """The cluster, and the requests that clients send to it."""
 
     def __init__(self, cluster: Cluster, files: Sequence[bytes], tokens: int) -> None:
         self.cluster = cluster
@@ -188,14 +188,14 @@ class Served:
         return self._clients(self._texts[load], LOADS[load][0])
 
     async def texts(self, seconds: float) -> list[Answer]:
-        """Answers of a text each 100 ms."""
+        """Send a text each 100 ms and return the answers."""
         loop = OpenLoop("127.0.0.1", self.cluster.port, itertools.repeat(self._query), rate=1 / EACH_S, seconds=seconds)
         await loop.run()
         await loop.finish()
         return loop.answers
 
     async def warm(self) -> None:
-        """Every shape has run once before anything is timed."""
+        """Run every shape once before the measurements."""
         for name in LOADS:
             clients = self.saturating(name)
             await asyncio.sleep(1)
@@ -205,7 +205,7 @@ class Served:
         failures(await reading.stop())
 
     async def rate(self, clients: int, seconds: float) -> float:
-        """Pages per second, each client with a page at a time, until the last one is read."""
+        """Return pages per second, each client with one page at a time, until the last page is read."""
         started_s = time.perf_counter()
         reading = self.reading(clients)
         await asyncio.sleep(seconds)
@@ -220,7 +220,7 @@ class Served:
 
 
 def failures(answers: Sequence[Answer]) -> None:
-    """Raises RuntimeError if any was refused."""
+    """Raise RuntimeError if any request was refused."""
     if failed := [answer for answer in answers if answer.status != 200]:
         raise RuntimeError(f"{statuses(failed)}: {failed[0].body[:300]!r}")
 
@@ -267,7 +267,7 @@ def at_once(alone: Alone, served: Served, seconds: float, rounds: int, say: Repo
 
 
 class Interval:
-    """Interval from here on: the answers, and the time that the processes take."""
+    """Interval that begins with the object: counts answers and the processor time of the processes."""
 
     def __init__(self, cluster: Cluster, **clients: Clients) -> None:
         self._cluster, self._clients = cluster, clients
@@ -275,7 +275,7 @@ class Interval:
         self._began_s = time.perf_counter()
 
     def end(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Requests per second of each kind of client; cores that each process took."""
+        """Return requests per second of each kind of client, and the cores that each process took."""
         now_s = time.perf_counter()
         seconds = now_s - self._began_s
         rates = {
@@ -288,7 +288,7 @@ class Interval:
 
 
 def usage(cluster: Cluster) -> dict[str, float]:
-    """Processor time of each process so far, by role; that of the threads that read apart from their process."""
+    """Return the processor time of each process so far, by role. Threads that read pages are counted apart."""
     cpu_s = dict(cluster.cpu_s())
     own = psutil.Process().cpu_times()
     cpu_s["this benchmark"] = own.user + own.system
@@ -304,15 +304,15 @@ def adapters() -> list[psutil.Process]:
 
 
 def stepped_back_s(process: psutil.Process) -> float:
-    """Processor time of the threads of lower priority than their process. Linux alone tells, and not where the process
-    has the lowest one.
+    """Return the processor time of the threads of lower priority than their process. Only Linux reports it, unless the
+    process has the lowest priority itself.
     """
     tasks = Path(f"/proc/{process.pid}/task")
     if not tasks.exists():
         return 0.0
     base, ticks = process.nice(), 0
     for task in tasks.iterdir():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             fields = (task / "stat").read_text().rpartition(")")[2].split()  # proc_pid_stat(5), from the third on
             if int(fields[16]) > base:
                 ticks += int(fields[11]) + int(fields[12])
@@ -320,7 +320,7 @@ def stepped_back_s(process: psutil.Process) -> float:
 
 
 class Beside:
-    """Rounds of: texts, pages, both, pages and saturating texts. One value a round of each."""
+    """Rounds of: texts, pages, both, pages and saturating texts. Each round gives one value of each."""
 
     def __init__(self, served: Served, seconds: float) -> None:
         self._served, self._seconds = served, seconds
@@ -344,7 +344,7 @@ class Beside:
         failures(await reading.stop())
 
     async def _measure(self, name: str, reading: Clients, texts: Clients | None) -> None:
-        """Once as many pages have ended as run at a time: those began beside something else."""
+        """Measure an interval after ROWS pages have ended: these pages began beside another load."""
         began = len(reading.answers)
         for _ in range(40):
             await asyncio.sleep(self._seconds / 20)

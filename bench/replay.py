@@ -1,11 +1,11 @@
-"""How well `sie bench replay` predicts: real processes and a device of fixed cost, recorded once, then run as each
-what-if has it.
+"""Accuracy of `sie bench replay`: its predictions for each what-if beside runs of real processes with a device of fixed
+cost.
 
 1. Requests arrive at random at a cluster of real processes (gateway, broker, sidecar) before the fixed-cost adapter;
   the sidecar records.
-2. The device is fitted to what was recorded.
-3. The cluster is started again with each what-if in force, and replayed with it. Measured beside predicted. Each run
-   has the arrivals that the broker saw in it: on a busy machine a client is late, and differently each time.
+2. The device is fitted to the recorded batches.
+3. The cluster is started again with the settings of each what-if, and the replay predicts this run. Each prediction
+   uses the arrivals that the broker saw in its run: on a busy machine a client is late, and differently each time.
 
 Run `python bench/replay.py`. The device is a clock, so busy cores cost latency of the processes but no device time.
 """
@@ -45,7 +45,9 @@ TRIED: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Seen:
-    """`latency_s` as the gateway timed it, in order of arrival; `lone_s` of a request with nothing beside it."""
+    """Measurement of one run. `latency_s`: as the gateway timed it, in order of arrival. `lone_s`: latency of a request
+    with nothing beside it.
+    """
 
     latency_s: list[float]
     lone_s: float
@@ -53,14 +55,16 @@ class Seen:
 
 
 async def sent(url: str, requests: Sequence[traces.TraceRequest]) -> tuple[list[float], float]:
-    """Each request at its time, however long the others take; and the median of twenty in turn before."""
+    """Send each request at its time, however long the others take. Return the latencies, and the median of twenty
+    requests that were sent one by one before.
+    """
     limits = httpx.Limits(max_connections=500, max_keepalive_connections=500)
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60, limits=limits) as client:
 
         async def one(tokens: int) -> float:
             answer = await client.post("/v1/encode/toy/one", json={"items": ["x" * max(1, tokens - SPECIAL)]})
             assert answer.status_code == 200, answer.text
-            # not the client's own clock: on a busy machine it is the client that waits for a core
+            # the gateway's time, not the client's: on a busy machine the client waits for a core
             return float(answer.json()["timing"]["total_ms"]) / 1000
 
         lone = sorted([await one(64) for _ in range(20)])
@@ -111,7 +115,7 @@ def main() -> None:
         prediction = replay(
             measurement.trace.requests[20:], replace(plan_of(settings), **{**was.trace.settings, **changes}), machine
         )
-        # what the replay does not know, HTTP and the broker, is what a lone request takes beyond its forward pass
+        # the replay does not model HTTP and the broker: their time is that of a lone request beyond its forward pass
         beyond_s = measurement.lone_s - machine.batch_s(64, 64**2)
         cells = [name]
         for percent in (50, 99):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """Its cores, and the processor as the kernel names it (Linux)."""
+    """Return the number of cores, and the processor's name in /proc/cpuinfo (Linux)."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
@@ -16,7 +16,7 @@ def machine() -> str:
 
 
 class Report:
-    """Call it with each line. `save` writes all of them where --out says."""
+    """Report that is called with each line. `save` writes all lines to the file of --out."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []

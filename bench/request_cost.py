@@ -1,12 +1,13 @@
 """Cost of the queue: HTTP -> JetStream -> sidecar -> Unix socket -> HTTP, with an adapter that costs nothing.
 
-1. Requests a second at 64 clients, one short text each, and the processor time of a request in each process, the load
-  generator apart.
-2. The same with 1, 20 and 200 models that have had traffic: all of it on one of them, then on each in turn. The former
-   must not depend on how many there are; the latter loses what requests of one model share, a batch above all.
+1. Requests a second at 64 clients, one short text each, and the processor time of a request in each process. The load
+   generator is counted apart.
+2. The same with 1, 20 and 200 models that have had traffic: all requests to one model, then to each in turn. The former
+   must not depend on the number of models. The latter is slower, since only requests of one model share a batch.
 3. With --long, 100,000 requests and the resident memory of each process before, between and after.
 
-Rates depend on what else the machine does; processor time per request much less. The generator is `wrk`.
+Rates depend on the other load of the machine; processor time per request depends on it much less. The generator is
+`wrk`.
 
     python bench/request_cost.py [--long] [--code CHECKOUT]
 """
@@ -42,7 +43,7 @@ GOAL_RATE = 4000
 @dataclass(frozen=True)
 class Sample:
     load: wrk.Load
-    cpu_us: dict[str, float]  # of a request, by role
+    cpu_us: dict[str, float]  # processor time of a request, by role
 
     @property
     def generator_us(self) -> float:
@@ -54,7 +55,7 @@ def names(count: int) -> list[str]:
 
 
 def check(stack: Stack, models: Sequence[str]) -> None:
-    """Each model answers, and answers rightly. Also makes its consumer. Raises RuntimeError."""
+    """Send a request to each model, which creates its consumer. Raise RuntimeError if an answer is wrong."""
     expected = vector_of(ids_of(TEXT))
     with httpx.Client(base_url=stack.urls[0], timeout=30, trust_env=False) as client:
         for model in models:
@@ -64,7 +65,7 @@ def check(stack: Stack, models: Sequence[str]) -> None:
 
 
 def sample(stack: Stack, models: Sequence[str], *, clients: int, seconds: float) -> Sample:
-    """A request for each of these models in turn, as `measured`."""
+    """Return the measurement of requests to these models in turn."""
     return measured(
         stack,
         [(f"/v1/encode/{model}", json.dumps({"items": [TEXT]})) for model in models],
@@ -81,7 +82,9 @@ def measured(
     seconds: float,
     headers: Mapping[str, str] = wrk.NO_HEADERS,
 ) -> Sample:
-    """Requests, (path, JSON body), in turn. Raises RuntimeError when one was not answered with 200."""
+    """Send requests, (path, JSON body), in turn, and return the measurement. Raise RuntimeError if an answer was not
+    200.
+    """
     before = stack.cpu_s()
     load = wrk.closed_loop(
         stack.urls[0], requests, clients=clients, seconds=seconds, folder=stack.folder, headers=headers
@@ -93,7 +96,7 @@ def measured(
 
 
 def middle(samples: Sequence[Sample]) -> Sample:
-    """The sample with the median rate."""
+    """Return the sample with the median rate."""
     return sorted(samples, key=lambda measurement: measurement.load.rate)[len(samples) // 2]
 
 
@@ -113,7 +116,7 @@ HEAD = (
 
 
 def by_models(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """A table by number of models."""
+    """Report a table by number of models."""
     say(HEAD.format("models"))
     measurements: dict[int, Sample] = {}
     for count in options.models:
@@ -143,7 +146,7 @@ def plan(options: argparse.Namespace, models: Sequence[str]) -> Plan:
 
 
 def memory(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Resident memory over --requests requests, in ten parts; the slope is fitted over the last eight."""
+    """Report the resident memory over --requests requests, in ten parts. The slope is fitted over the last eight."""
     with tempfile.TemporaryDirectory() as folder, Stack(Path(folder, "stack"), plan(options, names(1))) as stack:
         check(stack, names(1))
         readings: list[tuple[int, dict[str, int]]] = [(0, stack.rss_bytes())]

@@ -1,8 +1,8 @@
 """Cost of the scheduler's core: microseconds for each job that is added and sent, with many models and many jobs
 waiting.
 
-Run `python bench/scheduler.py`. One thread, no device: every batch is taken as soon as it is formed and as many jobs
-come as went.
+Run `python bench/scheduler.py`. It uses one thread and no device: every batch is taken as soon as it is formed, and as
+many new jobs are added.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DEVICE = DeviceLoad(sent=1, lanes=1, depth=2, more_expected=True)
 
 
 def measured(models: int, depth: int, requests: int, rounds: int) -> tuple[float, float]:
-    """Microseconds a job and a batch, with `depth` jobs waiting all the time."""
+    """Return the microseconds for a job and for a batch, with `depth` jobs waiting all the time."""
     chance = random.Random(1)
     keys = [BatchKey(f"m{number}", "1", "encode", "", "") for number in range(models)]
     limits = BatchLimits(16384, requests, wait_s=0.0)

@@ -1,28 +1,29 @@
-"""The cluster beside other servers of embeddings, for the same clients, in one run: by default and in one precision.
+"""Compare the cluster with other servers of embeddings in one run: with their defaults, and in one precision.
 
     python bench/servers.py [--rounds 5] [--seconds 5] [--others FOLDER] [--only NAME ...] [--out FILE]
 
-All servers get OpenAI's request for one text of the mix (log-normal lengths, mean about 87 tokens) as JSON and answer
-with the vector as JSON, all of all-MiniLM-L6-v2. Loads: 1, 8 and 64 clients, each sending its next request when the
-last was answered; the servers take turns. The others are stopped while one is measured, since idle ones take up to 15 %
-of a core.
+All servers run all-MiniLM-L6-v2. They get OpenAI's request for one text of the mix (log-normal lengths, mean about 87
+tokens) as JSON and answer with the vector as JSON. Loads: 1, 8 and 64 clients, each sending its next request when the
+last was answered; the servers take turns. The other servers are stopped (SIGSTOP) while one is measured, since idle
+ones take up to 15 % of a core.
 
     cluster       `sie serve`, which chooses bfloat16 where the processor has it
-    LitServe      a server of a few lines (`litserve_server.py`): sentence-transformers on all cores, up to 32 requests
-                  that wait together at once
+    LitServe      a server of a few lines (`litserve_server.py`): sentence-transformers on all cores, batches of up to
+                  32 waiting requests
     Infinity      `infinity_emb v2`
     sie-server    the public server of that name, without its gateway; it computes on half of the cores unless
                   SIE_TORCH_NUM_THREADS says otherwise
 
-Each of the others has an environment of its own below --others, since it needs other versions than the product; what is
-not there is left out:
+Each of the others has an environment of its own below --others, since it needs other versions than the product. A
+server without its environment is left out:
 
     python3 -m venv FOLDER/litserve && FOLDER/litserve/bin/pip install litserve==0.2.19 sentence-transformers==6.2.0
     python3 -m venv FOLDER/infinity && FOLDER/infinity/bin/pip install 'infinity-emb[torch,server]==0.0.78'
     python3.12 -m venv FOLDER/sie-server && FOLDER/sie-server/bin/pip install sie-server==0.10.1
 
-sie-server 0.10.1 needs Python 3.12: its syntax is no Python 3.11, and blake3 below 1, which it asks for, is not built
-for Python 3.13. Without 3.12, what it needs installs beside blake3 1 into Python 3.13 with --ignore-requires-python.
+sie-server 0.10.1 needs Python 3.12: Python 3.11 does not parse its syntax, and it requires blake3 below 1, which has no
+wheels for Python 3.13. Without Python 3.12, install its dependencies with blake3 1 into Python 3.13 with
+--ignore-requires-python.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ from sie_store.weights.sources import package_folder
 
 CLIENTS = (1, 8, 64)
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-START_S = 600  # also on a busy machine
-ENDING = threading.Event()  # set when this process is told to end
+START_S = 600  # long enough on a busy machine
+ENDING = threading.Event()  # set when a signal ends this process
 
 
 @dataclass(frozen=True)
 class OtherServer:
-    """Server to compare with. `environment`: its folder below --others. `command`: returns its arguments for a port and
-    a folder for its files, after the program.
+    """Server to compare with. `environment`: its folder below --others. `command`: returns the arguments after the
+    program, for a port and a folder of its files.
     """
 
     environment: str
@@ -134,7 +135,7 @@ CLUSTERS = ("cluster float32", "cluster bfloat16")
 
 
 class ServerProcess:
-    """Another server as a process that answers."""
+    """Process of another server, which answers requests once the object exists."""
 
     def __init__(self, name: str, environments: Path) -> None:
         rival = OTHERS[name]
@@ -158,7 +159,7 @@ class ServerProcess:
     def _wait(self, name: str) -> None:
         end_s = time.monotonic() + START_S
         url, body = f"http://127.0.0.1:{self.port}/v1/embeddings", {"model": MODEL, "input": "one text"}
-        client = httpx.Client(timeout=30, trust_env=False)  # one, since each makes a context of TLS
+        client = httpx.Client(timeout=30, trust_env=False)  # only one, since each client creates a TLS context
         while True:
             try:
                 answer = client.post(url, json=body)
@@ -174,14 +175,14 @@ class ServerProcess:
         os.killpg(self._process.pid, number)
 
     def stop(self) -> None:
-        self.signal(signal.SIGKILL)  # its children outlive it otherwise
+        self.signal(signal.SIGKILL)  # otherwise the server's children outlive it
         self._process.wait()
         self._log.close()
         self._folder.cleanup()
 
 
 def end(*_: object) -> None:
-    """End this process with the servers, also those that still start."""
+    """End this process with all servers, those that still start included."""
     ENDING.set()
     sys.exit("ended")
 
@@ -225,7 +226,7 @@ def main() -> None:
                     p50, p99 = (1e3 * percentile(latencies, share) for share in (0.5, 0.99))
                     values = answered / taken_s, p50, p99
                     print(round_, clients, name, *(f"{value:.1f}" for value in values), file=sys.stderr, flush=True)
-                    if round_:  # the first one warms up
+                    if round_:  # the first round warms up
                         measured.setdefault((name, clients), []).append(values)
     finally:
         for server in servers.values():

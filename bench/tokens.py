@@ -1,9 +1,9 @@
-"""Time of tokenising texts on the event loop and in a thread. One run, in turn, medians.
+"""Time of tokenising texts on the event loop and in a thread. All figures are medians of one run that takes turns.
 
-1. From how many characters on a thread answers sooner than the caller's own: both, for texts of growing length.
+1. Texts of growing length, on the event loop and in a thread: the length from which on the thread answers sooner.
 2. Gathers of short texts that are tokenised one by one, because their options differ: all on the event loop, each in a
-   thread of its own, and as the product does it. How long the gather takes, its processor time, and how late the loop's
-   timers are meanwhile.
+   thread of its own, and as the product does it. The columns are the wall time of the gather, its processor time, and
+   the delay of the loop's timers meanwhile.
 
 Run `python bench/tokens.py`; `--tokenizer PATH` takes another tokenizer.json.
 """
@@ -35,8 +35,8 @@ TICK_S = 0.0005
 
 
 def prose(words: Sequence[str], characters: int, seed: int) -> str:
-    """Words of the vocabulary, few of them common. With its space a token is some six characters, as in
-    easy English.
+    """Return a text of words of the vocabulary, few of them common. A token with its space has some six characters, as
+    in easy English.
     """
     common = [1 / rank for rank in range(1, len(words) + 1)]
     parts = random.Random(seed).choices(words, common, k=characters // 4 + 9)
@@ -44,7 +44,7 @@ def prose(words: Sequence[str], characters: int, seed: int) -> str:
 
 
 def medians(rows: dict[str, Callable[[], object]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Wall and processor seconds of each, run in turn."""
+    """Return the median wall and processor seconds of each function; the functions run in turn."""
     durations: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
     for _ in range(rounds):
         for name, run in rows.items():
@@ -102,7 +102,7 @@ Run = Callable[[int, Callable[[], object]], Awaitable[None]]
 
 
 async def gathered(run: Run, works: list[tuple[int, Callable[[], object]]]) -> tuple[float, ...]:
-    """Wall time, processor time, and the longest that a timer of the loop was late, seconds."""
+    """Return the wall time, the processor time, and the largest delay of a timer of the loop, seconds."""
     late_s, ended = 0.0, False
 
     async def tick() -> None:

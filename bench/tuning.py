@@ -1,11 +1,12 @@
-"""Worth of the batching settings on this machine: texts a second, their cost and their latency with a real `sie serve`,
-one setting changed at a time.
+"""Effect of the batching settings on this machine: texts a second, their processor time and their latency with a real
+`sie serve`, one setting changed at a time.
 
     python bench/tuning.py [--seconds 1.5] [--rounds 8]
 
 Clients send one text a request (log-normal lengths, about 87 tokens) and the next one when it was answered. Each value
-of a setting has a cluster of its own; they are measured in turn, and of the rounds of each value the fastest counts,
-since other work on the machine only ever slows one down. Writes bench/results/tuning.md and docs/tuning.svg.
+of a setting has a cluster of its own. The clusters are measured in turn. The fastest round of each value counts, since
+other work on the machine only ever slows a round down. The files bench/results/tuning.md and docs/tuning.svg are
+written.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ SETTINGS = {
     "--max-batch-cost": (256, 1024, 4096, 16384),
     "--batcher-max-batch-requests": (1, 4, 16, 64),
 }
-AT = 32  # clients, while a setting is changed
+AT = 32  # number of clients while a setting is changed
 WIDTH, HEIGHT, MARGIN = 380, 230, 52
 
 
 @dataclass(frozen=True)
 class Point:
-    """One value of what is changed: texts a second, processor time of all processes for a text, milliseconds of the
-    median and of 99 %, texts a forward pass.
+    """Measurement of one value of a setting: texts a second, processor time of all processes for a text, median and
+    99th percentile of the latency in milliseconds, texts a forward pass.
     """
 
     value: int
@@ -70,7 +71,7 @@ def measured(cluster: Cluster, requests: list[bytes], value: int, clients: int, 
 
 
 def fastest(rounds: int, measures: Sequence[Callable[[], Point]]) -> list[Point]:
-    """The best round of each, all of them in turn; the first round warms up."""
+    """Return the best round of each measurement. They take turns, and the first round warms up."""
     measurements = [[measure() for measure in measures] for _ in range(rounds + 1)][1:]
     return [max(points, key=lambda point: point.rate) for points in zip(*measurements, strict=True)]
 
@@ -87,8 +88,8 @@ def table(name: str, points: Sequence[Point]) -> str:
 
 
 def panel(name: str, points: Sequence[Point], left: int, top: int) -> str:
-    """Processor time of a text (blue, left axis) and the median latency (red, right axis) over the values of a setting,
-    evenly spaced.
+    """Draw the processor time of a text (blue, left axis) and the median latency (red, right axis) over the values of a
+    setting, evenly spaced.
     """
     room = WIDTH - 2 * MARGIN
     xs = [left + MARGIN + room * index / (len(points) - 1) for index in range(len(points))]
@@ -118,7 +119,7 @@ def panel(name: str, points: Sequence[Point], left: int, top: int) -> str:
 
 
 def plot(curves: dict[str, Sequence[Point]]) -> str:
-    """All sweeps, two beside each other."""
+    """Draw all sweeps, two beside each other."""
     rows = -(-len(curves) // 2)
     high = rows * HEIGHT + 26
     parts = [

@@ -1,6 +1,6 @@
-"""Two installed versions beside each other, in turn in one run: what does a change cost a user?
+"""Compare two installed versions in one run, in turn: the cost of a change for a user.
 
-1. One short text after the other, one request to each version in turn: latencies, and the difference of each pair.
+1. Latencies of one short text, one request to each version in turn, and the difference of each pair.
 2. Texts per second at 64 clients with one text a request and at 8 clients with 32, in turn, several rounds; medians and
    their ratio. Processor time of each process for one text.
 
@@ -9,8 +9,8 @@
 `--old` names the command of another checkout, made by its own `make install`. Writes a table to
 bench/results/versions.md.
 
-A difference of a few percent only counts where both run with the same packages: in an environment that has those of the
-tests as well, a sidecar took up to a tenth more of a processor. `--new` names an environment without them.
+A difference of a few percent only counts if both run with the same packages: in an environment with the packages of the
+tests, a sidecar took up to a tenth more processor time. `--new` names an environment without these packages.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from client import connect, percentile
 from overhead import SHORT, TARGETS, Cluster, cluster_rate, texts_of
 from report import Report, machine
 
-LOADS = {"64 x 1": (64, 1), "8 x 32": (8, 32)}  # clients x texts of a request
+LOADS = {"64 x 1": (64, 1), "8 x 32": (8, 32)}  # clients, texts of a request
 WARM_UP = 30
 
 
 async def latencies(clusters: Mapping[str, Cluster], pairs: int) -> dict[str, list[float]]:
-    """Milliseconds of one short text, pair by pair; who is asked first changes."""
+    """Return the milliseconds of one short text, pair by pair. The versions take turns in being first."""
     connections = {name: await connect("127.0.0.1", cluster.port) for name, cluster in clusters.items()}
     (message,) = clusters["old"].requests([SHORT], 1)
     times_ms: dict[str, list[float]] = {name: [] for name in clusters}
@@ -58,7 +58,7 @@ async def latencies(clusters: Mapping[str, Cluster], pairs: int) -> dict[str, li
 def throughput(
     clusters: Mapping[str, Cluster], kind: str, load: str, rounds: int, seconds: float
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
-    """Texts per second of each round, and milliseconds of processor for a text by process."""
+    """Return texts per second of each round, and the milliseconds of processor time for a text by process."""
     clients, batch_size = LOADS[load]
     requests = {
         name: cluster.requests(texts_of(kind, 1024 if kind == "mix" else 8192), batch_size)

@@ -1,5 +1,5 @@
-"""Drive `wrk` (Debian package), the cheapest load generator at hand: prebuilt requests, keep-alive connections, its own
-processor time.
+"""Run the load generator `wrk` (Debian package), which takes little processor time: its requests are built beforehand
+and its connections are kept alive.
 """
 
 from __future__ import annotations
@@ -68,10 +68,8 @@ def closed_loop(
     folder: Path,
     headers: Mapping[str, str] = NO_HEADERS,
 ) -> Load:
-    """`clients` connections, each sending its next request, a (path, JSON body), when the last was answered, for whole
-    `seconds`.
-
-    Raises RuntimeError.
+    """Run `clients` connections for whole `seconds`. Each sends its next request, a (path, JSON body), when the last
+    was answered. Raise RuntimeError if wrk fails.
     """
     script = folder / "requests.lua"
     bodies = ", ".join(f"{{ {_quoted(path)}, {_quoted(body)} }}" for path, body in requests)
@@ -105,7 +103,7 @@ def closed_loop(
 
 
 def _quoted(text: str) -> str:
-    """A Lua string."""
+    """Return the text as a Lua string."""
     return (
         '"'
         + "".join(

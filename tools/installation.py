@@ -1,4 +1,4 @@
-"""Installs SIE into a virtual environment, for `make install`: `python3 tools/installation.py VENV`.
+"""Install SIE into a virtual environment, for `make install`: `python3 tools/installation.py VENV`.
 
     environment ─► torch ─► SIE       prints one line for each step; the output of pip is in VENV/install.log
 
@@ -55,7 +55,7 @@ class Installer:
         self._environ = environ
 
     def install_torch(self, version: str) -> None:
-        """Install the build of torch that fits this machine. Raises StepFailed."""
+        """Install the build of torch that fits this machine. Raise StepFailed if pip fails."""
         index = self._environ.get("TORCH_INDEX")
         if index:
             self._install_torch(f"torch {version} of {index}", f"torch=={version}", index)
@@ -89,7 +89,7 @@ class Installer:
             raise
 
     def run(self, title: str, *arguments: str) -> None:
-        """Run one `pip install`, and print a line with its duration. Raises StepFailed."""
+        """Run one `pip install`, and print a line with its duration. Raise StepFailed if it fails."""
         options = ["--disable-pip-version-check", "--no-compile", "--progress-bar", "off"]
         started_s = time.monotonic()
         is_terminal = sys.stdout.isatty()

@@ -1,4 +1,4 @@
-"""Counts how hard the product is to read: import circles, full folders, reused class names, vague names, docstrings.
+"""Count what makes the product hard to read: import circles, full folders, reused class names, vague names, docstrings.
 
     python tools/measure.py          a table, and the first findings of each kind
     python tools/measure.py --all    every finding

@@ -1,4 +1,4 @@
-"""Builds all files of a release in one folder. `make release` runs this script.
+"""Build all files of a release in one folder. `make release` runs this script.
 
     checkout ──► source archive ──► wheel
         ├──────► wheel                         the import package sie_sdk, another name of the client
@@ -37,7 +37,7 @@ class ReleaseError(Exception):
 
 
 def run(*command: str | Path, **environ: str) -> str:
-    """Run a command and return its standard output; errors go to the terminal. Raises ReleaseError if it fails."""
+    """Run a command and return its standard output; errors go to the terminal. Raise ReleaseError if it fails."""
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise ReleaseError(f"{' '.join(map(str, command))} ended with status {done.returncode}\n{done.stdout}")
@@ -45,7 +45,7 @@ def run(*command: str | Path, **environ: str) -> str:
 
 
 def checked_version(*, dirty: bool) -> str:
-    """Return the version. Raises ReleaseError if a file has another one, or for uncommitted changes unless `dirty`."""
+    """Return the version. Raise ReleaseError if a file has another one, or for uncommitted changes unless `dirty`."""
     release_version = version.current()
     if wrong := [
         f"{place} has {copy_version}" for place, copy_version in version.found() if copy_version != release_version

@@ -1,4 +1,4 @@
-"""Counts the product's files that one encode enters, in each process, by tracing real requests.
+"""Count the product's files that one encode enters, in each process, by tracing real requests.
 
     python tools/request_path.py              the number of files by process, and in total
     python tools/request_path.py --list       also their names

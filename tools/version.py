@@ -49,7 +49,7 @@ def found(root: Path = ROOT) -> Iterator[tuple[str, str]]:
 
 
 def write(version: str, root: Path = ROOT) -> None:
-    """Write the version to all files. Raises ValueError if it has another form than 0.2.0 or 0.2.0rc1."""
+    """Write the version to all files. Raise ValueError if it has another form than 0.2.0 or 0.2.0rc1."""
     if not re.fullmatch(_VERSION, version):
         raise ValueError(f"{version}: expected a version such as 0.2.0 or 0.2.0rc1")
     source = root / SOURCE

@@ -1,18 +1,19 @@
-"""Encoders on one device: the engine beside sentence-transformers and beside padded batches, with random weights.
+"""Comparison of the engine with sentence-transformers and with padded batches, for encoders with random weights on one
+device.
 
     engine                  token ids in batches of SIE_MAX_BATCH_COST tokens, queued on the engine's lanes as
                             connections queue them
-    padded                  token ids in the same order and batches of so many tokens with their padding, as servers do
+    padded                  token ids in the same order, in batches of as many tokens with their padding, as in servers
                             that pad: stock transformers with SDPA, mean pooling
-    sentence-transformers   encode(), tokenising included, which the engine leaves to another process: default (float32,
+    sentence-transformers   encode(), with tokenising, which the engine leaves to another process: default (float32,
                             batches of 32), and in the kit's precision with batches of 32 and of 256
 
-Loads: texts of one length, and `mix` (log-normal lengths, mean about 87 tokens). Utilisation: the products of linear
-layers and attention, 2 operations for each multiplication, a second of the engine, divided by the dense 16-bit peak of
-the data sheet, or by a measured product where the card is not in the list. Busy share: the mean of NVML's utilisation
-while the engine runs. `cosine`: the worst of all texts between engine and default. The file device-profile.md has the
-kernels of the first model at the longest length. `pass`: full batches whose inputs lie on the device, without the rest
-of the engine, at the longest length; then with compiled layers, with the utilisation of each.
+Loads: texts of one length, and `mix` (log-normal lengths, mean about 87 tokens). Utilisation: the engine's operations a
+second in linear layers and attention (2 for each multiplication), divided by the dense 16-bit peak of the data sheet,
+or by a measured product if the card is not in the list. Busy share: the mean of NVML's utilisation while the engine
+runs. `cosine`: the lowest cosine of all texts between engine and default. The file device-profile.md has the kernels of
+the first model at the longest length. `pass`: full batches whose inputs are on the device, without the rest of the
+engine, at the longest length; then with compiled layers. Each has its utilisation.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ SIZES: dict[str, PreTrainedConfig] = {
     ),
 }
 TINY: dict[str, PreTrainedConfig] = {"tiny": BertConfig(**kit.TINY, vocab_size=len(kit.TOKENS))}
-TOKENS = 512 if REHEARSAL else 131_072  # of all texts of a load
+TOKENS = 512 if REHEARSAL else 131_072  # tokens of all texts of a load
 # Dense 16-bit operations a second, without sparsity, from the vendor's data sheets.
 PEAKS = {
     "H200": 989e12,
@@ -94,7 +95,7 @@ class Load:
         return sum(map(len, self.ids))
 
     def batches(self, most: int, *, padded: bool) -> list[list[np.ndarray]]:
-        """Return batches in order, of at most `most` tokens each; `padded`: their padding counts."""
+        """Return batches in order, of at most `most` tokens each. With `padded` their padding counts."""
         batches: list[list[np.ndarray]] = [[]]
         for row in self.ids:
             together = [*batches[-1], row]
@@ -159,7 +160,7 @@ def stock(folder: Path, precision: str) -> SentenceTransformer:
 
 
 def operations(config: Any, length: int) -> float:
-    """Floating-point operations of one text: linear layers, then scores and their mixing with values."""
+    """Return the floating-point operations of one text: linear layers, then the two products of attention."""
     hidden, inner = config.hidden_size, config.intermediate_size
     return float(config.num_hidden_layers * length * (2 * (4 * hidden**2 + 2 * hidden * inner) + 4 * length * hidden))
 
@@ -232,8 +233,8 @@ def measure(size: str, config: PreTrainedConfig, engine: AdapterEngine, table: k
 
 
 def passes(engine: AdapterEngine, size: str, length: int, batch_tokens: int, share: float) -> list[str]:
-    """Measure tokens a second of the pass alone, then with compiled layers, which the model keeps; and the utilisation
-    of each. A text a second is `share` of the peak.
+    """Measure tokens a second of the pass alone, then with compiled layers, and the utilisation of each. The layers
+    stay compiled. A text a second is `share` of the peak.
     """
     cells = []
     texts = 1 if REHEARSAL else batch_tokens // length
@@ -250,7 +251,7 @@ def passes(engine: AdapterEngine, size: str, length: int, batch_tokens: int, sha
 
 
 def profile(size: str, config: PreTrainedConfig, engine: AdapterEngine, batch_tokens: int) -> None:
-    """Write the kernels of a few full batches of the longest texts, beside the rate of the products in them."""
+    """Write the kernels of a few full batches of the longest texts, and the rate of the products in them."""
     length = 16 if REHEARSAL else LONGEST
     texts = 4 * max(1, batch_tokens // length) if not REHEARSAL else 4
     with tempfile.TemporaryDirectory() as root, torch.inference_mode():

@@ -1,7 +1,7 @@
-"""The parts of the GPU kit share this: the device, tables that are written row by row, random models, measurements.
+"""Shared code of the parts of the GPU kit: the device, tables that are written row by row, random models, measurements.
 
-`GPU_RESULTS` in the environment is the folder of the tables. `GPU_REHEARSE`: a processor and tiny models, to go through
-the code; figures then mean nothing, and no bound is checked.
+`GPU_RESULTS` in the environment is the folder of the tables. With `GPU_REHEARSE` the parts run on a processor with tiny
+models, to exercise the code. The figures then mean nothing, and no bound is checked.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PACKAGES = ("torch", "transformers", "sentence-transformers", "flash-attn")
 
 
 class CheckFailed(Exception):
-    """A bound that a part checks does not hold."""
+    """Raised if a bound that a part checks does not hold."""
 
 
 def versions() -> str:
@@ -95,7 +95,7 @@ def _text(cell: object) -> str:
 
 
 def check(holds: bool, bound: str) -> str:
-    """Return the cell of a bound. Raises CheckFailed where it does not hold, except in a rehearsal."""
+    """Return the cell of a bound. Raise CheckFailed if the bound does not hold, except in a rehearsal."""
     if not holds and not REHEARSAL:
         raise CheckFailed(bound)
     return bound if holds else f"not here: {bound}"
@@ -105,9 +105,9 @@ def check(holds: bool, bound: str) -> str:
 
 
 def save(folder: Path, config: PreTrainedConfig) -> Path:
-    """Save random weights and a tokenizer of bytes without special tokens: a text has as many tokens as letters."""
+    """Save random weights and a tokenizer of bytes without special tokens. A text has as many tokens as letters."""
     torch.manual_seed(0)
-    with DEVICE:  # a card draws the weights of large models in seconds
+    with DEVICE:  # a GPU draws the weights of large models in seconds
         model = AutoModel.from_config(config, dtype=getattr(torch, PRECISION))
     model.save_pretrained(folder)
     del model
@@ -155,14 +155,14 @@ def batch(model: str, ids: Sequence[np.ndarray], number: int = 0) -> RunBatch:
 
 
 def vectors(reply: object) -> np.ndarray:
-    """Return the vectors of a reply, float32 [texts, width]. Fails unless each text has one."""
+    """Return the vectors of a reply, float32 [texts, width]. Fail unless each text has a vector."""
     if not isinstance(reply, BatchDone) or not all(isinstance(outcome, Ok) for outcome in reply.outcomes):
         raise TypeError(f"a batch failed: {reply}")
     return np.frombuffer(reply.block, "<f4").reshape(len(reply.outcomes), -1)
 
 
 def random_ids(lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
-    """Token ids, int32 [length] each."""
+    """Return random token ids, int32 [length] each."""
     generator = np.random.default_rng(seed)
     return [generator.choice(np.array(LETTERS, np.int32), length) for length in lengths]
 
@@ -173,15 +173,13 @@ def text_of(ids: np.ndarray) -> str:
 
 
 def mixed_lengths(count: int) -> list[int]:
-    """Log-normal lengths with a mean of about 87 tokens."""
+    """Return log-normal lengths with a mean of about 87 tokens."""
     drawn = np.random.default_rng(3).lognormal(4.1, 0.82, count)
     return [int(length) for length in np.clip(drawn, 2, 254)]
 
 
 def forward_of(backbone: Backbone, lengths: Sequence[int]) -> Callable[[], Any]:
-    """Return the model's pass on inputs that are on the device, launched kernel by kernel. To be called under
-    inference mode.
-    """
+    """Return the model's pass on inputs that are on the device, launched kernel by kernel. Call it in inference mode."""
     ids = np.concatenate(random_ids(lengths))
     packed = backbone.pack(Items(np.array(lengths), ids), np.arange(len(lengths)))
     model, inputs = backbone._model, {}
@@ -214,7 +212,7 @@ def synchronize() -> None:
 
 
 def seconds_of(run: Callable[[], object], *, least: int = 3, budget_s: float = 2.0) -> float:
-    """Return the median seconds of `least` runs or of as many as fit into the budget. Call it warm."""
+    """Return the median seconds of at least `least` runs, and of as many as fit into the budget. Warm up before."""
     times: list[float] = []
     while len(times) < least or (sum(times) < budget_s and not REHEARSAL):
         synchronize()
@@ -226,13 +224,13 @@ def seconds_of(run: Callable[[], object], *, least: int = 3, budget_s: float = 2
 
 
 def used_mib() -> float:
-    """Memory of the device in use by all processes: NVML's on a card."""
+    """Return the device memory that all processes use, on a GPU as NVML reports it."""
     return devices.memory(DEVICE).used_bytes / MIB
 
 
 @contextlib.contextmanager
 def utilisation() -> Iterator[list[float]]:
-    """Samples of NVML's utilisation, percent, while the block runs."""
+    """Yield a list that is filled with samples of NVML's utilisation, percent, while the block runs."""
     probe, ended, samples = devices.UtilisationProbe(DEVICE), threading.Event(), list[float]()
 
     def sample() -> None:
@@ -252,7 +250,7 @@ def utilisation() -> Iterator[list[float]]:
 @dataclass(frozen=True)
 class KernelProfile:
     """Kernels of a run: `rows` (name, calls, microseconds), most time first; the share of `span_us`, from the first
-    kernel to the end of the last, in which none ran; and the gaps between kernels, microseconds.
+    kernel to the end of the last, in which no kernel ran; and the gaps between kernels, microseconds.
     """
 
     rows: list[tuple[str, int, float]]
@@ -262,7 +260,7 @@ class KernelProfile:
 
 
 def profiled(run: Callable[[], object]) -> KernelProfile:
-    """Profile the kernels of one warm run; in a rehearsal the operators of the processor."""
+    """Profile the kernels of one run, or in a rehearsal the operators of the processor. Warm up before."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     device_type = DeviceType.CPU
     if DEVICE.type == "cuda":

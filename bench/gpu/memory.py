@@ -1,5 +1,5 @@
-"""Memory of the device: what NVML sees, eviction, and what an unload returns to the driver. Recovery from failed
-allocations and what is learnt from them are tests/gpu/test_memory.py, whose results are the last rows.
+"""Memory of the device: the figures of NVML, eviction, and the memory that an unload returns to the driver. The last
+rows are the results of tests/gpu/test_memory.py: recovery from failed allocations and the limits that follow from them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import BertConfig
 
 HELD_MIB = 64 if REHEARSAL else 2048
 WIDTH = 64 if REHEARSAL else 1024
-CONTEXT_MIB = 512  # a context, and the workspaces of its libraries
+CONTEXT_MIB = 512  # memory of a CUDA context and of the workspaces of its libraries
 LARGE = BertConfig(
     hidden_size=WIDTH,
     num_attention_heads=WIDTH // 64,
@@ -30,7 +30,7 @@ _HOLDER = (
 
 
 def other_process(table: kit.Table) -> None:
-    """Another process takes memory of the device."""
+    """Check that memory of another process is seen."""
     before = kit.used_mib()
     command = [sys.executable, "-c", _HOLDER.format(HELD_MIB * MIB, DEVICE.type)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
@@ -46,7 +46,7 @@ def other_process(table: kit.Table) -> None:
 
 
 def unload(table: kit.Table, folder: Path) -> None:
-    """A model is loaded, serves and is unloaded."""
+    """Check that an unload returns the memory of a model that was loaded and has served."""
     with kit.new_engine() as engine:
         kit.synchronize()
         before = kit.used_mib()
@@ -65,7 +65,7 @@ def unload(table: kit.Table, folder: Path) -> None:
 
 
 def eviction(table: kit.Table, folder: Path) -> None:
-    """A second model passes the threshold, which lies above the first one alone."""
+    """Check that a second model, which exceeds the threshold, evicts the first one."""
     entries = {name: kit.entry_of(name, folder, WIDTH) for name in ("first", "second")}
     with kit.new_engine() as engine:
         size = engine.residency.ensure("first", entries["first"]).weights.memory_bytes
@@ -87,7 +87,7 @@ def main() -> None:
         other_process(table)
         unload(table, folder)
         eviction(table, folder)
-    if REHEARSAL:  # a processor skips these tests
+    if REHEARSAL:  # these tests need a GPU
         return
     for test, outcome, seconds, _ in suites.outcomes("memory", ["tests/gpu/test_memory.py"]):
         table.row(test.rpartition("::")[2], "", "", "", kit.check(outcome != "failed", f"{outcome} in {seconds:.1f} s"))

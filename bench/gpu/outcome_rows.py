@@ -1,4 +1,4 @@
-"""A plugin of pytest: a line of JSON for each test that has ended, at once, in the file that GPU_OUTCOMES names."""
+"""Pytest plugin that writes a line of JSON to the file GPU_OUTCOMES as soon as a test has ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FILE = Path(os.environ["GPU_OUTCOMES"])
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A test has one line: of its call, or of what kept it from being called, or failed after it."""
+    """Write a line for the call of a test, and for a setup or teardown that did not pass."""
     if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.passed):
         return
     message = "" if report.passed else str(report.longrepr).strip().splitlines()[-1][:200]

@@ -1,4 +1,4 @@
-"""`make gpu`: checks and measures this tree on the GPU of this machine, offline, with the Python that runs this.
+"""Check and measure this tree on the GPU of this machine, offline, with the Python that runs this script (`make gpu`).
 
     missing packages ──► parts, one after the other, each in a process of its own ──► FOLDER/PART.md, FOLDER/PART.log
 
@@ -30,7 +30,7 @@ NO_GPU = 3
 LIMIT_S = 480.0
 PRODUCT = ("core/contracts", "core/broker", "core/runtime", "core/store", "gateway", "sidecar", "adapter")
 PRODUCT = (*PRODUCT, "config_service", "sdk", "cli", "tests", "tools")
-# part: its script and its argument
+# by part: its script and its argument
 PARTS: dict[str, tuple[str, ...]] = {
     "tests": ("suites.py", "tests"),
     "parity": ("suites.py", "parity"),
@@ -41,7 +41,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "load": ("load.py",),
 }
 _TESTS = ("tests", "parity", "memory")
-# module: parts that do not run without it; none: all of them
+# by module: the parts that do not run without it; an empty tuple stands for all parts
 NEEDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "obstore", "psutil"), ()
@@ -55,7 +55,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
         ("nanoarrow", "python_multipart", "prometheus_client", "websockets", "fastapi_offline"), ("serve",)
     ),
 }
-# what is less without it
+# by module: the loss without it
 USES = {
     "pynvml": "no utilisation, and memory of this process alone",
     "flash_attn": "attention is SDPA alone",
@@ -63,13 +63,13 @@ USES = {
     "pytest_timeout": "a test that hangs ends its part",
     "triton": "no compiled layers",
 }
-# of these a part still runs the rest, whose tests fail by name
+# without one of these modules a part still runs; only the tests that need the module fail
 _PARTLY = {"gliner", "gliner2", "gliclass", "soundfile", "soxr", "timm", "peft"}
 
 
 def lacks(parts: Sequence[str]) -> dict[str, str]:
-    """Print what is missing or of another version than the one that SIE names. Returns the parts that cannot run, with
-    the module that they lack.
+    """Print the modules that are missing or have another version than SIE requires. Return the parts that cannot run,
+    with the module that they lack.
     """
     stopped: dict[str, str] = {}
     for module, needed in NEEDS.items():
@@ -98,7 +98,7 @@ def lacks(parts: Sequence[str]) -> dict[str, str]:
 
 
 def gpu() -> str:
-    """Return the name of the card, empty without one that torch can use. A process of its own looks, because this one
+    """Return the name of the GPU, empty without one that torch can use. A process of its own reads it, because this one
     never uses CUDA.
     """
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
@@ -125,7 +125,7 @@ def environment(results: Path, *, rehearse: bool, site: Path) -> dict[str, str]:
 
 
 def describe_package(site: Path) -> None:
-    """Write the version of SIE there as an installation does: it is asked for, and nothing is installed here."""
+    """Write the version of SIE to `site` as an installation does: the parts read it, and SIE is not installed here."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
     folder = site / f"sie_cluster-{version}.dist-info"
     folder.mkdir(parents=True)
@@ -133,7 +133,7 @@ def describe_package(site: Path) -> None:
 
 
 def run(part: str, results: Path, environ: Mapping[str, str], limit_s: float) -> bool:
-    """Run a part to its end or its limit. Its rows go to the terminal, all that it prints to its log."""
+    """Run a part to its end or its limit. Its rows go to the terminal, its whole output to its log."""
     script, *arguments = PARTS[part]
     print(f"== {part}, at most {limit_s:.0f} s", flush=True)
     begun_s = time.monotonic()
@@ -157,7 +157,7 @@ def run(part: str, results: Path, environ: Mapping[str, str], limit_s: float) ->
 
 
 def _show(log: str, shown: int) -> int:
-    """Print the lines of tables that the log has beyond `shown` bytes. Returns how far it was read."""
+    """Print the lines of tables that the log has beyond `shown` bytes. Return the end of the part that was read."""
     with open(log, "rb") as file:
         file.seek(shown)
         read = file.read()
@@ -169,7 +169,7 @@ def _show(log: str, shown: int) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the parts. Returns the exit status."""
+    """Run the parts. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--results", type=Path, help="folder of the tables [bench/results/gpu-CARD]")

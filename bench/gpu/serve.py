@@ -1,9 +1,9 @@
-"""The whole of `sie serve` on the device: clients of one process that send their next request when the last was
-answered.
+"""Rates and latencies of `sie serve` on the device. The clients run in one process, and each sends its next request
+when the last was answered.
 
-Texts of the mix (log-normal lengths, mean about 87 tokens), random letters, OpenAI's request. `busy`: the mean of
-NVML's utilisation, of all processes. `cores`: processor time of all processes of the cluster a second. Without
-nats-server the queue is in the gateway's process (`--standalone`), which the head says.
+The requests are OpenAI's, for texts of the mix (log-normal lengths, mean about 87 tokens) of random letters. `busy`:
+the mean of NVML's utilisation, of all processes. `cores`: processor time of all processes of the cluster a second.
+Without nats-server the queue is in the gateway's process (`--standalone`); the head of the table says this.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ COLUMNS = (
 
 
 class Cluster:
-    """`sie serve` with one model of a models folder, which is loaded."""
+    """`sie serve` with one loaded model of a models folder."""
 
     def __init__(self, folder: Path, model: str) -> None:
         self.port, self._worker_port = free_port(), free_port()
         self._log = (kit.RESULTS / "serve-cluster.log").open("w")
-        # in this tree there is no script `sie`
+        # SIE is not installed, so there is no script `sie`
         command = [sys.executable, "-m", "sie_cli", "serve", model, "--port", str(self.port), "--no-spare"]
         command += ["--data-dir", str(folder / "data"), "--models-dir", str(folder / "models"), "--device", DEVICE.type]
         command += ["--gateway-metrics-port", "0", "--worker-metrics-port", str(self._worker_port)]
@@ -78,7 +78,7 @@ class Cluster:
         return bool(self.models)
 
     def counted(self) -> tuple[float, float, float]:
-        """Texts and batches of the worker so far, and processor time of all processes, seconds."""
+        """Return the texts and batches of the worker so far, and the processor seconds of all processes."""
         text = httpx.get(f"http://127.0.0.1:{self._worker_port}/metrics", timeout=5, trust_env=False).text
         sums = dict.fromkeys(("sie_batch_size_sum", "sie_batch_size_count"), 0.0)
         for line in text.splitlines():
@@ -105,7 +105,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def running(name: str, config: BertConfig) -> Iterator[Cluster]:
-    """A cluster with this model."""
+    """Start a cluster with this model and yield it."""
     with tempfile.TemporaryDirectory() as root:
         folder = kit.save(Path(root, "models", name), config)
         (folder / "modules.json").write_text(
@@ -120,7 +120,7 @@ def running(name: str, config: BertConfig) -> Iterator[Cluster]:
         (folder / "1_Pooling" / "config.json").write_text(
             json.dumps({"word_embedding_dimension": config.hidden_size, "pooling_mode_mean_tokens": True})
         )
-        # the bundle `default` names versions, which this machine may not have
+        # the bundle `default` requires versions that this machine may not have
         bundles = Path(root, "models", "bundles")
         bundles.mkdir()
         (bundles / f"{BUNDLE}.yaml").write_text(f"id: {BUNDLE}\npriority: -1\nfamilies: [built-in]\n")
@@ -132,7 +132,7 @@ def running(name: str, config: BertConfig) -> Iterator[Cluster]:
 
 
 def main() -> None:
-    """A row of each load."""
+    """Write a row of each load."""
     broker = "nats-server" if shutil.which("nats-server") else "no nats-server is here, so --standalone"
     table = kit.Table("serve", f"`sie serve` on one device, {PRECISION}, {broker}", COLUMNS)
     ids = kit.random_ids(kit.mixed_lengths(2048))

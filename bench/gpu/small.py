@@ -1,10 +1,10 @@
-"""Small batches: the engine with and without CUDA graphs, its forward pass alone, and that pass as a CUDA graph; and
-how long the card waits between kernels.
+"""Time of small batches: the engine with and without CUDA graphs, its forward pass alone, and that pass as a CUDA
+graph; and the time that the GPU waits between kernels.
 
-`engine`: a message from its bytes to its vectors on the calling thread. The others run the model on inputs that lie on
-the device. Medians, milliseconds. `graphs`: those that the engine has after the row; `eager` if it gave them up, for
-which its log has the reason. `cosine`: the worst of the vectors with graphs to those without. A cell that failed has
-the name of the error; the log has its traceback.
+`engine`: a message from its bytes to its vectors on the calling thread. The other cells run the model on inputs that
+are on the device. Figures are medians in milliseconds. `graphs`: the number of graphs that the engine has after the
+row, or `eager` if it gave them up; its log has the reason. `cosine`: the lowest cosine between vectors with and without
+graphs. A cell that failed has the name of the error; the log has its traceback.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ COLUMNS = (
 
 
 def captured(run: Run) -> Run:
-    """The run as a CUDA graph; on a processor the run itself."""
+    """Return the run as a CUDA graph, or on a processor the run itself."""
     if DEVICE.type != "cuda":
         return run
     stream = torch.cuda.Stream()
@@ -71,7 +71,7 @@ def captured(run: Run) -> Run:
 
 
 def cell(make: Callable[[], Run]) -> str:
-    """Milliseconds of what `make` gives, or the name of its error."""
+    """Return the milliseconds of the run that `make` returns, or the name of its error."""
     try:
         run = make()
         run()
@@ -82,7 +82,7 @@ def cell(make: Callable[[], Run]) -> str:
 
 
 def ratio(before: str, after: str) -> str:
-    """How often the second cell fits into the first; a dash where one of them failed."""
+    """Return the first cell divided by the second, or a dash if one of them failed."""
     try:
         return f"{float(before) / float(after):.2f}"
     except ValueError:
@@ -104,7 +104,7 @@ def measure(engine: AdapterEngine, name: str, config: BertConfig, table: kit.Tab
             backbone.use_graphs(None)
             expected, eager = whole(), cell(lambda whole=whole: whole)
             backbone.use_graphs(recorder)
-            for _ in range(2):  # captures at the second use
+            for _ in range(2):  # the engine captures a graph at the second use
                 whole()
             got, replayed = whole(), cell(lambda whole=whole: whole)
             graphs = backbone._graphs

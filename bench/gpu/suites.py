@@ -1,9 +1,9 @@
-"""Two parts that are tests of this repository: tests/gpu, and tests/parity with its models on the card.
+"""Two parts that run tests of this repository: tests/gpu, and tests/parity with its models on the GPU.
 
     pytest ──a line for each test──► NAME.jsonl ─┐
     ParityTable.record ──a line for each cell──► parity-cells.jsonl ─┴──► tables
 
-The lines are written at once, so a run that is cut off keeps them; the tables are made of the lines.
+The lines are written at once, so they remain if a run is cut off. The tables are made of the lines.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ROOT = Path(__file__).parents[2]
 OUTCOMES = ("passed", "skipped", "failed")
 PRECISIONS = ("float32", "float16", "bfloat16")
 _SIXTEEN = "float16 or half or 16_bit"  # in the names of tests, or of their parameters, that compute in 16 bits
-# they test engines and memory of a processor
+# tests of engines and memory of a processor
 _OF_CPU = "graph or openvino or int8 or blocked"
 
 
 def start(
     name: str, arguments: Sequence[str], environ: Mapping[str, str] = {}, processes: int = 1
 ) -> subprocess.Popen[bytes]:
-    """Start pytest; its output goes to this process's."""
+    """Start pytest. Its output goes to the output of this process."""
     (RESULTS / f"{name}.jsonl").unlink(missing_ok=True)
     command = [
         sys.executable,
@@ -47,7 +47,7 @@ def start(
     if processes > 1 and importlib.util.find_spec("xdist"):
         command += ["-n", str(processes), "--dist", "worksteal"]
     more = {"GPU_OUTCOMES": str(RESULTS / f"{name}.jsonl"), "OMP_NUM_THREADS": "1", **environ}
-    # this pytest is no worker of the pytest that may have started the kit
+    # if a worker of pytest-xdist started the kit, this pytest must not take itself for that worker
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     return subprocess.Popen(command, cwd=ROOT, env=own | more)
 
@@ -60,7 +60,7 @@ def lines(name: str) -> Iterator[tuple[str, str, float, str]]:
 
 
 def outcomes(name: str, arguments: Sequence[str]) -> list[tuple[str, str, float, str]]:
-    """Run tests to their end and return their lines. Raises CheckFailed where pytest could not run the tests."""
+    """Run tests to their end and return their lines. Raise CheckFailed if pytest could not run the tests."""
     status = start(name, arguments).wait()
     if status not in (0, 1):
         raise kit.CheckFailed(f"pytest ended with {status}")
@@ -68,7 +68,7 @@ def outcomes(name: str, arguments: Sequence[str]) -> list[tuple[str, str, float,
 
 
 def tabulate(name: str, names: Sequence[str], taken_s: float, *, is_shown: bool) -> bool:
-    """Write the table of outcomes by file, and of the tests that failed. Returns whether there are none of those."""
+    """Write the table of outcomes by file, and of the tests that failed. Return True if no test failed."""
     ended = [line for run in names for line in lines(run)]
     table = kit.Table(
         name, f"Outcomes of the tests, {taken_s:.0f} s", ("file", *OUTCOMES, "seconds of tests"), is_shown=is_shown
@@ -86,7 +86,7 @@ def tabulate(name: str, names: Sequence[str], taken_s: float, *, is_shown: bool)
 
 
 def finish(name: str, running: Mapping[str, subprocess.Popen[bytes]]) -> None:
-    """Make the tables again and again until the runs have ended. Raises CheckFailed where a test failed."""
+    """Write the tables again and again until the runs have ended. Raise CheckFailed if a test failed."""
     begun_s = time.monotonic()
     while True:
         is_running = any(process.poll() is None for process in running.values())
@@ -130,7 +130,9 @@ def tests() -> None:
 
 
 def parity() -> None:
-    """Run tests/parity in float32 and bfloat16, beside it in float16; with SDPA too if flash-attn is the default."""
+    """Run tests/parity in float32 and bfloat16, at the same time in float16, and with SDPA if flash-attn is the
+    default.
+    """
     (RESULTS / "parity-cells.jsonl").unlink(missing_ok=True)
     processes = max(1, (len(os.sched_getaffinity(0)) - 2) // 2)
     attentions = ["auto", *(["sdpa"] if importlib.util.find_spec("flash_attn") else [])]
