@@ -1,7 +1,7 @@
 """Routes of Qdrant's REST API over Qdrant's own engine, in a process of its own, because no package has a Qdrant
 server.
 
-QdrantServer ──► a fork with the arguments PORT FOLDER [--key KEY] [--hold N]
+    QdrantServer ──► a fork with the arguments PORT FOLDER [--key KEY] [--hold N]
 
 The engine (qdrant-edge-py), which stores, checks and searches vectors, is real, and so are the models of qdrant-client,
 which parse bodies. The routes, their statuses and the envelopes of results are of this module. `--hold`: the Nth

@@ -1,7 +1,7 @@
 """A stand-in for the Python of a test process. It runs a fork of a process that has collected the tests, because a
 second collection in such a fork is fast.
 
-python tests/worker.py -m pytest --tx "5*popen//python=python tests/worker.py" --dist loadgroup
+    python tests/worker.py -m pytest --tx "5*popen//python=python tests/worker.py" --dist loadgroup
 
 The fork has the standard streams of this process, over which pytest-xdist talks to its processes. This process passes
 SIGINT and SIGTERM on to the fork and ends with its status. If this process is killed, the fork ends too.

@@ -47,7 +47,7 @@ def has_gpu() -> bool:
 
 
 class Installer:
-    """Runs the steps of the installation with the pip of the environment `venv`."""
+    """Installer that runs the steps with the pip of the environment `venv`."""
 
     def __init__(self, venv: Path, environ: Mapping[str, str]) -> None:
         self.pip: Sequence[str] = [str(venv / "bin/python"), "-m", "pip"]

@@ -68,7 +68,7 @@ def test_every_core_object_is_valid(version: str) -> None:
 
 
 def test_the_validation_refuses_a_field_that_does_not_exist() -> None:
-    """Without this the test above could not fail."""
+    """The validation of the test above can fail."""
     manifest = json.loads(json.dumps(of_kind("Deployment", rendered("values-kind.yaml"))["sie-gateway"]))
     manifest["spec"]["template"]["spec"]["terminationGracePeriod"] = 3
     with pytest.raises(kubernetes_validate.ValidationError):

@@ -114,8 +114,8 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
 
 @pytest.mark.parametrize("file", [*CLOUDS, "everything.yaml"])
 async def test_every_object_asks_what_a_gateway_of_its_file_answers(file: str, cluster: InProcess) -> None:
-    """Each ScaledObject without any worker: an empty lane wants no replica, work in its queue wants one of this lane
-    only, and a reservation that no worker has joined wants one more.
+    """Without a worker, a ScaledObject asks for no replica of an empty lane, for one if its own queue has work, and for
+    one more if no worker has joined a reservation.
     """
     manifests = rendered(file)
     environ = variables(container(manifests, "sie-gateway", "gateway"))

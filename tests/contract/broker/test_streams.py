@@ -78,7 +78,7 @@ async def test_stored_messages_are_found_in_order_also_while_they_are_leased(bro
 
 
 async def test_a_stream_of_dead_letters_drops_the_oldest_when_it_is_full(broker: Broker) -> None:
-    """It never refuses the newest, and nothing leaves it by being read."""
+    """The stream accepts each new message, and a read removes no message."""
     spec = dataclasses.replace(dead_letter_stream("_default", storage="file", replicas=1), max_bytes=4096)
     await broker.ensure_stream(spec, owner=True)
     for number in range(8):
