@@ -301,7 +301,7 @@ class Field:
         assert answer.status == 200, answer.body
         return answer
 
-    # what is left
+    # checks of the state after a failpoint
 
     def batches(self) -> int:
         """Return how many batches the adapter's process has taken."""

@@ -93,7 +93,7 @@ class Qdrant:
 
     def _client(self) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its dependencies warn
+            warnings.simplefilter("ignore")  # dependencies of the library emit warnings
             from qdrant_client import QdrantClient
         return QdrantClient(
             host="127.0.0.1", port=self.server.port, check_compatibility=False, trust_env=False, timeout=60

@@ -136,7 +136,7 @@ class Points:
         if self._client is not None:
             return self._client
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its dependencies warn
+            warnings.simplefilter("ignore")  # dependencies of the library emit warnings
             from qdrant_client import QdrantClient
         key = self.server.url.rpartition("@")[0].removeprefix("qdrant://") or None
         with warnings.catch_warnings():

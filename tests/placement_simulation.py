@@ -28,7 +28,7 @@ from sie_gateway.fleet.placement import EVERY_S
 from sie_gateway.fleet.planner import ModelBacklog, Planner
 from sie_sidecar.intake.pull import AHEAD_AGAIN_S, role
 
-TOKENS = 100  # in each request
+TOKENS = 100  # tokens of each request
 PASS_S = 0.05  # device time of each request; there are no batches, so 20 workers answer 400 a second
 HELD = 24  # the most requests that a worker has in hand
 BEAT_S = 5.0

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="se
 
 @pytest.fixture
 def adapter(tmp_path: Path) -> Iterator[Adapter]:
-    # what an adapter with more devices would leave if it was killed
+    # a killed adapter with more devices would leave this socket
     Path(ipc.device_socket(str(tmp_path / "a.sock"), 5)).touch()
     adapter = start(tmp_path / "a.sock", SIE_DEVICE="cpu,cpu")
     try:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 120.0  # for one command, on a machine that others use
+TIMEOUT_S = 120.0  # limit for one command, high enough for a busy machine
 _SYS_RESOURCE = 24  # the number of the capability CAP_SYS_RESOURCE
 _PROCESSES = 32768  # the most processes of a container, even without a limit for podman
 

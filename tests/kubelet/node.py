@@ -266,7 +266,7 @@ class Node:
             except Exception as error:  # noqa: BLE001
                 failures.append(f"{pod.name}: {error}")
         self.pods.clear()
-        # also containers under start: an init container, or one that its pod does not list yet
+        # containers that are starting are removed too: init containers, and containers that no pod lists yet
         for container in engine.podman("ps", "--all", "--quiet", "--filter", f"label={self.label}").split():
             engine.podman("rm", "--force", "--ignore", "--time", "0", container)
         network.swept(self.prefix)

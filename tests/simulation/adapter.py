@@ -77,7 +77,7 @@ class Adapter:
         self.deaths = 0
         self.frozen = False
         self.fails_next = False  # the load that is under way will be refused
-        self.trouble_s = -1e9  # when the adapter last did not answer
+        self.trouble_s = -1e9  # time of the last fault in which the adapter did not answer
         self._loop, self._log, self._on_batch, self._on_alone = loop, log, on_batch, on_alone
         self._random = random.Random(seed)
         self._thawed = asyncio.Event()
@@ -117,7 +117,7 @@ class Adapter:
             return
         self._log("adapter dies", f"{self.name} with {len(self.running)} batches, {len(self.loaded)} models")
         for batch, writer in self.running.values():
-            if not writer.is_closing():  # else the sidecar gave it up before
+            if not writer.is_closing():  # otherwise the sidecar has given up the connection
                 self.suspects.update(inputs_of(batch))
         self.deaths += 1
         self.thaw()

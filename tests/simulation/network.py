@@ -110,7 +110,7 @@ class Network:
                 return name
         return ""
 
-    # what is watched
+    # checks of messages
 
     def published(self, data: bytes, published: Published) -> None:
         item = _work(data)

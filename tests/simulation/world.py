@@ -51,7 +51,7 @@ AGAIN = ("QUEUE_UNAVAILABLE", "MODEL_LOAD_FAILED", "refused", "closed")
 START_S = 60.0  # until everything must be up
 SETTLE_S = 60.0  # after the last client, until nothing is left
 STOP_S = 40.0
-MAX_S = 600.0  # for the whole run, in virtual time
+MAX_S = 600.0  # limit for the whole run, in virtual time
 
 
 @dataclass
@@ -340,7 +340,7 @@ class World:
         process.stop.request()
         done, _ = await asyncio.wait({process.task}, timeout=STOP_S)
         if process.scope.dead:
-            return  # it was killed while it drained
+            return  # the process was killed while it drained
         if not done:
             self.violate(f"{process.scope.name} did not end within {STOP_S} s")
         elif process.task.cancelled() or process.task.exception() is not None or process.task.result():
@@ -399,7 +399,7 @@ class World:
                 await self.leave(worker)
                 await asyncio.sleep(1.0)
                 assert worker.adapter is not None
-                if not worker.scope.dead:  # else the fault that killed it starts the next one
+                if not worker.scope.dead:  # otherwise the fault that killed the worker starts the next one
                     self.start_worker(worker.adapter)
             case "worker joins" if len(self.workers) < 4:
                 self.start_worker(await self.start_adapter())
