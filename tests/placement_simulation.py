@@ -30,7 +30,7 @@ from sie_sidecar.intake.pull import AHEAD_AGAIN_S, role
 
 TOKENS = 100  # tokens of each request
 PASS_S = 0.05  # device time of each request; there are no batches, so 20 workers answer 400 a second
-HELD = 24  # the most requests that a worker has in hand
+HELD = 24  # the most requests that a worker has in hand: two batches of SIE_BATCHER_MAX_BATCH_REQUESTS
 BEAT_S = 5.0
 BEAT_TIMEOUT_S = 15.0
 FORGOTTEN_S = 150.0
