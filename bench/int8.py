@@ -72,7 +72,9 @@ Embed = Callable[[Ids], np.ndarray]  # ids of texts that run together -> vectors
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredModel:
-    """A model to measure. `build` returns it in float32 with an implementation of attention. `folder` is for its files."""
+    """A model to measure. `build` returns it in float32 with an implementation of attention. `folder` is for its
+    files.
+    """
 
     build: Callable[[str], Any]
     folder: Path

@@ -147,7 +147,9 @@ def codes() -> set[str]:
 
 
 class Field:
-    """A broker, a config service, a gateway and a worker with the fixed-cost adapter, of which one at a time is armed."""
+    """A broker, a config service, a gateway and a worker with the fixed-cost adapter, of which one at a time is
+    armed.
+    """
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack

@@ -1,4 +1,6 @@
-"""Debian's headless chromium, driven by the DevTools protocol. It can reach only this machine, which it knows as HOST."""
+"""Debian's headless chromium, driven by the DevTools protocol. It can reach only this machine, which it knows as
+HOST.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Page:
         return answer["result"].get("value")
 
     def wait(self, code: str, good: Callable[[Any], object], timeout_s: float = 40.0) -> Any:
-        """Return the value of an expression once it is good. Raise AssertionError with its last value at the time-out."""
+        """Return the value of an expression once it is good. Raise AssertionError with its last value at the
+        time-out.
+        """
         last: list[Any] = [None]
 
         def is_good() -> bool:

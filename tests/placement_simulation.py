@@ -41,7 +41,9 @@ RATE_OVER_S = 10.0
 
 @dataclass(frozen=True)
 class Case:
-    """One run. `load` is the part of all workers' time that the traffic needs. Figures are of arrivals after `warm_s`."""
+    """One run. `load` is the part of all workers' time that the traffic needs. Figures are of arrivals after
+    `warm_s`.
+    """
 
     name: str
     load: float

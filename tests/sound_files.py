@@ -1,4 +1,6 @@
-"""Generated sound files of every kind. Their tones glide, so a wrong rate or a wrong part of a sound is another sound."""
+"""Generated sound files of every kind. Their tones glide, so a wrong rate or a wrong part of a sound is another
+sound.
+"""
 
 from __future__ import annotations
 

@@ -133,7 +133,9 @@ class Monkey:
 
 
 class Leaders:
-    """A watch on the monitors of the brokers. `without` has the spans in which a stream or consumer had no live leader."""
+    """A watch on the monitors of the brokers. `without` has the spans in which a stream or consumer had no live
+    leader.
+    """
 
     def __init__(self, stack: Stack) -> None:
         self.without: list[tuple[float, float]] = []

@@ -1,4 +1,6 @@
-"""The report of a chaos run: figures from outcomes and faults, a verdict, a table and a plot. All functions are pure."""
+"""The report of a chaos run: figures from outcomes and faults, a verdict, a table and a plot. All functions are
+pure.
+"""
 
 from __future__ import annotations
 

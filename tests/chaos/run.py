@@ -44,7 +44,9 @@ def _minilm() -> Expected:
 
 
 def plan(*, minilm: bool, code: Path | None = None, devices: int = 1) -> Plan:
-    """Return the plan of the cluster. With several `devices` there is one worker with the fixed-cost adapter, not two."""
+    """Return the plan of the cluster. With several `devices` there is one worker with the fixed-cost adapter, not
+    two.
+    """
     device = Device(batch_ms=5, token_us=50, devices=devices)
     workers = [*([device, device] if devices == 1 else [device]), *([None] if minilm else [])]
     environ = {"OMP_NUM_THREADS": "1"}

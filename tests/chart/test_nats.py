@@ -151,7 +151,9 @@ def test_a_changed_configuration_replaces_the_pods() -> None:
 
 @pytest.mark.long
 async def test_three_servers_find_each_other_and_keep_three_copies(tmp_path: Path) -> None:
-    """Routes between the servers have a user of their own, and the servers read the variables of a kubelet correctly."""
+    """Routes between the servers have a user of their own, and the servers read the variables of a kubelet
+    correctly.
+    """
     manifests = rendered("values-ha.yaml")
     ports = [[free_port() for _ in range(3)] for _ in range(3)]  # for each server: clients, monitor, routes
     servers = []
@@ -622,7 +624,9 @@ async def test_nobody_hears_the_answers_to_somebody_else(server: NatsServer, use
 async def test_a_process_whose_inbox_names_no_user_works_on(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While an upgrade replaces pods, processes of the previous release still use inboxes without the name of a user."""
+    """While an upgrade replaces pods, processes of the previous release still use inboxes without the name of a
+    user.
+    """
     monkeypatch.setattr(connection, "inbox_prefix", lambda credentials: "_INBOX")
     before = len(violations(server))
 

@@ -257,7 +257,9 @@ def test_no_number_of_replicas_under_autoscaling(file: str) -> None:
 
 @pytest.fixture(scope="module")
 def noted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The chart with its notes in a ConfigMap, because `helm template` omits notes and `helm install` needs a cluster."""
+    """The chart with its notes in a ConfigMap, because `helm template` omits notes and `helm install` needs a
+    cluster.
+    """
     chart = Path(shutil.copytree(CHART, tmp_path_factory.mktemp("noted") / "chart"))
     notes = chart / "templates" / "NOTES.txt"
     head = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: notes}\ndata:\n  notes: |\n"

@@ -430,7 +430,9 @@ def test_false_and_zero_of_a_group_win_over_common() -> None:
 
 
 def test_a_gateway_knows_the_machine_profiles_of_all_groups() -> None:
-    """The list of a gateway begins with the default machine profile if there is one, else with that of the first group."""
+    """The list of a gateway begins with the default machine profile if there is one, else with that of the first
+    group.
+    """
     groups = {
         "b": {"machineProfile": "h100"},
         "a": {"machineProfile": "l4"},

@@ -166,7 +166,9 @@ async def test_what_is_written_before_a_replica_has_seeded_again_stays(site: Sit
 async def test_a_folder_that_is_broken_meanwhile_is_seeded_as_it_was(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A file breaks and the broker restarts. The last good models are served, and later the repaired file is applied."""
+    """A file breaks and the broker restarts. The last good models are served, and later the repaired file is
+    applied.
+    """
     epoch = await site.shows({"org/a": 8, "org/b": 8})
     (site.folder / "org-b.yaml").write_text("id: [\n")
     await site.restart()

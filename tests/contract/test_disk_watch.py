@@ -1,4 +1,6 @@
-"""A real adapter process watches its disk while it serves, and removes unused weights when other files fill the disk."""
+"""A real adapter process watches its disk while it serves, and removes unused weights when other files fill the
+disk.
+"""
 
 from __future__ import annotations
 

@@ -563,7 +563,9 @@ OUTPUTS: list[tuple[str, Widths]] = [
 
 
 def more_rows(widths: Widths) -> SinkRows:
-    """Return three rows with vectors of some outputs. The multivector of the last row has two tokens, the others one."""
+    """Return three rows with vectors of some outputs. The multivector of the last row has two tokens, the others
+    one.
+    """
     plain = rows(0, 3)
     sparse = [SparseRow.from_arrays(np.array([90, 7, number]), np.array([0.5, 0.0, 2.0])) for number in range(3)]
     multivectors = [np.eye(4, dtype=np.float32)[: 1 + number // 2] for number in range(3)]

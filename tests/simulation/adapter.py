@@ -278,7 +278,9 @@ def rows_of(batch: ipc.RunBatch) -> list[bytes]:
 
 
 def inputs_of(batch: ipc.RunBatch) -> set[ModelInput]:
-    """Return the inputs of a batch. The same text with another LoRA is another input, as for `contents.content_keys`."""
+    """Return the inputs of a batch. The same text with another LoRA is another input, as for
+    `contents.content_keys`.
+    """
     return {(batch.model, batch.lora, row) for row in rows_of(batch)}
 
 

@@ -35,7 +35,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answered:
-    """An answer. `status` 0: the connection was refused, or closed without an answer. `left`: the client left before."""
+    """An answer. `status` 0: the connection was refused, or closed without an answer. `left`: the client left
+    before.
+    """
 
     status: int
     code: str

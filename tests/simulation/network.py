@@ -369,7 +369,9 @@ class _Delivery:
         await self._settle("term", lambda: self._inner.term(reason))
 
     async def in_progress(self) -> None:
-        """Renew the lease. On an open connection this is never lost: it is sent in order with pings, which would fail."""
+        """Renew the lease. On an open connection this is never lost: it is sent in order with pings, which would
+        fail.
+        """
         self._connection.require()
         self._connection.network.loop.call_later(
             self._connection.network.latency_s(), self._done, self._inner.in_progress
