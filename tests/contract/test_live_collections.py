@@ -464,7 +464,9 @@ async def test_neighbours_and_samples_are_rows_of_the_index(application: Applica
         assert len(set(near)) == 3
 
 
-async def test_new_vectors_of_another_width_are_refused(application: Application, migrator: Migrator) -> None:
+async def test_new_vectors_of_another_width_are_refused_if_the_output_has_a_width(
+    application: Application, migrator: Migrator
+) -> None:
     await begun(application, migrator, 5)
     again = opened_live(application.url, "SINK", source(application), QUICK)
     await again.open()

@@ -34,7 +34,7 @@ from zygote import end_with_parent
 from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
 from sie_store.sinks.opening import opened
 from sie_store.sinks.pgvector import PgvectorSink
-from sie_store.sinks.qdrant import QdrantSink, json_vector, point_id
+from sie_store.sinks.qdrant import QdrantSink, json_vector, point_bodies, point_id
 from sie_store.sinks.sink import (
     CollectionMismatch,
     CollectionMissing,
@@ -742,3 +742,7 @@ async def test_a_request_to_qdrant_is_bounded_in_bytes(qdrant: QdrantServer, col
     await sink.upsert(rows(0, 50))
     await sink.close()
     await has(Qdrant(qdrant), collection, rows(0, 50))
+    points = [{"id": number, "vector": [0.5] * number} for number in range(50)]
+    bodies = [*point_bodies(points, 500)]
+    assert 400 < max(map(len, bodies)) <= 500
+    assert [point for body in bodies for point in msgspec.json.decode(body)["points"]] == points

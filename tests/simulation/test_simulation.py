@@ -92,16 +92,12 @@ def test_one_seed_is_one_run() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_run_is_the_same_in_every_process() -> None:
-    """Neither addresses, nor the order of hashed strings, nor earlier runs change the events. The other process has
-    another hash seed and no earlier runs.
-    """
-    seeds = range(4, 5)
-    here = {seed: simulate(seed).digest for seed in reversed(seeds)}
+    """Neither addresses nor the order of hashed strings change the events. The other process has another hash seed."""
     hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    command = [sys.executable, "-m", "tests.simulation", str(seeds[0]), str(seeds[-1]), "--digests"]
+    command = [sys.executable, "-m", "tests.simulation", "4", "4", "--digests"]
     environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode in (0, 1), done.stderr
     digests = (line.split() for line in done.stdout.splitlines() if "digest" in line)
     there = {int(words[1].rstrip(":")): words[-1] for words in digests}
-    assert there == here
+    assert there == {4: simulate(4).digest}

@@ -249,14 +249,14 @@ def point_bodies(points: Iterable[Mapping[str, Any]], body_bytes: int = BODY_BYT
     RowsRefused for one of more than POINT_BYTES.
     """
     batch: list[bytes] = []
-    size = 0
+    size = empty = len(b'{"points":[]}')
     for fields in points:
         point = msgspec.json.encode(fields)
         if len(point) > POINT_BYTES:
             raise RowsRefused(_oversize(f"the point {fields['id']}", len(point)))
         if batch and size + len(point) > body_bytes:
             yield b'{"points":[' + b",".join(batch) + b"]}"
-            batch, size = [], 0
+            batch, size = [], empty
         batch.append(point)
         size += len(point) + 1
     if batch:
