@@ -14,7 +14,7 @@ from sie_store.weights.cache import LocalCache
 from sie_store.weights.manifest import FileFact, Manifest
 from sie_store.weights.progress import FetchProgress
 
-LOOKS_OFTEN = "from sie_store import disk; disk.LOOK_S = 0.1"
+LOOKS_OFTEN = "from sie_store.weights import disk; disk.LOOK_S = 0.1"
 REVISION = "a" * 40
 NAME = "model.safetensors"
 MIB = 1 << 20

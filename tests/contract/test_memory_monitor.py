@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pr
 MODELS = ("idle", "other", "busy")
 THRESHOLD_PERCENT = 80
 PRESSURES_PERCENT = (85, 88, 91, 94)  # the monitor does not count the part that is free in the allocator
-REASON = f"above {THRESHOLD_PERCENT} %"
+REASON = f"the threshold is {THRESHOLD_PERCENT} %"
 DROPPED_WITHIN_S = 15.0  # at each pressure
 # one arena: memory that is free in another arena would count as not used
 ENVIRON = {"SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT": str(THRESHOLD_PERCENT), "MALLOC_ARENA_MAX": "1"}

@@ -127,9 +127,9 @@ def test_few_open_files_are_told_and_a_lower_soft_limit_is_raised(tmp_path: Path
     (line,) = refused(tmp_path / "data", *port, under=["prlimit", "--nofile=356"])
     assert line.endswith("--max-concurrent-requests 100")
     code = (
-        "import sys, resource; from pathlib import Path; from sie_cli.serve.preflight import Needs, faults\n"
+        "import sys, resource; from pathlib import Path; from sie_cli.serve.preflight import MachineNeeds, faults\n"
         "from sie_contracts.settings import load\n"
-        "found = faults(Needs((), Path(sys.argv[1]), True, 1, 1, load(environ={}).settings))\n"
+        "found = faults(MachineNeeds((), Path(sys.argv[1]), True, 1, 1, load(environ={}).settings))\n"
         "print(found, resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     argv = ["prlimit", "--nofile=256:2048", sys.executable, "-c", code, str(tmp_path)]

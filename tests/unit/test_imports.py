@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import re
 import resource
 import statistics
 import subprocess
@@ -335,3 +337,34 @@ def test_a_process_of_the_cluster_does_not_import_the_operators_commands() -> No
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == []
+
+
+_IMPORT = re.compile(r"\bfrom (sie_\w+)((?:\.\w+)*) import ((?:\w+(?: as \w+)?(?:, )?)+)")
+
+
+@functools.cache
+def _names(package: str, path: str) -> set[str]:
+    """Return the names that a module defines or imports, and its submodules."""
+    module = ROOT.joinpath(FOLDERS[package], package, *path.split(".")[1:])
+    file = module.with_suffix(".py") if module.with_suffix(".py").exists() else module / "__init__.py"
+    names = {entry.stem for entry in module.glob("*")}
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.alias():
+                names |= {node.name, getattr(node, "asname", None) or node.name}
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
+    return names
+
+
+def test_programs_in_strings_of_tests_import_names_that_exist() -> None:
+    """Neither ruff nor mypy reads these programs, and most run in the long lane only."""
+    unknown = [
+        f"{path.relative_to(ROOT)}: {package}{module}.{name}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for package, module, names in _IMPORT.findall(path.read_text("utf-8"))
+        if package in FOLDERS
+        for name in re.findall(r"(\w+)(?: as \w+)?", names)
+        if name not in _names(package, module)
+    ]
+    assert unknown == []
