@@ -116,16 +116,16 @@ KINDS = {
         reads("_kind._tower"),
     ),
     "lighton": Kind(
-        reader_checkpoints.lighton, OCR, extracting(instruction=str, max_new_tokens=9), reads("_kind", "_seen")
+        reader_checkpoints.lighton, OCR, extracting(instruction=str, max_new_tokens=9), reads("_kind", "_page_features")
     ),
     "glm": Kind(
         reader_checkpoints.glm,
         OCR,
         extracting(task=lambda word: "table" if len(word) > 5 else "ocr", max_new_tokens=9),
-        reads("_kind", "_seen"),
+        reads("_kind", "_page_features"),
     ),
     "paddle": Kind(
-        reader_checkpoints.paddle, OCR, extracting(instruction=str, max_new_tokens=9), reads("_kind", "_seen")
+        reader_checkpoints.paddle, OCR, extracting(instruction=str, max_new_tokens=9), reads("_kind", "_page_features")
     ),
     "grounding-dino": Kind(
         detector_checkpoints.grounding_dino,
