@@ -235,7 +235,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
           {field("keep", "Columns copied from the input", "title, url")}
           {field("name", "Name of the job")}
         </div>
-        {rowsPreview && (
+        {rowsPreview && !rowsPreview.isTooLong && (
           <p class="row" id="job-copied">
             <span class="dim">Press a column to copy it:</span>
             {rowsPreview.columns.map((name) => <button type="button" class={`chip ${copiedColumns.includes(name) ? "on" : ""}`} aria-pressed={copiedColumns.includes(name)} onClick={() => set("keep", (copiedColumns.includes(name) ? copiedColumns.filter((column) => column !== name) : [...copiedColumns, name]).join(", "))}>{name}</button>)}
@@ -290,7 +290,8 @@ function FirstText({ preview: { columns, rows: [first] }, template }: { preview:
 }
 
 /** The columns and the first rows of a file. `onColumn` is called with a pressed column. */
-function PreviewRows({ preview: { columns, rows, count }, onColumn }: { preview: Preview; onColumn?: ((name: string) => void) | undefined }) {
+function PreviewRows({ preview: { columns, rows, count, isTooLong }, onColumn }: { preview: Preview; onColumn?: ((name: string) => void) | undefined }) {
+  if (isTooLong) return <p id="job-preview" class="dim">The first row is too long to be shown.</p>;
   return (
     <div id="job-preview">
       <p class="dim">{[count === undefined ? "" : `${count} rows. `, "Columns", onColumn ? " (press one to put it into the text): " : ": "].join("")}</p>

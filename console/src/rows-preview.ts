@@ -8,9 +8,12 @@ export interface Preview {
   rows: string[][];
   /** The number of rows, undefined if only the server counts them. */
   count?: number;
+  /** True if the first row is too long to be shown. */
+  isTooLong?: boolean;
 }
 
 const MAX_BYTES = 1 << 16; // of CSV and JSON Lines
+const MAX_ROW_BYTES = 1 << 22; // of JSON Lines whose first row has more than MAX_BYTES
 const MAX_ROWS = 3;
 const FOOTER_BYTES = 8; // of a Parquet file: the length of its metadata, and its magic number
 const MAX_METADATA_BYTES = 1 << 24;
@@ -19,13 +22,16 @@ const MAX_METADATA_BYTES = 1 << 24;
 export async function preview(file: File): Promise<Preview> {
   const kind = file.name.split(".").at(-1)?.toLowerCase();
   if (kind === "parquet") return previewParquet(file);
-  const text = await file.slice(0, MAX_BYTES).text();
-  return kind === "csv" ? previewCsv(text) : previewJsonLines(text, file.size <= MAX_BYTES);
+  if (kind === "csv") return previewCsv(await file.slice(0, MAX_BYTES).text());
+  return (await previewJsonLines(file, MAX_BYTES)) ?? (await previewJsonLines(file, MAX_ROW_BYTES)) ?? { columns: [], rows: [], isTooLong: true };
 }
 
-function previewJsonLines(text: string, isComplete: boolean): Preview {
-  const lines = text.split("\n").filter((line) => line.trim());
-  const complete = isComplete || lines.length < 2 ? lines : lines.slice(0, -1); // the last line may be cut
+/** Return the preview of JSON Lines, undefined if the first row does not end within `maxBytes`. */
+async function previewJsonLines(file: File, maxBytes: number): Promise<Preview | undefined> {
+  const lines = (await file.slice(0, maxBytes).text()).split("\n").filter((line) => line.trim());
+  const isComplete = file.size <= maxBytes;
+  if (!isComplete && lines.length < 2) return undefined;
+  const complete = isComplete ? lines : lines.slice(0, -1); // the last line may be cut
   const rows = complete.slice(0, MAX_ROWS).map((line, index) => {
     try {
       const value: unknown = JSON.parse(line);
@@ -36,7 +42,7 @@ function previewJsonLines(text: string, isComplete: boolean): Preview {
     throw new Error(`Line ${index + 1} is no JSON map.`);
   });
   const columns = [...new Set(rows.flatMap((row) => Object.keys(row)))];
-  return { columns, rows: rows.map((row) => columns.map((name) => formatValue(row[name]))), ...(isComplete ? { count: lines.length } : {}) };
+  return { columns, rows: rows.map((row) => columns.map((name) => (Object.hasOwn(row, name) ? formatValue(row[name]) : ""))), ...(isComplete ? { count: lines.length } : {}) };
 }
 
 function previewCsv(text: string): Preview {

@@ -205,6 +205,21 @@ def test_the_columns_of_a_file_are_seen_and_put_into_the_text(page: Page, api: h
     page.wait("location.hash", lambda address: address == "#jobs/new")
 
 
+def test_a_file_with_long_rows_is_submitted(page: Page) -> None:
+    """A row beyond the limit of the preview is not shown. A row may lack columns of others."""
+    fill(page, lines({"constructor": "a", "text": "x" * 100_000}, {"text": "b"}))
+    assert page.evaluate(CELLS.format("#job-preview tbody"))[1] == ["", "b"]
+    page.evaluate(
+        "(() => { const field = document.querySelector('#job-file'); const transfer = new DataTransfer(); "
+        "transfer.items.add(new File([JSON.stringify({text: 'x'.repeat(5 << 20)}), '\\n{}\\n'], 'long.jsonl')); "
+        "field.files = transfer.files; field.dispatchEvent(new Event('change', {bubbles: true})); })()"
+    )
+    shown = "document.querySelector('#job-preview')?.innerText ?? ''"
+    page.wait(shown, lambda text: text == "The first row is too long to be shown.")
+    assert page.evaluate("document.querySelectorAll('#job-form [role=alert]').length") == 0
+    page.wait("document.querySelector('#job-submit').disabled", lambda disabled: not disabled)
+
+
 def test_a_row_that_failed_says_why_and_is_retried(page: Page, api: httpx.Client) -> None:
     job = submitted(api, lines({"id": "good", "text": "words"}, {"id": HARM, "text": None}), name=f"half {HARM}")
     ended(api, job)
