@@ -33,20 +33,24 @@ const readDataUri = (file: File): Promise<string> =>
     reader.readAsDataURL(file);
   });
 
-/** Read the files of these kinds. Return them, and the names of the others and of unreadable files. */
+/** Read the files of these kinds. Return them, and as texts which files the model does not take and which cannot be read. */
 export async function readAttachments(files: Iterable<File>, kinds: Kind[]): Promise<{ attachments: Attachment[]; refused: string[] }> {
   const attachments: Attachment[] = [];
-  const refused: string[] = [];
+  const unsupported: string[] = [];
+  const unreadable: string[] = [];
   for (const file of files) {
     const kind = kindOf(file);
+    if (!kinds.includes(kind)) {
+      unsupported.push(file.name);
+      continue;
+    }
     try {
-      if (!kinds.includes(kind)) throw new TypeError(kind);
       attachments.push({ name: file.name, kind, data: await readDataUri(file), bytes: file.size, text: "" });
-    } catch {
-      refused.push(file.name);
+    } catch (error) {
+      unreadable.push(`${file.name} could not be read: ${(error as DOMException).message}`);
     }
   }
-  return { attachments, refused };
+  return { attachments, refused: [...(unsupported.length ? [`The model does not take ${unsupported.join(", ")}`] : []), ...unreadable] };
 }
 
 /** Return the input of a request for a file. */
@@ -102,7 +106,7 @@ export function Files(props: {
           }}
         />
       </label>
-      {props.refused.length > 0 && <p class="bad" role="alert">{`The model does not take ${props.refused.join(", ")}`}</p>}
+      {props.refused.map((text) => <p class="bad" role="alert">{text}</p>)}
       {files.length > 0 && (
         <ul class="files">
           {files.map((file) => (

@@ -61,10 +61,11 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
   // Models of late interaction encode an image as a query, but do not score with an image.
   const takesQueryImages = kinds.includes("image") && (isLate || (verb === "score" && !outputsOf(model).includes("multivector")));
   const usableFiles = hasChunks ? [] : files.filter((file) => kinds.includes(file.kind));
-  const hasInput = usableFiles.length > 0 || (takesText && Boolean(text.trim()));
+  const lines = takesText ? text.split("\n").map((line) => line.trim()).filter(Boolean) : [];
+  const inputCount = hasChunks ? Math.min(1, lines.length) : lines.length + usableFiles.length;
   const isValid = !Object.keys(faultsOf(verb, settings, model)).length;
   const refusals = serverFaults(lastRun.outcomes.filter((outcome) => [first, second].includes(outcome.model.id)).map(({ refusal }) => refusal), lastRun.settings, settings);
-  const isReady = !running && canInfer && model && hasInput && isValid;
+  const isReady = !running && canInfer && model && inputCount > 0 && isValid;
 
   useEffect(() => setText((old) => (Object.values(EXAMPLES).includes(old) ? EXAMPLES[verb] : old)), [verb]); // texts of the user stay
   // The page sends its example by itself if the models are loaded already.
@@ -76,7 +77,6 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
 
   function namedInputs(): NamedInput[] {
     if (hasChunks) return [{ name: text.trim(), input: { text, chunks: { max_tokens: Number(settings.chunks) }, context: settings.context === "true" } }];
-    const lines = takesText ? text.split("\n").map((line) => line.trim()).filter(Boolean) : [];
     const metadata = verb === "extract" && settings.metadata.trim() ? { metadata: parseMap(settings.metadata) } : {};
     return [
       ...lines.map((line) => ({ name: line, input: { text: line } })),
@@ -120,13 +120,13 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
   async function addFiles(files: Iterable<File>) {
     const { attachments, refused } = await readAttachments(files, kinds);
     setRefusedFiles(refused);
-    setFiles((old) => [...old, ...attachments].slice(0, MAX_INPUTS));
+    setFiles((old) => [...old, ...attachments]);
   }
 
   async function addQueryImages(files: Iterable<File>) {
     const { attachments, refused } = await readAttachments(files, ["image"]);
     setRefusedQueryFiles(refused);
-    setQueryImages((old) => [...old, ...attachments].slice(0, MAX_INPUTS));
+    setQueryImages((old) => [...old, ...attachments]);
   }
 
   function onPaste(event: ClipboardEvent) {
@@ -192,6 +192,7 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
           <JsonParameters verb={verb} model={model} settings={settings} set={set} refusals={refusals} />
           <span class="row">
             <button id="run" type="submit" disabled={!isReady}>{running ? "Running" : "Run"}</button>
+            <span class="warn" id="input-count" role="status">{inputCount > MAX_INPUTS && `${MAX_INPUTS} of ${inputCount} inputs are sent: the first ones, texts before files.`}</span>
             {running && <button type="button" id="stop" onClick={() => running.abort()}>Stop</button>}
             {running && model?.state !== "loaded" && <span class="dim">{`${first} is loaded first, which may take a while.`}</span>}
           </span>

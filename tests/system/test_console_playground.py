@@ -197,6 +197,44 @@ def test_texts_and_images_are_inputs_of_one_request(page: Page) -> None:
     page.wait("document.querySelectorAll('.files li').length", lambda count: count == 2)
 
 
+def test_inputs_beyond_the_limit_are_counted(page: Page) -> None:
+    note = "document.querySelector('#input-count')?.innerText ?? ''"
+    images = [(f"{number}.png", "image/png", PHOTO) for number in range(65)]
+    choose(page, "score", "test/ranker")
+    typed(page, "#texts", "a chair")
+    attach(page, *images[:63])
+    assert page.evaluate(note) == ""
+    attach(page, *images[:2])
+    page.wait(note, lambda text: text.startswith("64 of 66 inputs are sent"))
+    attach(page, *images, to="#query-files")
+    choose(page, "encode", "test/mini")
+    page.wait(note, lambda text: text == "")
+    typed(page, "#texts", "\n".join(f"text {number}" for number in range(65)))
+    page.wait(note, lambda text: text.startswith("64 of 65 inputs are sent"))
+    ask(page)
+    assert len(page.evaluate(CELLS.format(".items tbody"))) == 64
+
+
+def test_a_file_that_cannot_be_read_says_why(page: Page, tmp_path: Path) -> None:
+    """The file is deleted after the user has chosen it."""
+    (tmp_path / "gone.png").write_bytes(PHOTO)
+    choose(page, "encode", "test/clip")
+    page.evaluate("window.chosen = Object.assign(document.createElement('input'), {type: 'file'}); 0")
+    chosen = page.call("Runtime.evaluate", expression="window.chosen")["result"]["objectId"]
+    page.call("DOM.setFileInputFiles", files=[str(tmp_path / "gone.png")], objectId=chosen)
+    (tmp_path / "gone.png").unlink()
+    page.evaluate(
+        f"(() => {{ const transfer = {files(('a.pdf', 'application/pdf', b'%PDF'))}; "
+        "transfer.items.add(window.chosen.files[0]); document.querySelector('#files').closest('.drop').dispatchEvent("
+        "new DragEvent('drop', {bubbles: true, cancelable: true, dataTransfer: transfer})); })()"
+    )
+    alerts = "[...document.querySelectorAll('.drop [role=alert]')].map(element => element.innerText)"
+    refused, unread = page.wait(alerts, lambda texts: len(texts) == 2)
+    assert refused == "The model does not take a.pdf"
+    assert unread.startswith("gone.png could not be read: ")
+    assert "could not be found" in unread
+
+
 def test_tokens_truncation_and_norms_are_those_of_the_reply(page: Page) -> None:
     choose(page, "encode", "test/mini")
     typed(page, "#texts", "a cat\na text that has more tokens than eight, which is where it is cut")
