@@ -154,7 +154,7 @@ function SignIn({ refusal, onKey, onBack }: { refusal?: SIEError | undefined; on
         {refusal && readKey() && <p class="bad" role="alert">{refusal.message}</p>}
         <span class="row">
           <button type="submit">Sign in</button>
-          {onBack && <button type="button" onClick={onBack}>Continue without a key</button>}
+          {onBack && <button type="button" id="key-back" onClick={onBack}>{readKey() ? "Keep the present key" : "Continue without a key"}</button>}
         </span>
         <h2>Which key?</h2>
         <p>In a terminal on the machine of a <code>sie serve</code>, this prints the administrator's token. If the server was started with <code>--data-dir FOLDER</code>, add the same.</p>

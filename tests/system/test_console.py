@@ -206,6 +206,15 @@ def test_the_console_asks_for_a_key_and_says_when_it_is_wrong(
         assert page.evaluate("sessionStorage.getItem('sie.key')") == "a-right-key"
         assert page.evaluate("localStorage.length + document.cookie.length") == 0
         assert not any("right-key" in url for url in page.asked)
+        page.evaluate("location.hash = '#cluster/doctor'")  # this key has the scopes of a user
+        page.wait("Boolean(document.querySelector('#doctor'))", bool)
+        click(page, "#doctor")
+        lacking = page.wait("document.querySelector('[data-part=doctor] [role=alert]')?.innerText", bool)
+        assert lacking == "The doctor needs a key with the scope admin. Sign in"
+        click(page, "[data-part=doctor] .lacking button")
+        page.wait("Boolean(document.querySelector('#key'))", bool)
+        click(page, "#key-back")
+        page.wait("Boolean(document.querySelector('#sign-out'))", bool)
         click(page, "#sign-out")
         page.wait("document.querySelector('#key')?.type", lambda kind: kind == "password")
         assert page.evaluate("sessionStorage.getItem('sie.key')") is None
