@@ -250,11 +250,16 @@ def test_the_console_outlives_its_gateway(cluster: Cluster, page: Page) -> None:
     (gateway,) = cluster.pids("gateway")
     cluster.signal(gateway, signal.SIGSTOP)
     try:
-        page.wait(state, lambda text: text == "no connection, trying again")
+        page.wait(state, lambda text: text == "no answer for 3 s, waiting")
         assert len(page.evaluate(ROWS.format("workers"))) == 1  # the last known state stays on the page
     finally:
         cluster.signal(gateway, signal.SIGCONT)
     page.wait(state, lambda text: text == "healthy", timeout_s=30)
+    network = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    page.call("Network.emulateNetworkConditions", offline=True, **network)
+    page.wait(state, lambda text: text == "no connection, trying again")
+    page.call("Network.emulateNetworkConditions", offline=False, **network)
+    page.wait(state, lambda text: text == "healthy")
     cluster.signal(gateway, signal.SIGKILL)
     until(lambda: cluster.pids("gateway") not in ([], [gateway]), 30, "another gateway")
     until(lambda: answers(cluster), 30, "the other gateway listens")
