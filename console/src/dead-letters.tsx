@@ -43,7 +43,7 @@ export function DeadLetters() {
       const outcome = await sendRequest<Replayed | ReplayedAll>({ method: "POST", path });
       const all = "replayed" in outcome ? outcome.replayed : [outcome];
       const next = "replayed" in outcome ? outcome.next : null;
-      setAfter(next === null ? "" : `${next}`);
+      if ("replayed" in outcome) setAfter(`${next ?? ""}`);
       await read();
       return (all.map((letter) => `${letter.id}: ${[letter.state, ...letter.errors.map((error) => `${error.count} ${error.code} ${error.reason}`)].join(", ")}`).join("; ") || "nothing to replay") + (next === null ? "" : "; more are left");
     });

@@ -414,6 +414,37 @@ def test_dead_letters_are_purged_by_the_filter_that_is_shown(cluster: Cluster, p
     assert page.complaints == []
 
 
+REPLAYED = """(() => { const real = window.fetch; window.fetch = async (...given) => {
+  const path = new URL(given[0]).pathname;
+  if (!path.endsWith('/replay')) return real(...given);
+  const letters = [{id: 'letter-0', state: 'answered', errors: []}];
+  const isAll = path === '/v1/dead-letters/replay';
+  return new Response(JSON.stringify(isAll ? {replayed: letters, next: 7} : {...letters[0], id: 'letter-5'}));
+}; })()"""
+
+
+def test_the_next_replay_begins_behind_the_last_one(cluster: Cluster, page: Page) -> None:
+    """The replay of a single letter in between does not change that."""
+    given_up(cluster, "letter-5", "a text")
+    page.open(f"http://{HOST}:{cluster.port}/#cluster/dead-letters")
+    page.wait("Boolean(document.querySelector('#sign-in'))", bool)
+    sign_in(page, cluster)
+    button = "[...document.querySelectorAll('main button')].find(element => element.innerText.startsWith('{0}'))"
+    body = "document.body.innerText"
+    page.wait(f"Boolean({button.format('Show')})", bool)
+    page.evaluate(f"{button.format('Show')}.click()")
+    page.wait(f"Boolean({button.format('Replay 20')})", bool)
+    page.evaluate(REPLAYED)
+    page.evaluate(f"{button.format('Replay 20')}.click()")
+    page.wait(body, lambda text: "letter-0: answered; more are left" in text and "Replay the next 20" in text)
+    click(page, "[aria-label='Replay letter-5']")
+    page.wait(body, lambda text: "letter-5: answered" in text)
+    assert "Replay the next 20" in page.evaluate(body)
+    page.evaluate(f"{button.format('Replay the next')}.click()")
+    page.wait(body, lambda text: "letter-0: answered" in text)
+    assert page.complaints == []
+
+
 def test_an_address_with_a_bare_percent_sign_is_shown(cluster: Cluster, page: Page) -> None:
     page.open(f"http://{HOST}:{cluster.port}/#cluster/100%")
     page.wait("document.querySelector('main')?.innerText ?? ''", bool)
