@@ -257,7 +257,7 @@ function Models({ state }: { state: State }) {
             <td class="name"><a href={href("models", [model.name])}>{model.name}</a></td>
             <td data-label="state" class="wrap">
               <span class={`state ${model.state}`}>{model.state === "available" ? "not loaded" : model.state}</span>
-              {model.state === "failed" && <p class="dim failure">{state.failures[model.name] ?? ""}</p>}
+              {model.state === "failed" && <p class="dim failure">{Object.hasOwn(state.failures, model.name) && state.failures[model.name]}</p>}
             </td>
             <td data-label="workers" class="number">{model.worker_count}</td>
             <td data-label="machine profiles">{model.gpu_types.join(", ")}</td>

@@ -15,7 +15,7 @@ function changeText(change: Revision["changes"][number]): string {
   return [op, path, ...values].filter(Boolean).join("  ");
 }
 
-const AUTHORS: Record<string, string> = { packaged: "the packaged catalogue", overlay: "a file of the models folder" };
+const AUTHORS = new Map([["packaged", "the packaged catalogue"], ["overlay", "a file of the models folder"]]);
 const OPERATIONS: Record<string, string> = { seed: "read at the start", create: "added", put: "replaced", patch: "changed", delete: "removed", rollback: "rolled back", restore: "put back: the change did not load" };
 
 /** Return the path by which the gateway passes changes of a model on to the config service. */
@@ -64,7 +64,7 @@ export function ModelHistory({ model }: { model: string }) {
             <tr key={entry.revision}>
               <td data-label="revision" class="number">{entry.revision}</td>
               <td data-label="when">{new Date(entry.created_at).toLocaleString()}</td>
-              <td data-label="author">{AUTHORS[entry.author] ?? entry.author}</td>
+              <td data-label="author">{AUTHORS.get(entry.author) ?? entry.author}</td>
               <td data-label="operation">{OPERATIONS[entry.operation] ?? entry.operation}</td>
               <td data-label="what changed" class="wide">{entry.note}{entry.changes.map((change) => <code>{changeText(change)}</code>)}</td>
               <td>

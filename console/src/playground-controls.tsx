@@ -57,15 +57,15 @@ export function faultsOf(verb: Verb, settings: Settings, model: Model | undefine
 }
 
 // The field of the form for each parameter that the server may refuse.
-const FIELDS: Record<string, keyof Settings> = {
-  labels: "labels", threshold: "threshold", output_schema: "schema", label_groups: "groups", label_thresholds: "thresholds", examples: "examples",
-};
+const FIELDS = new Map<string, keyof Settings>([
+  ["labels", "labels"], ["threshold", "threshold"], ["output_schema", "schema"], ["label_groups", "groups"], ["label_thresholds", "thresholds"], ["examples", "examples"],
+]);
 
 /** Return the refusals of the server for fields that have not changed since. */
 export function serverFaults(refusals: (SIEError | undefined)[], sent: Settings, settings: Settings): Faults {
   const faults: Faults = {};
   for (const refusal of refusals) {
-    const field = FIELDS[/^(?:params\.)?(\w+)/.exec(refusal?.param ?? "")?.[1] ?? ""];
+    const field = FIELDS.get(/^(?:params\.)?(\w+)/.exec(refusal?.param ?? "")?.[1] ?? "");
     if (refusal && field && sent[field] === settings[field]) faults[field] = refusal.message.replace(`${refusal.code}: `, "");
   }
   return faults;

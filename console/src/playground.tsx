@@ -22,7 +22,7 @@ const VERBS: Record<Verb, string> = {
 };
 const KINDS = { image: "Images", document: "Documents", audio: "Sounds" };
 
-const verbOf = (text: string | undefined): Verb => (text !== undefined && text in VERBS ? (text as Verb) : "encode");
+const verbOf = (text: string | undefined): Verb => (text !== undefined && Object.hasOwn(VERBS, text) ? (text as Verb) : "encode");
 
 /** The playground. The route is `VERB/MODEL?with=MODEL`. */
 export function Playground({ models, route, onFind }: { models: Model[]; route: Route; onFind: (text: string) => void }) {

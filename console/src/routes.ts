@@ -25,7 +25,7 @@ function decodePart(part: string): string {
 function parseRoute(hash: string): Route {
   const [path = "", query = ""] = hash.slice(1).split("?");
   const [name = "", ...parts] = path.split("/").map(decodePart);
-  return { view: name in VIEWS ? (name as View) : "playground", parts, query: new URLSearchParams(query) };
+  return { view: Object.hasOwn(VIEWS, name) ? (name as View) : "playground", parts, query: new URLSearchParams(query) };
 }
 
 const encodePart = (text: string): string => text.split("/").map((part) => encodeURIComponent(part).replaceAll("%3A", ":")).join("/");

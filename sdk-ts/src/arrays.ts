@@ -12,16 +12,16 @@ export interface Matrix<T extends Numbers = Numbers> {
 
 type TypedArrayClass = new (buffer: ArrayBuffer) => Numbers;
 /** Class and bytes of a number by the type on the wire. */
-const TYPES: Readonly<Record<string, readonly [TypedArrayClass, number]>> = {
-  "<f4": [Float32Array, 4],
-  "<f8": [Float64Array, 8],
-  "<i4": [Int32Array, 4],
-  "<u4": [Uint32Array, 4],
-  "<i2": [Int16Array, 2],
-  "<u2": [Uint16Array, 2],
-  "|i1": [Int8Array, 1],
-  "|u1": [Uint8Array, 1],
-};
+const TYPES = new Map<string, readonly [TypedArrayClass, number]>([
+  ["<f4", [Float32Array, 4]],
+  ["<f8", [Float64Array, 8]],
+  ["<i4", [Int32Array, 4]],
+  ["<u4", [Uint32Array, 4]],
+  ["<i2", [Int16Array, 2]],
+  ["<u2", [Uint16Array, 2]],
+  ["|i1", [Int8Array, 1]],
+  ["|u1", [Uint8Array, 1]],
+]);
 
 /** Replace the maps of arrays in `value` by arrays, at any depth. Copy byte strings, so that they do not hold the reply. */
 export function unpackArrays(value: unknown): unknown {
@@ -46,7 +46,7 @@ export function readArray(value: unknown): Matrix {
   }
   const axes = shape.map(Number);
   const length = axes.reduce((product, axis) => product * axis, 1);
-  const [arrayClass, numberBytes] = type === "<f2" ? [undefined, 2] : (TYPES[type] ?? [undefined, 0]);
+  const [arrayClass, numberBytes] = type === "<f2" ? [undefined, 2] : (TYPES.get(type) ?? [undefined, 0]);
   if (!numberBytes) throw new TypeError(`array: unknown type ${type}`);
   if (data.length !== length * numberBytes) {
     throw new TypeError(`array: ${data.length} bytes do not make the shape ${axes.join(",")} of ${type}`);

@@ -445,9 +445,14 @@ def test_the_next_replay_begins_behind_the_last_one(cluster: Cluster, page: Page
     assert page.complaints == []
 
 
-def test_an_address_with_a_bare_percent_sign_is_shown(cluster: Cluster, page: Page) -> None:
-    page.open(f"http://{HOST}:{cluster.port}/#cluster/100%")
-    page.wait("document.querySelector('main')?.innerText ?? ''", bool)
+def test_an_address_that_no_view_has_is_shown(cluster: Cluster, page: Page) -> None:
+    """Such an address has a bare percent sign, or a name that all objects of JavaScript have."""
+    for address in ("cluster/100%", "constructor", "playground/constructor"):
+        page.open("about:blank")
+        page.open(f"http://{HOST}:{cluster.port}/#{address}")
+        page.wait("document.querySelector('main')?.innerText ?? ''", bool)
+        if address != "cluster/100%":
+            page.wait("document.querySelector('[name=verb]:checked')?.value", lambda verb: verb == "encode")
     assert page.complaints == []
 
 
