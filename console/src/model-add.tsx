@@ -11,6 +11,7 @@ import type { Cluster, Model, WrittenConfig } from "./types";
 
 const EXAMPLE = "BAAI/bge-small-en-v1.5";
 const EVERY_MS = 60_000;
+const HUB_ID = /^\w[\w.-]*(\/[\w.:-]+)?$/; // also of a profile; all else is a folder
 const ENTRY = '{"id": "my/model", "weights": {"path": "/models/my-model"}, "family": "text-encoder", "outputs": {"dense": 384}, "max_tokens": 512}';
 
 /** Add a model by a command, which reads its files, or by its entry. `initialName` is the name of a model that a search
@@ -20,10 +21,12 @@ export function ModelAdd({ models, initialName }: { models: Model[]; initialName
   const [entry, setEntry] = useState("");
   const { isBusy, notice, refusal, runAction } = useAction("To add a model, sign in with a key with the scope config.");
   const { value: cluster } = usePolling<Cluster>("/v1/cluster", EVERY_MS);
-  const example = shellQuote(name.trim() || EXAMPLE);
+  const typed = name.trim();
+  const example = shellQuote(typed || EXAMPLE);
   const fault = jsonFault(entry);
   const mayWrite = useScope("config");
-  const existing = models.find(({ id }) => name.trim() && (id === name.trim() || id === name.trim().split("/").filter(Boolean).at(-1)));
+  const folderName = HUB_ID.test(typed) ? "" : typed.split("/").filter(Boolean).at(-1);
+  const existing = models.find(({ id }) => id === typed || id === folderName);
   const write = () =>
     runAction(async () => {
       const { revision, warnings } = await sendRequest<WrittenConfig>({ method: "POST", path: "/console/configs", body: parseMap(entry) });

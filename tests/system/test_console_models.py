@@ -178,6 +178,29 @@ def test_a_download_tells_how_far_it_is_and_how_long_it_takes(page: Page, cluste
     assert [row[1].splitlines()[0] for row in rows if row[0].split()[0] == OTHER] == ["loading 75 %"]
 
 
+LISTED = """(() => { const real = window.fetch; window.fetch = async (...given) => {
+  const answer = await real(...given);
+  if (!String(given[0]).includes('/v1/models')) return answer;
+  const told = await answer.json();
+  told.models.push({...told.models[0], id: 'plain'});
+  return new Response(JSON.stringify(told), {status: 200});
+}; })()"""
+
+
+def test_a_model_of_the_hub_is_not_taken_for_one_with_its_last_name(page: Page, cluster: Cluster) -> None:
+    """A folder has the name of its last part. The list is changed to one with a model without a slash."""
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=LISTED)
+    page.open("about:blank")
+    page.open(f"http://{HOST}:{cluster.port}/#models?add=/data/plain")
+    status = "document.querySelector('#add-model [role=status]')?.innerText"
+    page.wait(status, lambda text: text == "The catalogue has this model: plain")
+    typed(page, "#add-name", "org/plain")
+    page.wait("document.querySelector('#add-model .code').textContent", lambda code: "org/plain" in code)
+    assert page.evaluate(status) == ""
+    typed(page, "#add-name", OTHER)
+    page.wait(status, lambda text: text == f"The catalogue has this model: {OTHER}")
+
+
 FOLLOWED = """new MutationObserver((_, observer) => {
   const link = document.querySelector('#catalogue a');
   if (!link) return;
