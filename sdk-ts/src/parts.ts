@@ -12,6 +12,8 @@ export const MAX_ITEMS = 2048;
 export const PART_TOKENS = 16_384;
 const PART_BYTES = 32 << 20; // bytes of one body: a third of what the server accepts by default
 export const CONCURRENCY = 8;
+// optional counts of a usage, and their names in a reply
+const OPTIONAL_COUNTS = [["images", "images"], ["cachedItems", "cached_items"], ["cachedTokens", "cached_tokens"]] as const;
 
 /** Part of a list of items, in the form of a request. `start`: position of its first item in the whole list. */
 export interface Part {
@@ -208,7 +210,9 @@ function readUsage(value: unknown): Usage {
     totalTokens: Number(body["total_tokens"] ?? 0),
     truncatedItems: Array.isArray(body["truncated_items"]) ? body["truncated_items"].map(Number) : [],
   };
-  if (body["images"] !== undefined) usage.images = Number(body["images"]);
+  for (const [name, field] of OPTIONAL_COUNTS) {
+    if (body[field] !== undefined) usage[name] = Number(body[field]);
+  }
   return usage;
 }
 
@@ -228,7 +232,10 @@ export function sumUsage(replies: readonly PartReply[]): Usage {
     total.promptTokens += usage.promptTokens;
     total.totalTokens += usage.totalTokens;
     total.truncatedItems.push(...usage.truncatedItems.map((index) => start + index));
-    if (usage.images !== undefined) total.images = (total.images ?? 0) + usage.images;
+    for (const [name] of OPTIONAL_COUNTS) {
+      const count = usage[name];
+      if (count !== undefined) total[name] = (total[name] ?? 0) + count;
+    }
   }
   return total;
 }

@@ -124,12 +124,17 @@ export interface Timing {
   [stage: string]: number;
 }
 
-/** Tokens of a call, positions of its truncated items, and number of its images, if it has any. */
+/**
+ * Tokens of a call, positions of its truncated items, and number of its images, if it has any. `cachedItems`,
+ * `cachedTokens`: number of items with cached answers, and number of their tokens; absent if there are none.
+ */
 export interface Usage {
   promptTokens: number;
   totalTokens: number;
   truncatedItems: number[];
   images?: number;
+  cachedItems?: number;
+  cachedTokens?: number;
 }
 
 /** Tokens of one item; 0 if it failed. */

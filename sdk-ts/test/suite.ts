@@ -4,6 +4,7 @@ import {
   type ClientOptions, ContentConflictError, InvalidInputError, ModelNotFoundError, NotFoundError, ServerError,
   SIEAbortError, SIEClient, SIEConnectionError, restore, SIEError, type StandardSchema,
 } from "../src/index.js";
+import { encode } from "../src/msgpack.js";
 
 const MINI = "test/mini";
 const TEXTS = ["a cat", "a longer text about kittens and other small animals", "a tax form"];
@@ -216,6 +217,15 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       near(results[39]!.dense!, last!.dense!, 2e-3);
       equal(progress[progress.length - 1], 40);
       check(progress.length > 2, "several parts");
+    },
+
+    async "the cached items of all parts are counted"() {
+      const usages = [{ cached_items: 1, cached_tokens: 4 }, {}, { cached_items: 1, cached_tokens: 5 }];
+      const fakeFetch = async () => new Response(encode({ model: MINI, items: [{}], usage: usages.pop() }));
+      const other = new SIEClient({ ...options, fetch: fakeFetch, partTokens: 1 });
+      const { usage } = await other.encode(MINI, ["a", "b", "c"]);
+      equal([usage.cachedItems, usage.cachedTokens], [2, 9]);
+      equal((await other.encode(MINI, [])).usage.cachedItems, undefined);
     },
 
     async "a name that leads to another route is refused before it is sent"() {
