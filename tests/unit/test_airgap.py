@@ -536,7 +536,7 @@ def test_a_create_that_is_ended_leaves_no_archive(office: Site, tmp_path: Path) 
     assert "another `sie airgap` writes" in second.output
     creating.send_signal(signal.SIGINT)
     _, errors = creating.communicate(timeout=60)
-    assert creating.returncode == 1, errors
+    assert creating.returncode == 130, errors
     assert [path for path in tmp_path.iterdir() if path != office.folder] == []
 
 

@@ -20,10 +20,11 @@ TOLD = {
     "usage": {"prompt_tokens": 1, "total_tokens": 1, "truncated_items": []},
     "fingerprint": "f",
 }
+LOADING = Received(503, {"x-sie-error-code": "MODEL_LOADING", "x-should-retry": "true"}, b"{}")
 
 
 def replied(plan: Plan[Any], *replies: Any) -> tuple[list[Send], Any]:
-    """Return the requests of a plan, answered with `replies`, and its result."""
+    """Return the requests of a plan, answered with `replies`, and its result. Pauses take no time."""
     bodies, sent, reply = iter(replies), [], None
     while True:
         try:
@@ -35,8 +36,12 @@ def replied(plan: Plan[Any], *replies: Any) -> tuple[list[Send], Any]:
             sent.append(step)
             body = next(bodies)
             is_msgpack = "msgpack" in step.headers["accept"]
-            reply = Received(
-                200, {}, msgspec.msgpack.encode({**TOLD, **body}) if is_msgpack else json.dumps(body).encode()
+            reply = (
+                body
+                if isinstance(body, Received)
+                else Received(
+                    200, {}, msgspec.msgpack.encode({**TOLD, **body}) if is_msgpack else json.dumps(body).encode()
+                )
             )
         elif isinstance(step, BlockingWork):
             reply = step.function()
@@ -54,13 +59,13 @@ def replied(plan: Plan[Any], *replies: Any) -> tuple[list[Send], Any]:
 def test_waiting_for_capacity_sends_the_smallest_thing_that_the_model_takes(
     inputs: list[str], tasks: list[str], path: str, answer: dict[str, Any]
 ) -> None:
-    """Only demand makes a worker start; a look at the catalogue does not."""
+    """Only demand makes a worker start; a look at the catalogue does not. The call waits, even if others do not."""
     info = {"name": "org/m", "inputs": inputs, "tasks": tasks, "state": "available"}
     session = Session(wait_for_capacity=False)
     sent, final_info = replied(
-        cluster.warmed("org/m", {"gpu": "l4"}, session), info, answer, {**info, "state": "loaded"}
+        cluster.warmed("org/m", {"gpu": "l4"}, session), info, LOADING, answer, {**info, "state": "loaded"}
     )
-    assert [step.path for step in sent] == ["/v1/models/org/m", path, "/v1/models/org/m"]
+    assert [step.path for step in sent] == ["/v1/models/org/m", path, path, "/v1/models/org/m"]
     assert sent[1].headers["x-sie-machine-profile"] == "l4"
     (item,) = msgspec.msgpack.decode(sent[1].body)["items"]
     if "text" in inputs:

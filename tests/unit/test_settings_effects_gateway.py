@@ -74,7 +74,7 @@ async def test_a_request_may_have_this_many_items_and_not_one_more(
     assert len(answer.json()["items"]) == limit
 
 
-async def test_a_body_may_have_this_many_bytes_and_a_key_fewer(cluster: InProcess) -> None:
+async def test_a_body_may_have_this_many_bytes_and_not_one_more(cluster: InProcess) -> None:
     """SIE_MAX_BODY_BYTES."""
     most = 1 << 20
     gateway = await cluster.gateway(SIE_MAX_BODY_BYTES=str(most))

@@ -117,7 +117,7 @@ EFFECTS = {
     "SIE_GATEWAY_REQUEST_TIMEOUT": f"{GATEWAY}::test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs",
     "SIE_DEFAULT_MODELS": f"{GATEWAY}::test_the_default_models_answer_what_names_none",
     "SIE_CORS_ORIGINS": "tests/unit/test_origins.py::test_pages_of_listed_origins_read_answers",
-    "SIE_MAX_BODY_BYTES": f"{GATEWAY}::test_a_body_may_have_this_many_bytes_and_a_key_fewer",
+    "SIE_MAX_BODY_BYTES": f"{GATEWAY}::test_a_body_may_have_this_many_bytes_and_not_one_more",
     "SIE_MIN_BODY_RATE": f"{GATEWAY}::test_a_body_must_come_at_the_least_rate",
     "SIE_BODY_MEMORY_BYTES": f"{GATEWAY}::test_bodies_that_take_more_memory_than_allowed_are_told_to_come_again",
     "SIE_ALLOWED_HOSTS": "tests/unit/test_origins.py::test_every_listener_checks_the_names_that_the_setting_lists",

@@ -50,7 +50,7 @@ from sie_cli.top.picture import (
 )
 
 SIE = str(Path(sys.executable).with_name("sie"))
-SHOWN, HIDDEN, LEFT = "\x1b[?1049h", "\x1b[?25l", "\x1b[?1049l"
+SHOWN, HIDDEN, LEFT, HOME = "\x1b[?1049h", "\x1b[?25l", "\x1b[?1049l", "\x1b[H"
 
 
 def frame(workers: int = 2, models: int = 3, queued: int = 0) -> dict[str, Any]:
@@ -393,6 +393,12 @@ class Terminal:
     def resize(self, columns: int) -> None:
         fcntl.ioctl(self.parent, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
+    @property
+    def lines(self) -> list[str]:
+        """Lines of the last whole picture, without colours."""
+        text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", self.said.split(HOME)[-2])
+        return [line.rstrip() for line in text.splitlines()]
+
     def type(self, keys: bytes) -> None:
         os.write(self.parent, keys)
 
@@ -417,6 +423,11 @@ class Terminal:
             os.close(self.parent)
 
 
+def tables(lines: list[str]) -> str:
+    """Return the lines below the heading of a picture."""
+    return "\n".join(lines).partition("\n\n")[2].rstrip()
+
+
 def test_a_terminal_shows_it_in_place_through_a_restart_and_is_left_clean() -> None:
     port = free_port()
     with gateway(port, frame()):
@@ -431,7 +442,8 @@ def test_a_terminal_shows_it_in_place_through_a_restart_and_is_left_clean() -> N
         with gateway(port, frame(models=9)):
             until(lambda: "4 of 9 models" in terminal.said, 30, "the gateway's next picture")
             terminal.resize(50)
-            until(lambda: "4 of 9 models" in terminal.said, 30, "the next picture")
+            expected = tables(drawn(50, 24, frame(models=9)))
+            until(lambda: tables(terminal.lines) == expected, 30, "a picture of the new width")
     finally:
         status = terminal.end(signal.SIGINT)
     assert status == 0

@@ -41,13 +41,8 @@ def untoken(text: str) -> str:
 
 @given(NAMES)
 def test_a_token_keeps_its_name(name: str) -> None:
-    """An encoding that can be read back is injective."""
+    """An encoding that can be read back is injective: different names have different tokens."""
     assert untoken(token(name)) == name
-
-
-@given(NAMES, NAMES)
-def test_different_names_have_different_tokens(first: str, second: str) -> None:
-    assert (token(first) == token(second)) == (first == second)
 
 
 @given(NAMES)

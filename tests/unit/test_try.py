@@ -401,11 +401,18 @@ def test_no_control_character_of_a_text_is_written(colours: bool) -> None:
         assert "\x1b]" not in text
 
 
-@pytest.mark.parametrize("value", [-1.0, 0.0, 0.5, 1.0, 2.0])
-def test_a_heat_map_has_a_colour_for_each_cosine(value: float) -> None:
-    ink, _, paper = heat(value).partition(" on ")
-    assert ink in ("black", "white")
-    assert paper == heat(max(0.0, min(1.0, value))).partition(" on ")[2]
+@pytest.mark.parametrize(
+    ("value", "colours"),
+    [
+        (-1.0, "white on rgb(24,44,92)"),
+        (0.0, "white on rgb(24,44,92)"),
+        (0.5, "black on rgb(137,124,92)"),
+        (1.0, "black on rgb(250,204,92)"),
+        (2.0, "black on rgb(250,204,92)"),
+    ],
+)
+def test_a_heat_map_has_a_colour_for_each_cosine(value: float, colours: str) -> None:
+    assert heat(value) == colours
 
 
 def test_json_is_the_reply_of_the_api_and_harmless_to_a_terminal() -> None:
