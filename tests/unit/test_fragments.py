@@ -7,8 +7,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from sie_contracts import arrays
 from sie_contracts.errors import InferenceFailed, ResourceExhausted
 from sie_contracts.wire import ipc, messages
 from sie_contracts.wire.messages import ArraySlice, Fragment, Input, Ok, RunOptions, WorkItem, WorkResult
-from sie_gateway.inference.fragments import Fragments, InboxFull
+from sie_gateway.inference import results
+from sie_gateway.inference.fragments import Fragments, InboxFull, put_together
 from sie_gateway.inference.results import ResultInbox
 from sie_gateway.metrics import Metrics as GatewayMetrics
 from sie_runtime import failpoints
@@ -345,16 +347,28 @@ async def test_parts_that_were_forgotten_are_sent_again(side: Side) -> None:
     assert count > len(parts_of(result_of("r", 100)))
 
 
-async def test_others_are_confirmed_while_a_large_result_is_checked(side: Side) -> None:
-    """The inbox computes the digest of 16 MB outside of its event loop."""
+async def test_others_are_confirmed_while_a_large_result_is_checked(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inbox computes the digest outside of its event loop."""
+    begun, released = threading.Event(), threading.Event()
+
+    def check(parts: Sequence[bytes], digest: str) -> WorkResult:
+        begun.set()
+        assert released.wait(WAIT_S)
+        return put_together(parts, digest)
+
+    monkeypatch.setattr(results, "put_together", check)
     large, small = side.inbox.open("large", 1), side.inbox.open("small", 1)
-    pieces = parts_of(result_of("large", 4096), 60_000)
+    pieces = parts_of(result_of("large", 100))
     for piece in pieces[:-1]:
         await side.send(piece)
     last = asyncio.create_task(side.send(pieces[-1]))
-    await asyncio.sleep(0)
+    await until(begun.is_set, "the check")
     await side.answer(result_of("small", 1))
     await small.wait(WAIT_S)
+    assert not last.done()
+    released.set()
     assert await last == "taken"
     await large.wait(WAIT_S)
 
