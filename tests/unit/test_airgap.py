@@ -20,7 +20,8 @@ from click.testing import CliRunner, Result
 from cluster import SIE, until
 from safetensors.numpy import save
 
-from sie_cli.airgap import placing
+from sie_cli.airgap import contents, placing
+from sie_cli.airgap.archive import ByteProgress
 from sie_cli.airgap.command import airgap
 from sie_config_service.overlay import Overlay
 from sie_contracts.models.catalogue import fingerprint, profile_fingerprint
@@ -242,14 +243,24 @@ def test_licences_and_the_bill_of_materials_come_along(office: Site, site: Site)
 
 
 @pytest.mark.long
-def test_a_manifest_saves_a_reading_and_is_not_believed(office: Site, site: Site) -> None:
+def test_a_manifest_saves_a_reading_and_is_not_believed(
+    office: Site, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file that differs from the manifest of its snapshot is refused while it is written into the archive."""
     folder = office.folder / "cache" / "hub" / "models--my--hub" / "snapshots" / COMMIT
     names = ("config.json", "model.safetensors", "tokenizer.json", "README.md")
     facts = {name: FileFact((folder / name).stat().st_size, digest(folder / name)) for name in names}
     (folder / MANIFEST).write_bytes(encode(Manifest("my/hub", COMMIT, facts)))
+    read: set[str] = set()
+
+    def digest_of_file(path: Path, progress: ByteProgress) -> str:
+        read.add(path.relative_to(folder).as_posix())
+        return digest(path, progress)
+
+    monkeypatch.setattr(contents, "digest_of_file", digest_of_file)
     archive = site.folder / "models.tar"
     office.sie("create", "--models", "my/hub", "-o", str(archive))
+    assert read == {MANIFEST, "1_Pooling/config.json", "LICENSE"}
     site.sie("load", str(archive), "--folder", str(site.folder / "airgap"))
     assert (site.folder / "airgap" / "weights" / "my_2fhub" / MANIFEST).read_bytes() == (folder / MANIFEST).read_bytes()
     (folder / "model.safetensors").write_bytes(bytes(len(WEIGHTS)))

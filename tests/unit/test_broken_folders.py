@@ -45,10 +45,13 @@ CONFIGURATIONS = (
 
 
 class Command:
-    """Object that creates a file when it is unpickled, which must not happen."""
+    """Object that creates the file `unpickled` in a folder when it is unpickled, which must not happen."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "unpickled"
 
     def __reduce__(self) -> Any:
-        return (Path.touch, (Path("/tmp/sie-unpickled"),))
+        return (Path.touch, (self._path,))
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +141,14 @@ def long_header(folder: Path) -> str:
 
 def pickled_heads(folder: Path) -> str:
     for name in ("sparse_linear.pt", "colbert_linear.pt"):
-        (folder / name).write_bytes(pickle.dumps(Command()))
+        (folder / name).write_bytes(pickle.dumps(Command(folder)))
     return "_linear.pt"
 
 
 def pickled_colbert_head(folder: Path) -> str:
     """The sparse head beside it is valid."""
     torch.save({"weight": torch.zeros(1, 8), "bias": torch.zeros(1)}, folder / "sparse_linear.pt")
-    (folder / "colbert_linear.pt").write_bytes(pickle.dumps(Command()))
+    (folder / "colbert_linear.pt").write_bytes(pickle.dumps(Command(folder)))
     return "colbert_linear.pt"
 
 
@@ -176,4 +179,4 @@ def test_weights_and_tokenizers_of_strangers_are_named(
     folder = shutil.copytree(good, tmp_path / "model")
     name = spoil(folder)
     assert outcome(folder, name, spoil.__name__)
-    assert not Path("/tmp/sie-unpickled").exists()
+    assert not (folder / "unpickled").exists()
