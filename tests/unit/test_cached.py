@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
-from inprocess import GatewayProcess, InProcess, unchanged_inference_of, until, until_told
+from inprocess import GatewayProcess, InProcess, until, until_told
 
 from sie_cli.main import main
 from sie_contracts.errors import ErrorInfo, NotFound, QueueFull
@@ -33,7 +33,7 @@ from sie_gateway.answers.memory import AnswerMemory
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference import cached, reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.cached import CachedRuns, CachePolicy, OnChunk
+from sie_gateway.inference.cached import CachedRuns, CachePolicy, OnChunk, _CachedRun
 from sie_gateway.inference.call import Call, EntryChanged
 from sie_gateway.inference.chunk import Chunk
 from sie_gateway.inference.results import PlannedRequest, RequestResult
@@ -802,6 +802,15 @@ async def test_a_chunk_that_has_arrived_answers_other_requests(cluster: InProces
 async def test_a_disconnected_client_does_not_end_the_requests_that_wait_for_it(
     cluster: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    joins = 0
+    genuine = _CachedRun._joined
+
+    async def joined(self: _CachedRun, finished: RequestResult, flights: Any, *more: Any) -> list[int]:
+        nonlocal joins
+        joins += len(flights)
+        return await genuine(self, finished, flights, *more)
+
+    monkeypatch.setattr(_CachedRun, "_joined", joined)
     monkeypatch.setattr(cached, "SHORTEST_WAIT_S", 60.0)
     adapter, gateway = await started(cluster)
     adapter.hold_batches = True
@@ -809,9 +818,7 @@ async def test_a_disconnected_client_does_not_end_the_requests_that_wait_for_it(
     before = len(adapter.batches)
     await adapter.until(lambda adapter: len(adapter.batches) > before, "the batch of the first request")
     second = asyncio.create_task(gateway.encode("a"))
-    inference = unchanged_inference_of(gateway)
-    await until(lambda: inference.in_progress == 2, "the second request")
-    await asyncio.sleep(0.05)
+    await until(lambda: joins, "the second request at the input of the first")
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     adapter.let_go()

@@ -90,11 +90,15 @@ def test_an_object_that_was_replaced_since_the_list_is_read_whole_and_bounded(pl
     """The first bytes of a longer object would often be valid YAML. An object that was empty may have any length now,
     and any object may be empty now.
     """
-    longer = ENTRY.format("org/a", 123456)
-    for name, text in (("a", longer), ("empty", ""), ("filled", longer), ("huge", "#" * 5000), ("emptied", "")):
+    short, longer = ENTRY.format("org/a", 1), ENTRY.format("org/a", 123456)
+    for name, text in (("a", short), ("empty", ""), ("filled", ""), ("huge", short), ("emptied", short)):
+        put(place, f"{name}.yaml", text)
+    folder = BucketFolder(place.url, SUFFIXES)
+    names = list(folder.list_files())
+    for name, text in (("a", longer), ("filled", longer), ("huge", "#" * 5000), ("emptied", "")):
         put(place, f"{name}.yaml", text)
     expected = {"a.yaml": longer, "empty.yaml": "", "filled.yaml": longer, "huge.yaml": "#" * 4000, "emptied.yaml": ""}
-    contents = BucketFolder(place.url, SUFFIXES).read(list(expected), 4000)
+    contents = folder.read(names, 4000)
     assert contents == {name: text.encode() for name, text in expected.items()}
 
 

@@ -59,6 +59,13 @@ def test_a_revision_that_failed_for_good_after_another_one_was_loaded(
 class Following:
     store: CatalogueStore
     workers: CatalogueReaders
+    stop: Stop
+    task: asyncio.Task[None]
+
+    async def end(self) -> None:
+        """End the task of Restore after what it has begun."""
+        self.stop.request()
+        await self.task
 
     async def write(self, max_tokens: int, operation: str = "seed") -> None:
         held = await self.store.held(MODEL)
@@ -87,9 +94,9 @@ async def following(tmp_path: Any) -> AsyncIterator[Following]:
 
     workers, stop = CatalogueReaders(15.0), Stop()
     task = asyncio.create_task(Restore(workers, prepared.store, CatalogueWriter(prepared.store, check)).run(stop))
-    yield Following(prepared.store, workers)
-    stop.request()
-    await task
+    following = Following(prepared.store, workers, stop, task)
+    yield following
+    await following.end()
 
 
 async def test_the_former_revision_is_written_again_with_its_source_and_the_reason(following: Following) -> None:
@@ -109,12 +116,13 @@ async def test_the_former_revision_is_written_again_with_its_source_and_the_reas
 
 async def test_neither_a_restored_revision_nor_an_older_one_is_replaced(following: Following) -> None:
     await following.write(16)
-    await following.write(8, "restore")
+    await following.write(32)
+    await following.write(16, RESTORE)
     before = await following.history()
-    for status in (failed(3, 1), failed(2, 1)):
+    for status in (failed(4, 1), failed(3, 1)):
         following.beat(status)
         await until(lambda: not following.workers.failed.is_set(), "the look at the heartbeat")
-    await asyncio.sleep(0)
+    await following.end()
     assert await following.history() == before
 
 
