@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
-from inprocess import GatewayProcess, InProcess, until, until_told
+from inprocess import GatewayProcess, InProcess, inference_of, until, until_told
 
 from sie_cli.main import main
 from sie_contracts.errors import ErrorInfo, NotFound, QueueFull
@@ -813,6 +813,7 @@ async def test_a_disconnected_client_does_not_end_the_requests_that_wait_for_it(
     monkeypatch.setattr(_CachedRun, "_joined", joined)
     monkeypatch.setattr(cached, "SHORTEST_WAIT_S", 60.0)
     adapter, gateway = await started(cluster)
+    inference = inference_of(gateway, window_s=60.0)
     adapter.hold_batches = True
     first = asyncio.create_task(gateway.encode("a"))
     before = len(adapter.batches)
@@ -821,6 +822,7 @@ async def test_a_disconnected_client_does_not_end_the_requests_that_wait_for_it(
     await until(lambda: joins, "the second request at the input of the first")
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
+    await until(lambda: inference.away.count, "the gateway notices it")
     adapter.let_go()
     answer = await second
     assert is_right(answer, "a")
