@@ -251,16 +251,16 @@ def test_a_manifest_saves_a_reading_and_is_not_believed(
     names = ("config.json", "model.safetensors", "tokenizer.json", "README.md")
     facts = {name: FileFact((folder / name).stat().st_size, digest(folder / name)) for name in names}
     (folder / MANIFEST).write_bytes(encode(Manifest("my/hub", COMMIT, facts)))
-    read: set[str] = set()
+    files: set[str] = set()
 
     def digest_of_file(path: Path, progress: ByteProgress) -> str:
-        read.add(path.relative_to(folder).as_posix())
+        files.add(path.relative_to(folder).as_posix())
         return digest(path, progress)
 
     monkeypatch.setattr(contents, "digest_of_file", digest_of_file)
     archive = site.folder / "models.tar"
     office.sie("create", "--models", "my/hub", "-o", str(archive))
-    assert read == {MANIFEST, "1_Pooling/config.json", "LICENSE"}
+    assert files == {MANIFEST, "1_Pooling/config.json", "LICENSE"}
     site.sie("load", str(archive), "--folder", str(site.folder / "airgap"))
     assert (site.folder / "airgap" / "weights" / "my_2fhub" / MANIFEST).read_bytes() == (folder / MANIFEST).read_bytes()
     (folder / "model.safetensors").write_bytes(bytes(len(WEIGHTS)))

@@ -805,12 +805,12 @@ async def test_a_disconnected_client_does_not_end_the_requests_that_wait_for_it(
     joins = 0
     genuine = _CachedRun._joined
 
-    async def joined(self: _CachedRun, finished: RequestResult, flights: Any, *more: Any) -> list[int]:
+    async def count_joins(self: _CachedRun, finished: RequestResult, flights: Any, *more: Any) -> list[int]:
         nonlocal joins
         joins += len(flights)
         return await genuine(self, finished, flights, *more)
 
-    monkeypatch.setattr(_CachedRun, "_joined", joined)
+    monkeypatch.setattr(_CachedRun, "_joined", count_joins)
     monkeypatch.setattr(cached, "SHORTEST_WAIT_S", 60.0)
     adapter, gateway = await started(cluster)
     inference = inference_of(gateway, window_s=60.0)

@@ -295,8 +295,8 @@ async def test_many_at_once_flip_one_after_the_other(api: Api) -> None:
     revisions = await asyncio.gather(*(flip(number) for number in range(20)))
     assert sorted(revisions) == list(range(2, 22))
     history = (await api.call("GET", f"{SEARCH}/history"))["revisions"]
-    written = {row["revision"]: row["changes"][-1]["after"] for row in history if row["operation"] == "patch"}
-    assert written == {revision: f"by {number}" for number, revision in enumerate(revisions)}
+    descriptions = {row["revision"]: row["changes"][-1]["after"] for row in history if row["operation"] == "patch"}
+    assert descriptions == {revision: f"by {number}" for number, revision in enumerate(revisions)}
     assert await served(api) == names[revisions.index(21) % 3]
 
 

@@ -321,8 +321,8 @@ def test_any_value_of_a_column_can_be_kept(values: list[Any], kind: Any, format:
     if format == "parquet":
         column = table_of(data)["c"]
         assert column.type == (pa.string() if kind == JSON else kind)
-        kept = column.to_pylist()
-        assert ([json.loads(text) for text in kept] if kind == JSON else kept) == values
+        cells = column.to_pylist()
+        assert ([json.loads(text) for text in cells] if kind == JSON else cells) == values
     else:
         lines = lines_of(data if format == "jsonl" else npz_of(data)["rows.jsonl"])
         assert [line["c"] for line in lines] == json.loads(msgspec.json.encode(values))

@@ -185,8 +185,8 @@ class Objects(BaseHTTPRequestHandler):
     sends all its headers.
     """
 
-    def __init__(self, kept: dict[str, bytes], *connection: Any) -> None:
-        self.kept = kept
+    def __init__(self, objects: dict[str, bytes], *connection: Any) -> None:
+        self.objects = objects
         super().__init__(*connection)
 
     def _reply(self, status: int, body: bytes = b"") -> None:
@@ -199,11 +199,11 @@ class Objects(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def do_PUT(self) -> None:
-        self.kept[self.path] = self.rfile.read(int(self.headers["content-length"]))
+        self.objects[self.path] = self.rfile.read(int(self.headers["content-length"]))
         self._reply(200)
 
     def do_GET(self) -> None:
-        self._reply(200 if self.path in self.kept else 404, self.kept.get(self.path, b""))
+        self._reply(200 if self.path in self.objects else 404, self.objects.get(self.path, b""))
 
     do_HEAD = do_GET
 
@@ -217,8 +217,8 @@ async def test_a_bucket_of_google_is_reached_by_its_own_interface(
     """The endpoint and the credentials of gs:// come from the file that GOOGLE_SERVICE_ACCOUNT names. The object lies
     under bucket and prefix.
     """
-    kept: dict[str, bytes] = {}
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Objects, kept)) as server:
+    objects: dict[str, bytes] = {}
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Objects, objects)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         account = {
             "gcs_base_url": f"http://127.0.0.1:{server.server_port}",
@@ -230,7 +230,7 @@ async def test_a_bucket_of_google_is_reached_by_its_own_interface(
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
         store = opened("gs://bucket/some/prefix")
         key = await store.put(b"data", period=1, timeout_s=10)
-        assert [unquote(path) for path in kept] == [f"/bucket/some/prefix/{key}"]
+        assert [unquote(path) for path in objects] == [f"/bucket/some/prefix/{key}"]
         assert (await store.size(key, 10), await store.get(key, 10)) == (4, b"data")
         with pytest.raises(PayloadMissing):
             await store.get("0" * 64 + ".1", 10)
