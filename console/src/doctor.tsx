@@ -7,7 +7,7 @@ import type { DoctorReport } from "./types";
 import { InlineCode } from "./inline-code";
 
 const LACKS_SCOPE = "The key lacks the scope admin.";
-const TIMEOUT_MS = 60_000;
+const TIMEOUT_MS = 80_000;
 const STATE_LABELS = { fine: "fine", wrong: "wrong", absent: "not there", blind: "not seen" } as const;
 const STATE_CLASSES = { fine: "healthy", wrong: "failed", absent: "", blind: "loading" } as const;
 

@@ -405,4 +405,4 @@ def test_the_test_of_an_effect_exists_and_names_the_setting(name: str) -> None:
     (definition,) = (
         node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function
     )
-    assert name in (ast.get_docstring(definition) or ast.get_docstring(tree) or "")
+    assert name in ast.unparse(definition) + (ast.get_docstring(tree) or "")

@@ -121,7 +121,8 @@ def submit(
     """Start a job that runs MODEL on every row of INPUT. Prints the id of the job.
 
     INPUT is a file of this machine (which is sent first), the id of a file that was sent before, or an address that the
-    server allows: one object, or all objects below a path that ends in /. Formats: JSON Lines, CSV and Parquet.
+    server allows: one object, or all objects below a path that ends in /. Formats: JSON Lines, CSV, Parquet and
+    images.
 
     \b
     sie jobs submit sentence-transformers/all-MiniLM-L6-v2 docs.jsonl --text "{title}\\n{body}" --id id -o vectors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -135,7 +135,9 @@ OVERVIEW: tuple[GatewayRoute, ...] = (
         api.History,
         parameters=(
             Parameter("since", "query", float, "Only steps that end after this time, seconds since the epoch."),
-            Parameter("step_s", "query", Literal["10", "60", "300"], "Seconds of a step.", "10"),
+            Parameter(
+                "step_s", "query", Annotated[int, Meta(ge=10, le=600, multiple_of=10)], "Seconds of a step.", "10"
+            ),
         ),
     ),
     _row(
