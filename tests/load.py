@@ -37,6 +37,7 @@ class Outcome:
     failure: str = ""
     deliveries: int = 0
     worker: str = ""
+    url: str = ""
     sent_s: float = math.inf
 
 
@@ -109,7 +110,7 @@ class Load:
                 outcome.code, outcome.retryable = error["code"], error["retryable"]
         finally:
             self.in_flight -= sent_s < math.inf
-        outcome.sent_s = sent_s
+        outcome.sent_s, outcome.url = sent_s, url
         self.outcomes.append(outcome)
         return outcome
 

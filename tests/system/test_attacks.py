@@ -104,17 +104,15 @@ def head(path: str, *lines: str, method: str = "POST") -> bytes:
 ENDLESS = {"a value": (b"x: ", b"y" * 65536), "many": (b"", b"a: b\r\n" * 10_000), "a name": (b"", b"y" * 65536)}
 
 
-def send_endless(port: int, path: str, beginning: bytes, piece: bytes, closed: list[bool]) -> None:
-    """Send trailers without an end, until the server closes."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+def send_endless(port: int, path: str, beginning: bytes, piece: bytes, closed: list[str]) -> None:
+    """Send trailers without an end. Append the path to `closed` when the server has closed."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         connection.sendall(head(path, "transfer-encoding: chunked") + b"2\r\n{}\r\n0\r\n" + beginning)
-        try:
+        with contextlib.suppress(ConnectionError):
             for _ in range(SENT_BYTES // len(piece)):
                 connection.sendall(piece)
-        except ConnectionError:
-            closed.append(True)
-            return
-        closed.append(not connection.recv(1 << 16) or b"connection: close" in arrived(connection))
+        arrived(connection)
+    closed.append(path)
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
@@ -123,14 +121,14 @@ def test_trailers_without_an_end_cost_nothing(cluster: Cluster, listener: str, k
     """Four connections send at once, to routes that read a body and to routes that do not."""
     port, role = listeners(cluster)[listener]
     before = rss_bytes(cluster, role)
-    closed: list[bool] = []
+    closed: list[str] = []
     paths = (ENCODE, "/healthz", "/v1/configs/resolve", "/none")
     senders = [threading.Thread(target=send_endless, args=(port, path, *ENDLESS[kind], closed)) for path in paths]
     for sender in senders:
         sender.start()
     for sender in senders:
         sender.join(90)
-    assert len(closed) == len(paths)
+    assert sorted(closed) == sorted(paths)
     assert rss_bytes(cluster, role) - before < GROWTH_BYTES
 
 

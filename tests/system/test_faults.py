@@ -142,7 +142,7 @@ async def test_clients_of_a_killed_gateway_see_a_closed_connection_and_nobody_el
     gateway.wait_ready()
     broken = [outcome for outcome in load.outcomes if outcome.status != 200]
     assert broken
-    assert {outcome.status for outcome in broken} == {0}
+    assert {(outcome.status, outcome.url) for outcome in broken} == {(0, stack.urls[0])}
     assert {outcome.failure for outcome in broken} <= {"ReadError", "RemoteProtocolError", "ConnectError", "WriteError"}
     assert not load.wrong()
 
