@@ -44,7 +44,8 @@ async def test_an_adapter_runs_as_its_quota_has_cores(cores: float, rates: dict[
 
 def test_texts_per_second_are_proportional_to_the_quota(rates: dict[float, float]) -> None:
     """The tolerance is 15 %. A quota of all cores is left out: clients and the other containers need some."""
-    check_images()
+    if rates.keys() != set(QUOTAS):
+        pytest.skip("the tests of the quotas, which measure the rates, did not all run")
     within = {cores: rates[cores] / cores for cores in (0.5, 1.0, 2.0) if cores < (psutil.cpu_count() or 1)}
     assert len(within) >= 2, "this machine has too few cores"
     for cores, per_core in within.items():

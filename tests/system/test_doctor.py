@@ -72,17 +72,18 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def restarted(part: Part, environ: dict[str, str]) -> Iterator[None]:
     """Restart a process with a changed environment, and in the end with its own again."""
     own = part.environ
-    for these in ({**own, **environ}, own):
+
+    def restart(environ: dict[str, str]) -> None:
         part.stop()
-        part.environ = these
+        part.environ = environ
         part.start()
         part.wait_ready()
-        if these is not own:
-            try:
-                yield
-            except BaseException:
-                part.environ = own
-                raise
+
+    try:
+        restart({**own, **environ})
+        yield
+    finally:
+        restart(own)
 
 
 def altered(folder: Path, *, ahead_s: int = 0, version: str = "0.1.0") -> dict[str, str]:

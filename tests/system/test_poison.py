@@ -204,15 +204,6 @@ def report(gaps: list[float], before: float, after: float) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
-async def test_one_input_of_600(cluster: Cluster) -> None:
-    """A few seconds before and after the deaths allow only a rough comparison of what requests cost."""
-    gaps, before, after = await run_with_one_poison(cluster, 600)
-    _logger.info("%s", report(gaps, before, after))
-    assert after < 2 * before, report(gaps, before, after)
-
-
-@pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_one_input_of_10000(cluster: Cluster) -> None:
     """The run is long enough to compare what requests cost before and after the deaths."""

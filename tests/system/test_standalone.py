@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import numpy as np
-import oracle
 import pytest
 import shared
 from click.testing import CliRunner
@@ -17,7 +15,6 @@ from cluster import MODEL, Cluster, running
 from local_models import M3_OUTPUTS, LocalModels
 
 from sie_cli.main import main
-from sie_client import SIEClient
 
 pytestmark = shared.OPEN
 TEXTS = ["river search queue", "the winter garden (of music)", "Zürich, 東京 and 😀", "kernel"]
@@ -56,15 +53,6 @@ def test_a_verb_answers_as_with_a_broker(standalone: Cluster, open_cluster: Clus
     assert same(alone.json(), together.json()), (alone.text, together.text)
     for name in ("x-sie-model", "x-sie-fingerprint", "x-sie-failed-items"):
         assert alone.headers.get(name) == together.headers.get(name), name
-
-
-@pytest.mark.long
-def test_vectors_of_many_messages_are_those_of_sentence_transformers(standalone: Cluster) -> None:
-    """The model computes in the default precision of the device."""
-    texts = [*oracle.ragged_texts(100, seed=1), "", "First line.\nSecond line."]
-    with SIEClient(standalone.url) as client:
-        vectors = np.array([result["dense"] for result in client.encode(MODEL, texts)])
-    assert oracle.cosines(vectors, oracle.encode(texts)).min() >= 0.999
 
 
 def test_what_it_has_is_told_by_the_gateway(standalone: Cluster) -> None:

@@ -135,17 +135,21 @@ def data_bytes(cluster: Cluster) -> int:
     return int(psutil.Process(adapter).memory_info().data)
 
 
-def budgets(models: LocalModels, expected: dict[str, np.ndarray], folder: Path, seconds: float) -> None:
-    """With room for both models, check that each is loaded once. With room for one, by what the first run held, check
-    that they take turns and nothing fails.
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_two_models_on_a_budget_for_one_take_turns_for_a_minute(
+    models: LocalModels, expected: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """With room for both models, each is loaded once. With room for one, by what the first run held, they take turns
+    and nothing fails.
     """
-    cluster = served(models, folder / "both", _BOTH)
+    cluster = served(models, tmp_path / "both", _BOTH)
     try:
         cluster.start()
         with httpx.Client(base_url=cluster.url, timeout=120) as client:
             ask(client, MODELS[0], 0)
             one_bytes = data_bytes(cluster)
-        traffic = alternate(cluster, expected, seconds / 4)
+        traffic = alternate(cluster, expected, 15)
         assert traffic.errors == []
         assert traffic.wrong < 1e-4
         loads, swaps = cluster.metric("sie_model_loads_total"), cluster.metric("sie_model_swaps_total")
@@ -154,10 +158,10 @@ def budgets(models: LocalModels, expected: dict[str, np.ndarray], folder: Path, 
         print(f"\nroom for both: {traffic.answers} answers, longest {traffic.longest_s:.2f} s, {loads:.0f} loads")
     finally:
         cluster.stop()
-    cluster = served(models, folder / "one", int(one_bytes + 0.4 * weights_bytes))
+    cluster = served(models, tmp_path / "one", int(one_bytes + 0.4 * weights_bytes))
     try:
         cluster.start()
-        traffic = alternate(cluster, expected, seconds)
+        traffic = alternate(cluster, expected, 60)
         loads, swaps = cluster.metric("sie_model_loads_total"), cluster.metric("sie_model_swaps_total")
         print(
             f"room for one: {traffic.answers} answers, longest {traffic.longest_s:.2f} s, {loads:.0f} loads, "
@@ -172,19 +176,3 @@ def budgets(models: LocalModels, expected: dict[str, np.ndarray], folder: Path, 
         assert sum(1 for name in MODELS if cluster.metric("sie_model_loaded", model=name)) == 1
     finally:
         cluster.stop()
-
-
-@pytest.mark.long
-@pytest.mark.timeout(180)
-def test_two_models_on_a_budget_for_one_take_turns(
-    models: LocalModels, expected: dict[str, np.ndarray], tmp_path: Path
-) -> None:
-    budgets(models, expected, tmp_path, 4)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(400)
-def test_two_models_on_a_budget_for_one_take_turns_for_a_minute(
-    models: LocalModels, expected: dict[str, np.ndarray], tmp_path: Path
-) -> None:
-    budgets(models, expected, tmp_path, 60)
