@@ -103,7 +103,8 @@ def test_a_batch_that_is_alone_has_a_torch_thread_for_each_lane_and_runs_on_the_
 @pytest.mark.parametrize("count", [1, 3])
 def test_each_job_is_answered_when_they_come_as_lanes_become_idle(count: int) -> None:
     lanes = DeviceThreads(count, lambda message: BatchDone(message.batch, (), b"", 0.0))
-    jobs = [DeviceJob(batch(str(number)), lambda reply: None) for number in range(2000)]
+    replies: list[list[Reply]] = [[] for _ in range(2000)]
+    jobs = [DeviceJob(batch(str(number)), own.append) for number, own in enumerate(replies)]
     submitting = [
         threading.Thread(target=lambda part=part: [lanes.submit(job) for job in part])
         for part in (jobs[::2], jobs[1::2])
@@ -112,6 +113,9 @@ def test_each_job_is_answered_when_they_come_as_lanes_become_idle(count: int) ->
         thread.start()
     assert all(job.finished.wait(30.0) for job in jobs)
     assert lanes.stop(30.0)
+    assert [[(type(reply), reply.batch) for reply in own] for own in replies] == [
+        [(BatchStarted, str(number)), (BatchDone, str(number))] for number in range(2000)
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -58,13 +58,6 @@ def test_an_unknown_pooling_raises() -> None:
         pool(*states_of(torch.float32), "median")  # type: ignore[arg-type]
 
 
-def test_the_mean_of_cuda_is_the_same_number() -> None:
-    hidden, packed = states_of(torch.float32)
-    for pooling in ("mean", "max"):
-        got = torch.segment_reduce(hidden, pooling, offsets=torch.from_numpy(packed.bounds).long())
-        np.testing.assert_allclose(got.numpy(), expected(hidden, packed, pooling), atol=1e-6)
-
-
 @pytest.mark.parametrize("dimensions", [0, 4, 16])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_vectors_are_cut_and_then_normalised(dimensions: int, normalize: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cluster import until
 from selection import long_but
 from torch import Tensor
 from transformers import GenerationConfig
@@ -311,23 +312,23 @@ def test_a_refusal_of_prompts_ends_only_their_calls() -> None:
 
 
 def test_models_take_turns(readings: Readings) -> None:
-    """All steps of the short row come before the last step of the long row."""
+    """The short row joins during the first step of the long row."""
     order: list[str] = []
-    long = Sums(fails=lambda rows: order.append("long"))
-    endless = asked(1, 2, 3, most=4000, ends=frozenset())
     begun = threading.Event()
-    short = Sums(fails=lambda rows: order.append("short"))
 
-    def read() -> None:
-        begun.set()
-        readings.read(long, [endless])
+    def step_long(rows: int) -> None:
+        if not order:
+            begun.set()
+            until(lambda: readings._joining, TIMEOUT_S, "the short row waits")
+        order.append("long")
 
-    thread = threading.Thread(target=read)
+    endless = asked(1, 2, 3, most=40, ends=frozenset())
+    thread = threading.Thread(target=readings.read, args=(Sums(fails=step_long), [endless]))
     thread.start()
     assert begun.wait(TIMEOUT_S)
-    readings.read(short, [asked(4, 5, most=5, ends=frozenset())])
+    readings.read(Sums(fails=lambda rows: order.append("short")), [asked(4, 5, most=5, ends=frozenset())])
     thread.join(TIMEOUT_S)
-    assert order.count("short") == 4
+    assert order == ["long", *["long", "short"] * 4, *["long"] * 34]
     assert order[-1] == "long"
 
 
