@@ -439,17 +439,20 @@ REFUSED = {
 }
 
 
+@pytest.fixture(scope="module")
+def plain(base: Folders, root: Path) -> Path:
+    return trained(base("bert"), root / "plain", ["query"])
+
+
 @pytest.mark.parametrize("fault", REFUSED)
-def test_a_lora_that_would_be_wrong_is_refused(fault: str, engine: AdapterEngine, base: Folders, root: Path) -> None:
+def test_a_lora_that_would_be_wrong_is_refused(
+    fault: str, engine: AdapterEngine, base: Folders, plain: Path, root: Path
+) -> None:
     """The message names the fault, no part of the LoRA is kept, and the base answers as before."""
     change, text = REFUSED[fault]
-    folder = base("bert")
-    served = serve(engine, folder)
+    served = serve(engine, base("bert"))
     before, lora_names = served.answers(), served.weights.loras.names()
-    good = root / "plain"
-    if not good.exists():
-        trained(folder, good, ["query"])
-    lora = edited(good, root / f"refused-{fault.replace(' ', '-')}", change)
+    lora = edited(plain, root / f"refused-{fault.replace(' ', '-')}", change)
     with pytest.raises(LoraLoadFailed, match=text) as raised:
         served.load(lora)
     assert raised.value.extras == {"lora_id": str(lora)}
