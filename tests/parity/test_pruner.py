@@ -58,7 +58,10 @@ def pruner_folder(folder: Path) -> Path:
 def load(engine: ScoringEngine, folder: Path) -> Load:
     @functools.cache
     def loaded(output: str = "entities", precision: str = "float32") -> Scoring:
-        return engine.load(folder, FAMILY, precision, outputs={output: 0})
+        scoring = engine.load(folder, FAMILY, precision, outputs={output: 0})
+        if scoring.precision != precision:
+            pytest.skip(f"this CPU does not compute in {precision}")
+        return scoring
 
     return loaded
 

@@ -216,7 +216,7 @@ def test_ten_questions_to_one_page_run_its_tower_once(
     assert equal(answers, nobodys)
     assert any(not equal(answers[0], answer) for answer in answers[1:]), "the questions are told apart"
     ask(replace(served, asker="somebody else"), WORDS[0])
-    assert len(passes) == 2, "X16"
+    assert len(passes) == 2, "the output for one asker is not given to another"
 
 
 @pytest.mark.long
