@@ -16,6 +16,7 @@ from pages import DOCS, blocks, run
 from parity import reader_checkpoints
 from parity.test_reader import asks, donut_oracle
 from parity.toys import image, png
+from transformers import AutoTokenizer
 
 MODEL = "test/donut"
 OF_THE_PAGE = "naver-clova-ix/donut-base-finetuned-cord-v2"
@@ -70,7 +71,10 @@ def test_what_is_written_is_the_librarys(client: httpx.Client, open_models: Loca
     page = given(png(PAGE))
     items = [page, {"text": "x"}, given(b"no image"), {"images": page["images"] * 2}]
     written, text_result, broken, two = asked(client, items, max_new_tokens=20)
-    expected = donut_oracle(open_models.weights / "donut")(PAGE, asks("<s_cord-v2>", most=20)).ids
+    folder = open_models.weights / "donut"
+    expected = donut_oracle(folder)(PAGE, asks("<s_cord-v2>", most=20)).ids
+    text = AutoTokenizer.from_pretrained(folder).decode(expected, skip_special_tokens=True).strip()
+    assert written["data"]["document"] == {"text_sequence": text}
     assert written["data"]["completion_tokens"] == len(expected)
     assert written["data"]["finish_reason"] == ("stop" if len(expected) < 20 else "length")
     assert written["objects"] == written["relations"] == written["classifications"] == []
