@@ -12,6 +12,7 @@ import pytest
 import torch
 from gliclass import GLiClassModel, ZeroShotClassificationPipeline
 from oracle import WORDS, ragged_texts
+from parity.extraction import failed
 from parity.gliner_checkpoints import edit_weights, entry_of, gliclass_folder, on_device
 from parity.table import ParityTable, Scores, path_of
 from transformers import AutoTokenizer
@@ -19,7 +20,7 @@ from transformers import AutoTokenizer
 from sie_adapter.extractors import gliclass as family
 from sie_adapter.extractors.gliclass import GliclassModel
 from sie_adapter.families.extraction import ExtractOptions
-from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
+from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
 from sie_contracts.wire.ipc import Rows
 
 LABELS = ("person", "river mountain", "Engine", "vector")
@@ -60,11 +61,6 @@ def scores(result: Any) -> dict[str, float]:
     values = [entry["score"] for entry in result["classifications"]]
     assert values == sorted(values, reverse=True)
     return {entry["label"]: entry["score"] for entry in result["classifications"]}
-
-
-def failed(result: Any, kind: type[SIEError]) -> SIEError:
-    assert isinstance(result, kind)
-    return result
 
 
 @pytest.mark.parametrize("multi_label", [False, True])

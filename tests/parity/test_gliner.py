@@ -19,6 +19,7 @@ import torch
 from gliner import GLiNER
 from oracle import WORDS, ragged_texts
 from parity.device import SIXTEEN, SIXTEEN_TYPE
+from parity.extraction import Entities, assert_equal, failed
 from parity.gliner_checkpoints import GlinerKind, edit_weights, entry_of, gliner_folder, on_device
 from parity.table import ParityTable, Scores, path_of
 from selection import long_but
@@ -27,14 +28,12 @@ from sie_adapter.extractors import gliner as family
 from sie_adapter.extractors.gliner import GlinerModel, WindowResult
 from sie_adapter.families import extraction
 from sie_adapter.families.extraction import ExtractOptions, TextWindow
-from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
+from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
 from sie_contracts.wire.ipc import Rows
 
 KINDS: tuple[GlinerKind, ...] = ("span", "token", "bi", "bi-token")
 LABELS = ("person", "river mountain", "Engine")
 THRESHOLD = {"span": 0.3, "token": 0.25, "bi": 0.5, "bi-token": 0.25}
-
-Entities = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +66,6 @@ def options(
 def extract(model: GlinerModel, texts: list[str], settings: ExtractOptions) -> list[Entities]:
     results = model.extract(texts, [settings] * len(texts))
     return [result["entities"] for result in results if isinstance(result, dict)]
-
-
-def assert_equal(ours: Entities, theirs: Entities) -> None:
-    assert [{**entity, "score": 0} for entity in ours] == [{**entity, "score": 0} for entity in theirs]
-    assert [entity["score"] for entity in ours] == pytest.approx([entity["score"] for entity in theirs], abs=1e-5)
-
-
-def failed(result: Any, kind: type[SIEError]) -> SIEError:
-    assert isinstance(result, kind)
-    return result
 
 
 @pytest.mark.parametrize("kind", long_but(KINDS, ["span", "bi-token"]))

@@ -19,6 +19,7 @@ import torch
 from gliner2 import GLiNER2
 from oracle import WORDS, ragged_texts
 from parity.device import SIXTEEN, SIXTEEN_TYPE
+from parity.extraction import Entities, assert_equal, failed
 from parity.gliner_checkpoints import edit_weights, entry_of, gliner2_folder, on_device
 from parity.table import ParityTable, Scores, path_of
 from selection import long_but
@@ -26,7 +27,7 @@ from selection import long_but
 from sie_adapter.extractors import gliner2 as family
 from sie_adapter.extractors.gliner2 import Gliner2Model
 from sie_adapter.families.extraction import ExtractOptions
-from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
+from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
 from sie_contracts.wire.ipc import Rows
 
 LABELS = ("person", "river mountain", "Engine")
@@ -38,8 +39,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "mean of tokens": {"pooling": "mean"},
     "more embeddings than tokens": {"spare_rows": 5},
 }
-
-Entities = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -100,18 +99,8 @@ def oracle(
     ]
 
 
-def assert_equal(ours: Entities, theirs: Entities) -> None:
-    assert [{**entity, "score": 0} for entity in ours] == [{**entity, "score": 0} for entity in theirs]
-    assert [entity["score"] for entity in ours] == pytest.approx([entity["score"] for entity in theirs], abs=1e-5)
-
-
 def overlap(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return left["label"] == right["label"] and left["start"] < right["end"] and right["start"] < left["end"]
-
-
-def failed(result: Any, kind: type[SIEError]) -> SIEError:
-    assert isinstance(result, kind)
-    return result
 
 
 @contextmanager

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from oracle import WORDS
+from parity.extraction import failed
 from parity.gliner_checkpoints import entry_of, glirel_folder, on_device
 from parity.table import ParityTable, Scores, path_of
 
 from sie_adapter.families.extraction import ExtractOptions
-from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
+from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Mention
 
@@ -104,11 +105,6 @@ def assert_equal(ours: list[Json], theirs: list[Json]) -> None:
 
 def named(relation: Json) -> tuple[str, ...]:
     return relation["head"], relation["tail"], relation["relation"]
-
-
-def failed(result: Any, kind: type[SIEError]) -> SIEError:
-    assert isinstance(result, kind)
-    return result
 
 
 def test_relations_equal_those_of_the_package(model: GlirelModel, package: Any, table: ParityTable) -> None:

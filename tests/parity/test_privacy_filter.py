@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from parity.checkpoints import Architecture, build
+from parity.extraction import Entities, assert_equal
 from parity.score_checkpoints import Asked, ScoringEngine, ragged_documents
 from parity.table import ParityTable
 from parity.tokenizer_recipes import QWEN
@@ -49,8 +50,6 @@ TEXTS = [
     "",
     "x",
 ]
-
-Entities = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +98,6 @@ def expected_entities(folder: Path, text: str) -> Entities:
             label = TAGS[tags[tokens[0]]][2:]
             entities.append({"text": text[start:end], "label": label, "score": score, "start": start, "end": end})
     return entities
-
-
-def assert_equal(ours: Entities, theirs: Entities) -> None:
-    assert [{**entity, "score": 0} for entity in ours] == [{**entity, "score": 0} for entity in theirs]
-    assert [entity["score"] for entity in ours] == pytest.approx([entity["score"] for entity in theirs], abs=1e-5)
 
 
 def test_entities_are_those_of_the_class_with_tags_in_order(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -48,12 +47,6 @@ from sie_runtime.process import Stop
 STREAM = "WORK__default"
 LANE = Lane("_default", "_default", "default")
 SCALING = "/v1/scaling/_default._default.default"
-
-
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
-    async with InProcess(tmp_path) as cluster:
-        yield cluster
 
 
 def beat(worker: str = "ghost", *, model: str = "toy/one", state: Any = "loaded", **more: Any) -> Heartbeat:

@@ -8,7 +8,6 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -242,12 +241,6 @@ async def test_once_closed_nobody_is_waited_for() -> None:
 
 
 # over sockets
-
-
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
-    async with InProcess(tmp_path) as cluster:
-        yield cluster
 
 
 class Connection:

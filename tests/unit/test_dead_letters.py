@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,12 +21,6 @@ ADMIN, USER = "admin-token-of-a-test", "user-token-of-a-test"
 SECRET = "canary-41: a text that no answer may hold"
 PATH = "/v1/dead-letters"
 LANE = Lane("_default", "_default", "default")
-
-
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
-    async with InProcess(tmp_path) as cluster:
-        yield cluster
 
 
 @pytest.fixture

@@ -36,12 +36,6 @@ PATH = "/v1/files"
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
-    async with InProcess(tmp_path) as cluster:
-        yield cluster
-
-
-@pytest.fixture
 async def gateway(cluster: InProcess, tmp_path: Path) -> GatewayProcess:
     return await cluster.gateway(SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"), **TOKENS)
 

@@ -8,11 +8,8 @@ import asyncio
 import base64
 import hashlib
 import re
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
-import pytest
 from inprocess import InProcess, settings_of
 
 from sie_config_service.app import create_app as create_config_app
@@ -28,12 +25,6 @@ from sie_runtime.http.websocket import WebSocketProtocol
 _PLACEHOLDER = re.compile(r"\{[^}]*\}")
 _UUID7 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 CONFIG_PATHS = ("/healthz", "/readyz", "/metrics", "/v1/configs/models", "/v1/none", "/docs", "/openapi.json")
-
-
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
-    async with InProcess(tmp_path) as cluster:
-        yield cluster
 
 
 def check(answer: httpx.Response) -> None:

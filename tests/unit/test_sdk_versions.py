@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -97,12 +95,6 @@ def test_the_contract_of_a_client_is_its_own_and_at_most_ours() -> None:
 
 
 # at a gateway
-
-
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
-    async with InProcess(tmp_path) as cluster:
-        yield cluster
 
 
 async def test_a_public_sdk_is_told_at_once_that_no_worker_is_there(cluster: InProcess) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -31,12 +30,6 @@ from sie_gateway.http.routes import TABLE
 from sie_sidecar.results.settle import Leases
 
 STREAM = "WORK__default"
-
-
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
-    async with InProcess(tmp_path) as cluster:
-        yield cluster
 
 
 # requests
