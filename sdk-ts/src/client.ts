@@ -17,7 +17,8 @@ import { watch } from "./watching.js";
 /**
  * Client of one server. `options` are the defaults for all of its calls. If the server has no capacity (a full queue, a model
  * that is loading), a call waits up to 15 minutes, unless `waitForCapacity` is false. All methods throw SIEError, also if all
- * items of a request failed, as for a single item. Streams also throw the errors of their source.
+ * items of a list failed, as for a single item; a stream yields results with `error` then. Streams also throw the errors of
+ * their source.
  */
 export class SIEClient {
   readonly pools: cluster.Pools;

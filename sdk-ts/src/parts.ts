@@ -21,13 +21,17 @@ export interface Part {
   items: PreparedItem["value"][];
 }
 
-/** Reply to the part that begins at `start`. `slots`: one map for each item. `shared`: fields of each of its results. */
+/**
+ * Reply to the part that begins at `start`. `slots`: one map for each item. `shared`: fields of each of its results.
+ * `failure`: the error of the part, if all of its items failed.
+ */
 export interface PartReply {
   start: number;
   slots: Record<string, unknown>[];
   body: Record<string, unknown>;
   shared: Shared;
   usage: Usage;
+  failure?: SIEError;
 }
 
 /** Builder of parts from the items of a list. */
@@ -74,7 +78,7 @@ export class PartSender {
   /** `slotsField`: name of the reply's field that has one map for each item. `fixedFields`: other fields of each body. */
   constructor(
     verb: string,
-    model: string,
+    private readonly model: string,
     private readonly slotsField: string,
     private readonly fixedFields: Record<string, unknown>,
     private readonly session: Session,
@@ -100,8 +104,7 @@ export class PartSender {
     ).catch((error: unknown) => {
       throw error instanceof SIEError ? shiftPositions(error, start) : error;
     });
-    this.doneItems += count;
-    onProgress?.({ done: this.doneItems, total: this.total });
+    this.addDone(count);
     const requestId = answer.headers.get("x-sie-request-id") ?? "";
     return readBody(answer, (bytes) => {
       const body = unpackMetadata(decode(bytes));
@@ -111,6 +114,33 @@ export class PartSender {
       }
       return { start, slots, body, shared: readShared(body, requestId), usage: readUsage(body["usage"]) };
     });
+  }
+
+  /** Send one of several parts. If all of its items failed, return a reply with their errors: items of other parts may succeed. */
+  async sendOneOfSeveral(part: Part, byPlace = false, session = this.session): Promise<PartReply> {
+    const { start, items } = part;
+    try {
+      return await this.sendPart(part, byPlace, session);
+    } catch (failure) {
+      const params = this.fixedFields["params"];
+      const errors: unknown = failure instanceof SIEError && failure.details["errors"];
+      const isOfAll = (list: unknown): list is Record<string, unknown>[] =>
+        Array.isArray(list) && list.length === items.length && list.every((entry, place) => isMap(entry) && entry["index"] === start + place);
+      if (!(failure instanceof SIEError) || !isOfAll(errors) || (isMap(params) && params["on_item_error"] === "fail")) throw failure;
+      this.addDone(items.length);
+      const slots = items.map((item, place) => {
+        const { index: _index, id: _id, ...error } = errors[place]!;
+        const { id, metadata } = isMap(item) ? item : {};
+        return { error, id, metadata, item_id: `${start + place}`, score: null };
+      });
+      const shared = { model: this.model, timing: readTiming(undefined), fingerprint: "", warnings: [], requestId: failure.requestId };
+      return { start, slots, body: {}, shared, usage: readUsage(undefined), failure };
+    }
+  }
+
+  private addDone(count: number): void {
+    this.doneItems += count;
+    this.session.options.onProgress?.({ done: this.doneItems, total: this.total });
   }
 
   private buildRequest(body: unknown, start: number, count: number): Send {
@@ -124,7 +154,10 @@ export class PartSender {
   }
 }
 
-/** Send a list in parts, several at a time. Return the replies in input order. If one part fails, the others are stopped. */
+/**
+ * Send a list in parts, several at a time. Return the replies in input order. Throws if all items failed. If a request
+ * fails for another reason, the others are stopped.
+ */
 export async function sendParts(
   sender: PartSender,
   inputs: readonly Input[],
@@ -151,7 +184,7 @@ export async function sendParts(
     while (next < parts.length) {
       const place = next++;
       const part = parts[place]!;
-      replies[place] = await sender.sendPart(part, byPlace, partSession);
+      replies[place] = await sender.sendOneOfSeveral(part, byPlace, partSession);
       part.items = []; // frees memory: the files of the items are not needed any more
     }
   };
@@ -163,6 +196,7 @@ export async function sendParts(
     signal?.removeEventListener("abort", abort);
     controller.abort(); // after an error, the other parts end too
   }
+  if (replies.every(({ failure }) => failure)) throw replies[0]!.failure;
   return replies;
 }
 

@@ -33,7 +33,7 @@ export async function* stream<R>(
   const inputs: Input[] = []; // inputs of the part that is being filled
   const sendPart = (part: Part) => {
     const partInputs = inputs.splice(0, part.items.length);
-    const results = sender.sendPart(part).then((reply) => readResults(verb, reply, partInputs));
+    const results = sender.sendOneOfSeveral(part).then((reply) => readResults(verb, reply, partInputs));
     results.catch(() => undefined); // the error is thrown when the results of this part are yielded
     inFlight.push(results);
   };

@@ -103,7 +103,7 @@ export async function score(
     );
     scores = scores.map((entry, rank) => ({ ...entry, rank, itemId: resolveId(inputs[Number(entry.itemId)]!, Number(entry.itemId)) }));
   }
-  const last = replies[replies.length - 1]!;
+  const last = replies.filter(({ failure }) => !failure).pop()!;
   const queryId = last.body["query_id"];
   return { ...last.shared, queryId: typeof queryId === "string" ? queryId : null, scores, usage: sumUsage(replies) };
 }

@@ -4,7 +4,7 @@ import {
   type ClientOptions, ContentConflictError, InvalidInputError, ModelNotFoundError, NotFoundError, ServerError,
   SIEAbortError, SIEClient, SIEConnectionError, restore, SIEError, type StandardSchema,
 } from "../src/index.js";
-import { encode } from "../src/msgpack.js";
+import { decode, encode } from "../src/msgpack.js";
 
 const MINI = "test/mini";
 const TEXTS = ["a cat", "a longer text about kittens and other small animals", "a tax form"];
@@ -290,6 +290,32 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       const other = new SIEClient({ ...options, fetch: fetchAfterRefusals });
       equal((await other.encode(MINI, "a")).model, MINI);
       equal(calls, 3);
+    },
+
+    async "a part of which all items fail leaves the results of the other parts"() {
+      const fault = { code: "INVALID_INPUT", message: "too long" };
+      const usage = { prompt_tokens: 1, total_tokens: 1 };
+      const fakeFetch = async (_: string, init: RequestInit): Promise<Response> => {
+        const { items } = decode(init.body as Uint8Array) as { items: { text?: string }[] };
+        const isLong = items.every((item) => (typeof item === "string" ? item : item.text) === "long");
+        if (isLong) return Response.json({ error: fault, errors: items.map((_, index) => ({ index, ...fault })) }, { status: 400 });
+        const slots = items.map((_, index) => ({ score: 0.5, item_id: (items[index] as { id?: string }).id, rank: index, usage }));
+        return new Response(encode({ model: "m", query_id: "q", timing: {}, usage, items: slots, scores: slots }));
+      };
+      const other = new SIEClient({ ...options, fetch: fakeFetch, partTokens: 1, concurrency: 1 });
+      const items = [{ id: "x", text: "long", metadata: { n: 1 } }, "short"];
+      const results = await other.extract("m", items);
+      equal(results.map(({ error }) => error?.code ?? ""), ["INVALID_INPUT", ""]);
+      equal([results[0]!.id, results[0]!.metadata, results[0]!.entities], ["x", { n: 1 }, []]);
+      const scored = await other.score("m", "q", items);
+      equal(scored.scores.map(({ itemId, score }) => [itemId, score]), [["item-1", 0.5], ["x", null]]);
+      equal(scored.queryId, "q");
+      const streamed = [];
+      for await (const { error } of other.extractStream("m", ["long", "short", "long"])) streamed.push(error?.code ?? "");
+      equal(streamed, ["INVALID_INPUT", "", "INVALID_INPUT"]);
+      for (const [list, params] of [[["long", "long"], {}], [items, { on_item_error: "fail" }]] as const) {
+        check((await catchError(other.extract("m", [...list], { params }))) instanceof InvalidInputError, "a failed list");
+      }
     },
 
     async "a part that fails ends the requests of the other parts"() {
