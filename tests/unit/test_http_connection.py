@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import struct
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -20,6 +21,7 @@ from sie_runtime.http import protocol
 from sie_runtime.http.asgi import Receive, Scope, Send, headers_of, reply
 from sie_runtime.http.protocol import MAX_HEAD_BYTES, MAX_PIPELINED, SLICE_BYTES
 from sie_runtime.http.server import HttpServer
+from sie_runtime.http.websocket import WebSocketProtocol
 
 END_S = 30.0
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -436,6 +438,53 @@ def test_a_client_that_is_gone_is_noticed(run: Run, monkeypatch: pytest.MonkeyPa
             await server.entered.wait()
             writer.close()
             await server.gone.wait()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("is_reset", [False, True], ids=["close", "reset"])
+def test_the_request_that_runs_learns_that_its_client_is_gone_if_another_is_pipelined(
+    run: Run, is_reset: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "HALF_CLOSED_S", 0.05)
+
+    async def scenario() -> None:
+        async with serving() as (server, _, writer):
+            writer.write(ask("/slow") + ask("/read"))
+            await server.entered.wait()
+            if is_reset:
+                linger = struct.pack("ii", 1, 0)
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            writer.close()
+            await server.gone.wait()
+
+    run(scenario())
+
+
+def test_a_websocket_begins_only_when_earlier_requests_are_answered(run: Run) -> None:
+    async def scenario() -> None:
+        go_on, kinds = asyncio.Event(), list[str]()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            kinds.append(scope["type"])
+            await go_on.wait()
+            await reply(send, 200, scope["path"].encode())
+
+        http = HttpServer(app, "127.0.0.1", 0, setting="--port", websockets=WebSocketProtocol)
+        await http.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+        key = "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ=="
+        offer = ask("/ws", "connection: Upgrade", "upgrade: websocket", "sec-websocket-version: 13", key)
+        try:
+            async with asyncio.timeout(END_S):
+                writer.write(ask("/first") + offer)
+                await until(lambda: kinds, "the first request runs")
+                go_on.set()
+                assert [(await answer(reader))[1] for _ in range(2)] == [b"/first", b"/ws"]
+            assert kinds == ["http", "http"]
+        finally:
+            writer.close()
+            await http.stop()
 
     run(scenario())
 

@@ -189,7 +189,8 @@ class Protocol(HttpToolsProtocol):
     """
 
     server_state: SharedState
-    cycle: _Cycle
+    cycle: _Cycle  # the newest request
+    _oldest: _Cycle  # the request that is answered now; of pipelined requests the oldest without a whole response
     _in_head = False
     # bytes of the incomplete head after the piece of input in which it began; negative while that piece is parsed
     _head_bytes = 0
@@ -222,6 +223,8 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self.pipeline:  # uvicorn tells only the newest request that its client is gone
+            self._oldest.abandon()
         # uvicorn leaves the keep-alive timer running if the connection is lost with an exception
         self._unset_keepalive_if_required()
         for timer in (self._head_timer, self._body_timer, self._write_timer, self._last_timer):
@@ -332,6 +335,14 @@ class Protocol(HttpToolsProtocol):
             self.cycle.__class__ = _Cycle
             self.cycle.server_state = self.server_state
             self.cycle.transport = self._outlet  # type: ignore[assignment]
+            if not self.pipeline:
+                self._oldest = self.cycle
+
+    def _should_upgrade(self) -> bool:
+        """Return whether a websocket begins. An upgrade that is offered while an earlier request is unanswered is
+        ignored (RFC 9110, 7.8): its response would come before the response of that request.
+        """
+        return (self.cycle is None or self.cycle.response_complete) and super()._should_upgrade()
 
     def on_body(self, body: bytes) -> None:
         self._has_body = True
@@ -350,6 +361,8 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if not self._is_lingering:
+            if self.pipeline:
+                self._oldest = self.pipeline[-1][0]  # type: ignore[assignment]
             super().on_response_complete()
 
     def _head_size(self) -> int:
@@ -456,7 +469,7 @@ class Protocol(HttpToolsProtocol):
         self._head_done()
         cycle.keep_alive = False
         # HTTP/1.0 has no interim responses, with which `_probe` tests the client
-        if cycle.scope["http_version"] == "1.1":
+        if self._oldest.scope["http_version"] == "1.1":
             wait_s = self._begun_s + HALF_CLOSED_S - self.loop.time()
             if wait_s > 0:
                 self._last_timer = self.loop.call_later(wait_s, self._probe, MIN_ASK_S)
@@ -468,10 +481,10 @@ class Protocol(HttpToolsProtocol):
         """Send one interim response to a half-closed client, then look for a reset after growing pauses. If the client
         is gone, its host answers with a reset.
         """
-        if self.transport.is_closing() or self.cycle.response_started:
+        if self.transport.is_closing() or self._oldest.response_started:
             return
         descriptor: int = self.transport.get_extra_info("socket").fileno()
-        if not self._is_asked and not self.pipeline and not self.transport.get_write_buffer_size():
+        if not self._is_asked and not self.transport.get_write_buffer_size():
             with contextlib.suppress(OSError):  # a broken connection is noticed by the poll below
                 # written directly to the socket, because the transport of asyncio would write later
                 os.write(descriptor, b"HTTP/1.1 100 Continue\r\n\r\n")
