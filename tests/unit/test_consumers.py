@@ -14,7 +14,7 @@ from inprocess import settings_of, until
 
 from sie_broker import Broker, BrokerError, ConsumerState, Delivery
 from sie_broker.memory import MemoryBroker, MemoryServer
-from sie_contracts.errors import QueueFull
+from sie_contracts.errors import PoolNotFound, QueueFull
 from sie_contracts.settings import SettingError
 from sie_contracts.wire import topology
 from sie_contracts.wire.topology import StreamSpec
@@ -391,3 +391,22 @@ async def test_a_broker_whose_messages_are_too_small_is_refused_with_the_number_
     with pytest.raises(SettingError, match=r"max_payload of 32768 bytes is too small.*65536"):
         work_queue(MemoryServer(max_payload=32768).connect("gateway"))
     assert work_queue(MemoryServer(max_payload=65536).connect("gateway")).payload_bytes == 65536 - 16384
+
+
+async def test_a_reservation_that_ends_during_its_first_publish_is_told_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pool is forgotten after its stream was made, and before the first message."""
+    queue = work_queue(MemoryServer().connect("gateway"))
+    forgotten: list[asyncio.Task[None]] = []
+    start = life.StreamConsumers.start
+
+    async def ends_meanwhile(stream: life.StreamConsumers) -> None:
+        await start(stream)
+        forgotten.append(asyncio.create_task(queue.forget_pool("fresh")))
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(life.StreamConsumers, "start", ends_meanwhile)
+    with pytest.raises(PoolNotFound):
+        await queue.publish(topology.Lane("fresh", "cpu", "default"), [item("toy/a", "0")], time.perf_counter() + 5.0)
+    assert not queue.consumers.follows("fresh")

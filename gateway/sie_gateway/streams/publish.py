@@ -299,9 +299,15 @@ class WorkConsumers:
         return self._streams[pool]
 
     def route(self, lane: Lane, priority: str, model: str, deadline_s: float) -> WorkRoute:
-        """Return the route for a request's work. Raises KeyError if `follow` was not called for the pool."""
+        """Return the route for a request's work. Raises PoolNotFound for a removed pool."""
         own, shared = _routes(lane, priority, model, self._ack_wait_s)
-        return self._streams[lane.pool].route(own, shared, deadline_s)
+        return self._of(lane.pool).route(own, shared, deadline_s)
+
+    def _of(self, pool: str) -> StreamConsumers:
+        stream = self._streams.get(pool)
+        if stream is None:
+            raise PoolNotFound("the reservation whose pool this request uses has ended")
+        return stream
 
     def follows(self, pool: str) -> bool:
         return pool in self._streams
@@ -317,10 +323,7 @@ class WorkConsumers:
 
     async def ensure(self, pool: str, spec: ConsumerSpec) -> None:
         """Create or check the consumer. Raises PoolNotFound for a removed pool, TopologyMismatch, BrokerError."""
-        stream = self._streams.get(pool)
-        if stream is None:
-            raise PoolNotFound("the reservation whose pool this request uses has ended")
-        await stream.ensure(spec)
+        await self._of(pool).ensure(spec)
 
     def stream_recreated(self, pool: str) -> None:
         """Check every consumer of a pool again at its next use: its stream was created again, without consumers."""
