@@ -21,12 +21,15 @@ from fake_adapter import ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, SidecarProcess, until, until_told
 
 from sie_broker import Write
+from sie_broker.memory import MemoryServer
+from sie_broker.record import Record, RecordBucket
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import SettingError
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.records import RemoteUsage, decode_remote
 from sie_gateway.remotes import proof as proofs
 from sie_gateway.remotes import remotes as module
+from sie_gateway.remotes.budget import BudgetUsed, MonthlyBudget
 from sie_gateway.remotes.client import RemoteClient, RemoteFailed
 from sie_gateway.remotes.configuration import RemoteServer, read_remotes
 from sie_gateway.remotes.proof import BOUNDS, Deviates, ProbeAgreement, Prompt, Reference
@@ -403,6 +406,32 @@ async def test_the_monthly_budget_is_counted_in_the_broker_and_not_exceeded(star
     assert await fallback.gateway.metric("sie_gateway_remote_requests_total", result="budget") == 1
     await bucket.write([Write("budget.spare", messages.encode(RemoteUsage("2020-01", 999_999)), None)])
     assert (await fallback.gateway.encode("a text")).headers["x-sie-served-by"] == "spare"
+
+
+async def test_a_correction_after_the_end_of_the_month_changes_no_charge_of_the_next_month() -> None:
+    broker, now_s = MemoryServer().connect("gateway"), [1_700_000_000.0]
+    record: Record[Any] = Record(RecordBucket(broker, topology.REMOTES_BUCKET), module._decode, lambda *_: None)
+    budget = MonthlyBudget(record, "spare", 1000, lambda: now_s[0])
+    before = await budget.spend(100)
+    now_s[0] += 31 * 86_400
+    month = await budget.spend(60)
+    await budget.correct(-50, before)
+    with pytest.raises(BudgetUsed, match=f"60 of 1000 tokens of {month}"):
+        await budget.spend(941)
+    await budget.correct(-50, month)
+    await budget.spend(941)
+    await broker.close()
+
+
+async def test_an_answer_waits_for_the_correction_no_longer_than_its_budget(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fallback = await proven(start)
+    monkeypatch.setattr(MonthlyBudget, "correct", lambda *_: asyncio.sleep(30))
+    began_s = time.perf_counter()
+    answer = await fallback.gateway.encode("a text", x_sie_timeout_ms="1000")
+    assert answer.headers["x-sie-served-by"] == "spare"
+    assert time.perf_counter() - began_s < module.BROKER_S
 
 
 @pytest.mark.parametrize("reported", [-1, 0, 1])

@@ -29,8 +29,8 @@ class MonthlyBudget:
         self._monthly_tokens = monthly_tokens
         self._now_s = now_s
 
-    async def spend(self, tokens: int) -> None:
-        """Charge the tokens of a request or a probe. Raises BudgetUsed, BrokerError."""
+    async def spend(self, tokens: int) -> str:
+        """Charge the tokens of a request or a probe, and return the charged month. Raises BudgetUsed, BrokerError."""
 
         def charged(before: Stored | None) -> RemoteUsage:
             usage = self._current(before)
@@ -38,13 +38,19 @@ class MonthlyBudget:
                 raise BudgetUsed(f"{usage.tokens} of {self._monthly_tokens} tokens of {usage.month} are used")
             return RemoteUsage(usage.month, usage.tokens + tokens)
 
-        await self._record.change(self._key, charged)
+        stored = await self._record.change(self._key, charged)
+        assert isinstance(stored, RemoteUsage), "`charged` returns nothing else"
+        return stored.month
 
-    async def correct(self, difference: int) -> None:
-        """Correct the charge of a request. `difference`: tokens that it used, minus its charge. Raises BrokerError."""
+    async def correct(self, difference: int, month: str) -> None:
+        """Correct the charge of a request, unless its month has ended. `difference`: tokens that it used, minus its
+        charge. `month`: see `spend`. Raises BrokerError.
+        """
 
-        def corrected(before: Stored | None) -> RemoteUsage:
+        def corrected(before: Stored | None) -> RemoteUsage | None:
             usage = self._current(before)
+            if usage.month != month:
+                return None
             return RemoteUsage(usage.month, max(0, usage.tokens + difference))
 
         await self._record.change(self._key, corrected)

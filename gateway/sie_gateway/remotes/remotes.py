@@ -193,7 +193,7 @@ class Remotes:
             call.charge.spend(sum(costs))
         try:
             async with asyncio.timeout(min(BROKER_S, left_s)):
-                await remote.budget.spend(sum(costs))
+                month = await remote.budget.spend(sum(costs))
         except BudgetUsed as used:
             self._count(remote, "budget")
             remote.shortage.met(used)
@@ -222,7 +222,7 @@ class Remotes:
         # a text has at most one token for each byte: a server cannot make a key pay for more
         most = sum(sizes) + proofs.SPECIAL_TOKENS * len(sizes)
         tokens = sum(costs) if used_tokens is None else min(used_tokens, most)
-        await self._correct(remote, tokens - sum(costs))
+        await self._correct(remote, tokens - sum(costs), month, call.received_s + call.budget_s - time.perf_counter())
         self._count(remote, "served")
         self._metrics.remote_tokens.labels(remote.server.name).inc(tokens)
         elapsed_ms = (time.perf_counter() - began_s) * 1000
@@ -232,12 +232,12 @@ class Remotes:
         self._metrics.used(call.grant.name, tokens, 0.0)
         return finished
 
-    async def _correct(self, remote: Remote, difference: int) -> None:
+    async def _correct(self, remote: Remote, difference: int, month: str, left_s: float) -> None:
         if not difference:  # saves a read at the broker before the reply
             return
         try:
-            async with asyncio.timeout(BROKER_S):
-                await remote.budget.correct(difference)
+            async with asyncio.timeout(min(BROKER_S, left_s)):
+                await remote.budget.correct(difference, month)
         except (BrokerError, TimeoutError) as error:  # the estimated charge stays
             _logger.warning("the tokens of remote %s could not be corrected: %s", remote.server.name, error)
 
