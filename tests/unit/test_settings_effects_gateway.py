@@ -177,6 +177,19 @@ async def test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs(cl
     assert len(adapter.batches) == 1
 
 
+async def test_the_budget_of_a_request_begins_with_its_first_byte_also_for_the_body(cluster: InProcess) -> None:
+    """The head takes most of the budget, and the body never ends."""
+    gateway = await cluster.gateway()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+    began_s = time.perf_counter()
+    writer.write(b"POST /v1/encode/toy/one HTTP/1.1\r\nhost: localhost\r\nx-sie-timeout-ms: 1000\r\n")
+    await asyncio.sleep(0.9)
+    writer.write(b"content-length: 100\r\n\r\n{")
+    assert b" 504 " in await reader.readuntil(b"\r\n")
+    assert time.perf_counter() - began_s < 1.7
+    writer.close()
+
+
 @pytest.mark.parametrize(
     ("gateways", "variable", "messages_each"),
     [

@@ -191,7 +191,7 @@ class Inference:
             call.resolved = self.resolve(call.model, call, CAN.get(route.endpoint, any_model))
 
     async def _answer(self, call: Call, route: InferenceRoute, read: Callable[[], Awaitable[bytes]]) -> EncodedReply:
-        raw = call.body = await _within(read, call.budget_s)
+        raw = call.body = await _body_of(call, read)
         if self.away.count and (detached := self.away.find(call, raw)) is not None:
             return await detached.join(call, call.received_s + call.budget_s - time.perf_counter())
         task = asyncio.current_task()
@@ -457,12 +457,14 @@ def _check_headers(headers: Mapping[str, str]) -> None:
             raise InvalidInput.at(name, f"expected {' or '.join(values)}")
 
 
-async def _within(read: Callable[[], Awaitable[bytes]], budget_s: float) -> bytes:
+async def _body_of(call: Call, read: Callable[[], Awaitable[bytes]]) -> bytes:
+    left_s = call.received_s + call.budget_s - time.perf_counter()
     try:
-        async with asyncio.timeout(budget_s):
+        async with asyncio.timeout(left_s):
             return await read()
     except TimeoutError as error:
-        raise GatewayTimeout(f"the body was not complete within the budget of {budget_s:g} s", param="body") from error
+        message = f"the body was not complete within the budget of {call.budget_s:g} s"
+        raise GatewayTimeout(message, param="body") from error
 
 
 Handler = Callable[[Inference, Call, bytes], Awaitable[EncodedReply]]
