@@ -26,7 +26,7 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Grant
 from sie_gateway.inference import chunk, shadow
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, InferRequest, route_key
+from sie_gateway.inference.call import Call, EntryChanged, InferRequest, route_key
 from sie_gateway.inference.results import PlannedRequest, RequestResult
 from sie_gateway.inference.shadow import Shadows, cosines, rank_agreement
 from sie_gateway.metrics import Metrics
@@ -291,7 +291,7 @@ class Harness:
         self.workers = [_beat(("toy/one", "loaded"), slots=2)]
         self.wait_s: float | None = 0.0
         self.waits: Priority = "bulk"
-        self.answer: SIEError | RequestResult = finished("toy/two")
+        self.answer: SIEError | EntryChanged | RequestResult = finished("toy/two")
         self.ran: list[tuple[Call, InferRequest]] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -314,7 +314,7 @@ class Harness:
     async def run(self, call: Call, request: InferRequest) -> RequestResult:
         self.ran.append((call, request))
         await self.gate.wait()
-        if isinstance(self.answer, SIEError):
+        if isinstance(self.answer, SIEError | EntryChanged):
             raise self.answer
         return self.answer
 
@@ -416,18 +416,34 @@ async def test_one_copy_opens_a_cold_model() -> None:
     [
         (ModelLoadFailed("x"), "failed", shadow.PAUSE_S),
         (ModelLoading("x"), "cold", shadow.SHORT_PAUSE_S),
+        (EntryChanged(CATALOGUE.entries["toy/two"]), "failed", shadow.SHORT_PAUSE_S),
         (InvalidInput("x"), "unsuited", 0.0),
         (finished("toy/two", values=(ErrorInfo("INFERENCE_ERROR", "x"),) * 2), "failed", shadow.PAUSE_S),
         (finished("toy/two", values=(VECTOR, ErrorInfo("INFERENCE_ERROR", "x"))), "done", 0.0),
     ],
 )
-async def test_after_a_failure_there_is_a_pause(answer: SIEError | RequestResult, counted: str, pause_s: float) -> None:
+async def test_after_a_failure_there_is_a_pause(
+    answer: SIEError | EntryChanged | RequestResult, counted: str, pause_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
     harness = Harness()
     harness.answer = answer
     assert await harness.after() == {counted: 1}
     assert ("paused" in await harness.after()) is bool(pause_s)
     harness.now_s += pause_s
     assert (await harness.after())[counted] == (2 if pause_s else 3)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_late_copy_to_the_shadow_before_changes_no_figures_of_the_new_one() -> None:
+    harness = Harness()
+    harness.gate.clear()
+    await harness.after(settle=False)
+    await until(lambda: harness.ran, "a copy to toy/two")
+    figures = harness.shadows.figures("search", "toy/three")
+    figures.copies["done"] = 5
+    harness.gate.set()
+    await until(lambda: not harness.shadows._tasks, "the copy to end")
+    assert harness.shadows.figures("search", "toy/three").copies == {"done": 5}
 
 
 async def test_what_is_not_copied() -> None:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sie_contracts.errors import InvalidInput, ModelLoading, PayloadTooLarge, SIEError
+from sie_contracts.errors import CONFIG_CHANGED, InvalidInput, ModelLoading, PayloadTooLarge, SIEError
 from sie_contracts.models.aliases import Alias
 from sie_contracts.models.catalogue import Catalogue, Resolved
 from sie_contracts.wire.heartbeats import Heartbeat
@@ -32,7 +32,7 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.grant import Grant
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.inference.call import Call, InferRequest
+from sie_gateway.inference.call import Call, EntryChanged, InferRequest
 from sie_gateway.inference.reply import array_of
 from sie_gateway.inference.results import RequestResult
 from sie_gateway.metrics import Metrics
@@ -152,23 +152,26 @@ class Shadows:
         self._met[alias.id] = before + 1
         due, was_due = (math.floor(alias.shadow.share * count + _ROUNDING) for count in (before + 1, before))
         if due > was_due:
-            self._copy(call, request, finished, alias, alias.shadow.model)
+            self._copy(call, request, finished, alias, self.figures(alias.id, alias.shadow.model))
 
-    def _copy(self, call: Call, request: InferRequest, finished: RequestResult, alias: Alias, model: str) -> None:
+    def _copy(
+        self, call: Call, request: InferRequest, finished: RequestResult, alias: Alias, figures: ShadowStatistics
+    ) -> None:
+        """Start a copy. It keeps its `figures`: after a change of the shadow, it counts nothing for the new model."""
         try:
-            resolved = self._catalogue().resolve(model, follow=False)
+            resolved = self._catalogue().resolve(figures.model, follow=False)
             pool = finished.request.lane.pool
             lane = self._fleet.lane(resolved, pool=pool, machine_profile="", known_pools=(pool,))
         except SIEError:
             # the model was removed, or no lane of this pool serves it: every copy fails until that changes
-            self._count(alias, model, "unsuited")
+            self._count(alias, figures, "unsuited")
             return
         if request.operation not in resolved.entry.tasks or resolved.canonical == finished.request.resolved.canonical:
-            self._count(alias, model, "unsuited")
+            self._count(alias, figures, "unsuited")
             return
         refused = "large" if _is_large(call, request, finished) else self._refused(finished, resolved, lane)
         if refused is not None:
-            self._count(alias, model, refused)
+            self._count(alias, figures, refused)
             return
         if not self._fleet.hosts(lane, resolved.residency):
             self._opening.add(resolved.residency)
@@ -178,7 +181,7 @@ class Shadows:
         own = Call(uuid7(), self._clock(), headers, grant=Grant(KEY, name=KEY), budget_s=BUDGET_S)
         copied = replace(request, resolved=resolved, items=request.items[:MAX_ITEMS], priority="bulk")
         task = asyncio.get_running_loop().create_task(
-            self._measured(own, copied, finished, alias, model), name="shadow"
+            self._measured(own, copied, finished, alias, figures), name="shadow"
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -202,7 +205,7 @@ class Shadows:
         return any(each_s is None or each_s > LOADED_S for each_s in waits_s)
 
     async def _measured(
-        self, call: Call, request: InferRequest, finished: RequestResult, alias: Alias, model: str
+        self, call: Call, request: InferRequest, finished: RequestResult, alias: Alias, figures: ShadowStatistics
     ) -> None:
         """Run a copy and measure it. The method catches and records every error."""
         canonical = request.resolved.canonical
@@ -212,31 +215,33 @@ class Shadows:
             first = copied.outcomes[0][1]
             if all(isinstance(outcome, Failed) for _, outcome in copied.outcomes) and isinstance(first, Failed):
                 raise SIEError.from_info(first.error)
-            self._compare(finished, copied, alias, model)
+            self._compare(finished, copied, alias, figures)
             result = "done"
         except (InvalidInput, PayloadTooLarge):  # the second model does not support this request
             result = "unsuited"
         except SIEError as error:
             result = "cold" if isinstance(error, ModelLoading) else "failed"
             self._pause(alias, canonical, error.code, SHORT_PAUSE_S if error.retryable else PAUSE_S)
+        except EntryChanged:  # a copy is not started again
+            self._pause(alias, canonical, CONFIG_CHANGED, SHORT_PAUSE_S)
         except Exception as error:  # outermost handler of the task; no client waits for it
             _logger.exception("a copy of a request of alias %s to model %s failed", alias.id, canonical)
             self._pause(alias, canonical, type(error).__name__, PAUSE_S)
         finally:
             self._opening.discard(request.resolved.residency)
-            self._count(alias, model, result)
+            self._count(alias, figures, result)
 
     def _pause(self, alias: Alias, canonical: str, why: str, pause_s: float) -> None:
         self._paused_s = {name: until_s for name, until_s in self._paused_s.items() if until_s > self._clock()}
         self._paused_s[canonical] = self._clock() + pause_s
         _logger.warning("%s gets no copies of requests of the alias %s for %g s: %s", canonical, alias.id, pause_s, why)
 
-    def _count(self, alias: Alias, model: str, result: Result) -> None:
-        self._metrics.shadows.labels(alias.id, model, result).inc()
-        self.figures(alias.id, model).copies[result] += 1
+    def _count(self, alias: Alias, figures: ShadowStatistics, result: Result) -> None:
+        self._metrics.shadows.labels(alias.id, figures.model, result).inc()
+        figures.copies[result] += 1
 
-    def _compare(self, finished: RequestResult, copied: RequestResult, alias: Alias, model: str) -> None:
-        names, figures = (alias.id, model), self.figures(alias.id, model)
+    def _compare(self, finished: RequestResult, copied: RequestResult, alias: Alias, figures: ShadowStatistics) -> None:
+        names = alias.id, figures.model
         for side, values, mean in (
             ("served", finished, figures.served_ms),
             ("shadow", copied, figures.shadow_ms),
