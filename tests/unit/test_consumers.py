@@ -18,6 +18,7 @@ from sie_contracts.errors import PoolNotFound, QueueFull
 from sie_contracts.settings import SettingError
 from sie_contracts.wire import topology
 from sie_contracts.wire.topology import StreamSpec
+from sie_gateway.metrics import Metrics
 from sie_gateway.streams import publish as life
 from sie_gateway.streams.publish import Rest, WorkConsumers, given_up, rests
 from sie_runtime import failpoints
@@ -410,3 +411,19 @@ async def test_a_reservation_that_ends_during_its_first_publish_is_told_as_such(
     with pytest.raises(PoolNotFound):
         await queue.publish(topology.Lane("fresh", "cpu", "default"), [item("toy/a", "0")], time.perf_counter() + 5.0)
     assert not queue.consumers.follows("fresh")
+
+
+async def test_work_for_a_reservation_that_has_ended_is_refused_before_a_host_is_requested() -> None:
+    noted: list[topology.Lane] = []
+    broker = MemoryServer().connect("gateway")
+    queue = life.WorkQueue(
+        broker,
+        settings_of(),
+        Metrics(),
+        lambda pool: None,
+        on_publish=lambda lane, items: noted.append(lane),
+        serves=lambda pool: False,
+    )
+    with pytest.raises(PoolNotFound):
+        await queue.publish(topology.Lane("ended", "cpu", "default"), [item("toy/a", "0")], time.perf_counter() + 5.0)
+    assert noted == []

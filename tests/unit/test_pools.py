@@ -15,7 +15,7 @@ import pytest
 from fake_adapter import toy_entry
 from hypothesis import given
 from hypothesis import strategies as st
-from inprocess import GatewayProcess, InProcess, SidecarProcess, Source, until, until_told
+from inprocess import GatewayProcess, InProcess, SidecarProcess, Source, unchanged_inference_of, until, until_told
 
 from sie_broker import Write
 from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbidden, SIEError
@@ -26,6 +26,7 @@ from sie_contracts.wire.records import Reservation, ReservationSpec
 from sie_gateway.fleet import pool_reconciler
 from sie_gateway.fleet.assignments import AssignableWorker, assign, is_held_back, is_met, lacking, requested_workers
 from sie_gateway.fleet.placement import Placer
+from sie_gateway.fleet.pool_reconciler import PoolReconciler
 from sie_gateway.fleet.pool_rules import HELD_BACK, MAX_RESERVATIONS, TOO_FEW
 from sie_gateway.operations.pools import parse_spec
 from sie_gateway.streams.publish import work_spec
@@ -320,6 +321,12 @@ def placers() -> list[Placer]:
     return [task.get_coro().cr_frame.f_locals["self"] for task in tasks]  # type: ignore[union-attr]
 
 
+def keepers() -> list[PoolReconciler]:
+    """Return what reconciles the reservations in each gateway of this process, by their tasks."""
+    tasks = [task for task in asyncio.all_tasks() if task.get_name() == "pools"]
+    return [task.get_coro().cr_frame.f_locals["self"] for task in tasks]  # type: ignore[union-attr]
+
+
 def code(answer: httpx.Response) -> tuple[int, str]:
     body = answer.json()
     assert body["detail"]["message"] == body["error"]["message"]  # the Python client reads the message there
@@ -506,6 +513,28 @@ async def test_an_end_fails_what_waits_and_leaves_nothing_behind(town: Town) -> 
         lambda: not any(lane.pool == "team" for names in lane_names for lane in names), "its lanes are forgotten"
     )
     assert (await two.client.post("/v1/pools", json={"name": "team", "gpus": {"l4": 1}})).status_code == 201
+
+
+async def test_a_reservation_that_ends_before_a_gateway_looks_at_it_is_forgotten_there(town: Town) -> None:
+    await town.gateways[0].client.post("/v1/pools", json={**SPEC, "name": "first"})
+    await until(lambda: [keeper for keeper in keepers() if keeper._is_leader], "a leader")
+    (follower,) = (keeper for keeper in keepers() if not keeper._is_leader)
+    (gateway,) = (one for one in town.gateways if unchanged_inference_of(one)._pools is follower._record)
+    stands, looks, step = asyncio.Event(), asyncio.Event(), follower.step
+
+    async def late() -> None:
+        stands.set()
+        await looks.wait()
+        await step()
+
+    follower.step = late  # type: ignore[method-assign]
+    await stands.wait()
+    assert (await gateway.client.post("/v1/pools", json=SPEC)).status_code == 201
+    assert follower._queue.consumers.follows("team")
+    assert (await gateway.client.delete("/v1/pools/team")).status_code == 200
+    looks.set()
+    await until(lambda: not follower._queue.consumers.follows("team"), "it is forgotten")
+    assert follower._queue.consumers.follows("first")
 
 
 async def test_the_last_worker_that_serves_everybody_stays_for_everybody(town: Town) -> None:

@@ -95,7 +95,9 @@ class PoolReconciler:
         """Update the streams, leases and assignments of all reservations once. Raises BrokerError."""
         live = self._record.live()
         self._metrics.active_lease_gpus.set(sum(sum(reservation.spec.gpus.values()) for reservation in live.values()))
-        for name in sorted(self._known - live.keys()):
+        # a reservation that began and ended between two steps was never known here, but its stream may be followed
+        known = self._known.union(self._queue.consumers.pools) - self._record.own
+        for name in sorted(known - live.keys()):
             self._on_gone(name)
             await self._queue.forget_pool(name)
         self._known = frozenset(live)

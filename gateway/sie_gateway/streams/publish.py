@@ -24,7 +24,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sie_broker import (
@@ -309,6 +309,10 @@ class WorkConsumers:
             raise PoolNotFound("the reservation whose pool this request uses has ended")
         return stream
 
+    @property
+    def pools(self) -> Collection[str]:
+        return self._streams.keys()
+
     def follows(self, pool: str) -> bool:
         return pool in self._streams
 
@@ -543,6 +547,7 @@ class WorkQueue:
         QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
         """
         first = items[0]
+        self._require(lane.pool)  # nothing may be noted of an ended reservation: it would never be forgotten
         self._on_publish(lane, items)
         started_s = time.perf_counter()
         if not self.consumers.follows(lane.pool):
