@@ -272,9 +272,10 @@ async def test_a_remote_server_that_dies_is_out_within_two_requests_and_comes_ba
     for _ in range(2):
         assert (await fallback.gateway.encode("a text")).status_code == 503
     assert await fallback.gateway.metric("sie_gateway_remote_ready", remote="spare") == 0
-    assert await fallback.gateway.metric("sie_gateway_remote_requests_total", result="failed") == 2
+    failed = await fallback.gateway.metric("sie_gateway_remote_requests_total", result="failed")
+    assert failed in (1, 2)  # a probe that fails between the two requests ends the proof as well
     await fallback.gateway.encode("a text")
-    assert await fallback.gateway.metric("sie_gateway_remote_requests_total", result="failed") == 2
+    assert await fallback.gateway.metric("sie_gateway_remote_requests_total", result="failed") == failed
     await fallback.relay.start()
     await fallback.ready()
     assert (await fallback.gateway.encode("a text")).headers["x-sie-served-by"] == "spare"
