@@ -519,7 +519,7 @@ async def test_a_reservation_that_ends_before_a_gateway_looks_at_it_is_forgotten
     await town.gateways[0].client.post("/v1/pools", json={**SPEC, "name": "first"})
     await until(lambda: [keeper for keeper in keepers() if keeper._is_leader], "a leader")
     (follower,) = (keeper for keeper in keepers() if not keeper._is_leader)
-    (gateway,) = (one for one in town.gateways if unchanged_inference_of(one)._pools is follower._record)
+    (gateway,) = (g for g in town.gateways if unchanged_inference_of(g)._pools is follower._record)
     stands, looks, step = asyncio.Event(), asyncio.Event(), follower.step
 
     async def late() -> None:

@@ -96,8 +96,8 @@ class PoolReconciler:
         live = self._record.live()
         self._metrics.active_lease_gpus.set(sum(sum(reservation.spec.gpus.values()) for reservation in live.values()))
         # a reservation that began and ended between two steps was never known here, but its stream may be followed
-        known = self._known.union(self._queue.consumers.pools) - self._record.own
-        for name in sorted(known - live.keys()):
+        reservations = self._known.union(self._queue.consumers.pools) - self._record.own
+        for name in sorted(reservations - live.keys()):
             self._on_gone(name)
             await self._queue.forget_pool(name)
         self._known = frozenset(live)

@@ -301,9 +301,9 @@ class WorkConsumers:
     def route(self, lane: Lane, priority: str, model: str, deadline_s: float) -> WorkRoute:
         """Return the route for a request's work. Raises PoolNotFound for a removed pool."""
         own, shared = _routes(lane, priority, model, self._ack_wait_s)
-        return self._of(lane.pool).route(own, shared, deadline_s)
+        return self._stream(lane.pool).route(own, shared, deadline_s)
 
-    def _of(self, pool: str) -> StreamConsumers:
+    def _stream(self, pool: str) -> StreamConsumers:
         stream = self._streams.get(pool)
         if stream is None:
             raise PoolNotFound("the reservation whose pool this request uses has ended")
@@ -327,7 +327,7 @@ class WorkConsumers:
 
     async def ensure(self, pool: str, spec: ConsumerSpec) -> None:
         """Create or check the consumer. Raises PoolNotFound for a removed pool, TopologyMismatch, BrokerError."""
-        await self._of(pool).ensure(spec)
+        await self._stream(pool).ensure(spec)
 
     def stream_recreated(self, pool: str) -> None:
         """Check every consumer of a pool again at its next use: its stream was created again, without consumers."""
