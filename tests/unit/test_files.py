@@ -244,7 +244,7 @@ async def test_without_a_store_the_setting_is_named(cluster: InProcess) -> None:
 # limits
 
 
-async def test_a_file_that_is_too_long_is_refused_by_counting(cluster: InProcess, tmp_path: Path) -> None:
+async def test_an_upload_that_is_too_long_is_refused_and_an_output_is_not(cluster: InProcess, tmp_path: Path) -> None:
     store = await store_of(cluster, tmp_path / "store", max_bytes=1000)
 
     async def data(count: int) -> AsyncIterator[bytes]:
@@ -256,6 +256,9 @@ async def test_a_file_that_is_too_long_is_refused_by_counting(cluster: InProcess
         await store.receive("one", data(11), about)
     assert caught.value.extras["limit"] == 1000
     assert len(objects(tmp_path)) == len(records(cluster.server)) == 1
+    # an output is longer than its input: the answers of a batch would be lost
+    output = await store.create("one", "out.jsonl", "batch_output", data(11), file=new_id())
+    assert (output.bytes, output.state) == (1100, "ready")
 
 
 async def test_a_form_that_is_announced_as_too_long_is_refused_before_it_is_read(

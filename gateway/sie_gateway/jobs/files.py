@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import NamedTuple
@@ -162,7 +163,9 @@ class FileStore:
         expires_after_s: float = 0.0,
         file: str,
     ) -> FileRecord:
-        """Store an output as the file `file`. If that file exists, return its record without reading `data`."""
+        """Store an output, of any length, as the file `file`. If that file exists, return its record without reading
+        `data`.
+        """
         self._required()
         with _unavailable():
             existing = await self._records.refresh(file)
@@ -210,7 +213,8 @@ class FileStore:
                 return stands
             try:
                 with _unavailable():
-                    return await self._write(objects, draft, _Read(data, self._max_bytes, grow), about)
+                    limit = self._max_bytes if bounded else math.inf
+                    return await self._write(objects, draft, _Read(data, limit, grow), about)
             except Exception:
                 now = self._records.get(draft.id)
                 if now is None or now == draft:  # otherwise another gateway is writing the file
@@ -316,7 +320,7 @@ class FileStore:
 class _Read:
     """Reader that counts and hashes the bytes of a file, at most `limit`. `grow` gets the count after each piece."""
 
-    def __init__(self, data: AsyncIterator[bytes], limit: int, grow: Callable[[int], None]) -> None:
+    def __init__(self, data: AsyncIterator[bytes], limit: float, grow: Callable[[int], None]) -> None:
         self.size = 0
         self._grow = grow
         self.digest = hashlib.sha256()
