@@ -171,6 +171,15 @@ async def test_every_row_has_its_vector_in_its_place(place: Place) -> None:
     ]
 
 
+async def test_a_completed_output_without_rows_has_a_manifest(place: Place) -> None:
+    (place.folder / "a.jsonl").write_bytes(b"")
+    output = {"url": f"file://{place.folder}/out"}
+    job = (await place.submit({"url": f"file://{place.folder}/a.jsonl", "text": "{t}"}, output=output))["id"]
+    assert (await place.job(job))["counts"]["rows"] == 0
+    manifest = json.loads((place.folder / "out" / "manifest.json").read_text())
+    assert (manifest["job"], manifest["state"], manifest["parts"]) == (job, "completed", [])
+
+
 async def test_a_shard_has_no_more_rows_than_memory_has_room_for_their_answers(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

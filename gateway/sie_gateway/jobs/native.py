@@ -396,8 +396,8 @@ class NativeJob:
             await self._places.sink.close()
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Write the manifest of the shards that exist (see `run.JobWork`)."""
-        if not shards:
+        """Write the manifest of the shards that exist (see `run.JobWork`). A completed output always has one."""
+        if not shards and state != "completed":
             return {}
         plan = await self._workplace.plan()
         whole = await asyncio.to_thread(manifest, job, state, shards, plan.unread if plan else ())
