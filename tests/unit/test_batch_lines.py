@@ -66,6 +66,16 @@ def test_every_request_is_in_one_part_however_the_bytes_come(
     assert list(plan.repeated) == repeated
 
 
+@pytest.mark.parametrize("cuts", [[], [1], [2, 4]])
+def test_a_byte_order_mark_belongs_to_no_line(cuts: list[int]) -> None:
+    text = b"\xef\xbb\xbf" + orjson.dumps(GOOD) + b"\r\n" + orjson.dumps({**GOOD, "custom_id": "b"})
+    (span,) = planned(text, cuts).spans
+    lines = requests_of(text[span.start : span.end], span)
+    assert [read(line, number, "/v1/embeddings", is_repeated=False).custom_id for number, line in lines] == ["a", "b"]
+    with pytest.raises(InvalidInput, match="no lines"):
+        planned(b"\xef\xbb\xbf\n", cuts)
+
+
 def test_a_part_is_bounded_in_lines_and_in_bytes() -> None:
     plan = planned(b"{}\n" * (SHARD_LINES + 1), [])
     assert plan.rows == (SHARD_LINES, 1)

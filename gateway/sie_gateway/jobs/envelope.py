@@ -14,6 +14,7 @@ import orjson
 from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import Plan, RowSpan
 from sie_runtime.http.asgi import uuid7
+from sie_store.datasets.scan import BOM
 from sie_store.datasets.sizes import count_outside
 
 SHARD_LINES = 250
@@ -70,8 +71,8 @@ class BatchCut:
     """Splitter of a file into spans (ranges of lines), one for each shard, while its bytes arrive. It also finds lines
     that repeat the custom_id of an earlier line.
 
-    A line with only white space is no request: it counts for the line number `RowSpan.first`, but not for the number of
-    requests `RowSpan.rows`.
+    A byte order mark at the start of the file is left out. A line with only white space is no request: it counts for
+    the line number `RowSpan.first`, but not for the number of requests `RowSpan.rows`.
     """
 
     def __init__(self, file: str) -> None:
@@ -98,6 +99,8 @@ class BatchCut:
     def _line(self, line: bytes, newline: int) -> None:
         self._lines += 1
         self._end += len(line) + newline
+        if self._lines == 1 and line.startswith(BOM):
+            line, self._start = line.removeprefix(BOM), len(BOM)
         if line.strip():
             self._request(line)
         if self._rows == SHARD_LINES or self._end - self._start >= SHARD_BYTES or self._inputs >= SHARD_INPUTS:
