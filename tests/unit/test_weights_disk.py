@@ -193,6 +193,23 @@ def test_a_limit_below_the_disk_s_counts_the_cache_alone(
             put(sources.cache, "org/large", limit * MIB)
 
 
+def test_a_limit_counts_a_file_once_that_a_fetch_of_further_files_links(
+    cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(folder: Path, progress: FetchProgress) -> Manifest:
+        is_linked = (folder / NAME).exists()
+        progress.expect(SIZE + 1, SIZE if is_linked else 0)
+        hollow(folder / ("more.json" if is_linked else NAME), 1 if is_linked else SIZE)
+        files = {NAME: FileFact(SIZE, "0" * 64)} | ({"more.json": FileFact(1, "0" * 64)} if is_linked else {})
+        return Manifest("org/d", REVISION, files, () if is_linked else ("more.json",))
+
+    with settings_of(cache.folder, disk, monkeypatch, SIE_DISK_CACHE_BYTES=str(500 * MIB)) as sources:
+        for _ in range(2):
+            place = sources.cache.obtain("org/d", REVISION, fetch, "org/d", select=lambda name: True)
+        assert there(cache) == ["org/a", "org/b", "org/c", "org/d"]
+        assert (place / "more.json").exists()
+
+
 def test_without_the_disk_cache_nothing_is_removed(
     cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

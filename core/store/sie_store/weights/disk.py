@@ -47,17 +47,20 @@ def usage(folder: Path, limit_bytes: int | None = None) -> DiskUsage:
     disk = shutil.disk_usage(there)
     if limit_bytes is None:
         return DiskUsage(disk.used, disk.free)
-    used = sum(_size(os.path.join(where, name)) for where, _, names in os.walk(folder) for name in names)
+    sizes = dict(_size(os.path.join(where, name)) for where, _, names in os.walk(folder) for name in names)
+    used = sum(sizes.values())
     return DiskUsage(used, max(0, min(disk.free, limit_bytes - used)))
 
 
-def _size(path: str) -> int:
-    """Return the bytes of a file; 0 for a link, and for a file that was removed meanwhile."""
+def _size(path: str) -> tuple[tuple[int, int], int]:
+    """Return the identity of a file, which all its hard links share, and its bytes: 0 for a symbolic link, and for a
+    file that was removed meanwhile.
+    """
     try:
         status = os.lstat(path)
     except FileNotFoundError:
-        return 0
-    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+        return (0, 0), 0
+    return (status.st_dev, status.st_ino), status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage) -> LocalCache:
