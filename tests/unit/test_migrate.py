@@ -277,6 +277,12 @@ def test_a_corpus_that_cannot_be_read_is_refused(tmp_path: Path, name: str, text
         Corpus.from_source(str(tmp_path / name), text, "", None)
 
 
+@pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/"])
+def test_a_corpus_may_be_a_whole_bucket(url: str) -> None:
+    place = Corpus.from_source(url, "{a}", "", None).place
+    assert (place.is_folder, place.folder) == (True, "")
+
+
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(click.ClickException, match="there is nothing to read"):
         asyncio.run(Corpus.from_source(f"file://{tmp_path}/", "{a}", "", None).digest())

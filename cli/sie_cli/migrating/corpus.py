@@ -64,6 +64,8 @@ class Corpus:
             how = JobInput(url=where, text=text, id=id_column, format=file_format)  # type: ignore[arg-type]
             templates.check(how, "encode")
             folder = where if where.endswith("/") else where.rpartition("/")[0] + "/"
+            if is_url and folder.endswith("//"):  # a whole bucket, which is in no folder
+                folder = where
             return cls(source, how, Place.opened(where, (folder,)))
 
     @property
