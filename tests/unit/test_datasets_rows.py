@@ -674,6 +674,13 @@ async def test_a_value_that_python_lacks_is_an_error_that_names_its_column(
     assert (caught.value.reason, caught.value.param) == ("malformed", "input.url")
 
 
+async def test_times_and_durations_in_nanoseconds_are_read_in_microseconds(tmp_path: Path, place: Place) -> None:
+    columns = {"at": pa.array([1_500], pa.timestamp("ns", "UTC")), "took": pa.array([1_500], pa.duration("ns"))}
+    parquet.write_table(pa.table({"t": ["a"], **columns}), tmp_path / "a.parquet")
+    (row,) = await rows_of(place, JobInput(url="u", text="{t}", keep=("at", "took")))
+    assert msgspec.json.encode(row.copied) == b'{"at":"1970-01-01T00:00:00.000001Z","took":"PT0.000001S"}'
+
+
 async def test_a_value_that_could_not_be_encoded_again_is_a_fault_of_its_row(tmp_path: Path, place: Place) -> None:
     lines = [b'{"t":"a","k":%s}' % (b"[" * depth + b"]" * depth) for depth in (1, 700, 830, 5000)]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))

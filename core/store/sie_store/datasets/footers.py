@@ -232,11 +232,15 @@ def _children(array: Array) -> list[Array]:
 
 
 def _micros(batch: RecordBatch) -> RecordBatch:
-    """Convert times in nanoseconds to microseconds, the finest times that Python has."""
+    """Convert times and durations in nanoseconds to microseconds, the finest ones that Python has."""
     import pyarrow as pa
 
     for at, column in enumerate(batch.schema):
         if pa.types.is_timestamp(column.type) and column.type.unit == "ns":
-            values = batch.column(at).cast(pa.timestamp("us", column.type.tz), safe=False)
-            batch = batch.set_column(at, column.name, values)
+            kind = pa.timestamp("us", column.type.tz)
+        elif pa.types.is_duration(column.type) and column.type.unit == "ns":
+            kind = pa.duration("us")
+        else:
+            continue
+        batch = batch.set_column(at, column.name, batch.column(at).cast(kind, safe=False))
     return batch
