@@ -166,7 +166,7 @@ class Points:
                 self.first, {"text": vector}, sparse_vectors_config={"words": models.SparseVectorParams()}
             )
         else:
-            client.create_collection(self.first, vector)
+            client.create_collection(self.first, vector, on_disk_payload=False)
         client.create_payload_index(self.first, "price", models.PayloadSchemaType.INTEGER)
         self.name()
 

@@ -197,6 +197,7 @@ class Collections:
         self._params[name] = {
             "vectors": shown if isinstance(request.vectors, dict) else shown[""],
             **({"sparse_vectors": {key: {} for key in sparse}} if sparse else {}),
+            "on_disk_payload": request.on_disk_payload is not False,
         }
         (place / "params.json").write_text(json.dumps(self._params[name]))
         return True

@@ -804,12 +804,13 @@ async def test_vectors_of_other_names_are_copied_though_a_page_of_them_is_larger
     assert [point.vector for point in new] == [point.vector for point in old]
 
 
-async def test_the_new_collection_has_the_indexes_of_payloads(points: Points) -> None:
+async def test_the_new_collection_has_the_indexes_and_the_memory_of_payloads(points: Points) -> None:
     migrator = Migrator(opened_live(points.url, "SINK", source(points), QUICK))
     await begun(points, migrator, 10)
     await migrator.live.switch("new")
     client = points.client()
-    assert list(client.get_collection(points.collection).payload_schema) == ["price"]
+    info = client.get_collection(points.collection)
+    assert (list(info.payload_schema), info.config.params.on_disk_payload) == (["price"], False)
     await migrator.live.close()
 
 

@@ -188,7 +188,11 @@ class QdrantLive:
                 vectors = params if layout.vector == "" else {**vectors, layout.vector: params}
             settings = {
                 "vectors": vectors,
-                **{key: config.params[key] for key in ("sparse_vectors", *_PARAMS) if config.params.get(key)},
+                **{
+                    key: config.params[key]
+                    for key in ("sparse_vectors", *_PARAMS)
+                    if config.params.get(key) is not None
+                },
                 **{key: getattr(config, own) for own, key in _CONFIGS.items() if getattr(config, own)},
             }
             await self._server.send("PUT", _path(name), msgspec.json.encode(settings), exists=True)
