@@ -210,6 +210,21 @@ def test_a_limit_counts_a_file_once_that_a_fetch_of_further_files_links(
         assert (place / "more.json").exists()
 
 
+def test_a_rest_of_a_fetch_that_links_a_snapshot_is_no_room(
+    cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = cache.place("org/b", REVISION) / NAME
+    link = file.parents[2] / "partial" / REVISION / NAME
+    link.parent.mkdir(parents=True)
+    os.link(file, link)
+    with (
+        settings_of(cache.folder, disk, monkeypatch, SIE_DISK_CACHE_BYTES=str(460 * MIB)) as sources,
+        pytest.raises(FetchFailed, match="not enough files there may be removed"),
+    ):
+        put(sources.cache, "org/new", 5 * SIZE)
+    assert there(cache) == ["org/a", "org/b", "org/c"]
+
+
 def test_without_the_disk_cache_nothing_is_removed(
     cache: LocalCache, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

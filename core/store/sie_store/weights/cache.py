@@ -293,7 +293,8 @@ class LocalCache:
                 check_names(repository, revision)
                 if not self._is_used(repository, revision):
                     used_s = self.used_s(repository, revision)
-                    going.append(Candidate(repository, revision, used_s, is_partial=True, bytes=_bytes_in(path)))
+                    size = _bytes_in(path, linked=False)  # a link to a file of the snapshot frees nothing
+                    going.append(Candidate(repository, revision, used_s, is_partial=True, bytes=size))
         return sorted(
             going,
             key=lambda candidate: (
@@ -468,9 +469,12 @@ def _note(lock: Lock, fetched: Fetched) -> None:
     )
 
 
-def _bytes_in(folder: Path) -> int:
-    """Return the bytes of all files below a folder. Raises FileNotFoundError if one is removed meanwhile."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def _bytes_in(folder: Path, *, linked: bool = True) -> int:
+    """Return the bytes of all files below a folder; without `linked`, only of those without a further hard link. Raises
+    FileNotFoundError if one is removed meanwhile.
+    """
+    files = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    return sum(file.st_size for file in files if linked or file.st_nlink == 1)
 
 
 def _has_size(path: Path, size: int) -> bool:
