@@ -366,6 +366,27 @@ async def test_a_gateway_runs_so_many_jobs_at_once(cluster: InProcess) -> None:
     assert (await place.job(jobs[1]))["started_at"] >= (await place.job(jobs[0]))["ended_at"]
 
 
+async def test_a_batch_that_expires_before_a_gateway_leads_it_counts_its_requests(cluster: InProcess) -> None:
+    place = await place_of(cluster, SIE_JOBS_AT_ONCE="1")
+    place.adapter.hold_batches = True
+    job = (await place.submit({"file": await place.upload(texts(1)), "text": "{t}"}))["id"]
+    await place.job(job, "running")
+    lines = [{"custom_id": id_, "url": "/v1/embeddings", "body": {"model": MODEL, "input": "x"}} for id_ in "abc"]
+    body = {"input_file_id": await place.upload(lines), "endpoint": "/v1/embeddings", "completion_window": "1s"}
+    batch = (await place.gateway.client.post("/v1/batches", json=body)).json()["id"]
+    await asyncio.sleep(1.1)
+    await place.gateway.client.post(f"/v1/jobs/{job}/cancel")
+
+    async def expired() -> Any:
+        info = (await place.gateway.client.get(f"/v1/batches/{batch}")).json()
+        return info if info["status"] == "expired" else None
+
+    info = await until_told(expired, "the batch is expired")
+    assert info["request_counts"] == {"total": 3, "completed": 0, "failed": 3}
+    failures = (await place.gateway.client.get(f"/v1/files/{info['error_file_id']}/content")).text
+    assert [json.loads(line)["custom_id"] for line in failures.splitlines()] == ["a", "b", "c"]
+
+
 async def test_a_job_that_has_ended_is_forgotten_after_a_time_with_what_it_kept(
     cluster: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -536,7 +536,7 @@ class JobRun:
     async def _completed(self, work: JobWork, state: str, done: dict[int, ShardRecord]) -> dict[str, Any]:
         if self._job.is_planned:
             self._unread = (await work.plan()).unread
-            self._shards = done
+        self._shards = done
         return await work.finish(self._job, state, done)
 
     async def _end(self, state: str, **fields: Any) -> None:
