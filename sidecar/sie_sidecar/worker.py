@@ -245,8 +245,6 @@ class Worker:
     def _on_link(self, link: AdapterLink, connected: bool) -> None:
         if not connected:
             self._metrics.adapter_deaths.inc()
-            if self._links.connected:
-                self._dispatches[link.number].move_away()
         self.source.pulling.refill()
         self.queues.wake()
 

@@ -25,6 +25,7 @@ from sie_sidecar.batching.batch import BatchLimits
 from sie_sidecar.device import link
 from sie_sidecar.intake.intake import batch_parts
 from sie_sidecar.models.devices import CHECKS_BEHIND, DeviceView, SecondCopies, choose
+from sie_sidecar.prepare.prepare import Prepare
 
 GIB = 1 << 30
 EMPTY = DeviceView(connected=True, free_bytes=8 * GIB, usable_bytes=10 * GIB)
@@ -205,6 +206,40 @@ async def test_what_waits_for_a_device_goes_to_another_when_its_adapter_dies(two
         check(await answer, text)
     assert await two.sidecar.metric("sie_adapter_deaths_total") == 1
     assert await two.sidecar.metric("sie_poisoned_inputs_total") == 0
+
+
+async def test_what_waits_for_a_device_goes_to_the_one_whose_adapter_comes_back_first(two: TwoDevices) -> None:
+    await two.second.stop()
+    begun, waiting = await dead_with_work(two)
+    await two.second.start()
+    for text, answer in zip("defgh", waiting, strict=True):
+        check(await answer, text)
+    two.first.hold_batches = False
+    await two.first.start()
+    for text, answer in zip("bc", begun, strict=True):
+        check(await answer, text)
+
+
+async def test_work_that_is_tokenised_while_its_adapter_dies_goes_to_another_device(
+    two: TwoDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await two.answered("a")
+    tokenising, goes_on = asyncio.Event(), asyncio.Event()
+    build_rows = Prepare._build_rows
+
+    async def held(self: Prepare, *arguments: Any) -> None:
+        tokenising.set()
+        await goes_on.wait()
+        await build_rows(self, *arguments)
+
+    monkeypatch.setattr(Prepare, "_build_rows", held)
+    (answer,) = two.ask("b")
+    await tokenising.wait()
+    await two.first.stop()
+    await until(lambda: [beat.ready for beat in two.cluster.beats[-1].devices] == [False, True], "one adapter less")
+    goes_on.set()
+    check(await answer, "b")
+    assert two.second.loads == ["toy/one"]
 
 
 async def test_suspects_run_alone_on_another_device_if_their_adapter_stays_away(

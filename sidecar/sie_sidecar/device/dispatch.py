@@ -445,6 +445,8 @@ class Dispatch:
         device = self._device
         while True:
             device.wake.clear()
+            if not device.link.connected and self._queues.connected:
+                self._move_away()
             action = device.next(more_expected=more_expected())
             if isinstance(action, Batch):
                 self._work.start(self._run(action), "batch")
@@ -590,6 +592,6 @@ class Dispatch:
             device.put(flight, back=True)
             device.wake.set()
 
-    def move_away(self) -> None:
-        """Move the work that waits for this device to other devices, because its adapter is lost."""
+    def _move_away(self) -> None:
+        """Move the work that waits for this device to other devices, because only they have an adapter."""
         self._again(self._device.withdraw_all())
