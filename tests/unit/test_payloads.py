@@ -308,6 +308,34 @@ async def test_fetched_inputs_are_bounded_in_bytes_and_what_fails_holds_nothing(
     assert fetching.held_bytes == 0
 
 
+async def test_small_inputs_do_not_keep_a_large_one_from_memory(tmp_path: Path) -> None:
+    store, now_s = opened(str(tmp_path)), time.monotonic
+    fetching = PayloadFetching(store, now_s, max_bytes=50_000)
+    fetched: list[str] = []
+
+    async def fetch(name: str, size: int) -> InFlight:
+        key = await store.put(messages.encode(Payload((Input("x" * size),))), period=1, timeout_s=10)
+        item = WorkItem(name, 0, "m", "v", "encode", (), RunOptions(), "inbox", 1000, payload=key, count=1)
+        flight = InFlight(None, item, now_s(), now_s() + 10)  # type: ignore[arg-type]
+        await fetching.fetch(flight)
+        fetched.append(name)
+        return flight
+
+    held = [await fetch("first", 20_001), await fetch("second", 20_002)]
+    large = asyncio.create_task(fetch("large", 45_000))
+    await asyncio.sleep(0.1)
+    small = [asyncio.create_task(fetch(f"small {number}", 20_010 + number)) for number in range(4)]
+    await asyncio.sleep(0.1)
+    for flight in held:
+        fetching.let_go(flight)
+        await asyncio.sleep(0.1)
+    assert fetched == ["first", "second", "large"]
+    fetching.let_go(await large)
+    for task in small:
+        fetching.let_go(await task)
+    assert fetching.held_bytes == 0
+
+
 # end to end
 
 

@@ -37,6 +37,7 @@ class PayloadFetching:
         self._clock = clock
         self._max_bytes = max_bytes
         self._freed = asyncio.Event()
+        self._turn = asyncio.Lock()  # held while one input waits for memory: otherwise small ones would overtake it
 
     async def fetch(self, flight: InFlight) -> None:
         """Read the inputs and the query of `flight`. They stay in memory until `let_go`. Raises QueueUnavailable,
@@ -73,15 +74,15 @@ class PayloadFetching:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _reserve_memory(self, flight: InFlight, size: int) -> None:
-        while self.held_bytes and self.held_bytes + size > self._max_bytes:
-            self._freed.clear()
-            try:
-                async with asyncio.timeout(max(0.0, flight.deadline_s - self._clock())):
+        try:
+            async with asyncio.timeout(max(0.0, flight.deadline_s - self._clock())), self._turn:
+                while self.held_bytes and self.held_bytes + size > self._max_bytes:
+                    self._freed.clear()
                     await self._freed.wait()
-            except TimeoutError as error:
-                raise ResourceExhausted(
-                    "the worker's memory for large inputs was in use by other requests until the deadline: try again"
-                ) from error
+        except TimeoutError as error:
+            raise ResourceExhausted(
+                "the worker's memory for large inputs was in use by other requests until the deadline: try again"
+            ) from error
         flight.payload_bytes = size
         self.held_bytes += size
 
