@@ -89,6 +89,7 @@ async def test_a_stream_of_dead_letters_drops_the_oldest_when_it_is_full(broker:
     newest = await broker.first_stored(spec.name, 8)
     assert newest is not None
     assert newest.data.endswith(b"7")
+    assert await broker.subject_counts(spec.name, ">") == {dead_letter_subject("_default"): state.messages}
 
 
 async def test_waiting_and_leased_messages_are_deleted_by_sequence(broker: Broker) -> None:

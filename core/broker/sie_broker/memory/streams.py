@@ -231,7 +231,8 @@ class Stream:
         message = Message(self.last_sequence, subject, data, self.server.wall_clock(), now_s, size)
         self.messages[message.sequence] = message
         self.bytes += size
-        self.counts[subject] = count + 1
+        # read again: messages of this subject may have been removed above
+        self.counts[subject] = self.counts.get(subject, 0) + 1
         self._ids[message_id] = (message.sequence, now_s + _window_s(spec))
         if spec.max_age_s:
             self.arm_age()
