@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from direct import ENTRY, Direct, is_right, reasons
-from inprocess import InProcess, Source, until
+from inprocess import InProcess, Source, until, until_told
 
 from sie_adapter.engine.device import MemoryUse
 from sie_adapter.engine.engines import TORCH
 from sie_adapter.memory.residency import DeviceMemory, ResidentModels
 from sie_contracts.errors import ModelLoading
-from sie_contracts.models.entries import RunDefaults
+from sie_contracts.models.entries import Profile, RunDefaults
 from sie_gateway.inference import handler
 from sie_sidecar.prepare import prepare
 
@@ -72,6 +72,34 @@ async def test_work_that_waits_for_a_load_goes_back_when_the_entry_changes(clust
     adapter.let_go()
     assert reasons(await cluster.result(after)) == [""]
     assert reasons(await cluster.result(before)) == CHANGED
+
+
+@pytest.mark.parametrize("waits_for", ["the load", "the device"])
+async def test_work_of_a_profile_that_the_changed_entry_lacks_goes_back(cluster: Direct, waits_for: str) -> None:
+    cluster.source.put(msgspec.structs.replace(ENTRY, profiles={"fast": Profile(run=RunDefaults(normalize=False))}))
+    adapter = await cluster.adapter()
+    adapter.hold_loads, adapter.hold_batches = waits_for == "the load", waits_for == "the device"
+    sidecar = await cluster.sidecar(adapter)
+    earlier = [await cluster.publish("b", config_revision=2)]
+    if waits_for == "the device":
+        await adapter.until(lambda adapter: adapter.running == 1, "a batch that runs")
+        earlier.append(await cluster.publish("c", config_revision=2))
+        await adapter.until(lambda adapter: adapter.running == 2, "a batch that waits at the adapter")
+    before = await cluster.publish("a", config_revision=2, profile="fast")
+
+    async def held() -> bool:
+        return await sidecar.metric("sie_queue_depth", model=ENTRY.id) == len(earlier) + 1
+
+    await until_told(held, "all work at the worker")
+    cluster.source.put(OTHER)
+    after = await cluster.publish("d", config_revision=3)
+    await until(lambda: cluster.source.exports == 2, "the newer entry")
+    if waits_for == "the device":
+        await adapter.until(lambda adapter: len(adapter.loads) == 2, "the load of the newer entry")
+    adapter.let_go()
+    assert reasons(await cluster.result(after)) == [""]
+    assert reasons(await cluster.result(before)) == CHANGED
+    await cluster.left(0)
 
 
 async def test_what_is_at_the_device_keeps_the_fingerprint_of_the_copy_that_runs_it(cluster: Direct) -> None:

@@ -170,10 +170,13 @@ class ModelState:
         return self._cost_rate * math.exp((self._cost_s - now_s) / RATE_OVER_S)
 
     def fingerprint(self, profile: str, options: RunOptions) -> str:
-        """Return the fingerprint of answers with this profile and these options. Empty if the model is not loaded."""
-        if self.ready is None:
+        """Return the fingerprint of answers with this profile and these options. Empty if the model is not loaded, or
+        if its present entry lacks the profile: such work is of an earlier entry and will not run.
+        """
+        entry = self.resolved.entry
+        if self.ready is None or (profile != "default" and profile not in entry.profiles):
             return ""
-        loaded, entry = self.ready.loaded.fingerprint, self.resolved.entry
+        loaded = self.ready.loaded.fingerprint
         if (loaded, profile) not in self._fingerprints:
             self._fingerprints[loaded, profile] = profile_fingerprint(loaded, entry, profile)
         lora = options.lora and (self.lora_digests.get(options.lora) or options.lora)
