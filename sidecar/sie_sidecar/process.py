@@ -235,6 +235,9 @@ async def _preload(
         left = ", ".join(entry.canonical for entry in resolved[index:])
         health.preloading = left
         while not stop.requested:
+            # the entry may have changed since `resolved` was made; the last known one is loaded if it was removed
+            with contextlib.suppress(ModelNotFound, BundleConflict):
+                model = feed.catalogue.resolve(f"{model.entry.id}:{model.profile}", follow=False)
             hosted = worker.models.obtain(model, feed.catalogue.revisions.get(model.entry.id, 0))
             try:
                 await worker.models.device_of(hosted).ensure(hosted)

@@ -23,6 +23,7 @@ from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import SettingError
 from sie_contracts.wire import ipc, messages, topology
 from sie_contracts.wire.configs import ConfigDelta
+from sie_sidecar import process
 from sie_sidecar.models.models import Hosting
 
 ONE, TWO = toy_entry(), toy_entry("toy/two")
@@ -471,6 +472,22 @@ async def test_preloaded_models_are_loaded_before_the_worker_is_ready(cluster: I
     assert (await sidecar.get("/readyz")).status_code == 200
     assert (await gateway.encode("x")).status_code == 200
     assert adapter.loads == ["toy/one", "toy/two"]
+
+
+async def test_a_preload_that_failed_loads_the_entry_that_an_operator_has_corrected(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "PRELOAD_RETRY_S", 0.1)
+    gateway = await cluster.gateway()
+    adapter = await cluster.adapter()
+    adapter.refusals["toy/one"] = ModelLoadFailed("too little memory", extras={"error_class": "OOM"})
+    await cluster.sidecar(adapter, ready=False, SIE_PRELOAD_MODELS="toy/one", SIE_WORKER_CONFIG_POLL_INTERVAL_MS="1000")
+    await adapter.until(lambda adapter: adapter.loads, "the load that fails")
+    adapter.refusals.clear()
+    cluster.source.put(toy_entry("toy/one", max_tokens=256))
+    await until(lambda: cluster.last_beat("w0", ready=True), "ready")
+    assert (await gateway.encode("x")).status_code == 200
+    assert adapter.loads == ["toy/one", "toy/one"]
 
 
 async def test_a_preload_that_fails_shows_in_readiness_while_it_is_tried_again_and_does_not_hold_the_rest_for_ever(
