@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from inprocess import until
 
 from sie_broker import Delivery, Write
+from sie_broker.dead_letters import Letters
 from sie_broker.memory import MemoryServer
 from sie_contracts.media.contents import content_keys
 from sie_contracts.wire import messages, topology
@@ -128,12 +129,34 @@ async def test_a_poison_leaves_a_dead_letter_with_the_whole_item(cluster: Direct
     assert letter.workers == ("w0",)
 
 
-async def test_what_cannot_be_read_is_a_dead_letter_and_leaves_the_queue(cluster: Direct) -> None:
+@pytest.mark.parametrize("is_deep", [False, True])
+async def test_what_cannot_be_read_is_a_dead_letter_and_leaves_the_queue(cluster: Direct, is_deep: bool) -> None:
     await cluster.sidecar()
-    await cluster.broker.publish(topology.work_subject(cluster.lane, "interactive", ENTRY.id), b"\xc1", "x")
+    data = b"\xc1"
+    if is_deep:  # a valid item but for a parameter: {"a": {"a": ...}}
+        item = await cluster.publish("a")
+        await cluster.result(item)
+        marked = msgspec.structs.replace(item, options=RunOptions(parameters={"p": "DEEP"}))
+        deep = b"\x81\xa1a" * 3000 + b"\xc0"
+        data = messages.encode(marked).replace(msgspec.msgpack.encode("DEEP"), deep)
+    await cluster.broker.publish(topology.work_subject(cluster.lane, "interactive", ENTRY.id), data, "x")
     await cluster.left(0)
     (letter,) = await cluster.letters()
-    assert (letter.item, letter.error.reason) == (b"\xc1", "undecodable")
+    assert (letter.item, letter.error.reason) == (data, "undecodable")
+    assert [entry.item async for entry in Letters(cluster.broker, "_default").all()] == [None]
+
+
+@pytest.mark.parametrize("reply", ["", "a b"])
+async def test_a_result_whose_address_is_no_subject_leaves_the_worker_alone(cluster: Direct, reply: str) -> None:
+    await cluster.sidecar()
+    item = await cluster.publish("a")
+    await cluster.result(item)
+    lost = msgspec.structs.replace(item, request="lost", reply=reply)
+    await cluster.broker.publish(
+        topology.work_subject(cluster.lane, "interactive", ENTRY.id), messages.encode(lost), "lost"
+    )
+    await cluster.left(0)
+    assert reasons(await cluster.result(await cluster.publish("b"))) == [""]
 
 
 async def test_work_that_nobody_knows_is_given_up_as_a_dead_letter(cluster: Direct) -> None:

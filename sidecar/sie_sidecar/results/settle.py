@@ -138,8 +138,9 @@ class ResultDelivery:
         return verdict
 
     async def _deliver(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
-        """Send one message until the gateway confirms it, and return its verdict. Return `unconfirmed` at the deadline
-        or for an unreadable verdict, `fenced` if the lease `fence` is lost first. Raises PayloadTooBig.
+        """Send one message until the gateway confirms it, and return its verdict. Return `unconfirmed` at the deadline,
+        for an unreadable verdict, or if `item.reply` is not a subject; `fenced` if the lease `fence` is lost first.
+        Raises PayloadTooBig.
         """
         pause_s = FIRST_PAUSE_S
         while True:
@@ -155,8 +156,11 @@ class ResultDelivery:
                         "request %s: the gateway did not confirm its result in time: %s", item.request, error
                     )
                     return "unconfirmed"
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 _logger.error("request %s: the gateway's confirmation of the result could not be decoded", item.request)
+                return "unconfirmed"
+            except ValueError as error:
+                _logger.error("request %s: its result cannot be sent: %s", item.request, error)
                 return "unconfirmed"
             await asyncio.sleep(pause_s)  # the gateway may be unreachable for a while
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
