@@ -347,7 +347,7 @@ def test_what_cannot_be_migrated_is_refused_and_nothing_changes(
     before = asyncio.run(application.stored_rows())
     output = sie(cluster, alias, application, "--min-agreement", 0, status=1)
     assert "1 row: column 'body' is" in output
-    assert "1 row without a new vector" in output
+    assert "1 row without the new vector" in output
     assert "--yes" in output
     output = sie(cluster, alias, application, "--min-agreement", 1, status=1)
     assert "is below --min-agreement 1; nothing was switched" in output
@@ -364,7 +364,7 @@ def test_what_cannot_be_migrated_is_refused_and_nothing_changes(
     assert "cannot be reached" in sie(cluster, alias, application, status=1, url=nobody)
     asyncio.run(application.write({"7": (None, before["7"][1])}))
     output = sie(cluster, alias, application, "--min-agreement", 0, status=1)
-    assert "2 rows without a new vector" in output
+    assert "2 rows without the new vector" in output
     assert "2 rows: column 'body' is" in output
     assert "(ids 7, 201)" in output
     assert asyncio.run(application.beside("new"))["7"] == (None, None), "the vector of its earlier text is removed"
@@ -376,7 +376,7 @@ def test_what_cannot_be_migrated_is_refused_and_nothing_changes(
     assert stored_rows["7"] == (None, None)
     asyncio.run(application.write({"202": (None, [1.0] * width)}))
     output = sie(cluster, alias, application, "--step", "back", status=1)
-    assert "1 rows have no old vector" in output
+    assert "1 row without the old vector" in output
     assert "ids 202" in output
     assert asyncio.run(application.stored_rows()).keys() == before.keys() | {"202"}
     sie(cluster, alias, application, "--step", "back", "--yes")

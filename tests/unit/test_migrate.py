@@ -423,7 +423,7 @@ def test_refused_and_missing_texts_lose_their_vector_are_reported_by_id_and_stop
     asyncio.run(steps.catch_up(side))
     assert store.vectors == {"0", "3"}
     assert store.removed == {"1", "2"}
-    with pytest.raises(CommandRefused, match=f"2 rows have no {side} vector.*--yes"):
+    with pytest.raises(CommandRefused, match=f"2 rows without the {side} vector.*--yes"):
         asyncio.run(steps.catch_up(side, is_last=True))
     accepting, _, _ = live_steps(["a", "", None, "b"], accepts=True)
     asyncio.run(accepting.catch_up(side, is_last=True))

@@ -367,7 +367,7 @@ class _LiveSteps:
         )
         if is_last and scan.gaps and not self._plan.accepts:
             raise CommandRefused(
-                f"{counted(scan.gaps.total(), 'row')} without a {side} vector: searches would not find them; nothing "
+                f"{counted(scan.gaps.total(), 'row')} without the {side} vector: searches would not find them; nothing "
                 "was switched. Give these rows a text or remove them, then run the same command. To switch without "
                 "them, use --yes"
             )
