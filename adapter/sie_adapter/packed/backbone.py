@@ -46,6 +46,7 @@ _TRIAL_COSINE_INT8 = 0.95
 _BACKENDS = {Kernel.FLASH: "flash_attention_2", Kernel.REFERENCE: "eager"}
 # largest number of positions per token in a padded group of sequences, padding included
 _PADDED_WASTE = 1.25
+_PADDED_LENGTHS = (8, 10, 40, 49)  # lengths of sequences that `evenly_long` pads, to measure the effect of padding
 
 
 class StateRunner(Protocol):
@@ -118,7 +119,9 @@ class Backbone:
         self.positions: int | None = limit - self._numbering.first if limit else None
         self.engine = compute.engine
         self.attention: str = compute.backend
+        self._waste = _PADDED_WASTE
         with torch.inference_mode():
+            self._waste = self._allowed_waste()
             if self.engine.engine == "openvino":
                 self._compile()
             elif server is not None and self.engine.engine == "sglang":
@@ -176,8 +179,21 @@ class Backbone:
     def forward_padded(self, packed: PackedBatch) -> Tensor:
         """Return the states of `forward`, computed on batches that are padded on the right, with a mask."""
         return torch.cat(
-            [self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths)]
+            [self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths, self._waste)]
         )
+
+    def _allowed_waste(self) -> float:
+        """Return the largest number of positions per token in a padded group: 1, which is no padding, if padding
+        changes states. In some classes of transformers it does: a convolution over tokens, for example, reads it.
+        """
+        sample = self.sample(_PADDED_LENGTHS)
+        alone = [self._forward_padded_part(sample, place, place + 1) for place in range(len(sample.order))]
+        try:
+            self._compare(self.forward_padded(sample), torch.cat(alone), "the padded states")
+        except AttentionUnsupported as error:
+            _logger.warning("%s runs without padding: %s", type(self._model).__name__, error)
+            return 1.0
+        return _PADDED_WASTE
 
     def _forward_padded_part(self, packed: PackedBatch, start: int, stop: int) -> Tensor:
         device = self._compute.device
@@ -428,11 +444,11 @@ def _numbering(model: PreTrainedModel) -> Positions:
     return Positions()
 
 
-def evenly_long(lengths: Int64) -> Iterator[tuple[int, int]]:
-    """Yield ranges of sequences, shortest first, that need at most _PADDED_WASTE positions per token when padded."""
+def evenly_long(lengths: Int64, waste: float = _PADDED_WASTE) -> Iterator[tuple[int, int]]:
+    """Yield ranges of sequences, shortest first, that need at most `waste` positions per token when padded."""
     start, real = 0, 0
     for stop, length in enumerate(lengths.tolist(), 1):
-        if (stop - start) * length > _PADDED_WASTE * (real + length):
+        if (stop - start) * length > waste * (real + length):
             yield start, stop - 1
             start, real = stop - 1, 0
         real += length

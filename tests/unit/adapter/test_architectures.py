@@ -16,7 +16,7 @@ from sie_adapter.families.text_encoder import TextEncoder
 from sie_adapter.packed.packing import Items, expanded
 
 USUAL = (
-    *("bert", "modernbert", "mpnet", "nomic_bert", "jina_embeddings_v3"),
+    *("bert", "modernbert", "mpnet", "nomic_bert", "jina_embeddings_v3", "convbert"),
     "gemma3_text bidirectional",
 )
 

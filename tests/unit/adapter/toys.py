@@ -100,8 +100,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "share_att_key": True,
         "type_vocab_size": 0,
     },
+    "convbert": {**_SMALL, "embedding_size": 32, "pad_token_id": 3},
 }
-PADDED = ("mpnet", "deberta-v2")
+PADDED = ("mpnet", "deberta-v2", "convbert")
 
 
 def save(
