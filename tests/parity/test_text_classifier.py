@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from parity.checkpoints import ARCHITECTURES, build
 from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, ragged_documents
 from parity.table import ParityTable
 from selection import long_but
@@ -79,6 +81,16 @@ def test_every_class_has_the_score_of_the_pipeline(
     texts.append("river mountain " * 400)
     scoring.record(table, f"text-classifier {name}", check(scoring.found(texts), reference(texts)))
     check(scoring.found(texts, raw_scores=True), reference(texts, function_to_apply="none"))
+
+
+def test_a_pooler_that_is_only_a_linear_layer_reads_the_first_token(engine: ScoringEngine, tmp_path: Path) -> None:
+    """Only ALBERT has such a pooler: the activation after it is a module of its own."""
+    albert = replace(ARCHITECTURES["electra"], model_type="albert")
+    folder = build(
+        tmp_path / "albert", albert, head=AutoModelForSequenceClassification, id2label=dict(enumerate(NAMES))
+    )
+    texts = ragged_documents(6, longest=60)
+    check(engine.load(folder, FAMILY).found(texts), oracle(folder)(texts))
 
 
 @pytest.mark.parametrize("name", PAIRED)

@@ -14,14 +14,21 @@ from sie_adapter.packed.linear import BlockedLinear, block_linears
 
 
 class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Placeholder for the backbone: it returns `inputs_embeds` as the last states, with their pooler output."""
+    """Placeholder for the backbone: it returns `inputs_embeds` as the last states, with their pooler output.
+    `activation`: in ALBERT, whose pooler is only a linear layer, the activation after it; else None.
+    """
 
-    def __init__(self, pooler: nn.Module | None) -> None:
+    def __init__(self, pooler: nn.Module | None, activation: nn.Module | None) -> None:
         super().__init__()
-        self.pooler = pooler
+        self.pooler, self.activation = pooler, activation
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> ModelOutput:
-        pooled = None if self.pooler is None else self.pooler(inputs_embeds)
+        if self.pooler is None:
+            pooled = None
+        elif self.activation is None:
+            pooled = self.pooler(inputs_embeds)
+        else:
+            pooled = self.activation(self.pooler(inputs_embeds[:, 0]))
         return ModelOutput(last_hidden_state=inputs_embeds, pooler_output=pooled)
 
 
@@ -32,9 +39,10 @@ class TransformersHead:
         """
         self.backbone: PreTrainedModel = model.base_model
         pooler = getattr(self.backbone, "pooler", None)
+        activation = getattr(self.backbone, "pooler_activation", None)
         if pooler is not None:  # the pooler moves to the head, so that it has the head's precision and runs once
             self.backbone.pooler = None
-        setattr(model, model.base_model_prefix, _BackbonePlaceholder(pooler))
+        setattr(model, model.base_model_prefix, _BackbonePlaceholder(pooler, activation))
         self.is_decoder = isinstance(model, GenericForSequenceClassification)
         self.pad: int | None = model.config.pad_token_id
         if (
