@@ -31,6 +31,11 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
         self._blocked = torch.ops.mkldnn._reorder_linear_weight(source.weight.detach())
         self.nbytes = source.weight.nbytes
 
+    @property
+    def weight(self) -> Tensor:
+        """Weight in the usual order, for models that read it: a copy at each access."""
+        return self._blocked.to_dense()
+
     def forward(self, states: Tensor) -> Tensor:
         return self._in_few_sizes(states) if is_limited() else self._product(states)
 

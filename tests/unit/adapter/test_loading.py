@@ -527,6 +527,13 @@ def test_blocked_linears_are_as_exact_as_the_stock_ones(dtype: torch.dtype) -> N
     assert error <= (1e-5 if dtype is torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_blocked_linear_gives_its_weight_to_a_model_that_reads_it(dtype: torch.dtype) -> None:
+    """The head of MobileBERT multiplies by it, and routers of mixtures of experts read its dtype."""
+    layer = nn.Linear(384, 1536).to(dtype)
+    assert torch.equal(BlockedLinear(layer).weight, layer.weight)
+
+
 def test_a_layer_that_is_tied_to_an_embedding_is_left_alone() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
