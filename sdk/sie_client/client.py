@@ -357,7 +357,7 @@ class SIEClient:
         return self._driver.run(cluster.warmed(model, options, self._session), options)
 
     def create_pool(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Pool:
-        """Reserve workers, and return the pool. `gpus`: number of workers for each machine profile. A second call with
+        """Reserve workers, and return the pool. `gpus`: number of GPUs for each machine profile. A second call with
         the same name changes the reservation and renews its lease.
         """
         return self._driver.run(cluster.create_pool(name, gpus, options, self._session))
