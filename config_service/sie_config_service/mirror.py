@@ -263,8 +263,8 @@ class Mirror:
             stored = decoded(_stored, entry)
             held[stored.model or str((stored.entry or {})["id"])] = HeldModel(stored, entry.revision)
         self._read = max((entry.revision for entry in models), default=0)
-        # If a model was written during this read, `_apply` skips its history record, one write later. So the bundles
-        # that this write changed count as unknown.
+        # If a model was written during this read, its history record is the next write, which `_apply` then skips. So
+        # the bundles that this write changed count as unknown.
         if self._read > last:
             last = self._read + 1
         self._created = created

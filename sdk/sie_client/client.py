@@ -158,8 +158,9 @@ class Files:
         on_progress: Callable[[Progress], None] | None = None,
         expires_after_s: int | None = None,
     ) -> FileObject:
-        """Upload a file, which is never completely in memory. `on_progress` is called with the bytes sent so far. The
-        server removes the file after `expires_after_s`; None: never.
+        """Upload a file, which is never completely in memory. `on_progress` is called while the file is sent:
+        `done` of its argument is the number of bytes sent so far. The server removes the file after `expires_after_s`
+        seconds; None: never.
         """
         return self._driver.run(files.uploaded(path, purpose, on_progress, self._session, expires_after_s))
 

@@ -81,7 +81,7 @@ def test_a_job_waits_for_a_disk_that_is_full_and_goes_on_by_itself(
     before = computed(job_cluster)
     job = jobs.submit(MODEL, source, output=output, shard_rows=100)
     waiting = jobs.trouble(job["id"], "STORE_UNAVAILABLE")
-    assert "there is no room for it" in shown(job_cluster, job["id"])
+    assert "the store has no space for the object" in shown(job_cluster, job["id"])
     assert (waiting["state"], waiting["counts"]["shards_done"]) == ("running", 0)
     filler.unlink()
     done = jobs.done(job["id"])
@@ -120,7 +120,7 @@ def test_a_manifest_that_finds_no_room_is_told_and_is_written_when_there_is_room
         job = jobs.submit(MODEL, {"file": file, **TEXT}, output=output, shard_rows=1)["id"]
         waiting = jobs.trouble(job, "STORE_UNAVAILABLE")
         assert (waiting["state"], waiting["counts"]["done"]) == ("finalizing", 20)
-        assert "there is no room for it" in shown(job_cluster, job)
+        assert "the store has no space for the object" in shown(job_cluster, job)
         subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
         jobs.done(job)
         assert (disk / "manifest.json").is_file()

@@ -69,7 +69,7 @@ def test_a_sample_is_lines_or_json_lines_each_text_once(tmp_path: Path) -> None:
     )
     assert read(file, 2).texts == ("one", "two")
     (lines := tmp_path / "sample.jsonl").write_text('{"text": "one"}\n{"text": "tw', "utf-8")
-    with pytest.raises(click.ClickException, match=r"sample.jsonl, line 2: not JSON"):
+    with pytest.raises(click.ClickException, match=r"sample.jsonl, line 2: not a JSON object"):
         read(lines, 3)
     for wrong in (b'{"txt": "x"}', b'{"query": "q"}', b'{"query": "q", "documents": [1]}'):
         file.write_bytes(b"fine\n" + wrong)

@@ -100,8 +100,8 @@ def require(name: str) -> None:
     if platform.machine() == "x86_64" and not any(control.exists() for control in _CONTROLS):
         raise SettingError(
             "SIE_DEVICE",
-            f"{name} needs a GPU, there is none ({_CONTROLS[0]} is missing): in a pod request nvidia.com/gpu, on a node"
-            f" with NVIDIA's driver, container toolkit and device plugin, {_INSTEAD}",
+            f"{name} needs a GPU, there is none ({_CONTROLS[0]} is missing): a pod must request nvidia.com/gpu, on a"
+            f" node with NVIDIA's driver, container toolkit and device plugin, {_INSTEAD}",
         )
 
 
@@ -117,7 +117,7 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda:0" if torch.cuda.is_available() else "mps" if has_mps else "cpu")
     device = torch.device("cuda:0" if name == "cuda" else name)
     if device.type == "mps" and not has_mps:
-        raise SettingError("SIE_DEVICE", f"{name} is not available here, {_INSTEAD}")
+        raise SettingError("SIE_DEVICE", f"{name} is not available here: set cpu, or auto for the best device here")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise SettingError(
             "SIE_DEVICE",
@@ -240,7 +240,7 @@ def _nvml_handle(device: torch.device) -> object | None:
         pynvml.nvmlInit()
         return cast(object, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
     except pynvml.NVMLError as error:
-        _logger.info("NVML does not list the card, so the CUDA driver reports its memory: %s", error)
+        _logger.info("NVML gives no handle of the card, so the CUDA driver reports its memory: %s", error)
         return None
 
 

@@ -46,8 +46,8 @@ _logger = logging.getLogger("sie.adapter")
 
 class BatchLimit(msgspec.Struct):
     """Measured passes of one key. `fit_tokens`: tokens of the largest pass that fitted, halved if such a pass failed
-    later. `fail_tokens`: tokens of the last counted pass that ran out of memory, more if a pass of that size has fitted
-    since, 0 if none ran out. `since_s`: time of the last result that changed the limit. `wait_s`: seconds until the
+    later. `fail_tokens`: tokens of the last counted pass that ran out of memory, 0 if none did; a larger pass that
+    fits later raises it. `since_s`: time of the last result that changed the limit. `wait_s`: seconds until the
     limit rises; its first value is `first_wait_s`.
     """
 

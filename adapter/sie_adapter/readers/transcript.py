@@ -74,8 +74,9 @@ class PromptTokens:
         return self.without_times + 1
 
     def start(self, language: str, task: str) -> PromptStart:
-        """Return the prompt for a sound. An empty language or task means the checkpoint's default. Raises InvalidInput
-        for a language or task that the checkpoint does not have, and for any of them if it is not multilingual.
+        """Return the first tokens of the prompt for a sound. An empty language means the checkpoint's default, or
+        without one the language that the model recognises; an empty task the default, else `transcribe`. Raises
+        InvalidInput for a language or task that the checkpoint does not have, and for any if it is not multilingual.
         """
         if not self.is_multilingual and (language or task):
             name = "language" if language else "task"

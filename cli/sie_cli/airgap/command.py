@@ -111,7 +111,7 @@ _index = click.option(
     "--index",
     "expected",
     metavar="HEX",
-    help="Refuse an archive whose index has another SHA-256 than `create` printed.",
+    help="Refuse an archive whose index does not have the SHA-256 HEX, which `create` printed.",
 )
 
 

@@ -79,7 +79,7 @@ class Agreement:
 @click.option(
     "--queries",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Queries, likewise: neighbours are then those of each query among the texts.",
+    help="Queries, in a file like that of --sample. Neighbours are then those of each query among the texts.",
 )
 @click.option(
     "--limit",
@@ -173,7 +173,7 @@ def _add_line(
         value = msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
         if is_json:
-            raise CommandRefused(f"{where}: not JSON: {error}") from error
+            raise CommandRefused(f"{where}: not a JSON object: {error}") from error
         texts[line] = None  # the line is plain text that only begins with a brace
         return
     query, documents = value.get("query"), value.get("documents")

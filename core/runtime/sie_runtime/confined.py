@@ -31,8 +31,8 @@ def serve(
     frames: ChildFrames[Any, Any], max_job_bytes: int, max_answer_bytes: int, make: Callable[[], Callable[[Any], Any]]
 ) -> None:
     """Answer jobs until the parent has ended. `sys.argv`: the parent's process id, and the memory limit in bytes.
-    `make`: called after the limits are set. It returns the function that answers a job, or raises an error that
-    `media.fault` built.
+    `make`: called after the limits are set. It returns a function that answers a job, or that raises an error built by
+    `media.fault`.
     """
 
     def answered(job: Any) -> tuple[bytes, bytes]:

@@ -40,8 +40,8 @@ FIRST_RETRY_S = 0.5  # seconds before the first retry; the pause doubles up to t
 # largest random pause in seconds before the epoch is read outside of the poll: a change reaches all readers at once
 SPREAD_S = 0.2
 _SLICE = 50  # number of catalogue entries that are parsed (in about 1 ms) before other tasks may run
-# results of a delta: applied; or ignored because its sender is not trusted, an earlier delta is missing, or its write
-# is already known
+# results of a delta of a known kind: applied; or ignored because its sender is not trusted, an earlier delta is
+# missing, or its write is already known
 _RESULTS = ("applied", "untrusted", "gap", "stale")
 _logger = logging.getLogger("sie.feed")
 
@@ -176,8 +176,9 @@ class CatalogueFeed:
         self.first = asyncio.Event()  # set when there is a snapshot: `initial`, or the first that was read
         if initial is not None:
             self.first.set()
+        # number of deltas since the start of the process, by (kind, result)
         self.deltas = dict.fromkeys(((kind, result) for kind in ("put", "removal") for result in _RESULTS), 0)
-        self.deltas["unknown", "invalid"] = 0  # number of deltas since the start of the process, by (kind, result)
+        self.deltas["unknown", "invalid"] = 0
         self._bus = bus
         self._source = source
         self._trusted = frozenset(trusted)
@@ -203,7 +204,9 @@ class CatalogueFeed:
         self._listeners.append(listener)
 
     async def renewed(self, is_enough: Callable[[Catalogue], bool], timeout_s: float) -> bool:
-        """Ask for newer catalogues until `is_enough(catalogue)`, for at most `timeout_s`. Returns False if none is."""
+        """Ask for newer catalogues until `is_enough(catalogue)`, for at most `timeout_s`. Returns False if
+        none was enough in this time.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not is_enough(self.catalogue):

@@ -125,8 +125,8 @@ class ClusterCache:
             ) from error
         except AccessRefused as error:
             fix = (
-                "give credentials that may read it by AWS_ACCESS_KEY_ID, GOOGLE_SERVICE_ACCOUNT and their like, or by "
-                "the machine's role"
+                "give credentials with these rights by AWS_ACCESS_KEY_ID, GOOGLE_SERVICE_ACCOUNT and their like, or "
+                "by the machine's role"
             )
             raise FetchFailed("NETWORK", f"access is refused ({error}): {fix}") from error
         except StoreError as error:

@@ -7,7 +7,7 @@ StoreError             no reply in time, or a failure that may disappear
 ├── ObjectMissing      no such object
 ├── BucketMissing      no such bucket
 ├── AccessRefused      credentials are missing, wrong, expired or without the permission
-├── RangeMissing       the object is shorter than the requested range
+├── RangeMissing       the requested range begins after the end of the object
 ├── WrittenMeanwhile   another writer wrote the object after it was read, or created it first
 └── StoreFull          the store has no space for the object, or a write would not leave the reserve free
 """
@@ -288,9 +288,9 @@ def failure(error: Exception) -> StoreError:
     if isinstance(error, AlreadyExistsError | PreconditionError | FileExistsError):
         return WrittenMeanwhile("another writer has written the object in the meantime")
     if _first_group(_OS_ERROR, text) in _FULL:
-        return StoreFull("there is no room for it")
+        return StoreFull("the store has no space for the object")
     if code == "InvalidRange" or status == "416":
-        return RangeMissing("the object is shorter than the requested range")
+        return RangeMissing("the requested range begins after the end of the object")
     if (
         isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError)
         or code in _REFUSED

@@ -94,7 +94,7 @@ class Call:
     finished: RequestResult | None = None  # result of the last run
     code: str = ""  # code of the error in the reply
     message: str = ""  # message of the error in the reply
-    # trace context for the work of this request: from the gateway's span, or without one from the client
+    # trace context for the work of this request: of the gateway's span; without a span, of the client
     context: Context = NONE
     span: Span | None = None  # None if this gateway does not trace
 

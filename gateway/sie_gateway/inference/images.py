@@ -147,7 +147,7 @@ class Link(NamedTuple):
 
 class Images(NamedTuple):
     """Image files of one input, in order. `fault`: why the input cannot be run; then there are no files. `links`:
-    images at URLs, each of which has an empty file until it is fetched.
+    images at URLs; each has an empty file until it is fetched.
     """
 
     files: tuple[bytes, ...] = ()

@@ -38,8 +38,8 @@ Format = Literal["json", "msgpack", "raw", "arrow"]
 Row = Callable[[Any], Any]
 Piece = bytes | memoryview
 Placed = tuple[WorkResult, Outcome]  # (result, outcome of one input in it)
-# function that builds the last entries of a reply's map, such as timings. Its argument is the number of seconds in
-# which the other entries were written.
+# function that builds the last entry of a reply's map (exactly one), such as the timings. Its argument is the number of
+# seconds in which the other entries were written.
 Late = Callable[[float], Mapping[str, Any]]
 
 

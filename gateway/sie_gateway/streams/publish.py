@@ -71,7 +71,7 @@ class WorkRoute(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """Time since which a consumer is unused, and the number of messages that it had delivered by then."""
+    """Number of messages that a consumer had delivered, and the time since which it has delivered no more."""
 
     delivered: int
     since_s: float

@@ -7,13 +7,13 @@ its oldest work item has waited for the time limit, or at once if the device is 
 the device is busy, it can grow. If deadlines do not allow a full batch, only the first work items run, see `sizing`.
 
 Order: interactive work comes first, but after `bulk_max_overtakes` interactive batches in a row, a bulk batch is sent
-if bulk work waits. Within a priority, the model with the oldest work item comes first. Within a model, its keys (LoRA,
-operation and so on) take turns, so that much work of one key does not block the others.
+if bulk work waits. Within a priority, the model with the oldest work item comes first if a batch of it is ready. Within
+a model, its keys (LoRA, operation and so on) take turns, so that much work of one key does not block the others.
 
 This limits every wait. A work item that has waited for the time limit and is the oldest of its priority is in one of
 the next K batches of its priority, where K is the number of keys of its model that have work. Batches of the other
-priority come between them. So with k = `bulk_max_overtakes`, an interactive work item runs within the next K + ceil(K /
-k) batches, and a bulk work item within the next K (k + 1) batches.
+priority come between them. So with k = `bulk_max_overtakes` above 0, an interactive work item runs within the
+next K + ceil(K / k) batches, and a bulk work item within the next K (k + 1) batches.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class InFlight:
     fetched_s: float = 0.0
     loaded_s: float = 0.0
     tokenised_s: float = 0.0
-    reload_s: float = 0.0  # seconds of waiting for a model or LoRA after it was tokenised
+    reload_s: float = 0.0  # seconds of waiting for a model or LoRA after the work item was tokenised
     dispatched_s: float = 0.0
     started_s: float = 0.0
     stage: Stage = "preparing"

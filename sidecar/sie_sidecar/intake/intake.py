@@ -2,7 +2,7 @@
 which are tokenised together. Cancelled work items are dropped.
 
     delivery ──► lease ──► InFlight ──► gathered ──► groups that can be tokenised in one call (`_grouped`)
-                   └──► the work item is already in flight here, because its lease had ended: the lease is renewed
+                   └──► delivered again because its lease had ended, and still in flight here: the lease is renewed
 """
 
 from __future__ import annotations

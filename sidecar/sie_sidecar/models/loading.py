@@ -221,7 +221,13 @@ class Loading:
         try:
             await self.models.device_of(hosted).ensure(hosted)
         except (SIEError, AdapterGone) as error:  # no caller waits; work that needs the model later gets the error
-            _logger.warning("%s could not be loaded in advance: %s", hosted.name, error, extra={"model": hosted.name})
+            _logger.warning(
+                "%s could not be loaded on device %d, where no request waits for it yet: %s",
+                hosted.name,
+                hosted.device,
+                error,
+                extra={"model": hosted.name},
+            )
 
     async def ensure(
         self, hosted: ModelState, flights: Sequence[InFlight], *, past_gate: bool = False, in_turn: bool = False

@@ -49,7 +49,7 @@ MEMORY_BYTES = 2 << 30  # bytes of address space of a process: decoding 100 mega
 MAX_WAITING = 1000
 RESULTS = ("prepared", *get_args(Cause), "failed")
 START_S = 30.0  # seconds that a process may take to start, on a busy machine too
-DIED_S = 1.0  # seconds that a process may take to end after its socket was closed; then it is killed
+DIED_S = 1.0  # seconds for which the pool waits for the end of a lost process; then it is killed
 _logger = logging.getLogger("sie.sidecar.media")
 
 T = TypeVar("T")

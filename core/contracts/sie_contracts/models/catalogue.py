@@ -1,7 +1,8 @@
 """Catalogue of models, profiles and bundles, and the resolution of a model's name.
 
     "[bundle:/]model[@revision][:profile]" ──► Catalogue.resolve ──► Resolved (entry, profile, residency)
-                                                   └ an alias: the target of the request's key is resolved
+                                                   └ an alias: the API key, header or address of the client
+                                                     chooses one of its targets, which is resolved
 
 The functions are pure and the data is immutable, so requests cannot affect each other. `options` interprets the
 parameters of a request for a resolved model.

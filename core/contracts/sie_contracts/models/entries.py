@@ -159,13 +159,14 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """A model of the catalogue. `outputs`: width of each output; 0 for an output without a width. `max_tokens` includes
     special tokens.
 
-    `prompts`: templates by name, with a literal `{text}` (and `{instruction}`); and the text `default_instruction`. The
-    templates `query` and `document` are for the two sides of a search. `default_prompt_name`: the template that the
-    model's own library uses if a call names none. Routes that copy another server's API use it too; without it they add
-    no prompt. `pair`: template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`; each piece
-    of the template is tokenised separately. `bundle`: the only bundle that may serve the model; empty means every
-    bundle that has the family. `machine_profiles`: the only machine profiles whose workers may serve the model, the
-    preferred one first, each including its spot variant (`l4` also allows `l4-spot`); empty means all.
+    `prompts`: templates by name. Each contains a literal `{text}` and may contain `{instruction}`. The value of the key
+    `default_instruction` is no template, but the instruction of requests that name none. The templates `query` and
+    `document` are for the two sides of a search. `default_prompt_name`: the template that the model's own library uses
+    if a call names none. Routes that copy another server's API use it too; without it they add no prompt. `pair`:
+    template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`; each piece of the template is
+    tokenised separately. `bundle`: the only bundle that may serve the model; empty means every bundle that has the
+    family. `machine_profiles`: the only machine profiles whose workers may serve the model, the preferred one first,
+    each including its spot variant (`l4` also allows `l4-spot`); empty means all.
 
     `languages`: languages of its texts, or of the texts in its images and sounds: codes of ISO 639, `code` for source
     code, or only `multilingual` for too many to list. Empty: not known, or the model reads no text.

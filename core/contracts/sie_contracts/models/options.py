@@ -86,7 +86,7 @@ NEUTRAL: Mapping[str, str] = {
     "is_query": "queries fit the index of the documents: the entry has both prompts, and the fingerprint covers them",
     "input_type": "as is_query",
     "prompt_name": "as is_query",
-    "labels": "is what is looked for, an input as the text is",
+    "labels": "are part of the input, like the text",
     "output_schema": "as labels",
     "label_groups": "as labels",
     "relation_labels": "as labels",

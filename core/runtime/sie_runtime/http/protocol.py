@@ -14,7 +14,7 @@ any address that the browser reaches. So a page of another site could send a for
 name to this machine (DNS rebinding). But the browser states the origin of the page, and the page cannot change it:
 
     Host: a name of this listener? ──► websocket, or method other than GET, HEAD, OPTIONS: do Origin and Sec-Fetch-Site
-    show a page of this server or of SIE_CORS_ORIGINS, or no web page (for example curl)? ──► application
+    show a page of this server, of SIE_ALLOWED_HOSTS or of SIE_CORS_ORIGINS, or no web page (curl)? ──► application
 
 GET, HEAD and OPTIONS change nothing, and only pages of SIE_CORS_ORIGINS get CORS headers: the browser hides the reply
 from pages of other origins.
@@ -63,8 +63,8 @@ MAX_HEAD_BYTES = 64 << 10  # largest number of bytes of a request line with all 
 HEAD_S = 10.0
 MIN_RATE = 4096  # lowest rate at which a client must send a body or read a response, in bytes per second
 RATE_S = 15.0  # seconds over which the rate of a body is measured
-# Bytes of a chunked body that are parsed at a time. A piece without bytes of the body lies inside chunk headers or
-# trailers, and counts towards MAX_HEAD_BYTES.
+# Largest number of bytes of a chunked body, and of the first input of a request, that are parsed at a time. A piece of
+# a chunked body without bytes of the body has chunk headers or trailers only, and counts towards MAX_HEAD_BYTES.
 SLICE_BYTES = 16 << 10
 WRITE_S = 60.0  # seconds over which the rate is measured at which a client reads a response
 # seconds for which a connection stays open after a response to a client that still sends: an immediate close would
@@ -192,7 +192,8 @@ class Protocol(HttpToolsProtocol):
     cycle: _Cycle  # the newest request
     _oldest: _Cycle  # the request that is answered now; of pipelined requests the oldest without a whole response
     _in_head = False
-    # bytes of the incomplete head after the piece of input in which it began; negative while that piece is parsed
+    # bytes of an incomplete head, without those of the piece of input in which it began; while that first piece is
+    # parsed: minus its size
     _head_bytes = 0
     _piece_bytes = 0
     _is_chunked = False
@@ -324,10 +325,8 @@ class Protocol(HttpToolsProtocol):
         if self._is_resuming:
             return
         self._head_done()
-        if (
-            self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0  # the head arrived in more than one piece
-            # a head in one piece of at most MAX_HEAD_BYTES cannot be too large, so its size need not be computed
-        ) and self._head_size() > MAX_HEAD_BYTES:
+        # the size is computed only if the head came in several pieces, or in one piece above the limit
+        if (self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0) and self._head_size() > MAX_HEAD_BYTES:
             self._stop(_HEAD_TOO_LARGE)
         self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         super().on_headers_complete()

@@ -1,7 +1,7 @@
 """Rows of a span (a range of rows of an object). Only the bytes of the span are read. Each row becomes inputs for the
 model, or a fault.
 
-span ──► bytes of its lines | columns of its row groups | files of its images ──► columns ──templates──► Row
+span ──► bytes of its lines | columns of its row groups | files of its images ──► columns ──templates──► InputRow
 """
 
 from __future__ import annotations

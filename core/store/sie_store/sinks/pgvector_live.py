@@ -134,7 +134,8 @@ class _TableShape:
 
 
 class _MarkerRecord(msgspec.Struct, frozen=True):
-    """Comment of the marker column. `new`: fingerprint of the new model. `not_null`: `is_not_null` before `begin`."""
+    """Comment of the marker column. `new`: fingerprint of the new model. `not_null`: the
+    vector column was NOT NULL before the migration."""
 
     new: str
     not_null: bool = False
