@@ -351,6 +351,16 @@ def test_a_gateway_at_its_limit_spreads_clients_over_what_it_answers() -> None:
     assert max(retry_times) <= 30
 
 
+def test_clients_that_do_not_wait_delay_no_later_client_for_longer_than_the_longest_retry() -> None:
+    pace = full_gateway(40)
+    for _ in range(20_000):  # all are refused within a moment; at the rate of this gateway they would take 2,000 s
+        assert pace.retry_s(2.0) <= MAX_RETRY_S
+    for number in range(21, 1500):
+        pace.changed(number / 10, 39)
+        pace.changed(number / 10, 40)
+    assert pace.retry_s(150.0) <= 4
+
+
 def test_a_gateway_that_had_little_to_do_counts_as_no_slow_one() -> None:
     """A request of 10 ms comes each 10 s. Then 48 slow uploads come at once."""
     pace = AnswerPace()

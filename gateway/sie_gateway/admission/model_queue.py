@@ -393,7 +393,8 @@ class AnswerPace:
 
     def retry_s(self, now_s: float) -> int:
         """Return the Retry-After of one more refused client, in whole seconds. The first client may return when half of
-        the requests in progress have ended, later ones at the rate at which requests end.
+        the requests in progress have ended, later ones at the rate at which requests end. No client is told more than
+        MAX_RETRY_S seconds, so refusals of now do not delay clients that are refused after these seconds.
         """
         if len(self._ended) < 2 or not self._running:
             return 1
@@ -401,7 +402,7 @@ class AnswerPace:
         took_s = (sum_s - self._ended[0]) / (len(self._ended) - 1)  # time of one request; grows while no request ends
         min_s = now_s + took_s / 2  # earliest retry: by this time half of the requests in progress have ended
         each_s = took_s / self._running
-        self._next_s = max(self._next_s, min_s) + each_s
+        self._next_s = min(max(self._next_s, min_s) + each_s, now_s + MAX_RETRY_S)
         # the random number is no secret: it spreads clients in time
         wait_s = min(self._next_s - now_s, MAX_RETRY_S * random.uniform(0.8, 1.0))  # noqa: S311
         return max(1, int(wait_s + random.uniform(0, 1)))  # noqa: S311
