@@ -394,7 +394,8 @@ class CatalogueStore:
         ]
         for start in range(0, len(lost), SEED_BATCH):
             await self.write(lost[start : start + SEED_BATCH], tell=False)
-        read, index = await self.snapshot(), await self.alias_index()
+        # the index first: an alias that another replica writes in between is then a conflict, and not dropped from it
+        index, read = await self.alias_index(), await self.snapshot()
         for model, held in read.held.items():
             is_new = model not in copies or copies[model].revision < held.revision
             if is_new and held.stored is not None and held.stored.source == "api":

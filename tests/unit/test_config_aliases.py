@@ -12,7 +12,8 @@ from config_api import ADMIN
 from inprocess import until
 
 from sie_broker.memory import MemoryServer
-from sie_config_service.aliases import ALIAS_BROKEN, VECTORS_CHANGED
+from sie_broker.record import retry_conflicts
+from sie_config_service.aliases import ALIAS_BROKEN, VECTORS_CHANGED, AliasIndex
 from sie_config_service.store import CatalogueChange
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import parse_document
@@ -279,6 +280,26 @@ async def test_between_replicas_no_alias_of_what_is_gone_comes_about(api: Api) -
         catalogue = await snapshot(await api.store.export())
         assert (alias in catalogue.aliases) is (model in catalogue.entries), (creation.text, removed.text)
     assert outcomes <= {(201, 409), (422, 200)}
+    await second_api.client.aclose()
+
+
+async def test_a_replica_that_starts_keeps_the_alias_that_another_writes_meanwhile_in_the_index(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second_api = await Api(api.server).start()
+    read, readings = second_api.store.alias_index, 0
+
+    async def alias_index() -> AliasIndex:
+        nonlocal readings
+        readings += 1
+        if readings == 1:
+            await api.call("POST", MODELS, {"id": "search", "alias": "org/one"}, 201)
+        return await read()
+
+    monkeypatch.setattr(second_api.store, "alias_index", alias_index)
+    await second_api.store.snapshot()
+    await retry_conflicts(second_api.store.recover)
+    assert (await api.call("DELETE", f"{MODELS}/org/one", status=409))["error"]["aliases"] == ["search"]
     await second_api.client.aclose()
 
 
