@@ -61,7 +61,7 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
             overlay.name,
             error,
         )
-        folders = overlay.last
+        folders, signature = overlay.last, {}  # without a signature, the watch reads the folder again
     store = await open_store(broker, settings)
     await store.snapshot()  # this read binds the store to the present bucket: a bucket that is created later is refused
     if lost := await retry_conflicts(store.recover):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inprocess import settings_of, until
+from inprocess import settings_of, until, until_told
 
 from sie_broker import BrokerUnavailable
 from sie_broker.memory import MemoryServer
@@ -256,6 +256,30 @@ async def test_a_file_that_cannot_be_read_yet_is_applied_once_it_can(
         assert caplog.text.count("models could not be applied yet") == 1
         await until(lambda: "org/a is at revision 1, as in a.yaml" in caplog.text, "the log")
         assert (await service.model("org/a"))[0] == 1
+
+
+async def test_a_file_that_could_not_be_read_when_a_lost_catalogue_was_seeded_is_applied_once_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    settings, stop = settings_of(SIE_MODELS_DIR=str(tmp_path)), Stop()
+    first = await prepare(settings, MemoryServer().connect("sie-config"))
+    put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", refused)
+        again = await prepare(settings, MemoryServer().connect("sie-config"), first.overlay)
+    task = asyncio.create_task(Reload(again.store, again.overlay, again.signature).run(stop))
+
+    async def is_applied() -> bool:
+        return (await again.store.held("org/a")).revision == 1
+
+    try:
+        await until_told(is_applied, "the model of the file", 5.0)
+    finally:
+        stop.request()
+        await task
 
 
 async def test_a_filter_that_nothing_fits_any_more_is_told_once_for_each_change(
