@@ -154,7 +154,8 @@ async def put(service: ConfigService, request: Request) -> Response:
     parameters, body = await _read(request)
     edits = await service.edits()
     document, ignored = await edits.public(parameters, model)
-    return await _write(service, request, "put", model, edits.put(model, document), body, warnings=ignored)
+    edit = edits.put(model, document, parameters)
+    return await _write(service, request, "put", model, edit, body, warnings=ignored)
 
 
 async def patch(service: ConfigService, request: Request) -> Response:

@@ -268,6 +268,12 @@ class Edits:
             return document, ()
         name = document.value.get("sie_id", model)
         present = (await self._store.held(name)).entry if isinstance(name, str) and is_id(name) else None
+        return self._translated(document, model, present)
+
+    @staticmethod
+    def _translated(
+        document: ParsedDocument, model: str, present: dict[str, Any] | None
+    ) -> tuple[ParsedDocument, tuple[str, ...]]:
         try:
             translation = translated(document.value, None if present is None or is_alias(present) else present)
         except ValidationFailed as error:
@@ -275,13 +281,20 @@ class Edits:
             raise invalid(fault["loc"], fault["message"], document.line(fault["loc"])) from None
         return ParsedDocument({"id": model, **translation.entry}, document.node), translation.ignored
 
-    def put(self, model: str, document: ParsedDocument) -> Edit:
-        raw = {"id": model, **document.value} if isinstance(document.value, dict) else document.value
-        desired = self._same(model, self.entry(raw, document), document)
+    def put(self, model: str, document: ParsedDocument, sent: ParsedDocument) -> Edit:
+        """Return an edit that replaces a model by `document`. If `sent`, the document of the request, is a public file,
+        the edit translates it for the model as it is then.
+        """
+
+        def desired(document: ParsedDocument) -> dict[str, Any]:
+            raw = {"id": model, **document.value} if isinstance(document.value, dict) else document.value
+            return self._same(model, self.entry(raw, document), document)
+
+        first = desired(document)
 
         async def edit(held: HeldModel) -> dict[str, Any]:
-            await self._present(model, held)
-            return desired
+            present = await self._present(model, held)
+            return desired(self._translated(sent, model, present)[0]) if is_public(sent.value) else first
 
         return edit
 

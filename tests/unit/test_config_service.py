@@ -28,6 +28,7 @@ from sie_config_service.store import (
     ReplySlot,
     normalised,
 )
+from sie_config_service.writes import WriteReply, WriteRequest
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import parse_entry
 from sie_contracts.wire import topology
@@ -192,6 +193,26 @@ async def test_what_a_public_file_does_not_say_stays_as_the_catalogue_has_it(cat
     added = await sent(catalogue, "POST", "/v1/configs/models", PUBLIC)
     assert (added.status_code, added.json()["created_profiles"]) == (201, ["raw"])
     assert (await catalogue.call("GET", PUBLIC_MODEL))["description"] == "of the catalogue"
+
+
+async def test_what_another_writer_changes_while_a_public_file_is_read_stays(
+    catalogue: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await sent(catalogue, "POST", "/v1/configs/models", PUBLIC)
+    writer = catalogue.service.require_writer()
+    write = writer.write
+
+    async def second(request: WriteRequest) -> WriteReply:
+        monkeypatch.setattr(writer, "write", write)
+        await catalogue.call("PATCH", PUBLIC_MODEL, {"description": "of the other writer"})
+        return await write(request)
+
+    monkeypatch.setattr(writer, "write", second)
+    assert (
+        await sent(catalogue, "PUT", PUBLIC_MODEL, PUBLIC.replace("sequence_length: 16", "sequence_length: 8"))
+    ).is_success
+    stored = await catalogue.call("GET", PUBLIC_MODEL)
+    assert (stored["max_tokens"], stored["description"]) == (8, "of the other writer")
 
 
 async def test_a_public_file_without_a_counterpart_is_refused_by_its_line(catalogue: Api) -> None:
