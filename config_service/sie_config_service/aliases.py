@@ -3,10 +3,9 @@
     a write of an alias ──► its targets exist and are compatible ──► stored together with its row of the index
     a write of a model  ──► does the index name it? ──► would those aliases stay valid? ──► else 409, unless forced
 
-The index is one key of the bucket, with the targets of each alias. Three kinds of writes over the API also write the
-index, by compare-and-set in the same batch: writes of an alias, writes of a model that an alias names, and removals of
-a model. So two replicas cannot at the same time add an alias of a model and remove this model. A model whose file in a
-folder has changed is written even if that makes an alias invalid.
+The index is one key of the bucket, with the targets of each alias. Every change over the API also writes the index, by
+compare-and-set in the same batch. So two replicas cannot at the same time add an alias of a model and remove or change
+this model. A model whose file in a folder has changed is written even if that makes an alias invalid.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ class AliasIndex:
 
 @dataclass(frozen=True)
 class GuardedWrite:
-    """Additions to a write that `guard` permits. `index`: write of the index in the same batch; None if the batch
-    leaves the index as it is. `reply_fields`: additional fields of the reply.
+    """Additions to a write that `guard` permits. `index`: write of the index in the same batch; None for a request that
+    changes nothing. `reply_fields`: additional fields of the reply.
     """
 
     index: Write | None = None
@@ -114,7 +113,7 @@ async def guard(
     ):
         raise _invalid("$.id", f"there is an alias {twin!r}: take another id, or DELETE the alias first")
     if not (named := index.naming(model)):
-        return GuardedWrite(index.written() if after is None else None)
+        return GuardedWrite(index.written())
     present = _those(read, [model, *named, *(model for alias in named for model in index.models[alias])])
     broken = _broken(present, named, model, after)
     if broken and not force:

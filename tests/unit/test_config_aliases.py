@@ -283,6 +283,35 @@ async def test_between_replicas_no_alias_of_what_is_gone_comes_about(api: Api) -
     await second_api.client.aclose()
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("PATCH", f"{MODELS}/org/one", {"profiles": {"plain": None}}),
+        ("POST", MODELS, entry("Search")),
+    ],
+    ids=["the profile that it names is removed", "a model gets its name in other case"],
+)
+async def test_an_alias_that_is_written_while_a_replica_checks_a_model_stays_valid(
+    api: Api, monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: dict[str, Any]
+) -> None:
+    await api.call("PATCH", f"{MODELS}/org/one", {"profiles": {"plain": {"run": {"normalize": False}}}})
+    second_api = await Api(api.server).start()
+    write, is_first = second_api.store.write, True
+
+    async def late(*arguments: Any) -> tuple[int, int]:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            await api.call("POST", MODELS, {"id": "search", "alias": "org/one:plain"}, 201)
+        return await write(*arguments)
+
+    monkeypatch.setattr(second_api.store, "write", late)
+    answer = await second_api.client.request(method, path, json=body)
+    assert answer.status_code in (409, 422), answer.text
+    assert await served(api) == "org/one:plain"
+    await second_api.client.aclose()
+
+
 async def test_a_replica_that_starts_keeps_the_alias_that_another_writes_meanwhile_in_the_index(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
