@@ -166,15 +166,17 @@ async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
         entry.key for bucket in (buckets.copy, buckets.bucket) for entry in await bucket.since(0) if entry.value is None
     }
     for bucket in (buckets.copy, buckets.bucket):
-        present = {key.id: (key, revision) for key, revision in key_records.readable(await bucket.entries())}
+        entries = await bucket.entries()
+        present = {key.id: key for key, _ in key_records.readable(entries)}
+        revisions = {entry.key: entry.revision for entry in entries}  # also of records that cannot be decoded
         written = 0
         for key in keys:
             if key.id in removed:
                 continue
-            before, revision = present.get(key.id, (None, 0))
+            before = present.get(key.id)
             counts = key_records.stricter(before, key)
             if counts is not None and counts != before:
-                await bucket.write([Write(key.id, key_records.encode(counts), revision)])
+                await bucket.write([Write(key.id, key_records.encode(counts), revisions.get(key.id, 0))])
                 written += 1
     return written
 

@@ -100,6 +100,20 @@ async def test_a_repair_keeps_the_revocation_that_one_bucket_of_keys_lost(
         assert record.revoked_s == 2.0
 
 
+@pytest.mark.parametrize("command", ["repair KV_sie_keys", "keys revoke one"])
+async def test_a_key_of_which_one_bucket_has_an_unreadable_record_is_written_again(
+    server: NatsServer, broker: NatsBroker, tmp_path: Path, command: str
+) -> None:
+    buckets = await KeyBuckets.open(broker, 1)
+    key, _ = create("one", ("read",), now_s=1.0)
+    await buckets.write(key, 0)
+    await buckets.bucket.write([Write(key.id, b"{}")])
+    await ran(server, tmp_path, *command.split())
+    for bucket in (buckets.bucket, buckets.copy):
+        ((record, _),) = readable(await bucket.entries())
+        assert bool(record.revoked_s) is command.endswith("revoke one")
+
+
 async def test_a_restore_does_not_write_a_key_that_was_forgotten_since_the_backup(
     server: NatsServer, broker: NatsBroker, tmp_path: Path
 ) -> None:

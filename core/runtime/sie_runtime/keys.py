@@ -167,12 +167,15 @@ class KeyBuckets:
         await self.copy.write([Write(key.id, encode(key), None)])
 
     async def read(self) -> list[tuple[Key, int]]:
-        """Return (key, revision in the bucket) for all keys, as gateways see them; 0 if only the copy has the key."""
-        keys = {key.id: (key, 0) for key, _ in readable(await self.copy.entries())}
-        for key, revision in readable(await self.bucket.entries()):
-            before, _ = keys.get(key.id, (None, 0))
-            keys[key.id] = stricter(key, before) or key, revision
-        return list(keys.values())
+        """Return (key, revision in the bucket) for all keys, as gateways see them; 0 if only the copy has the key. A
+        record in the bucket that cannot be decoded has a revision too, so that a write of the key replaces it.
+        """
+        keys = {key.id: key for key, _ in readable(await self.copy.entries())}
+        entries = await self.bucket.entries()
+        for key, _ in readable(entries):
+            keys[key.id] = stricter(key, keys.get(key.id)) or key
+        revisions = {entry.key: entry.revision for entry in entries}
+        return [(key, revisions.get(key.id, 0)) for key in keys.values()]
 
     async def remove(self, key_id: str, revision: int) -> None:
         """Remove a key from both buckets. Raises BrokerError, and WrongRevision for the reasons of `write`."""
