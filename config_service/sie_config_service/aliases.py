@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sie_broker import Write
-from sie_contracts.errors import ContentConflict, ValidationFailed
+from sie_contracts.errors import ContentConflict, NotReady, ValidationFailed
 from sie_contracts.models.alias_checks import changes_vectors, check
 from sie_contracts.models.aliases import Alias, is_alias, model_of
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, parse_document
+from sie_contracts.wire import topology
 
 if TYPE_CHECKING:
     from sie_config_service.mirror import CatalogueSnapshot, HeldModel
@@ -42,7 +43,14 @@ class AliasIndex:
 
     @classmethod
     def read(cls, value: bytes | None, sequence: int) -> AliasIndex:
-        return cls(_index.decode(value) if value else {}, sequence)
+        """Decode the index. Raises NotReady if it cannot be decoded; the targets of no alias are known then."""
+        try:
+            return cls(_index.decode(value) if value else {}, sequence)
+        except msgspec.DecodeError as error:
+            raise NotReady(
+                f"the catalogue's record {INDEX_KEY} cannot be read ({error}): run `sie repair "
+                f"KV_{topology.CATALOGUE_BUCKET}`; until then, nothing can be changed"
+            ) from error
 
     def naming(self, model: str) -> list[str]:
         """Return the aliases that have this model as a target."""

@@ -271,21 +271,27 @@ class CatalogueStore:
         return [stored for name in sorted(models) for stored in reversed(await self.history(name))]
 
     async def slot(self, key: str) -> ReplySlot:
-        """Read the slot for an Idempotency-Key: its digest `key` selects one of REPLY_SLOTS slots of stored replies."""
+        """Read the slot for an Idempotency-Key: its digest `key` selects one of REPLY_SLOTS slots of stored replies. A
+        slot that cannot be decoded counts as empty, and the next reply replaces it.
+        """
         number = int(key[:8], 16) % REPLY_SLOTS
         entry = await self._bucket.get(_slot_key(number))
-        return (
-            ReplySlot(number, (), 0)
-            if entry is None or entry.value is None
-            else ReplySlot(number, _replies.decode(entry.value), entry.revision)
-        )
+        if entry is None or entry.value is None:
+            return ReplySlot(number, (), 0)
+        try:
+            return ReplySlot(number, _replies.decode(entry.value), entry.revision)
+        except msgspec.DecodeError as error:
+            _logger.warning("bucket %s: key %s cannot be decoded: %s", self._bucket.name, entry.key, error)
+            return ReplySlot(number, (), entry.revision)
 
     async def remember(self, reply: Write) -> None:
         """Store the reply to a write that changed no model. Raises WrongRevision."""
         await self._bucket.write([reply])
 
     async def alias_index(self) -> AliasIndex:
-        """Return the index of aliases at the newest write that the broker's leader has."""
+        """Return the index of aliases at the newest write that the broker's leader has. Raises NotReady if it cannot be
+        decoded.
+        """
         entry = await self._bucket.get(INDEX_KEY)
         return AliasIndex() if entry is None else AliasIndex.read(entry.value, entry.revision)
 
@@ -395,7 +401,7 @@ class CatalogueStore:
         for start in range(0, len(lost), SEED_BATCH):
             await self.write(lost[start : start + SEED_BATCH], tell=False)
         # the index first: an alias that another replica writes in between is then a conflict, and not dropped from it
-        index, read = await self.alias_index(), await self.snapshot()
+        index, read = await self._index_to_correct(), await self.snapshot()
         for model, held in read.held.items():
             is_new = model not in copies or copies[model].revision < held.revision
             if is_new and held.stored is not None and held.stored.source == "api":
@@ -404,6 +410,14 @@ class CatalogueStore:
         if aliases != index.models:
             await self._bucket.write([AliasIndex(aliases, index.sequence).written()])
         return [change.model for change in lost]
+
+    async def _index_to_correct(self) -> AliasIndex:
+        try:
+            return await self.alias_index()
+        except NotReady as error:  # it is made anew from the aliases
+            _logger.warning("%s", error.message)
+            entry = await self._bucket.get(INDEX_KEY)
+            return AliasIndex({}, 0 if entry is None else entry.revision)
 
     async def _broadcast(
         self,

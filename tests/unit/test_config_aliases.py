@@ -9,12 +9,13 @@ from typing import Any
 import config_api
 import pytest
 from config_api import ADMIN
-from inprocess import until
+from inprocess import settings_of, until
 
+from sie_broker import Write
 from sie_broker.memory import MemoryServer
 from sie_broker.record import retry_conflicts
-from sie_config_service.aliases import ALIAS_BROKEN, VECTORS_CHANGED, AliasIndex
-from sie_config_service.store import CatalogueChange
+from sie_config_service.aliases import ALIAS_BROKEN, INDEX_KEY, VECTORS_CHANGED, AliasIndex
+from sie_config_service.store import CatalogueChange, open_store
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import parse_document
 from sie_contracts.wire import topology
@@ -330,6 +331,15 @@ async def test_a_replica_that_starts_keeps_the_alias_that_another_writes_meanwhi
     await retry_conflicts(second_api.store.recover)
     assert (await api.call("DELETE", f"{MODELS}/org/one", status=409))["error"]["aliases"] == ["search"]
     await second_api.client.aclose()
+
+
+async def test_an_index_that_cannot_be_decoded_is_made_anew_by_the_next_start(api: Api) -> None:
+    await api.call("POST", MODELS, {"id": "search", "alias": "org/one"}, 201)
+    await (await api.broker.key_value(topology.CATALOGUE_BUCKET)).write([Write(INDEX_KEY, b"{]")])
+    refused = await api.call("DELETE", f"{MODELS}/org/one", status=503)
+    assert f"record {INDEX_KEY} cannot be read" in refused["error"]["message"]
+    await (await open_store(api.server.connect("sie-config"), settings_of())).recover()
+    assert (await api.call("DELETE", f"{MODELS}/org/one", status=409))["error"]["aliases"] == ["search"]
 
 
 async def test_many_at_once_flip_one_after_the_other(api: Api) -> None:

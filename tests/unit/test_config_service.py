@@ -26,6 +26,7 @@ from sie_config_service.store import (
     HeldModel,
     RecordedReply,
     ReplySlot,
+    digest_of,
     normalised,
 )
 from sie_config_service.writes import WriteReply, WriteRequest
@@ -349,6 +350,15 @@ async def test_the_same_idempotency_key_gives_the_first_answer_and_never_another
         assert refused["code"] == "IDEMPOTENCY_MISMATCH"
     assert await api.revisions() == [(1, "create"), (2, "patch"), (3, "patch")]
     assert (await api.call("DELETE", ONE, None, 400, Idempotency_Key="x" * 256))["error"]["param"] == "Idempotency-Key"
+
+
+async def test_stored_replies_that_cannot_be_decoded_hold_up_no_write(api: Api) -> None:
+    await api.call("POST", "/v1/configs/models", ENTRY, 201)
+    number = (await api.store.slot(digest_of(b"k1"))).number
+    await (await api.broker.key_value(topology.CATALOGUE_BUCKET)).write([Write(f"replies.{number}", b"{]")])
+    first = await api.call("PATCH", ONE, {"max_tokens": 8}, Idempotency_Key="k1")
+    await api.call("PATCH", ONE, {"max_tokens": 9})
+    assert await api.call("PATCH", ONE, {"max_tokens": 8}, Idempotency_Key="k1") == first
 
 
 def test_replies_are_kept_for_a_day_and_so_many_in_a_place() -> None:
