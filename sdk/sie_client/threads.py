@@ -28,6 +28,7 @@ from sie_client.progress import Meter
 
 T = TypeVar("T")
 Answer: TypeAlias = "Received | TransportFailed"
+Sender: TypeAlias = "Callable[[Send, threading.Event], Answer]"
 
 
 def _spawn(function: Callable[[], T]) -> Future[T]:
@@ -93,7 +94,8 @@ class ThreadDriver:
         instead of sending it over HTTP.
         """
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
-            return self._drive(plan, meter, threading.Event(), send or self._send)
+            own = (lambda request, _stop: send(request)) if send else self._send
+            return self._drive(plan, meter, threading.Event(), own)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], None]:
         """Run a plan in the background. Return a function that stops the plan and waits at most `timeout_s` seconds for
@@ -111,9 +113,9 @@ class ThreadDriver:
 
         return end
 
-    def _drive(self, plan: Plan[T], meter: Meter, stop: threading.Event, send: Callable[[Send], Answer]) -> T:
-        """Execute the steps of a plan and return its result. Raises Ended before a request or at a pause if `stop` is
-        set. A plan whose step fails is closed, so that it removes what is incomplete.
+    def _drive(self, plan: Plan[T], meter: Meter, stop: threading.Event, send: Sender) -> T:
+        """Execute the steps of a plan and return its result. If `stop` is set, raises Ended before a step, at a pause
+        or during a download. A plan whose step fails is closed, so that it removes what is incomplete.
         """
         reply: Any = None
         with contextlib.closing(plan):
@@ -123,10 +125,10 @@ class ThreadDriver:
                 except StopIteration as end:
                     return cast(T, end.value)
                 reply = None
+                if stop.is_set():
+                    raise transport.Ended
                 if isinstance(step, Send):
-                    if stop.is_set():
-                        raise transport.Ended
-                    reply = send(step)
+                    reply = send(step, stop)
                 elif isinstance(step, BlockingWork):
                     reply = step.function()
                 elif isinstance(step, Together):
@@ -136,7 +138,7 @@ class ThreadDriver:
                     if isinstance(step, Pause) and stop.wait(step.seconds):
                         raise transport.Ended
 
-    def _together(self, step: Together, meter: Meter, send: Callable[[Send], Answer]) -> list[Any]:
+    def _together(self, step: Together, meter: Meter, send: Sender) -> list[Any]:
         numbered, lock, stop = enumerate(step.plans), threading.Lock(), threading.Event()
         results: dict[int, Any] = {}
 
@@ -148,28 +150,29 @@ class ThreadDriver:
                     return
                 results[entry[0]] = self._drive(entry[1], meter, stop, send)
 
-        workers = [_spawn(work) for _ in range(step.concurrency)]
+        workers: list[Future[None]] = []
         try:
+            workers.extend(_spawn(work) for _ in range(step.concurrency))
             for worker in wait(workers, return_when=FIRST_EXCEPTION).done:
                 worker.result()
         finally:
             stop.set()
         return [results[number] for number in range(len(results))]
 
-    def _send(self, request: Send) -> Answer:
+    def _send(self, request: Send, stop: threading.Event) -> Answer:
         self._session.hedges.sent()
         if request.hedge_after_s is None:
-            return self._exchange(request)
-        copies = {_spawn(lambda: self._exchange(request))}
+            return self._exchange(request, stop)
+        copies = {_spawn(lambda: self._exchange(request, stop))}
         if not wait(copies, request.hedge_after_s).done and self._session.hedges.acquire():
-            copies.add(_spawn(lambda: self._exchange(request)))
+            copies.add(_spawn(lambda: self._exchange(request, stop)))
         while True:
             done, copies = wait(copies, return_when=FIRST_COMPLETED)
             answer = transport.best(copy.result() for copy in done)
             if not copies or transport.is_good(answer):
                 return answer
 
-    def _exchange(self, request: Send) -> Answer:
+    def _exchange(self, request: Send, stop: threading.Event) -> Answer:
         started_s = time.monotonic()
         try:
             with contextlib.ExitStack() as stack:
@@ -186,15 +189,17 @@ class ThreadDriver:
                     )
                 )
                 sink = transport.sink_of(request, response)
-                body = response.read() if sink is None else _sunk(sink, response)
+                body = response.read() if sink is None else _sunk(sink, response, stop)
         except transport.FAILURES as error:
             return transport.failed(error, started_s, self.url, has_answered=self._has_answered)
         self._has_answered = True
         return transport.received(response, started_s, body)
 
 
-def _sunk(sink: BodySink, response: httpx.Response) -> bytes:
+def _sunk(sink: BodySink, response: httpx.Response, stop: threading.Event) -> bytes:
     sink.begin()
     for piece in response.iter_bytes(transport.PIECE_BYTES):
+        if stop.is_set():
+            raise transport.Ended
         sink.write(piece)
     return b""

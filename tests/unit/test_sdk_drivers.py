@@ -291,6 +291,89 @@ def test_the_first_part_that_fails_ends_the_call_and_nothing_more_is_sent(
     assert len(server.seen) <= 5, "one that was being taken at that moment may still go"
 
 
+def test_what_is_under_way_when_a_part_fails_reports_no_progress_later(
+    server: Server, using: Callable[..., Any]
+) -> None:
+    waiting, released = threading.Event(), threading.Event()
+
+    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any] | None:
+        if body["items"][0] == "0":
+            assert waiting.wait(HANGING)
+            return 400, failure("INVALID_INPUT")
+        waiting.set()
+        released.wait(HANGING)
+        return None
+
+    server.special = special
+    reports: list[sie_client.Progress] = []
+    with pytest.raises(sie_client.InvalidInputError):
+        using(
+            server.url,
+            lambda client: client.encode("m", TEXTS, on_progress=reports.append),
+            part_tokens=TEN_A_PART,
+            concurrency=3,
+        )
+    released.set()
+    end_of_threads()
+    assert reports == []
+
+
+def end_of_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "sie-sdk":
+            thread.join(HANGING)
+
+
+def test_a_call_without_enough_threads_fails_and_sends_no_more(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, numbers = threading.Thread.start, itertools.count(1)
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == "sie-sdk" and next(numbers) > 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    server.special = lambda *_: time.sleep(0.05)
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with SIEClient(server.url, part_tokens=TEN_A_PART) as client:
+        with pytest.raises(RuntimeError, match="thread"):
+            client.encode("m", TEXTS)
+        end_of_threads()
+    assert len(server.seen) <= 1
+
+
+def test_a_download_ends_when_another_plan_of_the_call_fails(server: Server) -> None:
+    arriving, failed = threading.Event(), threading.Event()
+    pieces: list[int] = []
+
+    class Sink:
+        def begin(self) -> None:
+            pass
+
+        def write(self, piece: bytes) -> None:
+            pieces.append(len(piece))
+            arriving.set()
+            failed.wait(HANGING)
+
+    def special(method: str, path: str, body: Any, number: int) -> tuple[int, Any]:
+        if path == "/file":
+            return 200, bytes(8 << 20)
+        assert arriving.wait(HANGING)
+        return 400, failure("INVALID_INPUT")
+
+    server.special = special
+    policy = core.Policy()
+    sends = [core.Send("GET", "/file", {}, sink=Sink()), core.Send("GET", "/refused", {})]
+
+    def plan() -> core.Plan[Any]:
+        return (yield core.Together((core.call(send, policy) for send in sends), 2))
+
+    with SIEClient(server.url) as client, pytest.raises(sie_client.InvalidInputError):
+        client._driver.run(plan())
+    failed.set()
+    end_of_threads()
+    assert len(pieces) == 1
+
+
 def test_a_connection_that_is_made_while_the_client_is_closed_does_not_stay(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
