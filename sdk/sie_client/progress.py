@@ -140,5 +140,6 @@ class Meter:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # the terminal is closed or cannot show these characters: go on without a bar
+        # the stream is missing or closed, or cannot show these characters: go on without a bar
+        except (AttributeError, OSError, ValueError):
             self._has_bar = False

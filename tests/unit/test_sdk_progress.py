@@ -119,6 +119,14 @@ def test_a_terminal_that_goes_away_does_not_end_the_call() -> None:
     bar(Gone(), Session())
 
 
+def test_a_bar_that_is_asked_for_without_a_stream_does_not_end_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    clock = Clock()
+    with Meter(Session(progress=True), 5, clock=clock) as meter:
+        clock.now_s = 30.0
+        meter.update(HttpAnswer(1))
+
+
 def test_an_iterator_whose_length_nobody_knows_has_a_line_without_an_end() -> None:
     clock, stream = Clock(), Terminal()
     with Meter(Session(), None, stream=stream, clock=clock) as meter:
