@@ -95,6 +95,13 @@ def test_what_is_read_belongs_to_the_caller() -> None:
     assert output_array.tolist() == [7.0, -0.25, 1.0]
 
 
+@pytest.mark.parametrize("nd", [True, False, None, 3])
+def test_a_map_with_a_field_nd_but_no_data_is_no_array(nd: object) -> None:
+    """Values of a user's schema and metadata may have any names."""
+    value = {"data": {"nd": nd, "type": "<f4"}, "metadata": {"nd": nd}}
+    assert decoded(msgspec.msgpack.encode(value)) == value
+
+
 @pytest.mark.parametrize(
     "dtype", ["<f8", "<i8", "<i2", "<u2", "<u4", "<u8", "|b1", "O", "S3", "<U3", "<c8", "V4", "M8[s]"]
 )

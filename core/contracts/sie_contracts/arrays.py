@@ -47,7 +47,7 @@ def unpack(value: Any) -> Any:
     accepted.
     """
     if isinstance(value, dict):
-        marker = value.get(b"nd", value.get("nd"))
+        marker = value.get(b"nd", value.get("nd")) if value.keys() & {b"data", "data"} else None
         if marker is True:
             return _from_map(value)
         if marker is False:
