@@ -7,7 +7,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,9 +16,11 @@ from rich.console import Console
 
 from sie_cli.main import main
 from sie_cli.refusal import CommandRefused
-from sie_cli.trying.asking import ModelAnswer, Question, QuestionInput, read, reply, strongest, verb_of
+from sie_cli.trying.asking import ModelAnswer, Question, QuestionInput, ask_model, read, reply, strongest, verb_of
 from sie_cli.trying.command import json_of
 from sie_cli.trying.shown import LINES, LabelledSpan, bar, colours, heat, marked, shares, shown
+from sie_client import SIEClient
+from sie_client.types import Results
 
 ENCODES = {"name": "test/m3", "tasks": ["encode", "score"], "score_scale": "cosine", "loaded": True}
 ENCODES["dims"] = {"dense": 4, "sparse": 72, "multivector": 32}
@@ -269,6 +271,18 @@ def test_late_interaction_shows_its_shape() -> None:
     text = picture(encoded(result, texts=("hello world",)))
     assert "multivector: 32 numbers a token, float32" in text
     assert "1  13 x 32           hello world" in text
+
+
+def test_a_request_of_which_all_inputs_failed_leaves_the_answer_of_the_others() -> None:
+    """The client splits many inputs into several requests, and a result of such a request has no timing."""
+
+    class Client:
+        def encode(self, *_: object, **__: object) -> Results[Any]:
+            return Results([{**SHARED, **dense(1, 0)}, {**SHARED, **FAILED, "outputs": {}, "timing": {}}])
+
+    question = Question("test/m3", inputs("a", "b"))
+    answer = ask_model(cast(SIEClient, Client()), {**ENCODES, "tasks": ["encode"]}, question, "http://127.0.0.1:1", "")
+    assert (answer.failed, answer.shared["timing"]) == (1, SHARED["timing"])
 
 
 def test_what_failed_is_named_and_the_rest_is_shown() -> None:
