@@ -148,7 +148,8 @@ def saved(
 
 class Arriving:
     """Sink that writes a download to a hidden file in the target folder. `finish` renames it to `path`. `tell` gets the
-    number of new bytes, or a negative number that takes back the bytes of a failed attempt.
+    number of new bytes, or a negative number that takes back the bytes of a failed attempt. If another download to
+    `path` begins meanwhile, it gets a hidden file of its own, and only that one may be renamed.
     """
 
     def __init__(self, path: Path, size_bytes: int, sha256: str, tell: Callable[[int], None]) -> None:
@@ -158,6 +159,7 @@ class Arriving:
         self._sha256 = sha256
         self._tell = tell
         self._file: BinaryIO | None = None
+        self._is_own = False  # whether the hidden file was still that of this download when it was closed
         self._digest = hashlib.sha256()
         self._come = 0
 
@@ -168,7 +170,8 @@ class Arriving:
         self._digest, self._come = hashlib.sha256(), 0
         with on_disk(self._partial):
             self._partial.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._partial.open("wb")
+            self._partial.unlink(missing_ok=True)
+            self._file = self._partial.open("xb")
 
     def write(self, piece: bytes) -> None:
         assert self._file is not None
@@ -180,9 +183,11 @@ class Arriving:
 
     def finish(self) -> None:
         """Rename the complete file to `path`. If its size or digest is not as announced, delete it and raise
-        ServerError.
+        ServerError. Raises InvalidInputError if another download to `path` has begun.
         """
         self._close()
+        if not self._is_own:
+            invalid(f"{self.path}: another download to this file began meanwhile")
         is_whole = self._come == self._size_bytes and self._sha256 in ("", self._digest.hexdigest())
         with on_disk(self.path):
             if is_whole:
@@ -197,14 +202,17 @@ class Arriving:
 
     def drop(self) -> None:
         self._close()
-        with on_disk(self._partial):
-            self._partial.unlink(missing_ok=True)
+        if self._is_own:
+            with on_disk(self._partial):
+                self._partial.unlink(missing_ok=True)
 
     def _close(self) -> None:
-        if self._file is not None:
-            with on_disk(self._partial):
-                self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with on_disk(self._partial), file:
+                self._is_own = self._partial.exists() and os.path.samestat(
+                    self._partial.stat(), os.fstat(file.fileno())
+                )
 
 
 def fetched(path: str, arriving: Arriving, session: Session) -> Plan[None]:

@@ -436,6 +436,24 @@ def test_all_parts_arrive_and_none_comes_twice(server: JobServer, using: Callabl
     assert paths[1].read_bytes() == server.parts["part-00001.parquet"]
 
 
+def test_a_download_that_began_later_to_the_same_file_is_not_mixed_with_this_one(tmp_path: Path) -> None:
+    """The thread of a call that was interrupted may still write when the call is repeated."""
+    path, data = tmp_path / "part-0.jsonl", bytes(range(256)) * 1024
+    digest = hashlib.sha256(data).hexdigest()
+    earlier, later = (files.Arriving(path, len(data), digest, lambda _: None) for _ in range(2))
+    earlier.begin()
+    earlier.write(data[:100_000])
+    later.begin()
+    later.write(data[:10])
+    earlier.write(data[100_000:])
+    with pytest.raises(sie_client.InvalidInputError, match="another download"):
+        earlier.finish()
+    earlier.drop()
+    later.write(data[10:])
+    later.finish()
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {path.name: data}
+
+
 def test_a_part_with_another_digest_does_not_appear(
     server: JobServer, using: Callable[..., Any], tmp_path: Path
 ) -> None:
