@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -52,10 +53,14 @@ class ThreadDriver:
         self.url = url
         self._session = session
         self._has_answered = False
-        self._http = httpx.Client(**transport.options(url, session, httpx.HTTPTransport))
+        self._is_closed = False
+        self._open()
+
+    def _open(self) -> None:
+        self._http = httpx.Client(**transport.options(self.url, self._session, httpx.HTTPTransport))
         self._lock = threading.Lock()
         self._in_flight = 0
-        self._is_closed = False
+        self._process = os.getpid()
 
     def close(self) -> None:
         """Close the connections and refuse new requests. If requests of other threads are running, the last request
@@ -69,7 +74,11 @@ class ThreadDriver:
 
     @contextlib.contextmanager
     def _connections(self) -> Iterator[httpx.Client]:
-        """Yield the HTTP client for one request. Raises RuntimeError if the driver is closed."""
+        """Yield the HTTP client for one request. Raises RuntimeError if the driver is closed. A forked process opens
+        connections of its own: on those of its parent, each could receive the other's answers.
+        """
+        if self._process != os.getpid():
+            self._open()
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("this client was closed: create a new one")

@@ -11,6 +11,7 @@ import gc
 import itertools
 import json
 import math
+import os
 import socket
 import sys
 import threading
@@ -461,6 +462,17 @@ def test_a_copy_that_fails_is_no_answer_while_the_other_is_under_way(server: Ser
 def test_no_second_copy_goes_where_the_first_is_answered_in_time(server: Server, using: Callable[..., Any]) -> None:
     using(server.url, lambda client: client.encode("m", TEXTS, hedge_after_s=HANGING), part_tokens=TEN_A_PART)
     assert len(server.seen) == 10
+
+
+def test_a_forked_process_has_connections_of_its_own(server: Server) -> None:
+    with SIEClient(server.url) as client:
+        client.encode("m", "1")
+        child = os.fork()
+        if not child:
+            os._exit(client.encode("m", "2")["dense"].tolist() != [2.0])
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert client.encode("m", "3")["dense"].tolist() == [3.0]
+    assert server.connected == 2
 
 
 def test_a_client_that_was_closed_says_so(server: Server) -> None:
