@@ -131,9 +131,13 @@ def content(file: str, session: Session) -> Plan[bytes]:
 def saved(
     file: str, path: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None, session: Session
 ) -> Plan[Path]:
-    """Save the content of a file to `path`. The file appears there only when it is complete."""
-    info = yield from get(file, session)
+    """Save the content of a file to `path`. The file appears there only when it is complete. Raises InvalidInputError
+    before the download if `path` is a folder.
+    """
     target = Path(path)
+    if (yield BlockingWork(target.is_dir)):
+        invalid(f"{target}: is a folder: name a file")
+    info = yield from get(file, session)
     done = 0
 
     def report(count: int) -> None:

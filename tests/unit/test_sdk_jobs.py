@@ -415,6 +415,18 @@ def test_an_incomplete_download_is_deleted_before_its_error_is_raised(
     assert caught.value.__traceback__ is not None
 
 
+@pytest.mark.parametrize("name", ["", "here/..", "there"])
+def test_a_file_is_not_fetched_if_it_cannot_be_saved_as_a_folder(
+    server: JobServer, using: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+    with pytest.raises(sie_client.InvalidInputError, match="is a folder"):
+        using(lambda client, do: do(client.files.save(f"{FILE}0", name)))
+    assert server.seen == []
+
+
 def test_all_parts_arrive_and_none_comes_twice(server: JobServer, using: Callable[..., Any], tmp_path: Path) -> None:
     """One part is cut off twice, and all parts arrive. A second call fetches only the part that was damaged."""
     finished(server)
