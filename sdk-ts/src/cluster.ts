@@ -27,6 +27,7 @@ function checkList<T>(value: unknown, name: string): T[] {
 }
 
 const POOL = ["name", "spec", "status"] as const;
+const MAX_DATE_MS = 8.64e15; // the last time that a Date can have
 
 /** Pools and reservations of workers. Requests and replies have the fields of the server's API. */
 export class Pools {
@@ -48,11 +49,11 @@ export class Pools {
     return jsonCall<Pool>("POST", "/v1/pools", this.session.forCall(options), POOL, { ...pool, name, gpus });
   }
 
-  /** Renew the lease of a reservation. Return the time at which it ends now. */
+  /** Renew the lease of a reservation. Return the time at which it ends now; the last time of all for a pool without a lease. */
   async renew(name: string, options?: CallOptions): Promise<Date> {
     const path = `/v1/pools/${quoteName(name, "pool")}/renew`;
-    const reply = await jsonCall<{ expires_at: number }>("POST", path, this.session.forCall(options), ["expires_at"]);
-    return new Date(reply.expires_at * 1000);
+    const reply = await jsonCall<{ expires_at: number | null }>("POST", path, this.session.forCall(options), ["expires_at"]);
+    return new Date(reply.expires_at === null ? MAX_DATE_MS : reply.expires_at * 1000);
   }
 
   /** Delete a reservation. Its workers return to their own pool. */

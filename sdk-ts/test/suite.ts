@@ -380,6 +380,8 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       check((await client.models({ task: "score" })).some((model) => model.id === "test/cross"), "models");
       equal((await client.model(MINI)).id, MINI);
       check((await client.pools.list()).some((pool) => pool.name === "default"), "pools");
+      const unleased = new SIEClient({ ...options, fetch: async () => Response.json({ message: "Pool renewed", expires_at: null }) });
+      check((await unleased.pools.renew("default")).getTime() > Date.now(), "a pool without a lease");
       equal((await client.health()).status, "healthy");
     },
 
