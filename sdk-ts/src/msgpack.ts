@@ -4,11 +4,16 @@ import { Decoder, Encoder, ExtensionCodec } from "@msgpack/msgpack";
 
 const utf8 = new TextDecoder("utf-8", { fatal: true });
 
-/** Codec that refuses values which the library would write as an empty map, such as a Map. */
+/** Codec that refuses values which the library would write as an empty map, such as a Map, or cut to 64 bits. */
 class StrictCodec extends ExtensionCodec {
   override tryToEncode(value: unknown): null {
     const isEncodable = Array.isArray(value) || value instanceof Uint8Array || (typeof value === "object" && isPlain(value!));
     if (!isEncodable) throw new TypeError(`${Object.prototype.toString.call(value)} has no form in MessagePack`);
+    for (const member of value instanceof Uint8Array ? [] : Object.values(value)) {
+      if (typeof member === "bigint" && BigInt.asIntN(64, member) !== member && BigInt.asUintN(64, member) !== member) {
+        throw new TypeError(`${member} has more than 64 bits`);
+      }
+    }
     return null;
   }
 }

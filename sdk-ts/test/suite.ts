@@ -272,6 +272,10 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       equal([missing.code, missing.status], ["MODEL_NOT_FOUND", 404]);
       check((missing.details["suggestions"] as string[]).includes(MINI), "suggestions");
       check((await catchError(client.encode(MINI, { text: 7 as never }))) instanceof InvalidInputError, "a text that is no string");
+      for (const number of [2n ** 64n, -(2n ** 63n) - 1n]) {
+        const error = await catchError(client.encode(MINI, { text: "a", metadata: { numbers: [number] } }));
+        check(error instanceof InvalidInputError && error.message.includes("64 bits"), String(error));
+      }
       const unreachable = new SIEClient({ baseUrl: "http://127.0.0.1:9", connectionTimeoutMs: 0 });
       check((await catchError(unreachable.health())) instanceof SIEConnectionError, "no server");
       const controller = new AbortController();
