@@ -355,7 +355,8 @@ class SIEAsyncClient:
 
     async def watch(self, path: str = watching.CLUSTER_STATUS) -> AsyncGenerator[dict[str, Any]]:
         """Asynchronous version of SIEClient.watch."""
-        socket, request = watching.AsyncStatusSocket(self._driver.url), watching.request(path, self._session)
+        socket = watching.AsyncStatusSocket(self._driver.url, has_answered=self._driver.has_answered)
+        request = watching.request(path, self._session)
         async with contextlib.aclosing(socket):
             while True:
                 frame: bytes | None = (

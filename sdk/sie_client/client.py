@@ -394,7 +394,8 @@ class SIEClient:
 
     def watch(self, path: str = watching.CLUSTER_STATUS) -> Iterator[dict[str, Any]]:
         """Yield the status of the cluster as dictionaries, about once per second. Needs the package `websockets`."""
-        socket, request = watching.StatusSocket(self._driver.url), watching.request(path, self._session)
+        socket = watching.StatusSocket(self._driver.url, has_answered=self._driver.has_answered)
+        request = watching.request(path, self._session)
         with contextlib.closing(socket):
             while True:
                 frame: bytes | None = self._driver.run(call(request, self._session.policy), send=socket.open).body

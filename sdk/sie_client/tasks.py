@@ -41,7 +41,7 @@ class TaskDriver:
     def __init__(self, url: str, session: Session) -> None:
         self.url = url
         self._session = session
-        self._has_answered = False
+        self.has_answered = False
         self._http = httpx.AsyncClient(**transport.options(url, session, httpx.AsyncHTTPTransport))
 
     async def close(self) -> None:
@@ -156,8 +156,8 @@ class TaskDriver:
                 sink = transport.sink_of(request, response)
                 body = await response.aread() if sink is None else await _sunk(sink, response)
         except transport.FAILURES as error:
-            return transport.failed(error, started_s, self.url, has_answered=self._has_answered)
-        self._has_answered = True
+            return transport.failed(error, started_s, self.url, has_answered=self.has_answered)
+        self.has_answered = True
         return transport.received(response, started_s, body)
 
 

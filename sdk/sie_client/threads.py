@@ -52,7 +52,7 @@ class ThreadDriver:
     def __init__(self, url: str, session: Session) -> None:
         self.url = url
         self._session = session
-        self._has_answered = False
+        self.has_answered = False
         self._is_closed = False
         self._open()
 
@@ -200,8 +200,8 @@ class ThreadDriver:
                 sink = transport.sink_of(request, response)
                 body = response.read() if sink is None else _sunk(sink, response, stop)
         except transport.FAILURES as error:
-            return transport.failed(error, started_s, self.url, has_answered=self._has_answered)
-        self._has_answered = True
+            return transport.failed(error, started_s, self.url, has_answered=self.has_answered)
+        self.has_answered = True
         return transport.received(response, started_s, body)
 
 

@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from sie_client.core import Received, Send, Session, TransportFailed, reading
 from sie_client.errors import RequestError
-from sie_client.transport import is_unknown_host
+from sie_client.transport import failed
 from sie_contracts.loopback import is_local
 
 CLUSTER_STATUS = "/ws/cluster-status"
@@ -38,7 +39,10 @@ def decoded(frame: bytes) -> dict[str, Any]:
 
 
 class _Url:
-    def __init__(self, base_url: str) -> None:
+    """Address of a websocket. `has_answered`: whether the server has answered a request of the client."""
+
+    def __init__(self, base_url: str, *, has_answered: bool = False) -> None:
+        self._url, self._has_answered = base_url, has_answered
         self._base = "ws" + base_url[4:] if base_url.startswith("http") else base_url
         self._is_local = is_local(base_url)
 
@@ -55,18 +59,19 @@ class _Url:
             **({"proxy": None} if self._is_local and not version.startswith("14.") else {}),
         }
 
+    def _refusal(self, error: Exception, started_s: float) -> Received | TransportFailed:
+        """Convert an exception of a connection to a response or TransportFailed; raise an unexpected exception."""
+        from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 
-def _refusal(error: Exception, started_s: float) -> Received | TransportFailed:
-    """Convert an exception of a connection to a response or TransportFailed; raise an unexpected exception again."""
-    from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
-
-    elapsed_s = time.monotonic() - started_s
-    if isinstance(error, InvalidStatus):
-        headers: Mapping[str, str] = {name.lower(): value for name, value in error.response.headers.raw_items()}
-        return Received(error.response.status_code, headers, bytes(error.response.body or b""), elapsed_s)
-    if isinstance(error, OSError | WebSocketException | ValueError | EOFError):
-        return TransportFailed(error, elapsed_s, isinstance(error, InvalidURI | ValueError) or is_unknown_host(error))
-    raise error
+        elapsed_s = time.monotonic() - started_s
+        if isinstance(error, InvalidStatus):
+            self._has_answered = True
+            headers: Mapping[str, str] = {name.lower(): value for name, value in error.response.headers.raw_items()}
+            return Received(error.response.status_code, headers, bytes(error.response.body or b""), elapsed_s)
+        if isinstance(error, OSError | WebSocketException | ValueError | EOFError):
+            failure = failed(error, started_s, self._url, has_answered=self._has_answered)
+            return replace(failure, is_permanent=failure.is_permanent or isinstance(error, InvalidURI))
+        raise error
 
 
 def _missing(error: ImportError) -> RequestError:
@@ -78,8 +83,8 @@ def _missing(error: ImportError) -> RequestError:
 class StatusSocket(_Url):
     """Websocket connection for the blocking client."""
 
-    def __init__(self, base_url: str) -> None:
-        super().__init__(base_url)
+    def __init__(self, base_url: str, *, has_answered: bool = False) -> None:
+        super().__init__(base_url, has_answered=has_answered)
         self._open = contextlib.ExitStack()
         self._connection: Any = None
 
@@ -92,12 +97,12 @@ class StatusSocket(_Url):
         started_s = time.monotonic()
         try:
             self._connection = self._open.enter_context(connect(**self._options(request)))
-            return Received(
-                200, {}, bytes(self._connection.recv(timeout=SILENCE_S, decode=False)), time.monotonic() - started_s
-            )
+            frame = bytes(self._connection.recv(timeout=SILENCE_S, decode=False))
+            self._has_answered = True
+            return Received(200, {}, frame, time.monotonic() - started_s)
         except Exception as error:  # noqa: BLE001  _refusal raises an unexpected error again
             self.close()
-            return _refusal(error, started_s)
+            return self._refusal(error, started_s)
 
     def next(self) -> bytes | None:
         """Return the next frame. If the connection is broken or silent, close it and return None."""
@@ -105,7 +110,7 @@ class StatusSocket(_Url):
             return bytes(self._connection.recv(timeout=SILENCE_S, decode=False))
         except Exception as error:  # noqa: BLE001  _refusal raises an unexpected error again
             self.close()
-            _refusal(error, 0.0)
+            self._refusal(error, 0.0)
             return None
 
     def close(self) -> None:
@@ -126,10 +131,12 @@ class AsyncStatusSocket(_Url):
         started_s = time.monotonic()
         try:
             self._connection = await connect(**self._options(request))
-            return Received(200, {}, await self._recv(), time.monotonic() - started_s)
+            frame = await self._recv()
+            self._has_answered = True
+            return Received(200, {}, frame, time.monotonic() - started_s)
         except Exception as error:  # noqa: BLE001  _refusal raises an unexpected error again
             await self.aclose()
-            return _refusal(error, started_s)
+            return self._refusal(error, started_s)
 
     async def _recv(self) -> bytes:
         receiving = asyncio.ensure_future(self._connection.recv(decode=False))
@@ -147,7 +154,7 @@ class AsyncStatusSocket(_Url):
             return await self._recv()
         except Exception as error:  # noqa: BLE001  _refusal raises an unexpected error again
             await self.aclose()
-            _refusal(error, 0.0)
+            self._refusal(error, 0.0)
             return None
 
     async def aclose(self) -> None:

@@ -726,6 +726,15 @@ def test_a_watch_that_may_not_or_cannot_be_is_a_typed_error(
         using("http://:80", lambda client: first(client, 1))
 
 
+def test_a_watch_waits_as_other_calls_do_where_no_server_runs(
+    using: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(core, "NOBODY_BUDGET_S", 0.0)
+    with pytest.raises(sie_client.SIEConnectionError, match=r"no server at http://127\.0\.0\.1:1: "):
+        using("http://127.0.0.1:1", lambda client: first(client, 1))
+    assert not caplog.records, "nothing is waited for"
+
+
 async def test_watch_without_its_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("websockets.sync.client", "websockets.asyncio.client"):
         monkeypatch.setitem(sys.modules, module, None)
