@@ -92,6 +92,16 @@ def test_clients_and_monitors_are_those_that_are_named() -> None:
     assert not of_kind("NetworkPolicy", objects(template(values={**CHOSEN, "networkPolicy": {"enabled": False}})))
 
 
+def test_no_pod_reads_metrics_where_no_monitor_is_named() -> None:
+    """Kubernetes takes an empty `from` as everyone."""
+    manifests = objects(template(values={**CHOSEN, "networkPolicy": {"monitors": []}}))
+    rules = [
+        rule for policy in of_kind("NetworkPolicy", manifests).values() for rule in policy["spec"].get("ingress", ())
+    ]
+    assert 9090 not in {port["port"] for rule in rules for port in rule["ports"]}
+    assert all(rule["from"] for rule in rules if "from" in rule)
+
+
 @pytest.mark.parametrize(("path", "root"), [("/", None), ("/sie", "/sie")])
 def test_the_ingress_leads_to_the_gateway(path: str, root: str | None) -> None:
     from helm import container, variables
