@@ -9,8 +9,10 @@ import contextlib
 import os
 import re
 import subprocess
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,7 +21,7 @@ import httpx
 import msgspec
 import pytest
 from fake_adapter import FakeAdapter, toy_entry
-from helm import CHOSEN, container, objects, of_kind, rendered, template, variables
+from helm import CHOSEN, NAMESPACE, HelmError, container, objects, of_kind, rendered, template, variables
 from inprocess import settings_of, until
 from nats_server import NatsServer, binary
 
@@ -147,6 +149,44 @@ def test_a_changed_configuration_replaces_the_pods() -> None:
         )
 
     assert checksum({"nats": {"maxPayloadBytes": 1 << 20}}) != checksum({}) == checksum({"pool": "other"})
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (1, 1), (3, 5)])
+def test_an_upgrade_between_one_server_and_several_is_refused(before: int, after: int) -> None:
+    """A server that becomes one of several deletes the streams that it has stored alone."""
+
+    def values(replicas: int) -> dict[str, Any]:
+        return {**CHOSEN, "nats": {"replicas": replicas}}
+
+    kinds = {"resources": [{"name": "statefulsets", "kind": "StatefulSet", "namespaced": True, "verbs": ["get"]}]}
+    answers = {
+        "/apis/apps/v1": {"kind": "APIResourceList", "groupVersion": "apps/v1", **kinds},
+        f"/apis/apps/v1/namespaces/{NAMESPACE}/statefulsets/sie-nats": of_kind(
+            "StatefulSet", objects(template(values=values(before)))
+        )["sie-nats"],
+    }
+
+    class Kubernetes(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = msgspec.json.encode(answers[self.path.partition("?")[0]])
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Kubernetes) as api:
+        threading.Thread(target=api.serve_forever, daemon=True).start()
+        online = ("--dry-run=server", "--disable-openapi-validation", "--kube-apiserver")
+        is_refused = (before > 1) != (after > 1)
+        with (
+            pytest.raises(HelmError, match=r"nats\.replicas: .*sie backup") if is_refused else contextlib.nullcontext()
+        ):
+            template("values.yaml", values(after), *online, f"http://127.0.0.1:{api.server_port}")
+        api.shutdown()
 
 
 @pytest.mark.long
