@@ -209,7 +209,8 @@ def list_command(cluster: Cluster, as_json: bool) -> None:
 def revoke(cluster: Cluster, identifier: str | None, by_token: bool, forget: bool) -> None:
     """End a key now. Gateways refuse it within a second; requests in progress are finished. This cannot be undone.
 
-    A name selects the key with this name that has not ended.
+    A name selects the key with this name that has not ended. If several have it, none is revoked, and their ids are
+    shown.
     """
     if (identifier is None) != by_token:
         raise click.UsageError("give the ID or the name of a key (`sie keys list` shows them), or --token")
@@ -217,24 +218,26 @@ def revoke(cluster: Cluster, identifier: str | None, by_token: bool, forget: boo
 
     async def body(broker: Broker) -> Key:
         buckets, now_s = await _opened(broker, cluster)
-        for key, revision in await buckets.read():
-            if (
-                key.digest != digest
-                if by_token
-                else key.id != identifier and (key.name != identifier or key.ended(now_s))
-            ):
-                continue
-            ended = msgspec.structs.replace(key, revoked_s=key.revoked_s or now_s)
-            try:
-                await (buckets.remove(key.id, revision) if forget else buckets.write(ended, revision))
-            except WrongRevision as error:
-                raise CommandRefused(
-                    f"key {key.id} was changed by another command: check `sie keys list` and try again"
-                ) from error
-            return key
-        raise CommandRefused(
-            "no key has this token" if by_token else f"there is no key {identifier}; `sie keys list` shows all"
-        )
+        stored = await buckets.read()
+        found = [pair for pair in stored if (pair[0].digest == digest if by_token else pair[0].id == identifier)]
+        if not by_token and not found:
+            found = [pair for pair in stored if pair[0].name == identifier and not pair[0].ended(now_s)]
+        if not found:
+            raise CommandRefused(
+                "no key has this token" if by_token else f"there is no key {identifier}; `sie keys list` shows all"
+            )
+        if len(found) > 1:  # `sie restore`, or two commands at the same moment, can give a name to several keys
+            ids = ", ".join(key.id for key, _ in found)
+            raise CommandRefused(f"several keys are named {identifier}: revoke each by its id, {ids}")
+        key, revision = found[0]
+        ended = msgspec.structs.replace(key, revoked_s=key.revoked_s or now_s)
+        try:
+            await (buckets.remove(key.id, revision) if forget else buckets.write(ended, revision))
+        except WrongRevision as error:
+            raise CommandRefused(
+                f"key {key.id} was changed by another command: check `sie keys list` and try again"
+            ) from error
+        return key
 
     key = cluster.at_broker("sie-keys", body)
     click.echo(f"key {key.id} {key.name} is {'revoked and forgotten' if forget else 'revoked'}")
