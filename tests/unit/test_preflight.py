@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
-from sie_cli.serve import preflight
+import pytest
+from click.testing import CliRunner
+
+from sie_cli.main import main
+from sie_cli.serve import preflight, processes
 from sie_contracts.settings import load
 
 
@@ -18,3 +23,16 @@ def test_a_folder_of_models_that_is_not_there_is_told_before_anything_starts(tmp
     assert "is not a folder: make it, or name another one" in fault
     assert list(preflight._folders(needs(str(tmp_path)))) == []
     assert list(preflight._folders(needs("s3://bucket/models"))) == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "more"),
+    [("--port", "--gateways=2"), ("--gateway-metrics-port", "--gateways=2"), ("--worker-metrics-port", "--workers=2")],
+)
+def test_ports_that_count_up_beyond_the_last_one_are_refused_before_anything_starts(
+    flag: str, more: str, tmp_path: Path
+) -> None:
+    with mock.patch.object(processes.LocalCluster, "run", mock.AsyncMock(return_value=0)):
+        done = CliRunner().invoke(main, ["serve", "--data-dir", str(tmp_path / "data"), flag, "65535", more])
+    assert done.exit_code == 2
+    assert f"{flag}: 2 {more[2:-2]} from 65535 on need ports above the last one, 65535" in done.stderr

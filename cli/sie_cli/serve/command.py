@@ -119,10 +119,14 @@ def serve(
     try:
         if standalone and gateways > 1:
             raise SettingError("--gateways", "--standalone is one process with one gateway")
-        if port + gateways - 1 > 65535:
-            raise SettingError("--port", f"{gateways} gateways from {port} on need ports above the last one, 65535")
+        needs = _needs(plan)
+        for listener in needs.listeners:
+            if listener.port + listener.count - 1 > 65535:
+                kind = "workers" if listener.flag == "--worker-metrics-port" else "gateways"
+                what = f"{listener.count} {kind} from {listener.port} on need ports above the last one, 65535"
+                raise SettingError(listener.flag, what)
         with DataDir(plan.data_dir):
-            if lacking := faults(_needs(plan)):
+            if lacking := faults(needs):
                 for fault in lacking:
                     click.echo(f"error: {fault}", err=True)
                 sys.exit(EXIT_BAD_SETTING)
