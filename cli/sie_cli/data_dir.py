@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TextIO
 
-from sie_cli.access import LOCK
+from sie_cli.access import FILE, LOCK
 from sie_contracts.settings import SettingError
 from sie_contracts.wire.ownership import distrusted
 
@@ -85,6 +85,15 @@ class DataDir:
                 raise SettingError(
                     "--data-dir", f"{self._path}: {why}; name another folder, or `chown` and `chmod o-w` this one"
                 )
+            # mode 0600: another user who can open the file could lock it
+            self._lock = open(self._path / LOCK, "w", opener=_private)
+            os.fchmod(self._lock.fileno(), 0o600)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise InUse(self._path) from error
+            # a killed `sie serve` left it: commands would send credentials to its addresses, which others may have now
+            (self._path / FILE).unlink(missing_ok=True)
             sockets = sockets_folder(self._path)
             try:
                 private_folder(sockets)
@@ -93,21 +102,18 @@ class DataDir:
                 raise SettingError(
                     "--data-dir", f"{sockets} (for sockets) is another user's; name a directory with a shorter path"
                 ) from None
-            # mode 0600: another user who can open the file could lock it
-            self._lock = open(self._path / LOCK, "w", opener=_private)
-            os.fchmod(self._lock.fileno(), 0o600)
-        except OSError as error:
-            raise SettingError("--data-dir", f"{self._path}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise InUse(self._path) from error
+        except BaseException as error:
+            if self._lock is not None:
+                self._lock.close()
+            if isinstance(error, OSError):
+                raise SettingError("--data-dir", f"{self._path}: {error.strerror}") from error
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._lock is not None:
-            self._lock.close()
+        # before the lock is released, because the folder may be that of the next owner afterwards
         if (sockets := sockets_folder(self._path)).parent != self._path:
             with contextlib.suppress(OSError):  # not empty, if a killed process left its socket
                 sockets.rmdir()
+        if self._lock is not None:
+            self._lock.close()

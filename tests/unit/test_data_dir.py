@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
+from sie_cli import access
+from sie_cli.access import Access
 from sie_cli.data_dir import MAX_SOCKET_BYTES, DataDir, default_data_dir, socket_path, sockets_folder
 from sie_contracts.settings import SettingError
 
@@ -49,6 +53,30 @@ def test_sockets_of_a_long_path_are_elsewhere_private_and_not_left_behind(tempor
         assert len(str(socket_path(path, 999))) <= MAX_SOCKET_BYTES
         assert sockets_folder(tmp_path / (LONG + "-of-another")) != folder
     assert not folder.exists()
+
+
+def test_the_folder_of_sockets_is_there_if_the_owner_before_ends_meanwhile(
+    temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / LONG
+    before, flock = DataDir(path).__enter__(), fcntl.flock
+
+    def after_its_end(file: TextIO, operation: int) -> None:
+        before.__exit__()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", after_its_end)
+    with DataDir(path):
+        assert sockets_folder(path).is_dir()
+
+
+def test_the_addresses_of_a_killed_server_are_gone_when_the_next_one_starts(temporary: Path, tmp_path: Path) -> None:
+    """Commands send the token of an administrator to the addresses that they find."""
+    with DataDir(tmp_path):
+        access.publish(tmp_path, Access(gateway_url="http://127.0.0.1:8080", admin_token="of-the-killed-one"))
+    assert access.read(tmp_path) is None
+    with DataDir(tmp_path):
+        assert access.read(tmp_path) is None
 
 
 def test_a_folder_that_somebody_put_there_is_refused(temporary: Path, tmp_path: Path) -> None:
