@@ -144,6 +144,17 @@ def test_a_line_has_the_level_of_its_process_or_of_its_event(capsys: pytest.Capt
     ]
 
 
+def test_a_log_whose_disk_was_full_gets_the_lines_after_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    output = LineOutput(json=False)
+    with open("/dev/full", "w") as log, (tmp_path / "log").open("w") as with_space:
+        monkeypatch.setattr(sys, "stderr", log)
+        output("serve", "lost")
+        assert os.path.samestat(os.fstat(log.fileno()), os.stat("/dev/full")), "nothing would be written any more"
+        os.dup2(with_space.fileno(), log.fileno())
+        output("serve", "kept")
+    assert (tmp_path / "log").read_text().endswith("[serve] kept\n")
+
+
 @pytest.mark.parametrize("client", [SIEClient, SIEAsyncClient])
 def test_an_address_without_a_scheme_is_told_before_anything_is_sent(
     client: type[SIEClient] | type[SIEAsyncClient],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from datetime import UTC, datetime
@@ -34,7 +35,9 @@ class LineOutput:
             return
         try:
             print(self._shown(name, line, level), file=sys.stderr, flush=True)  # noqa: T201  this is the program's output
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return  # the disk of the log is full: later lines are written when it has space again
             # The reader has closed the pipe, so write to /dev/null: child processes can still print, and the flush at
             # the interpreter's exit does not fail and change the exit status.
             nowhere = os.open(os.devnull, os.O_WRONLY)
