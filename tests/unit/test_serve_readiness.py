@@ -1,14 +1,22 @@
-"""Readiness of `sie serve`: the failed load of a model that the command line names."""
+"""Readiness of `sie serve`: the failed load of a model that the command line names, a full disk."""
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
+from sie_cli.main import main
+from sie_cli.serve.ports import free_port
+from sie_cli.serve.processes import LocalCluster, ServePlan
 from sie_cli.serve.readiness import FailedLoad, failed_load
-from sie_contracts.settings import Secret
+from sie_cli.serve.supervisor import Supervisor
+from sie_contracts.settings import Secret, load
 
 
 def host(state: str, attempts: int = 0, *, permanent: bool = False) -> dict[str, Any]:
@@ -51,3 +59,28 @@ def test_a_start_ends_after_the_last_try_of_a_load() -> None:
     assert [failed.is_final for failed in tries] == [False, False, True]
     assert FailedLoad("no such file", 1, is_permanent=True).is_final
     assert str(tries[0]) == "try 1 of 3 to load it failed, the next comes within a minute: no network"
+
+
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_ends_a_start_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of the disk count what the streams hold already, so a disk that they fill passes."""
+    monkeypatch.setattr("sie_cli.access.write_private", no_space)
+    done = CliRunner().invoke(main, ["serve", "--standalone", "--port", str(free_port()), "--data-dir", str(tmp_path)])
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1] == f"error: --data-dir: {tmp_path}: No space left on device"
+
+
+async def test_a_disk_that_is_full_when_all_are_ready_delays_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sie_cli.access.write_private", no_space)
+    settings = load(environ={}).settings
+    plan = ServePlan("127.0.0.1", 1, tmp_path, True, 1, 1, False, settings, flags={}, environ={})
+    cluster, supervisor = LocalCluster(plan), Supervisor(lambda *_: None)
+    cluster._printed("nats-server", "Restored 1 messages for stream '$G > KV_sie_keys'", "INFO")
+    await cluster._until_ready(supervisor)
+    assert supervisor.is_up
+    assert "access.json was not written: No space left on device" in capsys.readouterr().err

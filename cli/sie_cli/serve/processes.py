@@ -7,6 +7,7 @@ SIGTERM, SIGINT, SIGHUP ─► gateways drain ─► sidecars ─► adapters �
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import resource
@@ -37,7 +38,7 @@ from sie_cli.serve.readiness import FailedLoad, Probe, failed_load, lacks_worker
 from sie_cli.serve.supervisor import Child, Supervisor
 from sie_contracts.loopback import is_loopback, verification
 from sie_contracts.models.trust import Allowed
-from sie_contracts.settings import BY_NAME, ROWS, Secret, SettingRow, Settings, public_url
+from sie_contracts.settings import BY_NAME, ROWS, Secret, SettingError, SettingRow, Settings, public_url
 from sie_runtime.process import end_signals
 from sie_store.models_folder import in_use, place_of
 
@@ -108,10 +109,16 @@ class LocalCluster:
 
         for number in end_signals():
             loop.add_signal_handler(number, on_signal, number)
-        self._set_defaults()
-        broker, config, gateways, sidecars, adapters = self._children()
-        with access.published(self._plan.data_dir, self._access()):
-            return await self._supervised(supervisor, broker, config, gateways, sidecars, adapters)
+        with contextlib.ExitStack() as published:
+            try:
+                self._set_defaults()
+                groups = self._children()
+                published.enter_context(access.published(self._plan.data_dir, self._access()))
+            except OSError as error:
+                raise SettingError(
+                    "--data-dir", f"{error.filename or self._plan.data_dir}: {error.strerror}"
+                ) from error
+            return await self._supervised(supervisor, *groups)
 
     def _printed(self, name: str, line: str, level: str) -> None:
         if name == BROKER and "for stream" in line:
@@ -331,7 +338,7 @@ class LocalCluster:
                     self._tell_unread()
                 await asyncio.sleep(READY_POLL_S)
         if self._restores:  # the broker has read all streams
-            access.publish(self._plan.data_dir, self._access())
+            self._publish_again(self._access())
         supervisor.is_up = True
         self._say("serve", f"ready in {time.monotonic() - started_s:.1f} s")
         self._greet()
@@ -345,7 +352,14 @@ class LocalCluster:
                 f"the broker reads the files of its stream {stream}; if that does not end, they are damaged: stop this "
                 f"`sie serve`, run `sie repair {stream} --data-dir {data_dir}`, start it again",
             )
-            access.publish(self._plan.data_dir, msgspec.structs.replace(self._access(), unread_stream=stream))
+            self._publish_again(msgspec.structs.replace(self._access(), unread_stream=stream))
+
+    def _publish_again(self, written: Access) -> None:
+        """Replace the published file. A failure, such as a full disk, is printed: the addresses did not change."""
+        try:
+            access.publish(self._plan.data_dir, written)
+        except OSError as error:
+            self._say("serve", f"{self._plan.data_dir / access.FILE} was not written: {error.strerror}", "WARNING")
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
         """Restart the broker when a full disk has space again. The broker refuses all writes until this restart."""
