@@ -14,6 +14,7 @@ from hub_stub import COMMIT, HubStub
 from parity.checkpoints import ARCHITECTURES, add_modules, build, modules_of
 
 from sie_cli.main import main
+from sie_cli.models.add import write_entry
 from sie_cli.models.lookup import NamedModel, look_up
 from sie_cli.refusal import CommandRefused
 from sie_cli.serve.processes import example_request
@@ -175,3 +176,19 @@ def test_the_request_of_a_model_is_one_of_its_task(
     raw: dict[str, Any] = {"id": "org/x", "weights": {"package": "x"}, "family": "toy", "max_tokens": 4}
     model = NamedModel("org/x", parse_entry({**raw, "outputs": outputs, "inputs": inputs}))
     assert example_request(model, "http://a", "").startswith(request_line)
+
+
+def test_two_commands_that_write_one_entry_at_once_both_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renamed = Path.replace
+
+    def after_another(partial: Path, file: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", renamed)
+        write_entry("id: of-another", "org/model", tmp_path)
+        return renamed(partial, file)
+
+    monkeypatch.setattr(Path, "replace", after_another)
+    file = write_entry("id: ours", "org/model", tmp_path)
+    assert file.read_text() == "id: ours"
+    assert [path.name for path in file.parent.iterdir()] == ["model.yaml"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 import click
@@ -175,8 +176,8 @@ def write_entry(text: str, model: str, folder: Path) -> Path:
     """Write an entry to a folder of models, in one atomic step. Return the file. Raises OSError."""
     file = _file(model, folder)
     file.parent.mkdir(parents=True, exist_ok=True)
-    # a hidden file, because processes that read the folder skip hidden files
-    partial = file.with_name(f".{file.name}.partial")
+    # a hidden file, because processes that read the folder skip hidden files; another one for each command
+    partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
     partial.write_text(text, "utf-8")
     partial.replace(file)
     return file
