@@ -178,6 +178,14 @@ def test_the_request_of_a_model_is_one_of_its_task(
     assert example_request(model, "http://a", "").startswith(request_line)
 
 
+@pytest.mark.parametrize("command", [["pull"], ["models", "inspect"], ["weights", "push", "--cluster-cache=s3://none"]])
+def test_a_folder_of_a_user_that_this_machine_lacks_is_refused_in_one_line(command: list[str], tmp_path: Path) -> None:
+    environ = {"SIE_MODELS_DIR": str(tmp_path), "XDG_DATA_HOME": str(tmp_path)}
+    done = CliRunner().invoke(main, [*command, "~no-such-user/model"], env=environ)
+    assert done.exit_code == 1
+    assert "Error: there is no folder ~no-such-user/model" in done.stderr
+
+
 def test_two_commands_that_write_one_entry_at_once_both_succeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,7 +103,7 @@ def _yaml(entry: dict[str, Any], detected: list[str], assumed: list[str]) -> str
 
 def _located(settings: Settings, source: str, revision: str | None) -> tuple[Path, dict[str, Any], str]:
     """Return the model's local folder, the value of the entry's field `weights`, and the model's default name."""
-    folder = Path(source).expanduser()
+    folder = Path(os.path.expanduser(source))
     if folder.is_dir():
         if revision:
             raise CommandRefused(f"{source} is a folder: --revision is for repositories of the hub")

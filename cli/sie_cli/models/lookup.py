@@ -9,6 +9,7 @@ hub id, folder or catalogue name, with or without :profile
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def look_up(settings: Settings, spec: str) -> NamedModel:
     entry = catalogue.find(source)
     if entry is None and (alias := catalogue.find_alias(source)) is not None:
         return dataclasses.replace(look_up(settings, alias.heaviest.model), name=spec)
-    if entry is None and (folder := Path(source).expanduser()).is_dir():
+    if entry is None and (folder := Path(os.path.expanduser(source))).is_dir():
         entry = _entry_of_folder(catalogue, folder)
     added = None
     if entry is None or entry.weights.unpinned:
@@ -86,7 +87,7 @@ def _catalogue(settings: Settings) -> Catalogue:
 
 def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
     """Split `model[:profile]`; the profile may be empty. The name of a known model or of a folder is not split."""
-    if catalogue.find(spec) is not None or Path(spec).expanduser().is_dir() or ":" not in spec:
+    if catalogue.find(spec) is not None or Path(os.path.expanduser(spec)).is_dir() or ":" not in spec:
         return spec, ""
     source, _, profile = spec.rpartition(":")
     return source, profile
@@ -95,7 +96,9 @@ def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
 def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
     """Return the catalogue entry of a model folder, or None. Raises CommandRefused if another model has its name."""
     entry = catalogue.find(folder_name(folder))
-    if entry is None or (entry.weights.path and Path(entry.weights.path).expanduser().resolve() == folder.resolve()):
+    if entry is None or (
+        entry.weights.path and Path(os.path.expanduser(entry.weights.path)).resolve() == folder.resolve()
+    ):
         return entry
     raise CommandRefused(
         f"the catalogue has another model {entry.id}: `sie models add {folder} --id NAME` gives this one a name"

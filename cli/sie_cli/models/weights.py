@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -263,7 +264,7 @@ class _WeightsSource:
 
 
 def _weights_source(settings: Settings, reference: str, name: str | None, revision: str | None) -> _WeightsSource:
-    folder = Path(reference).expanduser()
+    folder = Path(os.path.expanduser(reference))
     if folder.is_dir():
         if not name:
             raise click.UsageError(f"{reference} is a folder: --as ORGANISATION/NAME sets its name in the bucket")

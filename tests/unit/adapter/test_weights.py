@@ -45,6 +45,11 @@ def test_a_path_wins(tmp_path: Path) -> None:
     )
 
 
+def test_a_path_of_a_user_that_this_machine_lacks_is_passed_over(tmp_path: Path) -> None:
+    folder = cached(tmp_path)
+    assert WeightSources(tmp_path, False).folder(entry(path="~no-such-user/model", hub=HUB, revision=COMMIT)) == folder
+
+
 def test_a_snapshot_of_the_pinned_commit_wins_over_the_package(tmp_path: Path) -> None:
     folder = cached(tmp_path)
     assert WeightSources(tmp_path, False).folder(entry(hub=HUB, revision=COMMIT, package=PACKAGE)) == folder

@@ -78,7 +78,7 @@ class WeightSources:
         weights = entry.weights
         looked: list[str] = []
         if weights.path:
-            if is_model(folder := Path(weights.path).expanduser(), entry):
+            if is_model(folder := Path(os.path.expanduser(weights.path)), entry):
                 return Located(folder)
             looked.append(f"weights.path {weights.path} {lacking(entry)}")
         failed: FetchFailed | None = None
@@ -248,7 +248,7 @@ class WeightSources:
         is_named = name in named_loras(entry)
         if "\0" in name:
             raise lora_rejected(name, "a name must not have the character NUL")
-        path = Path(name).expanduser() if is_named else Path(name)
+        path = Path(os.path.expanduser(name)) if is_named else Path(name)
         root = Path(models_dir or "models").resolve()
         if path.is_absolute() or name.startswith("."):
             if not is_named and not path.resolve().is_relative_to(root):
@@ -354,15 +354,14 @@ def on_disk(entries: Iterable[ModelEntry], cache: LocalCache) -> tuple[str, ...]
     """
     models = []
     for entry in entries:
-        # RuntimeError: the path begins with ~ and a user that this machine does not have
-        with contextlib.suppress(OSError, RuntimeError):
+        with contextlib.suppress(OSError):
             if _is_on_disk(entry.weights, entry, cache):
                 models.append(entry.id)
     return tuple(models)
 
 
 def _is_on_disk(weights: Weights, entry: ModelEntry, cache: LocalCache) -> bool:
-    if weights.path and is_model(Path(weights.path).expanduser(), entry):
+    if weights.path and is_model(Path(os.path.expanduser(weights.path)), entry):
         return True
     if weights.hub and weights.revision:
         with contextlib.suppress(ManifestError):
