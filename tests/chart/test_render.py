@@ -187,6 +187,10 @@ def groups(**own: Any) -> dict[str, Any]:
             {**CHOSEN, "nats": {"replicas": 3, "maxUnavailable": 2}},
             "nats.maxUnavailable: without 2 of 3 servers, the others are no majority",
         ),
+        (
+            {**CHOSEN, "nats": {"replicas": 3, "maxUnavailable": "34%"}},  # Kubernetes rounds up
+            "nats.maxUnavailable: without 2 of 3 servers, the others are no majority",
+        ),
         ({**CHOSEN, "nats": {"url": "nats://b:4222"}}, "nats.url: the chart also starts its own broker"),
         (
             {**CHOSEN, "nats": {"storage": {"size": "10Gi"}}},
