@@ -219,17 +219,17 @@ def revoke(cluster: Cluster, identifier: str | None, by_token: bool, forget: boo
     async def body(broker: Broker) -> Key:
         buckets, now_s = await _opened(broker, cluster)
         stored = await buckets.read()
-        found = [pair for pair in stored if (pair[0].digest == digest if by_token else pair[0].id == identifier)]
-        if not by_token and not found:
-            found = [pair for pair in stored if pair[0].name == identifier and not pair[0].ended(now_s)]
-        if not found:
+        matches = [pair for pair in stored if (pair[0].digest == digest if by_token else pair[0].id == identifier)]
+        if not by_token and not matches:
+            matches = [pair for pair in stored if pair[0].name == identifier and not pair[0].ended(now_s)]
+        if not matches:
             raise CommandRefused(
                 "no key has this token" if by_token else f"there is no key {identifier}; `sie keys list` shows all"
             )
-        if len(found) > 1:  # `sie restore`, or two commands at the same moment, can give a name to several keys
-            ids = ", ".join(key.id for key, _ in found)
+        if len(matches) > 1:  # `sie restore`, or two commands at the same moment, can give a name to several keys
+            ids = ", ".join(key.id for key, _ in matches)
             raise CommandRefused(f"several keys are named {identifier}: revoke each by its id, {ids}")
-        key, revision = found[0]
+        key, revision = matches[0]
         ended = msgspec.structs.replace(key, revoked_s=key.revoked_s or now_s)
         try:
             await (buckets.remove(key.id, revision) if forget else buckets.write(ended, revision))
