@@ -123,8 +123,8 @@ def serve(
         for listener in needs.listeners:
             if listener.port + listener.count - 1 > 65535:
                 kind = "workers" if listener.flag == "--worker-metrics-port" else "gateways"
-                what = f"{listener.count} {kind} from {listener.port} on need ports above the last one, 65535"
-                raise SettingError(listener.flag, what)
+                message = f"{listener.count} {kind} from {listener.port} on need ports above the last one, 65535"
+                raise SettingError(listener.flag, message)
         with DataDir(plan.data_dir):
             if lacking := faults(needs):
                 for fault in lacking:
