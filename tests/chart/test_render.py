@@ -221,7 +221,7 @@ def groups(**own: Any) -> dict[str, Any]:
     ],
 )
 def test_what_is_missing_or_wrong_is_said(values: dict[str, Any], message: str) -> None:
-    """Nothing renders, and the error names the value and the fault."""
+    """No object is rendered, and the error names the value and the fault."""
     with pytest.raises(HelmError) as raised:
         template(values=values)
     error_text = str(raised.value)

@@ -446,7 +446,7 @@ def test_the_next_replay_begins_behind_the_last_one(cluster: Cluster, page: Page
 
 
 def test_an_address_that_no_view_has_is_shown(cluster: Cluster, page: Page) -> None:
-    """Such an address has a bare percent sign, or a name that all objects of JavaScript have."""
+    """The address has a bare percent sign, or a name that all objects of JavaScript have."""
     for address in ("cluster/100%", "constructor", "playground/constructor"):
         page.open("about:blank")
         page.open(f"http://{HOST}:{cluster.port}/#{address}")

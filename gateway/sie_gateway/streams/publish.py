@@ -547,10 +547,12 @@ class WorkQueue:
         QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
         """
         first = items[0]
-        self._require(lane.pool)  # nothing may be noted of an ended reservation: it would never be forgotten
+        is_followed = self.consumers.follows(lane.pool)
+        if not is_followed:
+            self._require(lane.pool)  # nothing may be noted of an ended reservation: it would never be forgotten
         self._on_publish(lane, items)
         started_s = time.perf_counter()
-        if not self.consumers.follows(lane.pool):
+        if not is_followed:
             await self._with_patience(functools.partial(self.ensure_pool, lane.pool), lane.pool, deadline_s)
         subject, spec = self.consumers.route(lane, first.priority, first.model, deadline_s)
         # nearly every request takes this path, which saves the costs of a task and a semaphore
