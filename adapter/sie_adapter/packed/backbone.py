@@ -373,8 +373,16 @@ class Backbone:
         near = ((sample.ids[last] + step) % self.vocabulary for step in (1, 2))
         changed = sample.ids.copy()
         changed[last] = next(token for token in near if token != self._pad)
-        before, after = (self._forward_eager(batch)[0] for batch in (sample, replace(sample, ids=changed)))
+        before, after = (self._in_one_pass(batch)[0] for batch in (sample, replace(sample, ids=changed)))
         return bool(torch.equal(before, after))
+
+    def _in_one_pass(self, packed: PackedBatch) -> Tensor:
+        """Return states of texts that share a pass, with padding if the model does not run packed, whatever
+        `_allowed_waste` returned.
+        """
+        if self._runner is None and self._kernel is None:
+            return self._forward_padded_part(packed, 0, len(packed.order))
+        return self._forward_eager(packed)
 
     def sample(self, lengths: tuple[int, ...]) -> PackedBatch:
         """Return packed sequences of random ids, for trials, without the pad id, which stock code treats as padding."""
