@@ -370,12 +370,14 @@ class Terminal:
         self.parent, child = pty.openpty()
         fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.before = termios.tcgetattr(self.parent)
+        # readline, which a module of the tests may have imported, sets them: they would outweigh the terminal's size
+        environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             [SIE, "top", *args],
             stdin=child if has_keyboard else subprocess.DEVNULL,
             stdout=child,
             stderr=child,
-            env={**os.environ, "TERM": "xterm-256color"},
+            env={**environ, "TERM": "xterm-256color"},
             process_group=0 if is_job else None,
             start_new_session=not is_job,
             preexec_fn=None if is_job else lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0),
