@@ -48,7 +48,7 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
     overlay = cached_overlay or Overlay(settings)
     signature: Signature = {}
     try:
-        _logger.info("source of models: %s", await asyncio.to_thread(overlay.describe))
+        _logger.info("%s", await asyncio.to_thread(overlay.describe))  # from which folder models are served
         signature = await asyncio.to_thread(overlay.read_signature)
         folders = await asyncio.to_thread(overlay.folders)
     except (SettingError, ValidationFailed, OSError) as error:
