@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from parity.checkpoints import ARCHITECTURES, add_modules, build, modules_of
-from parity.device import new_engine
+from parity.device import new_engine, require_precision
 from parity.engine import ParityEngine, Served
 from parity.reference import Reference
 from parity.score_checkpoints import ScoringEngine, scoring_engine
@@ -60,8 +60,7 @@ def serve(folders: Folders) -> Iterator[Serve]:
         architecture = ARCHITECTURES[name]
         limit = max_tokens or architecture.max_tokens
         loaded = engine.load(folders(name), precision, width=architecture.width, max_tokens=limit, **options)
-        if loaded.precision != precision:
-            pytest.skip(f"this CPU does not compute in {precision}")
+        require_precision(loaded.precision, precision)
         return loaded
 
     yield served

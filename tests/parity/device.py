@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from typing import Any, cast
 
+import pytest
 import torch
 
 from sie_adapter.engine.engine import AdapterEngine
@@ -22,3 +23,9 @@ SIXTEEN_TYPE: torch.dtype = getattr(torch, SIXTEEN)
 def new_engine(**settings: Any) -> AdapterEngine:
     """An engine on the device, with these settings."""
     return AdapterEngine(Settings(device=DEVICE, attention_backend=ATTENTION, **settings))
+
+
+def require_precision(actual: str, precision: str) -> None:
+    """Skip the test if a model runs in the precision `actual`, because this machine lacks `precision`."""
+    if actual != precision:
+        pytest.skip(f"this CPU does not compute in {precision}")

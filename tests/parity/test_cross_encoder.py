@@ -13,7 +13,7 @@ import pytest
 import torch
 from made_once import made_once
 from parity.checkpoints import MAX_TOKENS
-from parity.device import SIXTEEN, SIXTEEN_TYPE
+from parity.device import SIXTEEN, SIXTEEN_TYPE, require_precision
 from parity.score_checkpoints import (
     TAU,
     Asked,
@@ -80,8 +80,7 @@ def load(engine: ScoringEngine, folders: Folders) -> Load:
     @functools.cache
     def loaded(kind: str, precision: str = "float32") -> Scoring:
         scoring = engine.load(folders(kind), "cross-encoder", precision, head={"activation": "identity"})
-        if scoring.precision != precision:
-            pytest.skip(f"this CPU does not compute in {precision}")
+        require_precision(scoring.precision, precision)
         return scoring
 
     return loaded

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from parity.checkpoints import MAX_TOKENS
-from parity.device import SIXTEEN, SIXTEEN_TYPE
+from parity.device import SIXTEEN, SIXTEEN_TYPE, require_precision
 from parity.score_checkpoints import (
     MXBAI_ENTRY,
     MXBAI_PIECES,
@@ -80,8 +80,7 @@ def load(engine: ScoringEngine, folders: Folders) -> Load:
     @functools.cache
     def loaded(name: str, kind: Kind, precision: str = "float32", max_tokens: int = MAX_TOKENS) -> Scoring:
         scoring = engine.load(folders(name), "decoder-reranker", precision, max_tokens=max_tokens, **ENTRIES[kind])
-        if scoring.precision != precision:
-            pytest.skip(f"this CPU does not compute in {precision}")
+        require_precision(scoring.precision, precision)
         return scoring
 
     return loaded

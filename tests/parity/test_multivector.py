@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from parity import heads_checkpoints as checkpoints
 from parity.checkpoints import MAX_TOKENS, WIDTH, dense
-from parity.device import SIXTEEN
+from parity.device import SIXTEEN, require_precision
 from parity.heads_checkpoints import residual, with_markers
 from parity.heads_engine import MAX_DIFFERENCE, Array, HeadsEngine, HeadsModel, check
 from parity.table import ParityTable
@@ -103,8 +103,7 @@ def load(
     model = engine.load(
         folder, {"multivector": OUT}, max_tokens=MAX_TOKENS, precision=precision, head=head, prompts=prompts or {}
     )
-    if model.encoder.precision != precision:
-        pytest.skip(f"this CPU does not compute in {precision}")
+    require_precision(model.encoder.precision, precision)
     return model
 
 

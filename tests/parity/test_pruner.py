@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from parity.checkpoints import MAX_TOKENS
-from parity.device import SIXTEEN
+from parity.device import SIXTEEN, require_precision
 from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, copied, ragged_documents
 from parity.table import ParityTable, Scores, path_of
 from torch import nn
@@ -59,8 +59,7 @@ def load(engine: ScoringEngine, folder: Path) -> Load:
     @functools.cache
     def loaded(output: str = "entities", precision: str = "float32") -> Scoring:
         scoring = engine.load(folder, FAMILY, precision, outputs={output: 0})
-        if scoring.precision != precision:
-            pytest.skip(f"this CPU does not compute in {precision}")
+        require_precision(scoring.precision, precision)
         return scoring
 
     return loaded

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from parity import heads_checkpoints as checkpoints
 from parity.checkpoints import MAX_TOKENS
-from parity.device import SIXTEEN
+from parity.device import SIXTEEN, require_precision
 from parity.heads_engine import Array, HeadsEngine, HeadsModel, check
 from parity.table import ParityTable
 from selection import long_but
@@ -77,8 +77,7 @@ def load(
 ) -> HeadsModel:
     size = vocabulary(tokenizer or folder)
     model = engine.load(folder, {"sparse": size}, max_tokens=MAX_TOKENS, precision=precision, head=head)
-    if model.encoder.precision != precision:
-        pytest.skip(f"this CPU does not compute in {precision}")
+    require_precision(model.encoder.precision, precision)
     return model
 
 

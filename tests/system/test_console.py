@@ -48,14 +48,14 @@ def page(devtools: str) -> Iterator[Page]:
         yield page
 
 
-FORGED = """(() => { const real = window.fetch; window.fetch = async (...given) => {
-  const answer = await real(...given);
-  if (!String(given[0]).includes('/v1/cluster')) return answer;
-  const told = await answer.json();
-  told.models[0].state = 'failed';
-  told.failures = {[told.models[0].name]: '<img src=x onerror="window.harmed = 1">'};
-  told.workers[0].name = '<script>window.harmed = 1</script>';
-  return new Response(JSON.stringify(told), {status: 200});
+FORGED = """(() => { const real = window.fetch; window.fetch = async (...args) => {
+  const answer = await real(...args);
+  if (!String(args[0]).includes('/v1/cluster')) return answer;
+  const body = await answer.json();
+  body.models[0].state = 'failed';
+  body.failures = {[body.models[0].name]: '<img src=x onerror="window.harmed = 1">'};
+  body.workers[0].name = '<script>window.harmed = 1</script>';
+  return new Response(JSON.stringify(body), {status: 200});
 }; })()"""
 
 
@@ -160,8 +160,8 @@ def requested(model: str, **inference_ms: float) -> dict[str, Any]:
     return {**record, "id": secrets.token_hex(16), "model": model, "trace_id": "", "chunks": chunks}
 
 
-REQUESTS = """(() => { const real = window.fetch; window.fetch = async (...given) =>
-  String(given[0]).includes('/v1/requests?') ? new Response(JSON.stringify(FORGED)) : real(...given); })()"""
+REQUESTS = """(() => { const real = window.fetch; window.fetch = async (...args) =>
+  String(args[0]).includes('/v1/requests?') ? new Response(JSON.stringify(FORGED)) : real(...args); })()"""
 
 
 def test_a_slow_worker_is_told_from_a_slow_model(cluster: Cluster, page: Page) -> None:
@@ -414,9 +414,9 @@ def test_dead_letters_are_purged_by_the_filter_that_is_shown(cluster: Cluster, p
     assert page.complaints == []
 
 
-REPLAYED = """(() => { const real = window.fetch; window.fetch = async (...given) => {
-  const path = new URL(given[0]).pathname;
-  if (!path.endsWith('/replay')) return real(...given);
+REPLAYED = """(() => { const real = window.fetch; window.fetch = async (...args) => {
+  const path = new URL(args[0]).pathname;
+  if (!path.endsWith('/replay')) return real(...args);
   const letters = [{id: 'letter-0', state: 'answered', errors: []}];
   const isAll = path === '/v1/dead-letters/replay';
   return new Response(JSON.stringify(isAll ? {replayed: letters, next: 7} : {...letters[0], id: 'letter-5'}));
@@ -479,10 +479,10 @@ POISONED = """(() => {
           Object.entries(value).map(([name, element]) => [own.test(name) ? name : harm(name), harm(element)]))
     : value;
   const real = window.fetch;
-  window.fetch = async (...given) => {
-    const answer = await real(...given);
-    const told = await answer.json();
-    return new Response(JSON.stringify(harm(told)), {status: answer.status});
+  window.fetch = async (...args) => {
+    const answer = await real(...args);
+    const body = await answer.json();
+    return new Response(JSON.stringify(harm(body)), {status: answer.status});
   };
 })()"""
 

@@ -44,7 +44,7 @@ def encode(cluster: Cluster, model: str) -> httpx.Response:
     return httpx.post(f"{cluster.url}/v1/encode/{model}", json={"items": ["one", "two"]}, timeout=60)
 
 
-def told(cluster: Cluster, model: str) -> dict[str, Any]:
+def model_info(cluster: Cluster, model: str) -> dict[str, Any]:
     info: dict[str, Any] = httpx.get(f"{cluster.url}/v1/models/{model}", timeout=10).json()
     return info
 
@@ -66,8 +66,8 @@ FACTS = (
 
 def test_a_certificate_workers_and_profiles_are_read_without_json(page: Page, cluster: Cluster) -> None:
     assert encode(cluster, ENCODER).is_success
-    until(lambda: told(cluster, ENCODER)["certificate"], 20, "a certificate")
-    info = told(cluster, ENCODER)
+    until(lambda: model_info(cluster, ENCODER)["certificate"], 20, "a certificate")
+    info = model_info(cluster, ENCODER)
     opened(page, cluster, ENCODER)
     checks = page.wait(CHECKS, bool)
     (packed,) = [check for check in checks if "Packed computation of dense" in check[1]]
@@ -100,10 +100,10 @@ def test_a_model_is_found_by_words_of_its_description_and_tried(page: Page, clus
 
 
 def test_a_model_that_is_not_loaded_is_known_to_be_on_the_disk(page: Page, cluster: Cluster) -> None:
-    until(lambda: told(cluster, PROFILE)["on_disk"], 20, "a heartbeat")
+    until(lambda: model_info(cluster, PROFILE)["on_disk"], 20, "a heartbeat")
     opened(page, cluster, PROFILE)
     page.wait("document.querySelector('.detail .state').innerText", lambda state: state in ("on disk", "loaded"))
-    assert told(cluster, PROFILE)["on_disk"] is True
+    assert model_info(cluster, PROFILE)["on_disk"] is True
 
 
 def test_a_check_that_failed_says_which_and_where(page: Page, cluster: Cluster) -> None:
@@ -112,7 +112,7 @@ def test_a_check_that_failed_says_which_and_where(page: Page, cluster: Cluster) 
     note = httpx.get(f"{cluster.url}/v1/requests/{answer.headers['x-sie-request-id']}", timeout=10).json()
     stages = note["chunks"][0]["stages"]  # the request waited for the load, which is a stage of its own
     assert stages["load_ms"] >= 0.9 * stages["worker_ms"] > 0
-    until(lambda: told(cluster, BROKEN)["state"] == "failed", 20, "the failure")
+    until(lambda: model_info(cluster, BROKEN)["state"] == "failed", 20, "the failure")
     opened(page, cluster, BROKEN)
     (check,) = page.wait(CHECKS, bool)
     assert check[0] == "✗ failed"
@@ -141,7 +141,7 @@ def test_an_alias_tells_its_targets_and_how_its_shadow_agrees(page: Page, cluste
 
     def done() -> object:
         encode(cluster, "search")
-        return told(cluster, "search")["alias"]["shadow"]["figures"]["copies"].get("done")
+        return model_info(cluster, "search")["alias"]["shadow"]["figures"]["copies"].get("done")
 
     assert encode(cluster, OTHER).is_success
     until(done, 60, "a copy that is measured")
@@ -151,17 +151,17 @@ def test_an_alias_tells_its_targets_and_how_its_shadow_agrees(page: Page, cluste
     assert shadow["model"] == OTHER
     assert shadow["share of requests that are copied"] == "100 %"
     assert "done" in shadow["copies"]
-    figures = told(cluster, "search")["alias"]["shadow"]["figures"]
+    figures = model_info(cluster, "search")["alias"]["shadow"]["figures"]
     assert float(shadow["mean cosine with what was served"]) == pytest.approx(figures["cosine"], abs=1e-3)
 
 
-DOWNLOADING = """(() => { const real = window.fetch; window.fetch = async (...given) => {
-  const answer = await real(...given);
-  if (!String(given[0]).includes('/v1/models')) return answer;
-  const told = await answer.json();
-  const one = Object.assign(told.models.find(element => element.id === 'test/other'), {state: 'loading', hosts: []});
+DOWNLOADING = """(() => { const real = window.fetch; window.fetch = async (...args) => {
+  const answer = await real(...args);
+  if (!String(args[0]).includes('/v1/models')) return answer;
+  const body = await answer.json();
+  const one = Object.assign(body.models.find(element => element.id === 'test/other'), {state: 'loading', hosts: []});
   one.downloads = [{worker: 'w9', done_bytes: 3 * 2 ** 30, total_bytes: 4 * 2 ** 30, bytes_per_s: 2 ** 26}];
-  return new Response(JSON.stringify(told), {status: 200});
+  return new Response(JSON.stringify(body), {status: 200});
 }; })()"""
 
 
@@ -178,12 +178,12 @@ def test_a_download_tells_how_far_it_is_and_how_long_it_takes(page: Page, cluste
     assert [row[1].splitlines()[0] for row in rows if row[0].split()[0] == OTHER] == ["loading 75 %"]
 
 
-LISTED = """(() => { const real = window.fetch; window.fetch = async (...given) => {
-  const answer = await real(...given);
-  if (!String(given[0]).includes('/v1/models')) return answer;
-  const told = await answer.json();
-  told.models.push({...told.models[0], id: 'plain'});
-  return new Response(JSON.stringify(told), {status: 200});
+LISTED = """(() => { const real = window.fetch; window.fetch = async (...args) => {
+  const answer = await real(...args);
+  if (!String(args[0]).includes('/v1/models')) return answer;
+  const body = await answer.json();
+  body.models.push({...body.models[0], id: 'plain'});
+  return new Response(JSON.stringify(body), {status: 200});
 }; })()"""
 
 

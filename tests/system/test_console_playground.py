@@ -483,14 +483,14 @@ FOUND = {
     "objects": [{"label": "a cat", "score": 0.25, "bbox": [1, 2, 3, 4]}],
     "data": {"polygons": [[[1, 2, 3, 4, 5, 6]]], HARM: [HARM, 17, None, True], "deep": {"er": {"est": "leaf"}}},
 }
-FORGED = """(() => { const real = window.fetch; window.fetch = async (...given) => {
-  const answer = await real(...given);
-  if (!String(given[0]).includes('/v1/extract')) return answer;
-  const told = await answer.json();
-  Object.assign(told.items[0], FOUND);
-  told.warnings = [told.items[0].entities[0].text];
-  told.model = told.items[0].entities[0].text;
-  return new Response(JSON.stringify(told), {status: 200});
+FORGED = """(() => { const real = window.fetch; window.fetch = async (...args) => {
+  const answer = await real(...args);
+  if (!String(args[0]).includes('/v1/extract')) return answer;
+  const body = await answer.json();
+  Object.assign(body.items[0], FOUND);
+  body.warnings = [body.items[0].entities[0].text];
+  body.model = body.items[0].entities[0].text;
+  return new Response(JSON.stringify(body), {status: 200});
 }; })()"""
 
 
@@ -519,13 +519,13 @@ def test_relations_outlines_and_trees_are_shown_and_markup_does_nothing(page: Pa
     assert page.evaluate("document.querySelectorAll('article img[src=x]').length") == 0
 
 
-CATALOGUE = """(() => { const real = window.fetch; window.fetch = async (...given) => {
-  if (String(given[0]).includes('/v1/extract')) return new Response(JSON.stringify(REPLY), {status: 200});
-  const answer = await real(...given);
-  if (!String(given[0]).includes('/v1/models')) return answer;
-  const told = await answer.json();
-  told.models.push({...told.models[0], id: 'test/parser', inputs: ['document'], tasks: ['extract']});
-  return new Response(JSON.stringify(told), {status: 200});
+CATALOGUE = """(() => { const real = window.fetch; window.fetch = async (...args) => {
+  if (String(args[0]).includes('/v1/extract')) return new Response(JSON.stringify(REPLY), {status: 200});
+  const answer = await real(...args);
+  if (!String(args[0]).includes('/v1/models')) return answer;
+  const body = await answer.json();
+  body.models.push({...body.models[0], id: 'test/parser', inputs: ['document'], tasks: ['extract']});
+  return new Response(JSON.stringify(body), {status: 200});
 }; })()"""
 
 
@@ -656,9 +656,9 @@ def test_errors_are_read_as_text(page: Page) -> None:
     choose(page, "encode", "test/mini")
     typed(page, "#texts", HARM)
     page.evaluate(
-        "(() => { const real = window.fetch; window.fetch = async (...given) => String(given[0]).includes('/v1/encode')"
+        "(() => { const real = window.fetch; window.fetch = async (...args) => String(args[0]).includes('/v1/encode')"
         f" ? new Response(JSON.stringify({{error: {{code: 'BAD', message: {json.dumps(HARM)}}}}}), {{status: 400}})"
-        " : real(...given); })()"
+        " : real(...args); })()"
     )
     ask(page)
     assert HARM in page.evaluate("document.querySelector('article [role=alert]').innerText")

@@ -129,8 +129,8 @@ def test_few_open_files_are_told_and_a_lower_soft_limit_is_raised(tmp_path: Path
     code = (
         "import sys, resource; from pathlib import Path; from sie_cli.serve.preflight import MachineNeeds, faults\n"
         "from sie_contracts.settings import load\n"
-        "found = faults(MachineNeeds((), Path(sys.argv[1]), True, 1, 1, load(environ={}).settings))\n"
-        "print(found, resource.getrlimit(resource.RLIMIT_NOFILE))"
+        "lines = faults(MachineNeeds((), Path(sys.argv[1]), True, 1, 1, load(environ={}).settings))\n"
+        "print(lines, resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     argv = ["prlimit", "--nofile=256:2048", sys.executable, "-c", code, str(tmp_path)]
     assert (

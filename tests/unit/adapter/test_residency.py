@@ -463,14 +463,14 @@ def eight_ask(world: World) -> list[str]:
 
     world.during_load = load
 
-    def ask(_: int) -> str:
+    def load(_: int) -> str:
         try:
             return world.residency.ensure("a", entry("a")).model
         except ModelLoadFailed as error:
             return str(error.extras["error_class"])
 
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(ask, range(8)))
+        return list(pool.map(load, range(8)))
 
 
 def test_eight_askers_make_one_load() -> None:
