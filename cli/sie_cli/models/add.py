@@ -178,8 +178,11 @@ def write_entry(text: str, model: str, folder: Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     # a hidden file, because processes that read the folder skip hidden files; another one for each command
     partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
-    partial.write_text(text, "utf-8")
-    partial.replace(file)
+    try:
+        partial.write_text(text, "utf-8")
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)  # of a disk that is full
     return file
 
 
