@@ -308,31 +308,43 @@ async def test_fetched_inputs_are_bounded_in_bytes_and_what_fails_holds_nothing(
     assert fetching.held_bytes == 0
 
 
-async def test_small_inputs_do_not_keep_a_large_one_from_memory(tmp_path: Path) -> None:
+async def test_small_inputs_do_not_keep_a_large_one_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, now_s = opened(str(tmp_path)), time.monotonic
     fetching = PayloadFetching(store, now_s, max_bytes=50_000)
+    waiting: list[str] = []
     fetched: list[str] = []
+    reserve = fetching._reserve_memory
+
+    async def recorded(flight: InFlight, size: int) -> None:
+        waiting.append(flight.item.request)
+        await reserve(flight, size)
+        fetched.append(flight.item.request)
+
+    monkeypatch.setattr(fetching, "_reserve_memory", recorded)
 
     async def fetch(name: str, size: int) -> InFlight:
         key = await store.put(messages.encode(Payload((Input("x" * size),))), period=1, timeout_s=10)
         item = WorkItem(name, 0, "m", "v", "encode", (), RunOptions(), "inbox", 1000, payload=key, count=1)
-        flight = InFlight(None, item, now_s(), now_s() + 10)  # type: ignore[arg-type]
+        flight = InFlight(None, item, now_s(), now_s() + 60)  # type: ignore[arg-type]
         await fetching.fetch(flight)
-        fetched.append(name)
         return flight
 
+    async def fetch_and_release(name: str, size: int) -> None:
+        fetching.let_go(await fetch(name, size))
+
     held = [await fetch("first", 20_001), await fetch("second", 20_002)]
-    large = asyncio.create_task(fetch("large", 45_000))
-    await asyncio.sleep(0.1)
-    small = [asyncio.create_task(fetch(f"small {number}", 20_010 + number)) for number in range(4)]
-    await asyncio.sleep(0.1)
+    large = asyncio.create_task(fetch_and_release("large", 45_000))
+    await until(lambda: "large" in waiting, "the large input waits for memory")
+    small = [asyncio.create_task(fetch_and_release(f"small {number}", 20_010 + number)) for number in range(4)]
+    await until(lambda: len(waiting) == 7, "all inputs wait for memory")
     for flight in held:
         fetching.let_go(flight)
-        await asyncio.sleep(0.1)
-    assert fetched == ["first", "second", "large"]
-    fetching.let_go(await large)
-    for task in small:
-        fetching.let_go(await task)
+        await asyncio.sleep(0)
+    await asyncio.gather(large, *small)
+    assert fetched[:3] == ["first", "second", "large"]
+    assert len(fetched) == 7
     assert fetching.held_bytes == 0
 
 
