@@ -696,6 +696,15 @@ def test_a_prompt_of_a_client_cannot_name_an_image(name: str, load: Callable[[st
     assert refused.value.reason == "reserved_token"
 
 
+@pytest.mark.parametrize("size", [(300, 12), (12, 300), (1, 1)])
+def test_a_page_without_a_whole_block_is_refused(size: tuple[int, int], load: Callable[[str], Reader]) -> None:
+    """The tower of LightOnOCR merges blocks of 2 x 2 patches; its image processor makes edges of one patch too."""
+    served = load("lighton")
+    with pytest.raises(InvalidInput, match="aspect") as refused:
+        served.kind.prompt(served.shown(image(*size, 0)), asks(""))
+    assert refused.value.reason == "invalid_media"
+
+
 def test_paddle_is_refused_in_float16(load: Callable[[str], Reader]) -> None:
     folder = load("paddle").folder
     entry = _entry("paddle", folder)

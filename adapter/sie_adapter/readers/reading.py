@@ -250,9 +250,13 @@ class _Loop:
         self._beginning = [self.waiting.popleft() for _ in range(places)]
         try:
             begun = self.model.begin([row.prompt for row in self._beginning])
-        except SIEError as error:  # the calls of the rows that begin fail; rows of other calls continue
+        except Exception as error:  # the calls of the rows that begin fail; rows of other calls continue
+            if is_out_of_memory(error) or is_device_fatal(error):
+                raise
+            if not isinstance(error, SIEError):
+                _logger.exception("the start of %d rows failed", len(self._beginning))
             for row in self._beginning:
-                row.call.fail(error)
+                row.call.fail(error.with_traceback(None))
             begun = []
         for beginning in begun:
             row = self._beginning[0]

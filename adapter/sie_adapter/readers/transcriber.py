@@ -39,6 +39,7 @@ from sie_adapter.readers.written import (
     text_entity,
     tokens_left,
 )
+from sie_contracts.errors import InvalidInput
 from sie_contracts.media.images import Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
@@ -169,6 +170,12 @@ class Transcriber:
         text = self._words.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
         height, width, _ = image.pixels.shape
         count = (height // self._unit) * (width // self._unit)
+        if not count:
+            raise InvalidInput(
+                f"aspect: the image is {image.width} x {image.height} pixels: at the model's size, one edge is shorter "
+                f"than the {self._unit} pixels of a block",
+                reason="invalid_media",
+            )
         ids: list[int] = []
         for number in self.tokenizer.encode(text, add_special_tokens=False).ids:
             ids += [number] * (count if number == self._image_token else 1)

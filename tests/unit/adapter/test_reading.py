@@ -293,11 +293,12 @@ def test_scores_that_are_not_finite_end_one_row(readings: Readings) -> None:
     assert good == expected(PROMPTS[6])
 
 
-def test_a_refusal_of_prompts_ends_only_their_calls() -> None:
+@pytest.mark.parametrize("error", [InferenceFailed("cannot be read"), RuntimeError("no blocks")])
+def test_prompts_that_cannot_begin_end_only_their_calls(error: Exception) -> None:
     class Refusing(Sums):
         def begin(self, prompts: Sequence[Asked]) -> list[RowStart]:
             if prompts[0] is PROMPTS[1]:
-                raise InferenceFailed("cannot be read")
+                raise error
             return super().begin(prompts)
 
     loop = _Loop(Refusing(), CPU)
@@ -305,7 +306,7 @@ def test_a_refusal_of_prompts_ends_only_their_calls() -> None:
     loop.waiting.extend(rows)
     while not loop.is_idle:
         loop.turn()
-    assert isinstance(rows[1].call.error, InferenceFailed)
+    assert rows[1].call.error is error
     assert [GeneratedText(rows[at].ids, rows[at].finish or "stop") for at in (0, 2)] == [
         expected(PROMPTS[at]) for at in (0, 2)
     ]
