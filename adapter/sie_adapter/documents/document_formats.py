@@ -27,6 +27,7 @@ _TEXTS = {
     "text": "md",
     "csv": "csv",
 }
+_PDF = b"%PDF-"
 _HEAD = 1024  # bytes at the start of a file that must contain the mark of a PDF, or the root element of an HTML page
 # The group of a comment is atomic: a comment ends at its first "-->", and the time to match many comments is not
 # exponential.
@@ -50,7 +51,7 @@ def format_of(document: DocumentFile) -> str:
     head = data[:_HEAD]
     if not data:
         raise fault("undecodable", "the document is empty")
-    if b"%PDF-" in head:
+    if _PDF in head and not _only_mentions_pdf(document):
         return "pdf"
     if head.startswith(b"PK\x03\x04"):
         return _of_archive(data)
@@ -67,6 +68,16 @@ def format_of(document: DocumentFile) -> str:
     if text_format != "html" and not _is_text(data):  # HTML need not be UTF-8: a page may declare another encoding
         raise fault("undecodable", f"the content has no supported format and is not UTF-8 text, supported: {_READ}")
     return text_format
+
+
+def _only_mentions_pdf(document: DocumentFile) -> bool:
+    """Return whether a file that has the mark of a PDF is an HTML page, or the text that the client names. A PDF may
+    have other bytes before its mark, so a text without a name counts as a PDF.
+    """
+    head = document.data[:_HEAD].removeprefix(_MARKS[0]).lstrip()
+    if head.startswith(_PDF) or document.format not in ("", *_TEXTS):
+        return False
+    return _HTML.match(head) is not None or (document.format in _TEXTS and _is_text(document.data))
 
 
 def _named(format_name: str) -> str:

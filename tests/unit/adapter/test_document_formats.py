@@ -34,6 +34,12 @@ BROKEN = DEFLATED[:DATA] + b"\xff" * 6 + DEFLATED[DATA + 6 :]
         (b"%PDF-1.7 ...", "", "pdf"),
         (b"%PDF-1.7 ...", "docx", "pdf"),
         (b"\r\n junk before %PDF-1.4", "pdf", "pdf"),
+        (b"junk before %PDF-1.4", "", "pdf"),
+        (b"junk before %PDF-1.4\xe2\xe3", "txt", "pdf"),
+        (b"\xef\xbb\xbf %PDF-1.4", "txt", "pdf"),
+        (b"A PDF begins with `%PDF-1.7`.", "md", "md"),
+        (b"mark,format\n%PDF-,pdf\n", "csv", "csv"),
+        (b"<html><p>A PDF begins with %PDF-1.7</p></html>", "", "html"),
         (archive(**{"word/document.xml": b"<w/>"}), "pdf", "docx"),
         (archive(**{"ppt/presentation.xml": b"<p/>"}), "", "pptx"),
         (archive(**{"xl/workbook.xml": b"<x/>"}), "csv", "xlsx"),
@@ -50,7 +56,7 @@ BROKEN = DEFLATED[:DATA] + b"\xff" * 6 + DEFLATED[DATA + 6 :]
         (b"<!-- a --> words --> <html>", "", "md"),
         (b"<!---->" * 146 + b"words", "", "md"),
     ],
-    ids=range(18),
+    ids=range(24),
 )
 def test_the_format_of_a_document(data: bytes, format_hint: str, expected: str) -> None:
     assert format_of(DocumentFile(data, format_hint)) == expected
