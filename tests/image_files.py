@@ -46,8 +46,12 @@ def turned(orientation: int, image: Image.Image | None = None, kind: str = "PNG"
     return encoded(image or picture(), kind, exif=exif)
 
 
-def png(width: int, height: int, *, colour: int = 0, bits: int = 1, body: bytes | None = None) -> bytes:
-    """Return a PNG of any size, which is built without an image in memory. All its pixels are 0."""
+def png(
+    width: int, height: int, *, colour: int = 0, bits: int = 1, body: bytes | None = None, clear: bytes = b""
+) -> bytes:
+    """Return a PNG of any size, which is built without an image in memory. All its pixels are 0, or those of `body`.
+    `clear`: the samples of its transparent colour.
+    """
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -57,7 +61,13 @@ def png(width: int, height: int, *, colour: int = 0, bits: int = 1, body: bytes 
         deflate = zlib.compressobj(9)
         body = b"".join(deflate.compress(row) for _ in range(height)) + deflate.flush()
     head = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + chunk(b"tRNS", clear) * bool(clear)
+        + chunk(b"IDAT", body)
+        + chunk(b"IEND", b"")
+    )
 
 
 @functools.cache

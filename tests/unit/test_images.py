@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 import re
+import struct
 import time
+import zlib
 from typing import Any
 
 import msgspec
@@ -79,6 +81,21 @@ def sixteen_bits(most: int = 65535) -> Image.Image:
     return Image.fromarray(np.linspace(0, most, WIDTH * HEIGHT).reshape(HEIGHT, WIDTH).astype(np.uint16))
 
 
+def clear_png(level: int, clear: int, *, bits: int, colour: int = 0) -> bytes:
+    """Return a PNG that is `level` everywhere, and whose transparent level is `clear`."""
+    channels = {0: 1, 2: 3}[colour]
+    row = level.to_bytes(bits * channels // 8, "big") if bits > 8 else bytes([level * (255 // (2**bits - 1))])
+    pixels = b"\0" + row * (WIDTH * channels * bits // 8 // len(row))
+    samples = struct.pack(">H", clear) * channels
+    return png(WIDTH, HEIGHT, colour=colour, bits=bits, body=zlib.compress(pixels * HEIGHT), clear=samples)
+
+
+def tagged(image: Image.Image, tag: int, before: int, after: int) -> bytes:
+    """Return a TIFF file in which the number `before` of this tag is replaced by `after`."""
+    entries = [struct.pack("<HHII", tag, 3, 1, number) for number in (before, after)]
+    return encoded(image, "TIFF").replace(*entries, 1)
+
+
 ODD: dict[str, tuple[bytes, list[int]]] = {
     "rgba, half red": (encoded(Image.new("RGBA", (WIDTH, HEIGHT), (255, 0, 0, 128))), [255, 127, 127]),
     "rgba webp": (encoded(Image.new("RGBA", (WIDTH, HEIGHT), (0, 0, 0, 0)), "WEBP", lossless=True), [255, 255, 255]),
@@ -97,6 +114,16 @@ ODD: dict[str, tuple[bytes, list[int]]] = {
     "16 bit tiff": (encoded(sixteen_bits(), "TIFF"), [128, 128, 128]),
     "16 bit png with a clear level": (
         encoded(Image.fromarray(np.full((HEIGHT, WIDTH), 700, np.uint16)), transparency=700),
+        [255, 255, 255],
+    ),
+    "2 bit png with a clear level": (clear_png(1, 1, bits=2), [255, 255, 255]),
+    "4 bit png with a clear level": (clear_png(5, 5, bits=4), [255, 255, 255]),
+    "4 bit png with another clear level": (clear_png(5, 6, bits=4), [85, 85, 85]),
+    "48 bit png with a clear colour": (clear_png(0x123412341234, 0x1234, bits=16, colour=2), [255, 255, 255]),
+    "48 bit png with another clear colour": (clear_png(0x343434343434, 0x1234, bits=16, colour=2), [52, 52, 52]),
+    "16 bit tiff in which 0 is white": (tagged(sixteen_bits(2570), 262, 1, 0), [250, 250, 250]),
+    "12 bit tiff": (
+        tagged(Image.fromarray(np.full((HEIGHT, WIDTH), 65535, np.uint16)), 258, 16, 12),
         [255, 255, 255],
     ),
     "1 bit": (encoded(Image.new("1", (WIDTH, HEIGHT), 1)), [255, 255, 255]),

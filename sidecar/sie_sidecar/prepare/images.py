@@ -54,6 +54,15 @@ _FILTERS: Mapping[Filter, Image.Resampling] = {
 # pixels that are laid over a white background at a time; they are few, because this needs five times their memory
 _STRIP_PIXELS = 1 << 20
 _LEVELS_16 = [round(level / 257) for level in range(1 << 16)]
+_LEVELS_12 = [min(255, round(level * 255 / 4095)) for level in range(1 << 16)]
+_BITS, _WHITE = 0x0102, 0x0106  # numbers of the TIFF tags for the bits of a sample, and for the meaning of 0
+# Pillow does not convert the transparent level of a PNG file when it converts the samples to 8 bits: raw mode of the
+# samples -> the conversion. Of 16 bits only the upper 8 can be compared.
+_CLEAR_LEVELS: Mapping[object, Callable[[int], int]] = {
+    "L;2": lambda level: level % 4 * 85,
+    "L;4": lambda level: level % 16 * 17,
+    "RGB;16B": lambda level: level >> 8,
+}
 
 Image.MAX_IMAGE_PIXELS = None  # disables Pillow's limit: `check` has its own limits, which are tested before decoding
 # threads of the AVIF decoder: several media workers run at once, and each thread needs memory, which is limited
@@ -108,6 +117,7 @@ def _decoded(data: bytes, recipe: Recipe) -> tuple[Image.Image, bool]:
     check(recipe, Size(image.height, image.width))
     # an MPO file counts as one image: its further images are previews that a camera stored
     animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
+    _convert_clear_level(image)
     image.load()
     check(recipe, Size(image.height, image.width))  # again, as the decoded image may be larger than the header said
     return _rgb(_upright(image)), animated
@@ -121,6 +131,14 @@ def _opened(data: bytes) -> ImageFile.ImageFile:
     if kind is None:
         raise fault("undecodable", f"the first bytes are of no supported image format: {', '.join(FORMATS)}")
     return Image.open(io.BytesIO(data), formats=[kind])
+
+
+def _convert_clear_level(image: ImageFile.ImageFile) -> None:
+    """Convert the transparent level of a PNG file, as `load` converts its samples. Call it before `load`."""
+    clear = image.info.get("transparency")
+    convert = _CLEAR_LEVELS.get(image.tile[0].args) if image.format == "PNG" and image.tile else None
+    if convert is not None and clear is not None:
+        image.info["transparency"] = tuple(map(convert, clear)) if isinstance(clear, tuple) else convert(clear)
 
 
 def _upright(image: Image.Image) -> Image.Image:
@@ -151,8 +169,13 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _of_16_bits(image: Image.Image) -> Image.Image:
-    """Convert a 16 bit grey image to RGB. Pillow's own conversion would turn every value above 255 into white."""
-    levels, clear = _LEVELS_16, image.info.get("transparency")
+    """Convert a 16 bit grey image to RGB. Pillow's own conversion would turn every value above 255 into white. Samples
+    of 12 bits, and a TIFF file in which 0 is white, get this mode too.
+    """
+    tags, clear = getattr(image, "tag_v2", {}), image.info.get("transparency")
+    levels = _LEVELS_12 if tags.get(_BITS) == (12,) else _LEVELS_16
+    if tags.get(_WHITE) == 0:
+        levels = levels[::-1]
     if isinstance(clear, int) and 0 <= clear < len(levels):
         levels = [*levels[:clear], 255, *levels[clear + 1 :]]
     return image.convert("I").point(levels, "L").convert("RGB")
