@@ -64,8 +64,12 @@ def prepare(data: bytes, recipe: SoundRecipe, from_s: float | None = None) -> Sp
     Raises InvalidInput with the reason invalid_media; its message begins with too_large or undecodable.
     """
     try:
-        samples, seconds = _decoded(data, recipe.rate, from_s)
-        return Spectrograms(features(samples, recipe), seconds)
+        with np.errstate(over="ignore", invalid="ignore"):  # the results are checked
+            samples, seconds = _decoded(data, recipe.rate, from_s)
+            values = features(samples, recipe)
+        if not np.isfinite(values).all():
+            raise fault("undecodable", "the sound file has samples that are too large")
+        return Spectrograms(values, seconds)
     except InvalidInput:
         raise
     except MemoryError as error:
