@@ -156,6 +156,9 @@ class Parsers:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"
                 raise ResourceExhausted(message) from error
             raise fault("undecodable", "the parser of the document crashed") from error
+        if call.is_over:  # `end` may have killed the process after its answer, so it must get no other document
+            self._dismiss()
+            raise cancelled()
         # libraries do not free the memory that they needed for a large document
         if (held := process.resident_bytes()) > KEPT_BYTES:
             _logger.info(

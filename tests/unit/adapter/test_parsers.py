@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +15,10 @@ import pytest
 
 from sie_adapter.documents import parser_frames
 from sie_adapter.documents.parser_frames import Parsed, ParseJob
-from sie_adapter.documents.parsers import ParserNotStarted, Parsers
+from sie_adapter.documents.parsers import ParserNotStarted, Parsers, _ParserProcess
 from sie_contracts.errors import InternalFailure, InvalidInput, ResourceExhausted, SIEError
 from sie_contracts.media.documents import DocumentFile
+from sie_contracts.wire.child_frames import Unusable
 
 DEADLINE_S = 60.0
 MEMORY_BYTES = 1 << 30
@@ -144,3 +146,30 @@ def test_a_parser_that_cannot_be_started_is_told(tmp_path: Path, monkeypatch: py
     (tmp_path / "broken_parser.py").write_text("import a_package_that_nobody_has\n")
     with pytest.raises(ParserNotStarted, match="ended with status 1"):
         Parsers(1, module="broken_parser")
+
+
+def test_a_process_that_is_killed_after_its_answer_gets_no_other_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client leaves while the answer is on its way; the document of another client is next."""
+    own = Parsers(1, deadline_s=DEADLINE_S, memory_bytes=MEMORY_BYTES, module="fake_parser")
+    answered, left = threading.Event(), threading.Event()
+    run = _ParserProcess.run
+
+    def late(process: _ParserProcess, job: ParseJob, deadline_s: float) -> Parsed | Unusable:
+        answer = run(process, job, deadline_s)
+        if job.document.data == b"first":
+            answered.set()
+            left.wait(DEADLINE_S)
+        return answer
+
+    monkeypatch.setattr(_ParserProcess, "run", late)
+    monkeypatch.setattr(_ParserProcess, "runs", True)  # as before the kernel has ended the process
+    with ThreadPoolExecutor() as callers:
+        leaves = callers.submit(own.parse, [ParseJob(0, DocumentFile(b"first"))], answered.is_set)
+        answered.wait(DEADLINE_S)
+        stays = callers.submit(parsed, own, "second")
+        with pytest.raises(InternalFailure):
+            leaves.result(DEADLINE_S)
+        left.set()
+        (document,) = stays.result(DEADLINE_S)
+    assert isinstance(document, Parsed)
+    own.close()
