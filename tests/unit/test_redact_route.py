@@ -247,6 +247,13 @@ async def test_further_model_that_is_unknown_is_refused_before_any_work(
     assert cluster.server.streams[STREAM].last_sequence == 0
 
 
+async def test_further_model_without_spans_is_refused_by_its_place_and_its_name(gateway: GatewayProcess) -> None:
+    answer = await post(gateway, FIXED, {"items": ["Ada"], "models": ["toy/classes"]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "models[0]")
+    assert error["message"].startswith("toy/classes gives no entities"), error["message"]
+
+
 async def test_profile_of_the_body_is_that_of_the_first_model_only(cluster: InProcess, gateway: GatewayProcess) -> None:
     body = {"items": ["Ada"], "params": {"kinds": ["person"], "models": [FIXED], "profile": "strict"}}
     reply = asyncio.create_task(post(gateway, LABELLED, body))

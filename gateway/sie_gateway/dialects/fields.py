@@ -110,7 +110,9 @@ def named(**names: str) -> Iterator[None]:
     except InvalidInput as error:
         if (name := names.get(error.param)) is None:
             raise
-        message = name + error.message.removeprefix(error.param)
+        message = error.message
+        if message.startswith(error.param):  # the message about a model of another task begins with its name instead
+            message = name + message.removeprefix(error.param)
         raise InvalidInput(message, reason=error.reason, param=name, extras=error.extras) from error
 
 
