@@ -282,6 +282,23 @@ async def test_a_cache_is_bounded_and_a_removed_segment_is_a_miss(
     assert len(smaller) == 0
 
 
+@pytest.mark.parametrize("left", [0, 5, 8, 30, 100, -1])
+async def test_a_cache_skips_a_segment_that_was_cut(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, left: int
+) -> None:
+    """`left`: bytes that are left of the segment. The other segments are read."""
+    store = opened(str(tmp_path), "TEST")
+    digests = [ModelInput(RequestItem(str(number))).digest for number in range(6)]
+    whole = segment({digest: value(1) for digest in digests[:3]})
+    obstore.put(store, "cache/space/cut", whole[:left])
+    await StoredAnswers(store, "space").keep("whole", {digest: value(2) for digest in digests[3:]})
+    reader = StoredAnswers(store, "space")
+    await reader.open()
+    answers = await reader.find(digests)
+    assert {3, 4, 5} <= answers.keys() < set(range(6))
+    assert "cache/space/cut cannot be read" in caplog.text
+
+
 async def test_a_large_cache_does_not_hold_the_event_loop(tmp_path: Path) -> None:
     """The event loop renews the leases of jobs while a cache is opened and read."""
     store, count = opened(str(tmp_path), "TEST"), 200_000

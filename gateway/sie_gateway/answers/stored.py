@@ -43,13 +43,18 @@ class CacheSegment:
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
         count = int.from_bytes(data[:COUNT_BYTES], "little")
-        self._values_at = COUNT_BYTES + DIGEST_BYTES * count + 8 * (count + 1)
+        self._values_at = _values_at(count)
         self._offsets = np.frombuffer(data, "<u8", count + 1, COUNT_BYTES + DIGEST_BYTES * count)
 
     def value(self, row: int) -> RowAnswer:
         """Return value number `row` of the segment. Raises ValueError if it cannot be decoded."""
         start, end = (self._values_at + int(offset) for offset in self._offsets[row : row + 2])
         return unpack_row(bytes(self._data[start:end]))
+
+
+def _values_at(count: int) -> int:
+    """Return the offset of the first value in a segment with `count` values."""
+    return COUNT_BYTES + DIGEST_BYTES * count + 8 * (count + 1)
 
 
 def segment(values: Mapping[bytes, RowAnswer]) -> bytes:
@@ -126,7 +131,7 @@ class StoredAnswers:
         digests: list[bytes] = []
         total = 0
         for entry in sorted(metas, key=lambda entry: entry["last_modified"], reverse=True):
-            rows = await self._rows(entry["path"])
+            rows = await self._rows(entry["path"], entry["size"])
             if total + len(rows) // DIGEST_BYTES > MAX_ITEMS:
                 break
             total += len(rows) // DIGEST_BYTES
@@ -134,13 +139,20 @@ class StoredAnswers:
             digests.append(rows)
         self._known = await asyncio.to_thread(_KnownDigests.from_digests, digests)
 
-    async def _rows(self, name: str) -> bytes:
-        """Return the digests of a segment, concatenated; empty if the segment was removed in the meantime."""
+    async def _rows(self, name: str, size: int) -> bytes:
+        """Return the digests of a segment of `size` bytes, concatenated; empty if the segment was removed in the
+        meantime, or if it was cut, for example by a power failure. Raises StoreError.
+        """
         import obstore
 
+        count = 0
         try:
-            head = await within(SHORT_S, obstore.get_range_async(self._store, name, start=0, length=COUNT_BYTES))
-            count = int.from_bytes(bytes(head), "little")
+            if size >= COUNT_BYTES:
+                head = await within(SHORT_S, obstore.get_range_async(self._store, name, start=0, length=COUNT_BYTES))
+                count = int.from_bytes(bytes(head), "little")
+            if not count or _values_at(count) > size:
+                _logger.warning("cached answers in %s cannot be read, so they are computed again", name)
+                return b""
             request = obstore.get_range_async(self._store, name, start=COUNT_BYTES, length=DIGEST_BYTES * count)
             return bytes(await within(LONG_S, request))
         except ObjectMissing:
