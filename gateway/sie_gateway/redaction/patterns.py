@@ -32,10 +32,10 @@ _EMAIL = (
     r"[\w.!#$%&'*+/=?^`{|}~\u0300-\u036f-]{1,64}+[@\uff20]"
     r"[\w\u0300-\u036f-]{1,63}+(?:\.[\w\u0300-\u036f-]{1,63}+){1,8}"
 )
-_IPV4 = r"(?<![\d.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?!\.?\d)"
+_IPV4 = r"(?<!\d)(?<!\d\.)(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?!\.?\d)"
 # An address may follow a word and a colon, as in IP:2001:db8::1. It does not begin in the middle of a longer one.
 _IPV6 = (
-    r"(?<![\w.])(?<![0-9A-Fa-f]:)(?<!::)(?:\w{1,64}:)??"
+    r"(?<!\w)(?<!\w\.)(?<![0-9A-Fa-f]:)(?<!::)(?:\w{1,64}:)??"
     r"([0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?:\.[0-9]{1,3}){0,3}(?!\w))"
 )
 # number of characters of an IBAN, by its country
