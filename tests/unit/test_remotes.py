@@ -566,7 +566,7 @@ def test_the_document_may_be_the_value_itself() -> None:
         read_remotes('{"remotes": 1}')
 
 
-async def test_a_token_comes_from_the_named_variable_and_a_missing_one_ends_the_start(
+async def test_a_token_comes_from_the_named_variable_and_a_missing_or_wrong_one_ends_the_start(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPARE_TOKEN", "the-token")
@@ -574,6 +574,11 @@ async def test_a_token_comes_from_the_named_variable_and_a_missing_one_ends_the_
     await fallback.gateway.encode("warm")
     await fallback.ready()
     assert all(b"authorization: bearer the-token" in head.lower() for head, _ in fallback.relay.requests)
+    for value in ("the-token\n", "the-tökén"):
+        monkeypatch.setenv("SPARE_TOKEN", value)
+        with pytest.raises(SettingError, match="SPARE_TOKEN, must have only printable") as caught:
+            await fallback.here.gateway(SIE_REMOTES=fallback.gateway.settings.remotes or "")
+        assert "the-t" not in str(caught.value)
     monkeypatch.delenv("SPARE_TOKEN")
     with pytest.raises(SettingError, match="SPARE_TOKEN, is not set"):
         await fallback.here.gateway(SIE_REMOTES=fallback.gateway.settings.remotes or "")

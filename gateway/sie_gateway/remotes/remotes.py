@@ -125,7 +125,8 @@ class Remote:
 
 class Remotes:
     """All remote servers of a gateway. `run` executes a request in this cluster. `now_s` is the broker's time. Used
-    only in the gateway's event loop. Raises SettingError if the variable of a token is not set.
+    only in the gateway's event loop. Raises SettingError if the variable of a token is not set, or has characters that
+    no header may have.
     """
 
     def __init__(
@@ -453,6 +454,9 @@ def _token(server: RemoteServer) -> Secret | None:
     token = secret_variable(server.token_env) if server.token_env else None
     if server.token_env and token is None:
         raise SettingError(SETTING, f"remote {server.name}: its token_env, {server.token_env}, is not set")
+    if token is not None and not (token.reveal().isascii() and token.reveal().isprintable()):
+        cause = "must have only printable ASCII characters, and no line end"
+        raise SettingError(SETTING, f"remote {server.name}: its token_env, {server.token_env}, {cause}")
     return token
 
 
