@@ -27,7 +27,7 @@ from sie_contracts import __version__
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire import messages
 from sie_contracts.wire.configs import ConfigExport
-from sie_contracts.wire.messages import ArraySlice, Ok, RunOptions, WorkResult
+from sie_contracts.wire.messages import ArraySlice, Failed, Ok, RunOptions, WorkResult
 from sie_gateway.dialects import embedding_types, fields, openai, vocabulary
 from sie_gateway.http.app import ClientVersions
 from sie_gateway.inference import reply
@@ -402,6 +402,22 @@ async def answered(cluster: InProcess, reply_to: asyncio.Task[httpx.Response]) -
     result = WorkResult(item.request, item.chunk, "w0", outcomes, block, revision="local", fingerprint="f")
     await cluster.send(item.reply, messages.encode(result))
     return await reply_to
+
+
+async def test_a_late_chunk_without_a_token_is_named_as_the_input_that_it_is(cluster: InProcess) -> None:
+    cluster.source.put(toy_entry("toy/chunked", family="text-encoder"))
+    gateway = await cluster.gateway()
+    body = {"model": "toy/chunked", "input": ["a", " "], "late_chunking": True}
+    reply_to = asyncio.create_task(post(gateway, "/v1/embeddings", body))
+    stream = await until(lambda: cluster.server.streams.get(STREAM), "the stream of work")
+    item = messages.decode_work((await until(lambda: stream.messages.get(stream.last_sequence), "a message")).data)
+    failed = Failed(InvalidInput.at("chunks[1]", "it has no token of the model", reason="no_tokens").info())
+    result = WorkResult(item.request, item.chunk, "w0", (failed,), b"", revision="local", fingerprint="f")
+    await cluster.send(item.reply, messages.encode(result))
+    report = (await reply_to).json()
+    error, listed = report["error"], report["errors"]
+    assert (error["param"], error["message"]) == ("input[1]", "input[1]: it has no token of the model")
+    assert [(entry["index"], entry["message"]) for entry in listed] == [(1, "it has no token of the model")]
 
 
 @pytest.mark.parametrize("values_of_a_piece", [reply.PIECE_VALUES, 1])

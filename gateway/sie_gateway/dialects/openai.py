@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import time
 import unicodedata
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest, cache_mode, decode_body
-from sie_gateway.inference.results import PlannedRequest, RequestResult
+from sie_gateway.inference.results import FailedRequest, PlannedRequest, RequestResult
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
@@ -36,6 +37,7 @@ MAX_TOKENS = 300_000  # largest number of tokens of all inputs of a request
 SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to a text
 DEFAULT_ENCODING = "cl100k_base"  # vocabulary that OpenAI's clients use for a model that they do not know
 _ENCODINGS = ("model", *vocabulary.NAMES)
+_CHUNK = re.compile(r"input\[0\]: chunks\[(\d+)\]")  # begin of an error about a chunk of the document
 _UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, because no encoding was named; {vocabulary.OWN_IDS}"
 
 
@@ -260,8 +262,23 @@ def _max_bytes(text: str) -> int:
 
 def _answer(call: Call, finished: RequestResult, kind: str, *, is_base64: bool) -> EncodedReply:
     began_s = time.perf_counter()
-    vectors = itertools.chain.from_iterable(joined_texts.vectors_of(finished, "input"))
+    try:
+        vectors = itertools.chain.from_iterable(joined_texts.vectors_of(finished, "input"))
+    except FailedRequest as failed:
+        _name_input(failed)
+        raise
     return listed(call, finished, embedding_types.entries(list(vectors), kind, is_base64=is_base64), began_s)
+
+
+def _name_input(failed: FailedRequest) -> None:
+    """Name the input in the error of a chunk: with `late_chunking` the inputs are the chunks of one document."""
+    error = failed.error
+    path = _CHUNK.match(error.message)
+    if path is not None:
+        error.param = f"input[{path[1]}]"
+        error.message = error.param + error.message.removeprefix(path[0])
+        message = failed.errors[0]["message"]
+        failed.errors[0] |= {"index": int(path[1]), "message": message.removeprefix(f"chunks[{path[1]}]: ")}
 
 
 def listed(call: Call, finished: RequestResult, data: list[dict[str, Any]], began_s: float) -> EncodedReply:
