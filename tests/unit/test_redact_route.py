@@ -237,6 +237,19 @@ async def test_text_that_fails_with_one_of_several_models_has_no_text(
         assert "met" not in answer.text
 
 
+async def test_request_fails_if_each_text_fails_with_one_of_several_models(
+    cluster: InProcess, gateway: GatewayProcess
+) -> None:
+    failed = Failed(InferenceFailed("not finite", reason="non_finite").info())
+    body = {"items": ["Ada met", "Bob met"], "kinds": ["person"], "models": [FIXED]}
+    reply = asyncio.create_task(post(gateway, LABELLED, body))
+    await work_options(cluster, failed, entities())
+    await work_options(cluster, entities(), failed, sequence=2)
+    answer = await reply
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "INFERENCE_ERROR")
+    assert [entry["index"] for entry in answer.json()["errors"]] == [0, 1]
+
+
 async def test_further_model_that_is_unknown_is_refused_before_any_work(
     cluster: InProcess, gateway: GatewayProcess
 ) -> None:

@@ -91,6 +91,12 @@ async def redact(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
         results.append(await inference.execute(own, planned))
         results[-1].check(labels="kinds")
     call.finished = finished = results[0]
+    # a text that failed with any model is a failed input of the request
+    finished.outcomes = [
+        next((placed for placed in every if isinstance(placed[1], Failed)), every[0])
+        for every in zip(*(result.outcomes for result in results), strict=True)
+    ]
+    finished.check(labels="kinds")
     tokens = sum(result.usage["prompt_tokens"] for result in results)
     finished.usage = {**finished.usage, "prompt_tokens": tokens, "total_tokens": tokens}
     began_s = time.perf_counter()
@@ -108,12 +114,7 @@ async def redact(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     values = sum(result.values for result in results) + size // _CODE_POINTS_PER_VALUE
     late = finished.late(call.received_s, began_s)
     data, content_type = reply.body_of(content, values, msgpack=format_ == "msgpack", late=late)
-    failed = sum("error" in slot for slot in content["items"])
-    headers = {
-        **finished.headers(finished.reported_times),
-        **({"X-SIE-Failed-Items": str(failed)} if failed else {}),
-    }
-    return EncodedReply(data, content_type, headers)
+    return EncodedReply(data, content_type, finished.headers(finished.reported_times))
 
 
 def _plan(
@@ -232,15 +233,14 @@ def _check_texts(items: Sequence[RequestItem]) -> None:
 async def _slots(
     call: Call, results: Sequence[RequestResult], rules: RedactionRules, one_thread: asyncio.Lock | None
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the slot of each text. A text that failed with any of the models has its error and no text. If there is a
-    lock `one_thread`, texts are redacted in a thread that runs while the lock is held; otherwise in the event loop.
-    Raises GatewayTimeout, and the errors of `model_spans`.
+    """Yield the slot of each text. A text that failed with any of the models has its error and no text; the first of
+    `results` has the failures of all models. If there is a lock `one_thread`, texts are redacted in a thread that runs
+    while the lock is held; otherwise in the event loop. Raises GatewayTimeout, and the errors of `model_spans`.
     """
     until_s = call.received_s + call.budget_s
     for index, item in enumerate(results[0].request.items):
         outcomes = [result.outcomes[index][1] for result in results]
-        outcome = next((outcome for outcome in outcomes if isinstance(outcome, Failed)), outcomes[0])
-        extracted = reply.extract_slot(index, item, outcome)
+        extracted = reply.extract_slot(index, item, outcomes[0])
         slot = {name: value for name, value in extracted.items() if name in _SHARED}
         if "error" not in slot:
             assert item.text is not None, "checked before the run"
