@@ -623,6 +623,40 @@ async def test_indexes_are_built_as_the_old_ones_are_and_stay_through_the_switch
     assert not_null[0]["attnotnull"], "as it was before"
 
 
+async def test_an_index_whose_build_goes_on_after_its_connection_is_lost_is_built_once(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once, going = PostgresDatabase._once, list[asyncio.Task[Any]]()
+
+    async def once_and_lost(database: PostgresDatabase, work: Any, bound_s: float, is_transaction: bool) -> Any:
+        result = once(database, work, bound_s, is_transaction)
+        if is_transaction or going:
+            return await result
+        going.append(asyncio.create_task(result))
+        await asyncio.sleep(0.5)
+        raise StoreError("PostgreSQL cannot be reached (ConnectionResetError)")
+
+    monkeypatch.setattr(PostgresDatabase, "_once", once_and_lost)
+    migrator = Migrator(opened_table(table))
+    await begun(table, migrator, 20)
+    await table.run(f'CREATE INDEX ON "{table.collection}" USING hnsw (embedding vector_cosine_ops)')
+    await migrator.scan("new")
+    writer = await asyncpg.connect(table.url)
+    await writer.execute(f'BEGIN; UPDATE "{table.collection}" SET price = 2 WHERE number = 3')  # a build waits for it
+    building = asyncio.create_task(migrator.live.build_indexes())
+    await asyncio.sleep(2)
+    await writer.execute("COMMIT")
+    await writer.close()
+    await building
+    await asyncio.gather(*going, return_exceptions=True)
+    built = await table.run(
+        "SELECT indisvalid FROM pg_index JOIN pg_attribute ON attrelid = indrelid AND attnum = indkey[0] "
+        "WHERE attname = 'embedding_next' AND indrelid = to_regclass($1)",
+        f'"{table.collection}"',
+    )
+    assert [row["indisvalid"] for row in built] == [True]
+
+
 async def test_a_model_whose_vectors_no_index_takes_is_refused_before_any_is_computed(table: Table) -> None:
     await table.create(16)
     await table.run(f'CREATE INDEX by_vector ON "{table.collection}" USING hnsw (embedding vector_cosine_ops)')

@@ -86,9 +86,11 @@ class PostgresDatabase:
         bound_s = self._patience.stall_s + size / BYTES_PER_S
         return await self._patience.repeated(functools.partial(self._once, work, bound_s, True))
 
-    async def alone(self, statement: str, bound_s: float) -> None:
-        """Run a statement that no transaction may contain. Raises StoreError."""
-        await self._patience.repeated(functools.partial(self._once, lambda c: c.execute(statement), bound_s, False))
+    async def alone(self, work: Callable[[Any], Awaitable[T]], bound_s: float) -> T:
+        """Return the result of `work`, whose statements no transaction may contain. It is repeated if another attempt
+        may help. Raises StoreError.
+        """
+        return await self._patience.repeated(functools.partial(self._once, work, bound_s, False))
 
     async def _once(self, work: Callable[[Any], Awaitable[T]], bound_s: float, is_transaction: bool) -> T:
         try:

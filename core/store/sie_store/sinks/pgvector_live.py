@@ -425,27 +425,34 @@ class PgvectorLive:
         return [row["id"] for row in near]
 
     async def build_indexes(self) -> None:
-        """Build indexes without blocking writers (CONCURRENTLY). An index that a failed build has left invalid is
-        removed first.
-        """
         shape = self._opened()
-        old, new = await self._database.transaction(
-            lambda connection: _indexes(connection, self._table, shape.column("old"), shape.column("new"))
+        old = await self._database.transaction(
+            lambda connection: connection.fetch(_INDEXES, self._table, shape.column("old"))
         )
-        schema = quoted(old[0]["schema"]) if old else ""
-        for index in new:
-            if not index["is_valid"]:
-                name = quoted(index["name"])
-                await self._database.alone(f"DROP INDEX CONCURRENTLY IF EXISTS {schema}.{name}", INDEX_S)
-        built = {(index["method"], index["operators"]) for index in new if index["is_valid"]}
         for index in old:
-            if (index["method"], index["operators"]) not in built:
-                options = f" WITH ({index['options']})" if index["options"] else ""
-                await self._database.alone(
-                    f"CREATE INDEX CONCURRENTLY ON {self._table} USING {index['method']} "
-                    f"({quoted(shape.column('new'))} {quoted(shape.extension)}.{index['operators']}){options}",
-                    INDEX_S,
-                )
+            await self._database.alone(functools.partial(self._built, like=index), INDEX_S)
+
+    async def _built(self, connection: Any, like: Any) -> None:
+        """Build an index of the new vectors like an index of the old ones, unless there is one. Writers are not blocked
+        (CONCURRENTLY). Indexes that a failed build has left invalid are removed first.
+        """
+        column = self._opened().column("new")
+        # A build whose connection was lost goes on at the server and holds this lock. A second build beside it would
+        # deadlock with it, or build the index twice.
+        await connection.execute(f"BEGIN; LOCK TABLE {self._table} IN SHARE UPDATE EXCLUSIVE MODE; COMMIT")
+        present = await connection.fetch(_INDEXES, self._table, column)
+        for index in present:
+            if not index["is_valid"]:
+                name = f"{quoted(index['schema'])}.{quoted(index['name'])}"
+                await connection.execute(f"DROP INDEX CONCURRENTLY IF EXISTS {name}")
+        kind = (like["method"], like["operators"])
+        if kind in {(index["method"], index["operators"]) for index in present if index["is_valid"]}:
+            return
+        options = f" WITH ({like['options']})" if like["options"] else ""
+        await connection.execute(
+            f"CREATE INDEX CONCURRENTLY ON {self._table} USING {like['method']} "
+            f"({quoted(column)} {quoted(self._opened().extension)}.{like['operators']}){options}"
+        )
 
     async def switch(self, side: Side) -> None:
         if self._opened().in_use == side:
@@ -533,10 +540,6 @@ class PgvectorLive:
             f"sha256(convert_to({_literal(self._source.salt(side))}, 'UTF8') || {_version(self._source, shape)} || "
             f"coalesce({send}({vector or 't.' + quoted(shape.column(side))}), ''::bytea))"
         )
-
-
-async def _indexes(connection: Any, table: str, *columns: str) -> list[list[Any]]:
-    return [list(await connection.fetch(_INDEXES, table, column)) for column in columns]
 
 
 def _version(source: LiveSource, shape: _TableShape) -> str:
