@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import numpy as np
 import obstore
 import pyarrow as pa
 import pytest
+from object_stores import BUCKET
 from object_stores import Place as Bucket
 from pyarrow import parquet
 
@@ -170,6 +172,20 @@ async def test_inputs_are_planned_and_read_in_each_store(url: str) -> None:
     (single,) = [entry async for entry in plans.plan(file_place, source, 5000)]
     assert isinstance(single, list)
     assert [row.text for row in await rows.read(file_place, single[0], source)] == texts[:2500]
+
+
+async def test_an_empty_object_that_stands_for_a_folder_is_no_input(faulty: Bucket) -> None:
+    """Consoles of buckets write such objects. A listing names them without the slash at their end."""
+    prefix = f"{faulty.server.url}/{BUCKET}/{faulty.url.partition(BUCKET)[2].strip('/')}"
+    async with httpx.AsyncClient(trust_env=False) as client:
+        for folder in ("in/", "in/more/"):
+            (await client.put(f"{prefix}/{folder}")).raise_for_status()
+    faulty.put("in/more/rows", b'{"t": "a"}\n')
+    place, source = Place.opened(f"{faulty.url}/in/", (faulty.url,)), JobInput(url="u/", text="{t}", format="jsonl")
+    planned = [entry async for entry in plans.plan(place, source, 10)]
+    assert [[span.source for span in entry] if isinstance(entry, list) else entry for entry in planned] == [
+        ["more/rows"]
+    ]
 
 
 async def test_images_of_a_folder_are_read_in_each_store(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

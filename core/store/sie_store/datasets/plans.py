@@ -106,8 +106,13 @@ async def _planned_objects(place: Place, source: JobInput, most: _Most) -> Async
             yield [run]
     else:
         for source_object in await inputs(place, source):
+            planned = await _planned(place, source_object.source, source, names, most)
+            # An empty object can stand for a folder. Its name then ends with a slash, which listings leave out, so that
+            # it is not found.
+            if isinstance(planned, Broken) and planned.error.reason == "input_missing" and not source_object.size:
+                continue
             is_empty = False
-            yield await _planned(place, source_object.source, source, names, most)
+            yield planned
     if is_empty:
         raise InvalidInput.at("input.url", "there is nothing to read", reason="input_missing")
 
