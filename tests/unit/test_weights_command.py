@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from click.testing import CliRunner, Result
 from hub_stub import COMMIT, HubStub
@@ -132,6 +133,13 @@ def test_what_another_program_downloaded_is_pushed_without_what_no_model_reads(n
     (stored,) = ClusterCache(node.place.url).listed()
     assert stored.manifest is not None
     assert stored.manifest.left_out == ("onnx/model.onnx",)
+
+
+def test_empty_objects_that_stand_for_folders_are_no_snapshot(node: Node) -> None:
+    prefix = f"{node.place.server.url}/{node.place.url.removeprefix('s3://')}/models--org--model"
+    for folder in ("", f"/{COMMIT}", f"/{COMMIT}/1_Pooling"):
+        httpx.put(f"{prefix}{folder}/", trust_env=False).raise_for_status()
+    assert ClusterCache(node.place.url).listed() == []
 
 
 def test_a_folder_gets_a_name_and_prints_what_its_entry_says(node: Node, tmp_path: Path) -> None:

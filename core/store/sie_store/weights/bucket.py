@@ -138,8 +138,8 @@ class WeightBucket:
 
         folders = [name for name in await self.below(None) if _FOLDER.fullmatch(name)]
         all_snapshots = [stored for snapshots in await asyncio.gather(*map(states, folders)) for stored in snapshots]
-        # some stores have an object for each empty folder, which is not a snapshot
-        return [stored for stored in all_snapshots if stored.sizes or stored.manifest is not None]
+        # an empty object can stand for a folder, which is not a snapshot
+        return [stored for stored in all_snapshots if stored.bytes or stored.manifest is not None]
 
     async def removed(self, repository: str, revision: str) -> int:
         import obstore
