@@ -681,6 +681,25 @@ async def test_times_and_durations_in_nanoseconds_are_read_in_microseconds(tmp_p
     assert msgspec.json.encode(row.copied) == b'{"at":"1970-01-01T00:00:00.000001Z","took":"PT0.000001S"}'
 
 
+async def test_times_in_nanoseconds_within_lists_and_maps_are_read_in_microseconds(
+    tmp_path: Path, place: Place
+) -> None:
+    at = pa.timestamp("ns", "UTC")
+    columns = {
+        "list": pa.array([[1_500]], pa.list_(at)),
+        "pair": pa.array([[1_500, None]], pa.list_(at, 2)),
+        "struct": pa.array(
+            [{"a": [{"b": 1_500}], "c": "x"}], pa.struct({"a": pa.list_(pa.struct({"b": at})), "c": "string"})
+        ),
+        "map": pa.array([[("a", 1_500)]], pa.map_(pa.string(), pa.duration("ns"))),
+    }
+    parquet.write_table(pa.table({"t": ["a"], **columns}), tmp_path / "a.parquet")
+    (row,) = await rows_of(place, JobInput(url="u", text="{t}", keep=(*columns,)))
+    time = b'"1970-01-01T00:00:00.000001Z"'
+    expected = b'{"list":[%b],"pair":[%b,null],"struct":{"a":[{"b":%b}],"c":"x"},"map":[["a","PT0.000001S"]]}'
+    assert msgspec.json.encode(row.copied) == expected % (time, time, time)
+
+
 async def test_a_value_that_could_not_be_encoded_again_is_a_fault_of_its_row(tmp_path: Path, place: Place) -> None:
     lines = [b'{"t":"a","k":%s}' % (b"[" * depth + b"]" * depth) for depth in (1, 700, 830, 5000)]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))

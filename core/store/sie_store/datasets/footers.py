@@ -18,7 +18,7 @@ from sie_store.datasets.scan import Cut
 from sie_store.datasets.sizes import MAX_SPAN_VALUES, SpanSize
 
 if TYPE_CHECKING:
-    from pyarrow import Array, RecordBatch
+    from pyarrow import Array, DataType, Field, RecordBatch
     from pyarrow.parquet import ParquetFile, ParquetSchema
 
 BUFFER_BYTES = 8 << 20  # bytes that are buffered while a column of a row group is read
@@ -233,14 +233,29 @@ def _children(array: Array) -> list[Array]:
 
 def _micros(batch: RecordBatch) -> RecordBatch:
     """Convert times and durations in nanoseconds to microseconds, the finest ones that Python has."""
+    for at, column in enumerate(batch.schema):
+        if (kind := _in_micros(column.type)) != column.type:
+            batch = batch.set_column(at, column.name, batch.column(at).cast(kind, safe=False))
+    return batch
+
+
+def _in_micros(kind: DataType) -> DataType:
+    """Return a type whose times and durations, also those within lists and maps, have no nanoseconds."""
     import pyarrow as pa
 
-    for at, column in enumerate(batch.schema):
-        if pa.types.is_timestamp(column.type) and column.type.unit == "ns":
-            kind = pa.timestamp("us", column.type.tz)
-        elif pa.types.is_duration(column.type) and column.type.unit == "ns":
-            kind = pa.duration("us")
-        else:
-            continue
-        batch = batch.set_column(at, column.name, batch.column(at).cast(kind, safe=False))
-    return batch
+    def inner(field: Field) -> Field:
+        return field.with_type(_in_micros(field.type))
+
+    if pa.types.is_timestamp(kind) and kind.unit == "ns":
+        return pa.timestamp("us", kind.tz)
+    if pa.types.is_duration(kind) and kind.unit == "ns":
+        return pa.duration("us")
+    if pa.types.is_struct(kind):
+        return pa.struct(list(map(inner, kind)))
+    if pa.types.is_map(kind):
+        return pa.map_(inner(kind.key_field), inner(kind.item_field), kind.keys_sorted)
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(inner(kind.value_field), kind.list_size)
+    if pa.types.is_list(kind):
+        return pa.list_(inner(kind.value_field))
+    return pa.large_list(inner(kind.value_field)) if pa.types.is_large_list(kind) else kind
