@@ -25,6 +25,7 @@ from sie_contracts.api.jobs import JobChunkRule, JobInput
 from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import RowSpan
 from sie_store.datasets import footers, plans, rows, sizes
+from sie_store.datasets.objects import PIECE_BYTES, find, pieces
 from sie_store.datasets.places import Place
 from sie_store.datasets.plans import Broken, plan
 from sie_store.datasets.rows import InputRow, read
@@ -309,6 +310,22 @@ async def test_an_object_that_is_another_one_is_refused_and_so_is_one_that_is_go
     with pytest.raises(InvalidInput) as caught:
         await read(place, span, TEXT)
     assert caught.value.reason == "input_missing"
+
+
+async def test_a_file_that_is_written_over_while_it_is_streamed_is_refused(tmp_path: Path, place: Place) -> None:
+    """The open file has the new bytes, while the store has told the size and the time of the old ones."""
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"a" * 3 * PIECE_BYTES)
+    entry = await find(place, "a.jsonl")
+
+    async def streamed() -> None:
+        async for _ in pieces(place, entry, 0, entry.size):
+            with file.open("r+b") as same:
+                same.write(b"b" * 3 * PIECE_BYTES)
+
+    with pytest.raises(InvalidInput) as caught:
+        await streamed()
+    assert caught.value.reason == "input_changed"
 
 
 async def test_broken_objects_do_not_stop_the_others(tmp_path: Path, place: Place) -> None:

@@ -97,6 +97,9 @@ async def pieces(place: Place, entry: ObjectEntry, start: int, end: int) -> Asyn
                 raise changed(entry.source) from error
             tries += 1
             await place.patience.pause(error, tries, "an input", start)
+    # a file on a disk can be written over while it is open: then its later bytes are of another version
+    if place.root is not None and tag and (await find(place, entry.source)).tag != tag:
+        raise changed(entry.source)
 
 
 async def _next(stream: AsyncIterator[Any]) -> bytes | None:
