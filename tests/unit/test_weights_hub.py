@@ -438,6 +438,19 @@ def test_a_lora_comes_by_commit_and_only_its_two_files(hub: HubStub, tmp_path: P
             sources.locate_lora(lora_name, entry(), None)
 
 
+@pytest.mark.parametrize("recorded", [b"", b"\0\0\xff\xff"])
+def test_a_lora_whose_branch_has_a_damaged_record_is_asked_for_at_the_hub(
+    hub: HubStub, tmp_path: Path, recorded: bytes
+) -> None:
+    """The hub's own client writes the record of a branch in place, so a full disk or a lost power supply damages it."""
+    hub.repositories["org/lora"] = {"adapter_config.json": b"{}", "adapter_model.safetensors": safetensors(100)}
+    record = LocalCache(tmp_path).place("org/lora", COMMIT).parents[1] / "refs" / "main"
+    record.parent.mkdir(parents=True)
+    record.write_bytes(recorded)
+    located = WeightSources(tmp_path, True).locate_lora("org/lora", entry(), None)
+    assert located.folder == LocalCache(tmp_path).place("org/lora", COMMIT)
+
+
 @pytest.mark.parametrize("fault", ["", "damaged", "listed by name"])
 def test_the_name_of_a_client_s_lora_is_in_no_log(
     hub: HubStub, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str

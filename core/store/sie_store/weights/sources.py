@@ -31,7 +31,7 @@ from sie_contracts.wire.heartbeats import Fetched
 from sie_store.weights.cache import LocalCache
 from sie_store.weights.hub import commit_of, hub_fetch
 from sie_store.weights.locks import Lock
-from sie_store.weights.manifest import FetchFailed, ManifestError, is_safe
+from sie_store.weights.manifest import FetchFailed, ManifestError, check_names, is_safe
 from sie_store.weights.progress import FetchProgress
 from sie_store.weights.selection import LORA_FILES, has_safetensors, is_model, lacking, of_lora, wanted_by
 
@@ -338,8 +338,10 @@ class WeightSources:
         if branch and not is_safe(branch):
             raise ManifestError(f"{branch[:200]!r} is not the name of a branch")
         reference = place.parent.parent / "refs" / (branch or "main")
-        with contextlib.suppress(OSError):
-            return reference.read_text("utf-8").strip()
+        with contextlib.suppress(OSError, UnicodeDecodeError, ManifestError):  # there is no record, or a damaged one
+            commit = reference.read_text("utf-8").strip()
+            check_names(repository, commit)
+            return commit
         present = [folder.name for folder in place.parent.glob("*") if _has_lora(folder)]
         if len(present) == 1 and not branch:
             return present[0]
