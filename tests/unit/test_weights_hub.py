@@ -320,6 +320,16 @@ def test_what_is_wrong_in_a_copy_by_hand_is_replaced_and_the_file_itself_stays_u
     assert hub.sent == {BIG: len(FILES[BIG])}
 
 
+def test_an_incomplete_file_of_another_program_is_not_continued(hub: HubStub, tmp_path: Path) -> None:
+    """Browsers give such a file the same suffix. They write to it until it is complete."""
+    foreign = LocalCache(tmp_path).place(REPOSITORY, COMMIT) / f"{BIG}.part"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_bytes(FILES[BIG][:100])
+    obtain(hub, tmp_path)
+    assert is_right(tmp_path)
+    assert foreign.read_bytes() == FILES[BIG][:100]
+
+
 def test_a_copy_by_hand_serves_while_nobody_can_be_asked(hub: HubStub, tmp_path: Path) -> None:
     folder = by_hand(tmp_path)
     assert WeightSources(tmp_path, False).folder(entry()) == folder

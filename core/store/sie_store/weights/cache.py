@@ -494,10 +494,12 @@ def _noted(note: bytes) -> Fetched:
 
 
 def _link_files(place: Path, partial: Path) -> None:
-    """Hard-link the files of a snapshot into the partial folder, if the disk can: then they are not fetched again."""
+    """Hard-link the files of a snapshot into the partial folder, if the disk can: then they are not fetched again. A
+    file with the suffix PART is not linked, because the fetch would continue it.
+    """
     for path in place.rglob("*") if place.exists() else ():
         target = partial / path.relative_to(place)
-        if path.is_file() and path.name != MANIFEST and not target.exists():
+        if path.is_file() and path.name != MANIFEST and path.suffix != durable.PART and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(OSError):
                 os.link(path.resolve(), target)
