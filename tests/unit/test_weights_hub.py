@@ -624,6 +624,19 @@ def test_a_file_of_the_hubs_own_client_is_removed_with_the_last_snapshot_that_ha
     assert {path.name for path in blobs.iterdir()} == {"of-a-running-download.incomplete"}
 
 
+def test_of_a_snapshot_that_is_a_link_to_a_folder_only_the_link_is_removed(hub: HubStub, tmp_path: Path) -> None:
+    """The next fetch of the snapshot can be removed too."""
+    folder, moved, cache = obtain(hub, tmp_path), tmp_path / "moved", LocalCache(tmp_path)
+    folder.rename(moved)
+    folder.symlink_to(moved)
+    assert cache.remove(REPOSITORY, COMMIT)
+    assert not folder.is_symlink()
+    assert (moved / BIG).read_bytes() == FILES[BIG]
+    assert obtain(hub, tmp_path).is_dir()
+    assert cache.remove(REPOSITORY, COMMIT)
+    assert not folder.exists()
+
+
 def test_a_partial_download_has_no_name_in_logs_since_a_client_may_have_chosen_it(tmp_path: Path) -> None:
     (tmp_path / "hub" / "models--canary--lora" / "partial" / COMMIT).mkdir(parents=True)
     cache = LocalCache(tmp_path)

@@ -333,15 +333,13 @@ class LocalCache:
             place, partial = self.place(repository, revision), self._folder_of(repository) / "partial"
             removed = partial / f"{revision}{REMOVED}"
             blobs = self._blobs(repository, removed)
-            if removed.exists():
-                shutil.rmtree(removed)
+            _remove(removed)
             if place.exists() and not candidate.is_partial:
                 blobs |= self._blobs(repository, place)
                 partial.mkdir(parents=True, exist_ok=True)
                 os.rename(place, removed)  # renaming is atomic, so that no process sees a part of the snapshot
             for folder in (removed, partial / revision):
-                if folder.exists():
-                    shutil.rmtree(folder)
+                _remove(folder)
             for blob in blobs - self._blobs(repository, place.parent):
                 blob.unlink(missing_ok=True)
         return True
@@ -467,6 +465,14 @@ def _note(lock: Lock, fetched: Fetched) -> None:
     lock.write(
         json.dumps([os.getpid(), fetched.done_bytes, fetched.total_bytes, fetched.bytes_per_s, time.time()]).encode()
     )
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder if it exists. Of a link to a folder, for example on another disk, only the link is removed."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
 
 
 def _bytes_in(folder: Path, *, linked: bool = True) -> int:
