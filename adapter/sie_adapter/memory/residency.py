@@ -68,17 +68,18 @@ class Resident:
     last_used_s: float
     running: int = 0
     peak_bytes: int = 0  # bytes of activations at the peak of the warm-up, without the weights
-    _fingerprint: str = ""
-    _fingerprinted: Resolved | None = None
+    _fingerprinted: tuple[Resolved | None, str] = (None, "")  # an entry and its fingerprint
 
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the entry in use, cached, since every batch reads it."""
-        if self._fingerprinted is not self.resolved:
-            entry, load = self.resolved.entry, self.resolved.load
-            self._fingerprint = fingerprint(entry, load, self.weights.precision, self.weights.engine_choice.engine)
-            self._fingerprinted = self.resolved
-        return self._fingerprint
+        resolved, (before, known) = self.resolved, self._fingerprinted  # another thread may replace either
+        if before is resolved:
+            return known
+        weights = self.weights
+        own = fingerprint(resolved.entry, resolved.load, weights.precision, weights.engine_choice.engine)
+        self._fingerprinted = resolved, own
+        return own
 
     def describe(self, now_s: float) -> LoadedModel:
         entry, weights = self.resolved.entry, self.weights

@@ -15,6 +15,7 @@ from selection import long_but
 
 from sie_adapter.engine.device import MemoryUse
 from sie_adapter.engine.engines import TORCH, Choice
+from sie_adapter.memory import residency
 from sie_adapter.memory.oom import Relief
 from sie_adapter.memory.residency import DeviceMemory, ResidentModels
 from sie_contracts.errors import ModelLoadFailed, ModelLoading
@@ -556,6 +557,26 @@ def test_a_changed_entry_is_served_from_then_on() -> None:
         assert resident.resolved.run.instruction == "find"
     world.ensure("a", load=LoadOptions(precision="float32"))
     assert world.loads == ["a", "a"]
+
+
+def test_an_entry_that_changes_while_a_fingerprint_is_computed_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device threads read the fingerprint of a resident model without a lock, for the limits of its passes."""
+    world = World()
+    world.ensure("a", run=RunDefaults(instruction="find"))
+    expected = world.residency.describe()[0].fingerprint
+    world.ensure("a")
+    compute = residency.fingerprint
+
+    def changed_meanwhile(*arguments: Any) -> str:
+        monkeypatch.setattr(residency, "fingerprint", compute)
+        older = compute(*arguments)
+        world.ensure("a", run=RunDefaults(instruction="find"))
+        return older
+
+    monkeypatch.setattr(residency, "fingerprint", changed_meanwhile)
+    with world.residency.use("a") as resident:
+        assert resident.fingerprint != expected
+        assert resident.fingerprint == expected
 
 
 def test_released_and_absent_models_are_reported_as_loading() -> None:
