@@ -136,7 +136,7 @@ class DeviceLimits:
                 edge.fail_tokens = int(tokens * RAISE) + 1
             self._measured.add(key)
             self._dirty = True
-            if self._clock() - self._saved_s >= _SAVE_EVERY_S:
+            if abs(self._clock() - self._saved_s) >= _SAVE_EVERY_S:
                 self._save()
 
     def failed(self, key: str, tokens: int, *, killed: bool = False) -> None:
@@ -167,7 +167,10 @@ class DeviceLimits:
                 self._save()
 
     def _steps(self, edge: BatchLimit) -> int:
-        return min(FORGET_STEPS, max(0, int((self._clock() - edge.since_s) / edge.wait_s)))
+        now_s = self._clock()
+        # a result of the future was measured before the clock was set back: its wait begins now
+        edge.since_s = min(edge.since_s, now_s)
+        return min(FORGET_STEPS, int((now_s - edge.since_s) / edge.wait_s))
 
     def _limit(self, edge: BatchLimit) -> int:
         believed, steps = _believed(edge), self._steps(edge)

@@ -141,6 +141,19 @@ def test_the_limit_is_at_least_one_token_and_rises_from_there(device: Device) ->
     assert device.batch_limits.limit(KEY) == 2
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_limit_rises_after_the_clock_was_set_back(device: Device, restarts: bool) -> None:
+    """A machine may start with a clock that is years ahead, until it is set."""
+    device.batch_limits.failed(KEY, 1000)
+    limit = device.batch_limits.limit(KEY)
+    device.now_s -= 500_000
+    if restarts:
+        device.restart()
+    assert device.batch_limits.limit(KEY) == limit
+    device.now_s += 2 * WAIT_S
+    assert (device.batch_limits.limit(KEY) or 0) > (limit or 0)
+
+
 def test_models_precisions_and_devices_are_apart(device: Device) -> None:
     device.batch_limits.failed(KEY, 1000)
     for key_parts in (("beef", "float32", "NVIDIA L4"), ("f00d", "bfloat16", "NVIDIA L4"), ("f00d", "float32", "cpu")):
