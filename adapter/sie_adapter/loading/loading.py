@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import importlib.metadata
 import logging
@@ -201,7 +202,9 @@ class Loader:
             if choice.engine == TORCH.engine or choice.demand:
                 raise
             cause = f"{choice.engine}: {error.message}"
-        del model  # free the memory of the model before its weights are read again
+        # free the memory of the model, whose objects refer to each other, before its weights are read again
+        del model
+        gc.collect()
         return self._on_torch(family, folder, resolved, compute, cause)
 
     def _on_torch(self, family: Any, folder: Path, resolved: Resolved, compute: Compute, cause: str) -> Any:

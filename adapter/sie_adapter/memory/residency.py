@@ -342,14 +342,16 @@ class ResidentModels:
         return loaded
 
     def _loaded_or_oom(self, model: str, resolved: Resolved) -> Resident | SIEError:
-        """Load a model. Return the error if memory ran out. Raises ModelLoadFailed of any class other than OOM."""
+        """Load a model. Return the error if memory ran out. Raises SIEErrors of any class other than OOM."""
         try:
             return self._loaded(model, resolved)
-        except ModelLoadFailed as error:
-            if error.extras.get("error_class") != "OOM":
-                raise
-            # a copy of the error: the frames of the original refer to the tensors that did not fit
-            return SIEError.from_info(error.info())
+        except SIEError as error:
+            # a copy of the error: the frames of the original refer to the model, as far as it was loaded
+            failure = SIEError.from_info(error.info())
+        if failure.extras.get("error_class") != "OOM":
+            self._collect()
+            raise failure
+        return failure
 
     def _loaded(self, model: str, resolved: Resolved) -> Resident:
         started_s = self._clock()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from sie_adapter.packed.packing import Items, PackedBatch, Positions, pack
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue, fingerprint
 from sie_contracts.models.entries import Engine, LoadOptions, ModelEntry, parse_entry
+from sie_contracts.models.load_errors import load_failed
 from sie_contracts.settings import Settings
 from sie_store.weights.sources import WeightSources
 
@@ -292,6 +295,29 @@ def test_a_graph_that_computes_otherwise_is_not_used(bert: Path) -> None:
     torch.testing.assert_close(states(model, packed), states(loaded(bert, "bert", engine="torch"), packed))
     with pytest.raises(ModelLoadFailed, match=r"load\.engine is openvino: the states of the graph"):
         loaded(bert, "bert", engine="openvino")
+
+
+def test_a_model_that_fails_its_checks_on_a_graph_is_freed_before_torch_has_it(
+    bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certify = certificate.certify
+    checked: list[weakref.ref[Any]] = []
+    left: list[Any] = []
+
+    def failing_once(model: Any, *arguments: Any) -> Any:
+        left.extend(earlier() for earlier in checked)
+        checked.append(weakref.ref(model))
+        if len(checked) == 1:
+            raise load_failed("CERTIFICATE", "wrong numbers")
+        return certify(model, *arguments)
+
+    monkeypatch.setattr(certificate, "certify", failing_once)
+    gc.disable()
+    try:
+        assert loaded(bert, "bert").engine_choice.reason == "not openvino: wrong numbers"
+        assert left == [None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("load", "copies"), [({}, 3), ({"engine": "torch"}, 1)])

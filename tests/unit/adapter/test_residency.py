@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -500,6 +502,29 @@ def test_a_failed_load_is_told_to_all_who_wait_and_the_next_one_tries_again() ->
     world.during_load = lambda _: None
     world.ensure("a")
     assert world.loads == ["a", "a"]
+
+
+def test_a_failed_load_leaves_nothing_of_its_model_in_memory() -> None:
+    """The frames of its error refer to the model, and objects of a model refer to each other. If they waited for the
+    collector, the next batch that lacks memory would evict a loaded model.
+    """
+    models: list[weakref.ref[FakeWeights]] = []
+
+    def fail(_: str) -> None:
+        half_loaded = FakeWeights()
+        half_loaded.certificate["of"] = half_loaded  # type: ignore[assignment]
+        models.append(weakref.ref(half_loaded))
+        raise load_failed("CERTIFICATE", "wrong numbers")
+
+    world = World(during_load=fail)
+    gc.disable()
+    try:
+        with pytest.raises(ModelLoadFailed, match="wrong numbers"):
+            world.ensure("a")
+        assert [model() for model in models] == [None]
+        assert world.given_back
+    finally:
+        gc.enable()
 
 
 def test_an_entry_that_needs_other_weights_loads_them_and_another_one_is_only_noted() -> None:
