@@ -194,7 +194,7 @@ class ResidentModels:
         self._lock = threading.Lock()
         self._loading = SharedLock()
         self._residents: dict[str, Resident] = {}
-        self._loads: dict[str, Future[None]] = {}
+        self._loads: dict[str, tuple[Resolved, Future[None]]] = {}  # what each load is for, and its end
         self._arriving: dict[str, int] = {}  # model that is being loaded -> bytes that its load needs
         self._relieve_due_s = 0.0
 
@@ -218,12 +218,16 @@ class ResidentModels:
                     # a permission that was created earlier does not evict a model that is requested now
                     resident.last_used_s = self._clock()
                     return resident
-                pending = self._loads.get(model)
-                if pending is None:
+                running = self._loads.get(model)
+                if running is None:
                     self._residents.pop(model, None)
-                    pending = self._loads[model] = Future()
+                    pending: Future[None] = Future()
+                    self._loads[model] = resolved, pending
                     break
-            pending.result()
+            # the error of a load is also that of all who need the same weights
+            error = running[1].exception()
+            if error is not None and same_weights(running[0], resolved):
+                raise error
         try:
             self._room_for(model, resolved, permission)
             resident = self._loaded_in_any_room(model, resolved, permission)
@@ -289,7 +293,7 @@ class ResidentModels:
         with self._lock:
             # only a load whose size is known: any other load still fetches its files, which may take minutes and uses
             # no device memory
-            pending = next((self._loads[model] for model in self._arriving), None)
+            pending = next((self._loads[model][1] for model in self._arriving), None)
         if pending is not None:
             # wait for the end of the load; requests that need the model handle its result
             pending.exception()

@@ -453,6 +453,12 @@ def test_zipf_traffic_over_twenty_models_needs_no_more_loads_than_plain_lru(seed
     assert world._memory(0).percent <= world.threshold
 
 
+def until_waiting(world: World, model: str, callers: int) -> None:
+    """Wait until this number of callers wait for the running load of a model."""
+    condition: Any = world.residency._loads[model][1]._condition
+    until(lambda: len(condition._waiters) == callers, 30, f"{callers} callers wait")
+
+
 def eight_ask(world: World) -> list[str]:
     """Return what eight callers of one model get: its name, or the class of the error. The load goes on when the seven
     others wait for it.
@@ -460,8 +466,7 @@ def eight_ask(world: World) -> list[str]:
     during_load = world.during_load
 
     def load(model: str) -> None:
-        condition: Any = world.residency._loads[model]._condition
-        until(lambda: len(condition._waiters) == 7, 30, "seven callers wait")
+        until_waiting(world, model, 7)
         during_load(model)
 
     world.during_load = load
@@ -525,6 +530,26 @@ def test_a_failed_load_leaves_nothing_of_its_model_in_memory() -> None:
         assert world.given_back
     finally:
         gc.enable()
+
+
+def test_the_failure_of_other_weights_is_not_told_to_an_entry_that_waited() -> None:
+    """A sidecar that starts again while a load runs may ask for a newer entry of the model."""
+    begun = threading.Event()
+
+    def fail_once(model: str) -> None:
+        if len(world.loads) == 1:
+            begun.set()
+            until_waiting(world, model, 1)
+            raise load_failed("NOT_FOUND", "no weights")
+
+    world = World(during_load=fail_once)
+    with ThreadPoolExecutor() as pool:
+        older = pool.submit(world.ensure, "a")
+        assert begun.wait(30)
+        newer = pool.submit(world.ensure, "a", load=LoadOptions(precision="float32"))
+        assert isinstance(older.exception(60), ModelLoadFailed)
+        assert newer.exception(60) is None
+    assert world.loads == ["a", "a"]
 
 
 def test_an_entry_that_needs_other_weights_loads_them_and_another_one_is_only_noted() -> None:
