@@ -114,7 +114,13 @@ def vectors(options: RunOptions, rows: Rows) -> ItemResults:
             _add_dense(options, torch.stack(list(rows["dense"])), results)
     if options.muvera is not None and "dense" in options.outputs:
         tokens = _for_muvera(options, rows["multivector"])
-        _put("dense", options.dtype, muvera.encode(tokens, options.muvera, is_query=options.is_query), results)
+        encoded = muvera.encode(tokens, options.muvera, is_query=options.is_query)
+        # only vectors of a client can be so large: those of a model are normalised
+        for item in (~torch.isfinite(encoded).all(1)).nonzero()[:, 0].tolist():
+            results[item] = InvalidInput(
+                "multivector: the numbers are too large, their sum is infinite", reason="schema", param="multivector"
+            )
+        _put("dense", options.dtype, encoded, results)
     return results
 
 

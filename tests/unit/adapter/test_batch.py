@@ -654,6 +654,17 @@ def test_given_vectors_are_for_maxsim_alone_and_finite() -> None:
     assert reasons(hurt) == ["unsupported_modality"]
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "uint8", "binary"])
+def test_given_vectors_whose_encoding_is_infinite_are_refused_and_their_mates_are_not(
+    dtype: str, normalize: bool
+) -> None:
+    options = RunOptions(muvera=Muvera(2, 1, None, None, normalize=normalize), is_query=True, dtype=dtype)
+    sent = given_vectors(UNIT[:1], np.full((2, 4), 3e38), None)
+    done = run([[], [], [7]], groups=(Group(0, 3, options),), **sent)
+    assert [reason != "" for reason in reasons(done)] == [False, True, False]
+
+
 def test_given_vectors_stay_while_a_batch_is_split() -> None:
     encoder = FakeEncoder(limit=3)
     done = run([[7], [], [8, 9], [4]], encoder, groups=(Group(0, 4, MAXSIM),), **given_vectors(None, UNIT, None, None))
