@@ -10,12 +10,13 @@ of texts of similar length (bench/results/engine.md).
 from __future__ import annotations
 
 import inspect
+import shutil
 import sys
 import tempfile
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -31,6 +32,7 @@ from sie_adapter.engine.engines import is_compiled_twice
 from sie_adapter.loading.checkpoint import construction
 from sie_adapter.memory.device_errors import is_out_of_memory
 from sie_adapter.packed.packing import Int64, PackedBatch, Padded, missing, padded
+from sie_store.weights.locks import try_lock
 
 # limit for the tokens of a group of several texts: a larger group needs more memory and is not faster per token
 GROUP_TOKENS = 1024
@@ -50,6 +52,7 @@ _TOKENS_ALONE = 256
 # tokens of each example text of the trace: more than ModernBERT's local window, because ModernBERT masks only
 # texts that are longer than the window
 _EXAMPLE_TOKENS = 300
+_SCRATCH = "sie-graph-"  # prefix of temporary folders
 _TYPES = "token_type_ids"
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -94,8 +97,8 @@ class Graph:
         try:
             # OpenVINO keeps the float32 weights beside the copy in the order of its kernels. It reads these weights
             # by mmap from a temporary file, so that the system can reclaim their pages when memory is needed.
-            with tempfile.TemporaryDirectory(prefix="sie-graph-", dir=compute.scratch) as folder:
-                path = Path(folder) / "graph.xml"
+            with _scratch(compute.scratch) as folder:
+                path = folder / "graph.xml"
                 with _traceable(model):
                     converted = _converted(_PositionalModel(model, self._names), min(_EXAMPLE_TOKENS, max_tokens))
                     if compute.int8:
@@ -143,6 +146,24 @@ class Graph:
         if _TYPES in self._names:
             inputs.append(np.zeros_like(part.ids) if part.types is None else part.types)
         return inputs
+
+
+@contextmanager
+def _scratch(place: Path | None) -> Iterator[Path]:
+    """Yield a new temporary folder in `place`. Remove the folders there that killed processes left, each as large as a
+    model. The lock of such a folder is free, and a process writes its graph only under the lock.
+    """
+    for left in place.glob(f"{_SCRATCH}*") if place is not None else ():
+        with suppress(OSError):  # another process may remove the folder at the same time
+            if any(left.glob("graph.*")) and (lock := try_lock(left / "lock", shared=False)) is not None:
+                with lock:
+                    shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=place, ignore_cleanup_errors=True) as folder:
+        lock = None
+        with suppress(OSError):  # a file system without locks
+            lock = try_lock(Path(folder) / "lock", shared=False)
+        with lock or nullcontext():
+            yield Path(folder)
 
 
 class _Compiled:

@@ -41,6 +41,7 @@ from sie_contracts.models.catalogue import Catalogue, fingerprint
 from sie_contracts.models.entries import Engine, LoadOptions, ModelEntry, parse_entry
 from sie_contracts.models.load_errors import load_failed
 from sie_contracts.settings import Settings
+from sie_store.weights.locks import try_lock
 from sie_store.weights.sources import WeightSources
 
 pytest.importorskip("openvino")
@@ -377,6 +378,17 @@ def test_no_file_of_a_graph_is_left(bert: Path, tmp_path: Path, monkeypatch: pyt
     (tmp_path / "cache").mkdir()
     assert loaded(bert, "bert", cache=tmp_path / "cache").backbone.engine.engine == "openvino"
     assert [path.name for path in tmp_path.rglob("*")] == ["cache"]
+
+
+def test_files_of_graphs_that_killed_processes_left_are_removed(bert: Path, tmp_path: Path) -> None:
+    left, compiling = tmp_path / "sie-graph-left", tmp_path / "sie-graph-compiling"
+    for folder in (left, compiling):
+        folder.mkdir()
+        for name in ("graph.xml", "graph.bin", "lock"):
+            (folder / name).touch()
+    with try_lock(compiling / "lock", shared=False) or pytest.fail("it is locked"):
+        loaded(bert, "bert", cache=tmp_path)
+    assert list(tmp_path.iterdir()) == [compiling]
 
 
 def test_weights_in_8_bits_rank_as_those_in_32(bert: Path) -> None:
