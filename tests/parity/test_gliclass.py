@@ -158,9 +158,21 @@ def test_examples_behind_a_long_text_are_not_cut(model: GliclassModel) -> None:
     text = " ".join(ragged_texts(40, seed=4))
     around = family._Around(tuple(EXAMPLES), "Topic?")
     labels = list(LABELS)
-    [row] = model._encoded([text], labels, around, model._prompt_tokens(labels, around))
+    [row] = model._encoded([text], labels, around)
     assert len(row) <= MAX_TOKENS
     assert row.count(model._tokenizer.convert_tokens_to_ids(model._pipeline.example_token)) == len(EXAMPLES)
+
+
+def test_a_text_is_cut_before_a_character_that_fits_only_in_part(model: GliclassModel) -> None:
+    """One character of this text is 18 tokens. The cut falls on each of them. Directly behind the instruction, the
+    first word has more tokens than alone.
+    """
+    around, labels = family._Around(tuple(EXAMPLES), "Topic?"), list(LABELS)
+    behind = model._counter.encode(model._prompt("", labels, around)).ids[-8:]
+    for words in range(18):
+        [row] = model._encoded(["queue " * words + "\ufdfa" * 40], labels, around)
+        assert len(row) <= MAX_TOKENS
+        assert row[-8:] == behind
 
 
 @pytest.mark.parametrize(
@@ -221,7 +233,7 @@ def test_a_long_text_is_cut_and_its_labels_are_not(model: GliclassModel, folder:
         assert scores(long) == pytest.approx(oracle(folder, [text], LABELS)[0], abs=1e-5)
     else:
         around = family._Around((), "")
-        rows = model._encoded([text], list(LABELS), around, model._prompt_tokens(list(LABELS), around))
+        rows = model._encoded([text], list(LABELS), around)
         assert MAX_TOKENS - 6 <= len(rows[0]) <= MAX_TOKENS
         assert rows[0].count(model._model.config.class_token_index) == len(LABELS)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ class GliclassModel(Extractor[GliclassTexts]):
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> GliclassTexts:
         labels = list(options.labels)
         around = _Around(tuple(options.parameters.get("examples", ())), options.instruction)
-        prompt = self._prompt_tokens(labels, around)
+        self._check_prompt(labels, around)
         results: list[Result] = [{"classifications": []} for _ in texts]
         places: list[int] = []
         for index, text in enumerate(texts):
@@ -114,7 +114,7 @@ class GliclassModel(Extractor[GliclassTexts]):
                 )
             elif text.strip():
                 places.append(index)
-        rows = self._encoded([texts[index] for index in places], labels, around, prompt)
+        rows = self._encoded([texts[index] for index in places], labels, around)
         lengths = [len(row) for row in rows]
         chosen = self._passes(lengths)
         padded = [([places[index] for index in part], self._padded([rows[index] for index in part])) for part in chosen]
@@ -140,8 +140,8 @@ class GliclassModel(Extractor[GliclassTexts]):
             for length in sorted({lengths[row] for row in part})
         ]
 
-    def _prompt_tokens(self, labels: list[str], around: _Around) -> int:
-        """Return the number of tokens of a prompt without its text. Raises InvalidInput for an unusable part."""
+    def _check_prompt(self, labels: list[str], around: _Around) -> None:
+        """Raise InvalidInput if a part of the prompt cannot be used, or if the prompt leaves too little room."""
         if not labels:
             raise labels_refused("expected at least one")
         limit = self._pipeline._resolve_max_num_classes(labels, True) or self._model.config.max_num_classes
@@ -153,9 +153,7 @@ class GliclassModel(Extractor[GliclassTexts]):
             if self._reserved(text):
                 message = f"{name}: it holds a token that the model reserves"
                 raise InvalidInput(message, reason="reserved_token", param=name)
-        ids = self._counter.encode(self._prompt("", labels, around)).ids
-        self._check_room(len(ids))
-        return len(ids)
+        self._check_room(len(self._counter.encode(self._prompt("", labels, around)).ids))
 
     def _reserved(self, text: str) -> bool:
         pipeline = self._pipeline
@@ -165,7 +163,7 @@ class GliclassModel(Extractor[GliclassTexts]):
         prompt: str = self._pipeline.prepare_input(text, labels, list(around.examples), around.instruction)
         return prompt
 
-    def _encoded(self, texts: list[str], labels: list[str], around: _Around, prompt: int) -> list[list[int]]:
+    def _encoded(self, texts: list[str], labels: list[str], around: _Around) -> list[list[int]]:
         """Return the ids of each text with its labels, at most `max_tokens`. A text before labels or examples is
         truncated here, because the package would truncate the labels or examples.
         """
@@ -173,16 +171,26 @@ class GliclassModel(Extractor[GliclassTexts]):
             return []
         texts = [self._head(text) for text in texts]
         if around.examples or not self._model.config.prompt_first:
-            texts = [self._cut(text, self.max_tokens - prompt) for text in texts]
+            texts = [self._cut(text, labels, around) for text in texts]
         inputs = [self._prompt(text, labels, around) for text in texts]
         with self._tokenizing:
             rows: list[list[int]] = self._tokenizer(inputs, truncation=True, max_length=self.max_tokens)["input_ids"]
         return rows
 
-    def _cut(self, text: str, room: int) -> str:
-        offsets = self._counter.encode(text, add_special_tokens=False).offsets
-        # one token fewer than fit: inside the prompt, the last word of the text may become one more token
-        return text if len(offsets) <= room else text[: offsets[max(0, room - 2)][1]]
+    def _cut(self, text: str, labels: list[str], around: _Around) -> str:
+        """Cut a text whose prompt has more tokens than the model reads. The tokens are counted inside the prompt, where
+        the first word has others if an instruction is directly before it.
+        """
+        offsets = self._counter.encode(self._prompt(text, labels, around)).offsets
+        beyond = len(offsets) - self.max_tokens
+        if beyond <= 0:
+            return text
+        begin = len(self._prompt("", labels, replace(around, examples=()))) if self._model.config.prompt_first else 0
+        own = [(start, end) for start, end in offsets if begin <= start < end <= begin + len(text)]
+        # one token more is cut, because white space that is now at the end may be a token
+        head, tail = own[: -1 - beyond], own[-1 - beyond :]
+        # a character may have several tokens, of which all or none stay
+        return text[: min(head[-1][1], tail[0][0]) - begin] if head else ""
 
     def _head(self, text: str) -> str:
         """Cut a very long text at a space, after more tokens than the model reads. This saves tokenising the rest."""
