@@ -9,6 +9,7 @@ import random
 import shutil
 import statistics
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from selection import long_but
 from sie_adapter.extractors import gliner as family
 from sie_adapter.extractors.gliner import GlinerModel, WindowResult
 from sie_adapter.families import extraction
-from sie_adapter.families.extraction import ExtractOptions, TextWindow
+from sie_adapter.families.extraction import ExtractOptions, LabelVectors, TextWindow
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
 from sie_contracts.wire.ipc import Rows
 
@@ -371,6 +372,19 @@ def test_label_vectors_are_computed_once(folders: dict[str, Path], monkeypatch: 
         extract(model, texts, options("bi", ("bridge", "Engine")))
         extract(model, texts, options("bi", ("vector",)))
         assert calls == [3, 1, 3, 1, 1]  # Engine was the last of its list, vector was dropped
+
+
+def test_long_labels_do_not_stay_in_memory() -> None:
+    """The package reads at most 512 tokens of a label, and no request is refused for a longer one."""
+    vectors = LabelVectors(lambda labels: torch.zeros(len(labels), 4))
+    tracemalloc.start()
+    try:
+        for number in range(100):
+            vectors.encode([f"{number} {'x' * 100_000}"])
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 1_000_000
 
 
 def test_labels_that_cannot_be_used_fail_their_items_alone(models: dict[str, GlinerModel]) -> None:

@@ -6,6 +6,7 @@ texts, options ──► groups with equal options ──► make: words, ids, p
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import pickle
@@ -84,18 +85,20 @@ class ExtractOptions:
 
 class LabelVectors:
     """Cache of the vectors of labels; the least recently used are dropped. The argument `encode` is a function that
-    computes the vectors of at most _LABELS_PER_PASS labels, [labels, width]. Thread-safe.
+    computes the vectors of at most _LABELS_PER_PASS labels, [labels, width]. The cache holds digests of labels, because
+    a label may have any length. Thread-safe.
     """
 
     def __init__(self, encode: Callable[[Sequence[str]], Tensor]) -> None:
         self._encode = encode
         self._lock = threading.Lock()
-        self._cached: OrderedDict[str, Tensor] = OrderedDict()
+        self._cached: OrderedDict[bytes, Tensor] = OrderedDict()
 
     def encode(self, labels: Sequence[str], *, keep: bool = True) -> Tensor:
         """Return the vectors of labels, [labels, width]. Without `keep`, the cache is not used."""
+        keys = {label: hashlib.sha256(label.encode()).digest() for label in labels} if keep else {}
         with self._lock:
-            vectors = {label: self._cached[label] for label in labels if keep and label in self._cached}
+            vectors = {label: self._cached[key] for label, key in keys.items() if key in self._cached}
         missing = [label for label in dict.fromkeys(labels) if label not in vectors]
         for start in range(0, len(missing), _LABELS_PER_PASS):
             some = missing[start : start + _LABELS_PER_PASS]
@@ -103,9 +106,9 @@ class LabelVectors:
             vectors.update(zip(some, (vector.clone() for vector in self._encode(some)), strict=True))
         if keep:
             with self._lock:
-                for label in labels:
-                    self._cached[label] = vectors[label]
-                    self._cached.move_to_end(label)
+                for label, key in keys.items():
+                    self._cached[key] = vectors[label]
+                    self._cached.move_to_end(key)
                 while len(self._cached) > _LABELS_CACHED:
                     self._cached.popitem(last=False)
         return torch.stack([vectors[label] for label in labels])
