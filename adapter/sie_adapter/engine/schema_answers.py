@@ -23,9 +23,9 @@ _MAX_DIGITS = 64  # largest number of characters of a text that is read as a num
 _MAX_WHOLE = 1 << 53
 _NUMBER = re.compile(r"(?:(?<!\w)[-+\u2212])?\d[\d.,'\u2019\u00a0\u202f ]*")
 _AFTER, _BEFORE = re.compile(r"[.,'\u2019]?\d"), re.compile(r"\d[.,'\u2019]?$|(?<!\w)[-\u2212]$")
-# thousands are grouped by comma, dot, space or apostrophe; other dots and commas, and the dot of `1.299`,
-# mark decimals
-_POINT = re.compile(r"\d+(\.\d+)?|\d{1,3}(,\d{3})+(\.\d+)?")
+# thousands are grouped by comma, dot, space or apostrophe; other dots and commas, the dot of `1.299`, and the comma of
+# `0,299` mark decimals
+_POINT = re.compile(r"\d+(\.\d+)?|(?!0)\d{1,3}(,\d{3})+(\.\d+)?")
 _COMMA = re.compile(r"\d+,\d+|\d{1,3}(\.\d{3}){2,}(,\d+)?|\d{1,3}\.\d{3},\d+")
 _SPACED = re.compile(r"\d{1,3}(['\u2019\u00a0\u202f ]\d{3})+([.,]\d+)?")
 
@@ -135,7 +135,7 @@ def value_of(text_field: TextField, text: str) -> Scalar | None:
 
 def number_in(text: str) -> float | None:
     """Return the number in a text that has exactly one, such as `1,299.50 EUR` or `1.299,50`, else None. The dot of
-    `1.299` is a decimal point, the comma of `1,299` groups thousands.
+    `1.299` is a decimal point, the comma of `1,299` groups thousands, that of `0,299` marks decimals.
     """
     matches = _NUMBER.findall(text) if len(text) <= _MAX_DIGITS else []
     if len(matches) != 1:
