@@ -106,6 +106,43 @@ async def test_a_peer_that_does_not_read_is_sent_nothing_more_and_then_cut_off()
             assert str(await quick.recv()).endswith(text)
 
 
+async def test_a_client_that_sends_without_end_delays_nobody_and_fills_no_memory() -> None:
+    """The frames are empty pings, messages that are not UTF-8, and parts of a message that never ends."""
+    frames = ViewerFrames(lambda: str(time.monotonic()), 0.05)
+    loop = asyncio.get_running_loop()
+    slowest_s = 0.0
+
+    async def measure() -> None:
+        nonlocal slowest_s
+        while True:
+            before_s = loop.time()
+            await asyncio.sleep(0.001)
+            slowest_s = max(slowest_s, loop.time() - before_s)
+
+    async with served(frames) as port:
+        talkers = [await deaf(port) for _ in range(3)]
+        await until(lambda: frames.looking == 3, "the sockets are accepted")
+        measuring = asyncio.create_task(measure())
+        key = b"\0\0\0\0"
+        pings, texts = b"\x89\x80" + key, b"\x81\x81" + key + b"\xff"
+        parts = b"\x00\x80" + key
+        sending = [
+            asyncio.create_task(loop.sock_sendall(talker, first + more * 500_000))
+            for talker, first, more in zip(talkers, (b"", b"", b"\x01\x80" + key), (pings, texts, parts), strict=True)
+        ]
+        # others are served meanwhile
+        async with connect(f"ws://127.0.0.1:{port}/", proxy=None) as looking:
+            for _ in range(20):
+                await looking.recv()
+        measuring.cancel()
+        assert frames.looking == 3, "the talkers are still connected"
+        for task, talker in zip(sending, talkers, strict=True):
+            task.cancel()
+            talker.close()
+    # half a million frames in one go, as an unlimited reader takes them, are more than a second each
+    assert slowest_s < 0.5
+
+
 async def test_a_server_that_ends_says_that_it_goes_away_and_waits_for_no_slow_reader() -> None:
     """A client that reads gets close code 1001. A client that does not read is cut off; else the server would wait 5 s
     for its connection to close.

@@ -5,7 +5,7 @@
 
 There is no queue of frames for a slow client: the next frame is built only when the one before has been sent, and
 frames between them are skipped. A client whose buffer stays full for PATIENCE_S is disconnected. Messages of clients
-are discarded.
+are discarded, and their input is read slowly.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 from websockets.datastructures import Headers
+from websockets.frames import Frame
 from websockets.http11 import Request, Response
 from websockets.server import ServerProtocol
 
@@ -29,6 +30,9 @@ from sie_contracts.errors import InternalFailure, InvalidInput, ResourceExhauste
 from sie_runtime.http.asgi import FAILED, REQUEST_ID, Receive, Scope, Send, common_headers, refusal, uuid7
 
 PATIENCE_S = 10.0
+# bytes of a client's input that are handled at a time, and the seconds until the next ones: a read of the connection
+# may return tens of thousands of empty frames, for which all other clients would wait
+INPUT_BYTES, INPUT_PAUSE_S = 1024, 0.1
 GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013  # close codes, from RFC 6455 and IANA's registry
 _logger = logging.getLogger("sie.websocket")
 
@@ -71,21 +75,52 @@ class _Handshake(ServerProtocol):
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's websocket protocol with three changes: when the server ends, it sends close code 1001; the application
-    can disconnect a client; and every handshake is answered by `_Handshake`.
+    """uvicorn's websocket protocol with four changes: when the server ends, it sends close code 1001; the application
+    can disconnect a client; every handshake is answered by `_Handshake`; and messages of clients are discarded, and
+    read slowly.
     """
 
     scope: Any
+    _unread = b""  # input that is not handled yet
+    _input_timer: asyncio.TimerHandle | None = None  # while it runs, no input is read
 
     def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any]) -> None:
         super().__init__(config, server_state, app_state)
         self.conn = self._handshake = _Handshake(config.ws_max_size)
 
     def data_received(self, data: bytes) -> None:
+        if self.handshake_initiated:
+            self._unread += data
+            if self._input_timer is None:
+                self._handle_input()
+            return
         super().data_received(data)
         if not self.handshake_initiated:  # the whole head is here, and could not be read: uvicorn would send nothing
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.transport.close()
+
+    def _handle_input(self) -> None:
+        """Handle the next INPUT_BYTES of the input, and read no more for INPUT_PAUSE_S."""
+        self._input_timer = None
+        if self.transport.is_closing():
+            return
+        if not self._unread:
+            self.transport.resume_reading()
+            return
+        piece, self._unread = self._unread[:INPUT_BYTES], self._unread[INPUT_BYTES:]
+        self.transport.pause_reading()
+        self._input_timer = self.loop.call_later(INPUT_PAUSE_S, self._handle_input)
+        super().data_received(piece)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._input_timer is not None:
+            self._input_timer.cancel()
+        super().connection_lost(exc)
+
+    def handle_text(self, event: Frame) -> None:
+        """Discard a part of a message. uvicorn would store the parts of a message that does not end."""
+
+    handle_bytes = handle_cont = handle_text
 
     async def run_asgi(self) -> None:
         extensions: dict[str, Any] = self.scope["extensions"]
