@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import struct
@@ -19,7 +20,7 @@ from inprocess import until
 
 from sie_runtime.http import protocol
 from sie_runtime.http.asgi import Receive, Scope, Send, headers_of, reply
-from sie_runtime.http.protocol import MAX_HEAD_BYTES, MAX_PIPELINED, SLICE_BYTES
+from sie_runtime.http.protocol import MAX_HEAD_BYTES, MAX_PIPELINED, PIECES_AT_ONCE, SLICE_BYTES
 from sie_runtime.http.server import HttpServer
 from sie_runtime.http.websocket import WebSocketProtocol
 
@@ -198,6 +199,27 @@ def test_chunks_of_one_byte_are_a_body_as_any(run: Run) -> None:
             writer.write(ask("/read", method="POST")[:-2] + CHUNKED + b"1\r\na\r\n" * 50_000 + b"0\r\n\r\n")
             head, body = await answer(reader)
             assert (head.split(b" ")[1], json.loads(body)["body"]) == (b"200", "a" * 50_000)
+
+    run(scenario())
+
+
+def test_chunks_of_one_byte_leave_other_connections_their_turn(run: Run) -> None:
+    """One turn of the event loop parses only some of the chunks that have arrived. A client that sends no more after
+    its request is answered too.
+    """
+
+    async def scenario() -> None:
+        async with serving() as (server, reader, writer):
+            writer.write(ask("/read", method="POST")[:-2] + CHUNKED)
+            (connection,) = await until(lambda: server.http._state.connections, "the server has the connection")
+            writer.write(b"1\r\na\r\n" * 100_000 + b"0\r\n\r\n")
+            writer.write_eof()
+            answered, counts = asyncio.create_task(answer(reader)), []
+            while not answered.done():
+                counts.append(connection._body_pieces)
+                await asyncio.sleep(0)
+            assert json.loads((await answered)[1])["body"] == "a" * 100_000
+            assert max(more - count for count, more in itertools.pairwise(counts)) < 4 * PIECES_AT_ONCE
 
     run(scenario())
 

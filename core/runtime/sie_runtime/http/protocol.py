@@ -65,7 +65,10 @@ MIN_RATE = 4096  # lowest rate at which a client must send a body or read a resp
 RATE_S = 15.0  # seconds over which the rate of a body is measured
 # Largest number of bytes of a chunked body, and of the first input of a request, that are parsed at a time. A piece of
 # a chunked body without bytes of the body has chunk headers or trailers only, and counts towards MAX_HEAD_BYTES.
-SLICE_BYTES = 16 << 10
+SLICE_BYTES = 4 << 10
+# Number of pieces of a body after which the rest of the input waits until other connections had their turn. A read of
+# the connection may return tens of thousands of chunks of one byte.
+PIECES_AT_ONCE = 512
 WRITE_S = 60.0  # seconds over which the rate is measured at which a client reads a response
 # seconds for which a connection stays open after a response to a client that still sends: an immediate close would
 # discard the response
@@ -200,6 +203,8 @@ class Protocol(HttpToolsProtocol):
     _has_body = False  # whether the last piece of input had bytes of a body
     _idle_bytes = 0  # bytes of chunk headers and trailers that have arrived since the last bytes of a body
     _body_bytes = 0  # bytes of all bodies of this connection
+    _body_pieces = 0  # number of pieces in which the parser returned them
+    _unread: bytes | None = None  # input that waits to be parsed; None if none waits
     _was_paused = False  # whether the server has stopped reading at any time since the rate was last measured
     _trailer_bytes = 0  # bytes of the head and the trailers, which share one limit; 0 until a trailer arrives
     _begun_s = 0.0
@@ -233,12 +238,33 @@ class Protocol(HttpToolsProtocol):
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        begin = 0
+        if self._unread is None:
+            self._parse(data)
+        else:  # the application has resumed reading
+            self._unread += data
+            self.transport.pause_reading()
+
+    def _parse(self, data: bytes) -> None:
+        """Parse the input. After PIECES_AT_ONCE pieces of a body, leave the rest to `_parse_unread`."""
+        begin, most_pieces = 0, self._body_pieces + PIECES_AT_ONCE
         while begin < len(data):
             end = begin + SLICE_BYTES if not begin or self._is_chunked else len(data)
             if not self._read(data[begin:end]):
                 return
             begin = end
+            if self._body_pieces > most_pieces:
+                self._unread = data[begin:]
+                self.transport.pause_reading()
+                self.loop.call_soon(self._parse_unread)
+                return
+
+    def _parse_unread(self) -> None:
+        if self._unread is None or self.transport.is_closing():
+            return
+        data, self._unread = self._unread, None
+        self._parse(data)
+        if self._unread is None and not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def _read(self, data: bytes) -> bool:
         """Parse a piece of the input. Returns False if later input must not be parsed."""
@@ -346,6 +372,7 @@ class Protocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._has_body = True
         self._body_bytes += len(body)
+        self._body_pieces += 1
         super().on_body(body)
         self._was_paused |= self.flow.read_paused
 
@@ -462,6 +489,8 @@ class Protocol(HttpToolsProtocol):
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Handle the end of the client's input. The client may be gone, or it may still read the response."""
+        while self._unread is not None and not self.transport.is_closing():
+            self._parse_unread()
         cycle = self.cycle
         if self._is_lingering or cycle is None or cycle.response_complete or cycle.more_body:
             return None  # uvloop closes the connection if None is returned
@@ -511,7 +540,7 @@ class Protocol(HttpToolsProtocol):
             return False
         waiting = select.poll()
         waiting.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return self._in_head or bool(waiting.poll(0))
+        return self._in_head or bool(self._unread) or bool(waiting.poll(0))
 
     def pause_writing(self) -> None:
         super().pause_writing()
