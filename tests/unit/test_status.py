@@ -184,8 +184,12 @@ async def test_a_forwarded_header_has_the_bytes_of_the_caller(cluster: InProcess
     assert '\r\nif-match: "é"\r\n'.encode() in heads[0].replace(b"If-Match", b"if-match")
 
 
-async def test_an_upgrade_is_refused_before_the_handshake_by_the_rules_of_other_calls(cluster: InProcess) -> None:
-    """A 401, a 403 and the 404 of an unknown path are plain HTTP responses with the usual error body."""
+async def test_an_upgrade_is_refused_before_the_handshake_by_the_rules_of_other_calls(
+    cluster: InProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A 401, a 403 and the 404 of an unknown path are plain HTTP responses with the usual error body. None is an error
+    of the server in the log.
+    """
     gateway = await cluster.gateway(SIE_AUTH_MODE="static", SIE_AUTH_TOKEN="good")
     for path in ("/ws/cluster-status", "/ws/status", "/ws/nothing"):
         status, body, kind = await refusal(gateway, path)
@@ -202,6 +206,7 @@ async def test_an_upgrade_is_refused_before_the_handshake_by_the_rules_of_other_
         assert (await frame(socket))["cluster"]["worker_count"] == 0
         assert socket.response is not None
         assert socket.response.headers["x-sie-version"] == sie_contracts.__version__
+    assert not [record.message for record in caplog.records if record.levelname == "ERROR"]
     assert await gateway.metric("sie_gateway_requests_total", endpoint="ws", status="401") == 6
     assert await gateway.metric("sie_gateway_request_latency_seconds_count", endpoint="ws") == 0, (
         "they last as long as clients like"

@@ -128,6 +128,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._handshake.begin(self.scope)
         await super().run_asgi()
 
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if self.initial_response is not None and self.close_sent:
+            self.handshake_complete = True  # else uvicorn would log a refused handshake as an error
+
     def shutdown(self) -> None:
         if not self.handshake_complete or self.close_sent:
             super().shutdown()
