@@ -184,6 +184,16 @@ async def test_a_forwarded_header_has_the_bytes_of_the_caller(cluster: InProcess
     assert '\r\nif-match: "é"\r\n'.encode() in heads[0].replace(b"If-Match", b"if-match")
 
 
+async def test_the_openapi_document_is_built_once(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building it takes 0.4 s of the event loop, in which nobody else is answered."""
+    built = []
+    monkeypatch.setattr("sie_gateway.http.app.openapi_document", lambda about: built.append(about) or dict(about))
+    gateway = await cluster.gateway()
+    for _ in range(3):
+        assert (await gateway.client.get("/openapi.json")).json()["info"]["title"] == "SIE"
+    assert len(built) == 1
+
+
 async def test_an_upgrade_is_refused_before_the_handshake_by_the_rules_of_other_calls(
     cluster: InProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
