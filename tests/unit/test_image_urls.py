@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from image_server import PUBLIC, Connections, ImageServer, answer, network
-from inprocess import settings_of
+from inprocess import settings_of, until
 
 from sie_contracts.errors import InvalidInput, PayloadTooLarge, QueueFull
 from sie_gateway.inference import image_urls, images
@@ -347,6 +347,28 @@ async def test_an_image_has_a_bound_of_time(server: ImageServer, monkeypatch: py
     monkeypatch.setattr(image_urls, "MAX_S", 60)
     message, _ = await fault(urls, f"{AT}/never", within_s=0.2)
     assert message == "the image was not complete within the budget of the request"
+
+
+async def test_a_key_whose_servers_never_answer_leaves_slots_to_other_keys(server: ImageServer) -> None:
+    """The key has more requests and URLs than slots. Its fetches wait for each other, not those of another key."""
+    urls, _, _ = urls_of(server)
+
+    async def fetch(*paths: str, key: str) -> list[RequestItem]:
+        items = [item(*(f"{AT}{path}" for path in paths))]
+        async with urls.fetched(items, asyncio.get_running_loop().time() + 30, key) as fetched_items:
+            return fetched_items
+
+    slow = [
+        asyncio.create_task(fetch(*(f"/never/{number}/{image}" for image in range(16)), key="slow"))
+        for number in range(image_urls.AT_ONCE // 4)
+    ]
+    await until(lambda: len(server.asked) == image_urls.AT_ONCE_OF_A_KEY, "the key has all of its slots")
+    async with asyncio.timeout(5):
+        (fetched_item,) = await fetch("/a", key="other")
+    assert fetched_item.images == (FILE,)
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakValueDictionary
 
 import httpcore
 import httpx
@@ -49,7 +50,8 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_PIECES, PIECE_BYTES = 1000, 64
 MAX_S = 10.0  # seconds for an image, redirects included
 MAX_REDIRECTS = 3
-AT_ONCE, AT_ONCE_OF_A_REQUEST = 64, 8
+# largest number of images that are fetched at a time: of all keys, of one key, of one request
+AT_ONCE, AT_ONCE_OF_A_KEY, AT_ONCE_OF_A_REQUEST = 64, 48, 8
 CONNECT_S = 3.0  # seconds to connect to one address of a host
 _ANY = "*"
 _PORTS = {"http": 80, "https": 443}
@@ -167,6 +169,8 @@ class ImageUrls:
         # built at the first URL, because it reads some hundred certificates
         self._make_tls = functools.cache(network.tls)
         self._slots = asyncio.Semaphore(AT_ONCE)
+        # slots of each key with a running request: a key whose servers are slow leaves slots to other keys
+        self._key_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self.held_bytes = 0
 
     def check(self, items: Sequence[RequestItem], query: RequestItem | None) -> None:
@@ -187,10 +191,12 @@ class ImageUrls:
             raise InvalidInput.at(path, message, reason="invalid_media", extras={"limit": MAX_URLS})
 
     @contextlib.asynccontextmanager
-    async def fetched(self, items: Sequence[RequestItem], until_s: float) -> AsyncIterator[list[RequestItem]]:
+    async def fetched(
+        self, items: Sequence[RequestItem], until_s: float, key: str = ""
+    ) -> AsyncIterator[list[RequestItem]]:
         """Yield the items with files in place of their URLs. If a URL of an item failed, the item's `unfit` has the
-        reason. `until_s` is a time of the loop's clock. The memory of the files is counted until the context ends.
-        Raises PayloadTooLarge, QueueFull.
+        reason. `until_s` is a time of the loop's clock. `key`: key of the request. The memory of the files is counted
+        until the context ends. Raises PayloadTooLarge, QueueFull.
         """
         own_bytes = 0
 
@@ -206,7 +212,8 @@ class ImageUrls:
                     retry_after_s=2,
                 )
 
-        turns = asyncio.Semaphore(AT_ONCE_OF_A_REQUEST)
+        key_slots = self._key_slots.setdefault(key, asyncio.Semaphore(AT_ONCE_OF_A_KEY))
+        turns = asyncio.Semaphore(AT_ONCE_OF_A_REQUEST), key_slots, self._slots
         urls = dict.fromkeys(link.url for item in items if item.unfit is None for link in item.links)
         tasks = {url: asyncio.create_task(self._turn(url, until_s, count_bytes, turns), name="image") for url in urls}
         try:
@@ -224,11 +231,12 @@ class ImageUrls:
             self.held_bytes -= own_bytes
 
     async def _turn(
-        self, url: str, until_s: float, take: Callable[[int], None], turns: asyncio.Semaphore
+        self, url: str, until_s: float, take: Callable[[int], None], turns: tuple[asyncio.Semaphore, ...]
     ) -> bytes | _Unfetched:
         outcome: bytes | _Unfetched
         try:
-            async with asyncio.timeout_at(until_s), turns, self._slots:
+            of_request, of_key, of_all = turns
+            async with asyncio.timeout_at(until_s), of_request, of_key, of_all:
                 outcome = await self._within(MAX_S, url, take)
         except TimeoutError:
             outcome = _Unfetched("the image was not complete within the budget of the request", "failed")
