@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import shutil
 import subprocess
@@ -242,6 +243,32 @@ async def test_without_a_store_the_setting_is_named(cluster: InProcess) -> None:
 
 
 # limits
+
+
+def open_in(folder: Path) -> int:
+    """Return how many open files this process has in a folder."""
+    count = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # it has been closed in the meantime
+            count += descriptor.readlink().is_relative_to(folder)
+    return count
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the open files of a process are read from /proc")
+async def test_a_download_that_its_client_leaves_closes_the_file(gateway: GatewayProcess, tmp_path: Path) -> None:
+    """Some clients leave before they read, others while they read. The collector of reference cycles is off."""
+    file = (await uploaded(gateway, bytes(32 << 20))).json()["id"]
+    gc.disable()
+    try:
+        for piece in (0, 1 << 20):
+            for _ in range(3):
+                async with gateway.client.stream("GET", f"{PATH}/{file}/content", headers=by(ONE)) as answer:
+                    await until(lambda: open_in(tmp_path), "the file is open")
+                    if piece:
+                        await anext(answer.aiter_bytes(piece))
+        await until(lambda: not open_in(tmp_path), "the file is closed", 10)
+    finally:
+        gc.enable()
 
 
 async def test_an_upload_that_is_too_long_is_refused_and_an_output_is_not(cluster: InProcess, tmp_path: Path) -> None:

@@ -93,12 +93,15 @@ def _key(file: str) -> str:
 
 
 async def _pieces(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    while True:
-        try:
-            piece = await object_stores.within(CALL_S, anext(stream))
-        except StopAsyncIteration:
-            return
-        yield bytes(piece)
+    try:
+        while True:
+            try:
+                piece = await object_stores.within(CALL_S, anext(stream))
+            except StopAsyncIteration:
+                return
+            yield bytes(piece)
+    finally:
+        del stream  # it has the object open, and the traceback of a cancelled download keeps this frame
 
 
 def _remove_unfinished(path: Path) -> None:
