@@ -25,6 +25,7 @@ from sie_broker.record import LeaderLease, RecordBucket
 from sie_contracts.errors import NotFound, PayloadTooLarge, QueueUnavailable, RateLimited, ResourceExhausted
 from sie_contracts.jobs import FileRecord
 from sie_contracts.wire import topology
+from sie_gateway.http.form import SLICE_BYTES, Form
 from sie_gateway.jobs.files import ABANDONED_S, UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY, FileDescription, FileStore, new_id
 from sie_gateway.jobs.records import JobsBucket, OwnerUsage, RecordUse, UseBound
 from sie_store.files import open_files
@@ -93,6 +94,28 @@ def records(server: MemoryServer) -> list[FileRecord]:
 
 
 # forms
+
+
+async def test_a_form_that_is_slow_to_parse_leaves_others_their_turn() -> None:
+    """The file is full of bytes that look like the boundary."""
+    head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    false = b"\r\n--xy" * 50_000
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def sent() -> AsyncIterator[bytes]:
+        yield head + false + b"\r\n--x--\r\n"
+
+    counting = asyncio.create_task(count())
+    pieces = [piece async for piece in Form("multipart/form-data; boundary=x").file(sent())]
+    counting.cancel()
+    assert b"".join(pieces) == false
+    assert turns >= len(false) // SLICE_BYTES
 
 
 @pytest.mark.parametrize("first", ["fields", "file"])
