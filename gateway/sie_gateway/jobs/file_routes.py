@@ -99,7 +99,7 @@ async def show(gateway: Gateway, request: Request) -> Response:
     return json_response(_shown(await _file_of(gateway, request)))
 
 
-class _Download(StreamingResponse):
+class _FileReply(StreamingResponse):
     """Reply with the pieces of a file. The file is closed when the reply ends, also if its client disconnects."""
 
     async def stream_response(self, send: Send) -> None:
@@ -117,7 +117,7 @@ async def content(gateway: Gateway, request: Request) -> Response:
     }
     if request.method == "HEAD":
         return Response(headers=headers, media_type=RAW)
-    return _Download(await gateway.files.open(record), headers=headers, media_type=RAW)
+    return _FileReply(await gateway.files.open(record), headers=headers, media_type=RAW)
 
 
 async def remove(gateway: Gateway, request: Request) -> Response:
