@@ -80,10 +80,14 @@ def uploaded(
         is_whole = False
         yield head
         sent = 0
-        with on_disk(location), location.open("rb") as file:
-            while piece := file.read(min(PIECE_BYTES, size_bytes - sent + 1)):
+        with on_disk(location):
+            file = location.open("rb")
+        with file:
+            while True:
+                with on_disk(location):
+                    piece = file.read(min(PIECE_BYTES, size_bytes - sent + 1))
                 sent += len(piece)
-                if sent > size_bytes:
+                if not piece or sent > size_bytes:
                     break
                 yield piece
                 if on_progress is not None:

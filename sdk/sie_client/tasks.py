@@ -155,6 +155,8 @@ class TaskDriver:
                 )
                 sink = transport.sink_of(request, response)
                 body = await response.aread() if sink is None else await _sunk(sink, response)
+        except transport.BodyFailed as failure:
+            raise failure.error from failure.error.__cause__
         except transport.FAILURES as error:
             return transport.failed(error, started_s, self.url, has_answered=self.has_answered)
         self.has_answered = True
@@ -165,12 +167,18 @@ async def _in_threads(pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
     """Yield the pieces of an iterator, each read in a thread, so that the event loop is not blocked. The iterator is
     not closed if this generator is cancelled, because a thread may still be reading from it.
     """
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+    while True:
+        with transport.body_code():
+            piece = await asyncio.to_thread(next, pieces, None)
+        if piece is None:
+            return
         yield piece
 
 
 async def _sunk(sink: BodySink, response: httpx.Response) -> bytes:
-    await asyncio.to_thread(sink.begin)
+    with transport.body_code():
+        await asyncio.to_thread(sink.begin)
     async for piece in response.aiter_bytes(transport.PIECE_BYTES):
-        await asyncio.to_thread(sink.write, piece)
+        with transport.body_code():
+            await asyncio.to_thread(sink.write, piece)
     return b""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -187,7 +187,7 @@ class ThreadDriver:
             with contextlib.ExitStack() as stack:
                 content: Any = request.body or None
                 if isinstance(request.body, UploadStream):
-                    content = stack.enter_context(contextlib.closing(request.body.pieces()))
+                    content = stack.enter_context(contextlib.closing(_guarded(request.body.pieces())))
                 response = stack.enter_context(
                     stack.enter_context(self._connections()).stream(
                         request.method,
@@ -199,16 +199,25 @@ class ThreadDriver:
                 )
                 sink = transport.sink_of(request, response)
                 body = response.read() if sink is None else _sunk(sink, response, stop)
+        except transport.BodyFailed as failure:
+            raise failure.error from failure.error.__cause__
         except transport.FAILURES as error:
             return transport.failed(error, started_s, self.url, has_answered=self.has_answered)
         self.has_answered = True
         return transport.received(response, started_s, body)
 
 
+def _guarded(pieces: Generator[bytes]) -> Generator[bytes]:
+    with transport.body_code():
+        yield from pieces
+
+
 def _sunk(sink: BodySink, response: httpx.Response, stop: threading.Event) -> bytes:
-    sink.begin()
+    with transport.body_code():
+        sink.begin()
     for piece in response.iter_bytes(transport.PIECE_BYTES):
         if stop.is_set():
             raise transport.Ended
-        sink.write(piece)
+        with transport.body_code():
+            sink.write(piece)
     return b""

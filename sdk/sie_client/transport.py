@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, TypeGuard, cast
 
 import httpx
@@ -28,6 +29,25 @@ _NEVER_SENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.Invali
 
 class Ended(Exception):
     """Raised by the driver to end a plan that runs in the background."""
+
+
+class BodyFailed(Exception):
+    """Raised in place of `error`, an exception of code that reads or writes a body, such as the caller's `on_progress`.
+    Without it, a ValueError of that code would count as a failure of the connection.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextlib.contextmanager
+def body_code() -> Iterator[None]:
+    """Context manager for code that reads or writes a body: its exceptions that are in FAILURES become BodyFailed."""
+    try:
+        yield
+    except FAILURES as error:
+        raise BodyFailed(error) from None
 
 
 def options(url: str, session: Session, transport: Callable[..., object]) -> dict[str, Any]:

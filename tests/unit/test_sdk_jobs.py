@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from job_server import FILE, JOB, JobServer
@@ -196,6 +197,31 @@ def test_a_file_that_grows_while_it_is_sent_is_refused(
     with pytest.raises(sie_client.InvalidInputError, match="was changed while it was sent"):
         using(lambda client, do: do(client.files.upload(rows, on_progress=grow)))
     assert server.files == {}
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, httpx.ReadTimeout, BrokenPipeError])
+def test_an_error_of_the_callback_of_a_transfer_is_the_callers_own(
+    server: JobServer, using: Callable[..., Any], rows: Path, tmp_path: Path, error: type[Exception]
+) -> None:
+    """It is neither taken for a failure of the connection, which would be tried again, nor for one of the file."""
+    calls = 0
+
+    def fail(progress: sie_client.Progress) -> None:
+        nonlocal calls
+        calls += 1
+        raise error("mine")
+
+    def transfer(call: Callable[[Any], Any]) -> None:
+        nonlocal calls
+        calls = 0
+        with pytest.raises(error, match="mine"):
+            using(lambda client, do: do(call(client)))
+        assert calls == 1
+
+    transfer(lambda client: client.files.upload(rows, on_progress=fail))
+    file = using(lambda client, do: do(client.files.upload(rows)))
+    transfer(lambda client: client.files.save(file.id, tmp_path / "saved", on_progress=fail))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [rows.name]
 
 
 UPLOAD = """
