@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -337,6 +338,14 @@ def test_the_command_makes_a_trace_and_never_over_another(tmp_path: Path) -> Non
     assert status == 1
     assert "exists" in output
     assert trace.read_bytes() == before
+    trace.unlink()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) - 1, hard))
+    try:
+        status, output = invoked(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (status, trace.exists()) == (1, False), "a partial trace would be taken for a whole one"
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,8 @@ class DeviceLimits:
             draft.replace(self._path)
         except OSError as error:
             _logger.warning("the batch limits cannot be written to %s: %s", self._path, error)
+            with contextlib.suppress(OSError):
+                draft.unlink()
 
 
 SLOTS = 64  # number of passes that can be recorded at the same time; a further pass runs without a record

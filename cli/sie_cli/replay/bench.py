@@ -134,7 +134,12 @@ def _write(files: Sequence[Path], spec: str) -> None:
     requests = traces.generate(spec)
     try:
         with files[0].open("xb") as file:  # mode x fails for an existing file: never overwrite a recorded trace
-            file.writelines(traces.write(requests))
+            try:
+                file.writelines(traces.write(requests))
+                file.flush()
+            except BaseException:
+                files[0].unlink()  # a partial trace would be taken for a whole one
+                raise
     except OSError as error:
         raise TraceError(f"{files[0]}: {error.strerror}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import threading
 from pathlib import Path
 
@@ -172,6 +173,17 @@ def test_a_corrupt_file_is_put_aside_with_a_warning(device: Device, caplog: pyte
     device.batch_limits.failed(KEY, 100)
     device.restart()
     assert device.batch_limits.limit(KEY) == 50
+
+
+def test_limits_that_the_disk_has_no_room_for_leave_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        DeviceLimits(tmp_path / "frontier.json").failed(KEY, 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "cannot be written" in caplog.text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
