@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from sie_contracts.settings import SettingError
+from sie_store import durable
 
 FILE, LOCK = "access.json", "lock"
 OPERATOR = "operator"
@@ -43,16 +44,12 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner may read, atomically. A link at `path` is replaced, not followed."""
+    """Write a file that only its owner may read, atomically, even if the power fails. A link at `path` is replaced, not
+    followed.
+    """
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    os.close(handle)
+    durable.write_through(Path(temporary), path, content)
 
 
 def publish(data_dir: Path, access: Access) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -275,6 +276,24 @@ def test_a_metric_that_is_worse_than_its_target_is_missed(tmp_path: Path) -> Non
     ]
     assert targets.missed({"spearman": ScoreTarget(0.1)}, {"spearman": math.nan}, "sie")
     assert targets.load(file, "a/c", "mine") == targets.load(file, "a/b", "nothing") == {}
+
+
+def test_targets_and_results_that_the_disk_has_no_room_for_leave_what_was_there(tmp_path: Path) -> None:
+    file = tmp_path / "targets.yaml"
+    targets.save(file, "a/b", {"mine": {"map": ScoreTarget(0.1)}})
+    before = file.read_bytes()
+    result = report.of_quality("a/b", "mine", "", [Measurement("sie", {"map": [0.5]})], {}, [], {"q": "text"})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before), hard))
+    try:
+        with pytest.raises(CommandRefused, match=r"targets\.yaml"):
+            targets.save(file, "a/b", {"other": {"map": ScoreTarget(0.1)}})
+        with pytest.raises(CommandRefused, match="the result was not stored"):
+            results.store(tmp_path / "results", result, results.about({}, "cpu"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert file.read_bytes() == before
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
 
 
 def test_less_milliseconds_are_better_and_a_ratio_is_of_the_same_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -189,14 +190,14 @@ def test_a_folder_of_a_user_that_this_machine_lacks_is_refused_in_one_line(comma
 def test_two_commands_that_write_one_entry_at_once_both_succeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    renamed = Path.replace
+    renamed = os.replace
 
-    def after_another(partial: Path, file: Path) -> Path:
-        monkeypatch.setattr(Path, "replace", renamed)
+    def after_another(partial: Path, file: Path) -> None:
+        monkeypatch.setattr(os, "replace", renamed)
         write_entry("id: of-another", "org/model", tmp_path)
-        return renamed(partial, file)
+        renamed(partial, file)
 
-    monkeypatch.setattr(Path, "replace", after_another)
+    monkeypatch.setattr(os, "replace", after_another)
     file = write_entry("id: ours", "org/model", tmp_path)
     assert file.read_text() == "id: ours"
     assert [path.name for path in file.parent.iterdir()] == ["model.yaml"]

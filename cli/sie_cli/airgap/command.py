@@ -21,6 +21,7 @@ from sie_cli.airgap.archive import INDEX, ArchiveIndex, ArchiveReader, ByteProgr
 from sie_cli.options import loaded, named_options
 from sie_cli.refusal import CommandRefused, refusing
 from sie_contracts.settings import BY_NAME, SettingError
+from sie_store import durable
 
 FOLDER = "airgap"
 _FILE = click.Path(path_type=Path, dir_okay=False, allow_dash=True)
@@ -300,6 +301,7 @@ def _written(output: Path, size: int) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
             os.replace(growing, output)
+            durable.sync(output.parent)
         finally:
             growing.unlink(missing_ok=True)
 

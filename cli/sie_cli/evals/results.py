@@ -25,6 +25,7 @@ import sie_contracts
 from sie_cli.evals.quality import Measurement, difference
 from sie_cli.evals.report import EvalReport
 from sie_cli.refusal import CommandRefused
+from sie_store import durable
 
 GIT_S = 5.0
 TOLD_ITEMS = 3  # number of queries that are listed for a metric: those whose value decreased the most
@@ -69,9 +70,7 @@ def store(folder: Path, report: EvalReport, context: Mapping[str, Any]) -> Path:
     stored = StoredReport(now.isoformat(timespec="seconds"), dict(context), report.figures())
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        half = file.with_suffix(".half")
-        half.write_bytes(msgspec.json.encode(stored))
-        half.replace(file)
+        durable.write_through(file.with_suffix(".half"), file, msgspec.json.encode(stored))
     except OSError as error:
         raise CommandRefused(
             f"{file}: {error.strerror}: the result was not stored; --results names another folder"

@@ -20,6 +20,7 @@ from sie_cli.evals.labelled import LEAK
 from sie_cli.refusal import CommandRefused
 from sie_contracts import yaml_text
 from sie_contracts.models.catalogue import packaged_folder
+from sie_store import durable
 
 FILE = "targets.yaml"
 DEFAULT_TOLERANCE = 0.005
@@ -113,7 +114,8 @@ def save(file: Path, model: str, measured: Mapping[str, Targets]) -> None:
     saved = read(file) if file.exists() else {}
     saved.setdefault(model, {}).update(measured)
     try:
-        file.write_bytes(msgspec.yaml.encode(saved))
+        place = file.resolve()  # of a link, the file that it names is replaced
+        durable.write_through(place.with_name(f".{place.name}.half"), place, msgspec.yaml.encode(saved))
     except OSError as error:
         raise CommandRefused(f"--save-targets {file}: {error.strerror}") from error
 

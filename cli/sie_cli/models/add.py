@@ -19,6 +19,7 @@ from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.trust import USUAL
 from sie_contracts.settings import Settings
 from sie_runtime.feed import read_folder
+from sie_store import durable
 from sie_store.weights.sources import WeightSources
 
 
@@ -178,11 +179,7 @@ def write_entry(text: str, model: str, folder: Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     # a hidden file, because processes that read the folder skip hidden files; another one for each command
     partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
-    try:
-        partial.write_text(text, "utf-8")
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)  # of a disk that is full
+    durable.write_through(partial, file, text.encode())
     return file
 
 

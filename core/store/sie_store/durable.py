@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -10,12 +11,21 @@ PART = ".part"  # suffix of a file that is not complete yet
 
 def write(path: Path, data: bytes) -> None:
     """Write a file; an existing one is replaced as a whole. Raises OSError."""
-    growing = path.with_name(path.name + PART)
-    with growing.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(growing, path)
+    write_through(path.with_name(path.name + PART), path, data)
+
+
+def write_through(growing: Path, path: Path, data: bytes) -> None:
+    """Write a file under the name `growing` in the same folder, and rename it to `path` when its bytes are on the disk.
+    If this fails, `growing` is removed. Raises OSError.
+    """
+    try:
+        growing.write_bytes(data)
+        sync(growing)
+        os.replace(growing, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            growing.unlink()
+        raise
     sync(path.parent)
 
 
