@@ -979,3 +979,34 @@ async def test_the_rows_of_a_shard_that_has_its_record_count_once(world: World) 
     run._shards[0] = ShardRecord("part", 5, failed=1)
     fields = run._progress_fields()
     assert (fields["done"], fields["failed"]) == (7, 1)
+
+
+@virtual
+async def test_the_rate_of_a_job_that_stands_still_falls_to_nothing(world: World) -> None:
+    """The record must not have the rate of better times: the forecast of the end and the number of workers use it."""
+    world.now_s = asyncio.get_running_loop().time
+    progress: list[JobRun] = []
+    work = world.output.work
+
+    def remembered(leader: str) -> Callable[[JobRecord, JobRun], Writing]:
+        def made(job: JobRecord, run: JobRun) -> Writing:
+            progress.append(run)
+            return work(leader)(job, run)
+
+        return made
+
+    world.output.work = remembered  # type: ignore[method-assign]
+    ledger = world.gateway("g1")
+    await ledger.create(JOB)
+    await until(lambda: bool(world.output.computed), "a shard runs")
+    for _ in range(20):
+        progress[0].rows(0, 2, 0)
+        await asyncio.sleep(1.0)
+    fast = (await world.job(ledger)).rows_per_s
+    assert fast == pytest.approx(2.0, rel=0.2)
+    await asyncio.sleep(60.0)
+    assert 0 < (await world.job(ledger)).rows_per_s < fast / 2
+    await asyncio.sleep(300.0)
+    assert (await world.job(ledger)).rows_per_s == 0
+    world.output.held.set()
+    await state(world, ledger, "completed")

@@ -435,9 +435,10 @@ class JobRun:
                 self._pace.rest()
             elif fields:
                 self._pace.note(self._now_s(), fields["done"])
-            if (state := (fields, self._trouble)) != before:
+            rate = self._pace.rate  # it falls while no row is done, and the forecast must follow
+            if (state := (fields, self._trouble, rate)) != before:
                 try:
-                    await self._note(rows_per_s=self._pace.rate, spread=self._pace.spread)
+                    await self._note(rows_per_s=rate, spread=self._pace.spread)
                 except BrokerError as error:  # the next write has the newer progress
                     _logger.info("the progress of job %s could not be written: %s", self._id, error)
                     continue
