@@ -851,6 +851,22 @@ async def test_answers_of_requests_that_run_during_an_erasure_are_not_cached() -
     assert len(cluster.memory) == 0
 
 
+async def test_a_request_after_an_erasure_gets_no_answer_that_was_computed_before_it() -> None:
+    """The first request has the answer of one input already, and waits for the other one."""
+    cluster = Cluster()
+    cluster.held["b"] = asyncio.Event()
+    first = cluster.start("a", "b")
+    await cluster.until_computed(1)
+    joined = await cluster.run("a")
+    assert (joined.cache_status, cluster.computed) == ("hit", [["a", "b"]])
+    await cluster.memory.erase(AnswerErasure())
+    later = await cluster.run("a")
+    assert (later.cache_status, cluster.computed) == ("miss", [["a", "b"], ["a"]])
+    cluster.held["b"].set()
+    await first
+    assert len(cluster.memory) == 1, "the answer of the later request alone"
+
+
 async def test_an_administrator_sees_and_erases_answers_at_all_gateways(cluster: InProcess) -> None:
     tokens = {**KEYS, "SIE_ADMIN_TOKEN": "admin-token-of-a-test"}
     _, first = await started(cluster, **tokens)

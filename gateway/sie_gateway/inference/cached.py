@@ -66,8 +66,10 @@ class CachePolicy(NamedTuple):
         return "" if self.is_shared else grant.key
 
 
-FlightKey = tuple[Lane, Priority, bytes]
-"""Key of an input that a request computes now: only requests in the same queue wait for it."""
+FlightKey = tuple[Lane, Priority, int, bytes]
+"""Key of an input that a request computes now: only requests in the same queue wait for it, and only those that began
+after the same number of erasures.
+"""
 Flight = asyncio.Future[tuple[WorkResult, Ok] | Failed | None]
 """Outcome of an input that a request computes now. It is None if the request ended without an outcome that other
 requests can use.
@@ -289,7 +291,7 @@ class _CachedRun:
         return max(0.0, self._until_s - now_s)
 
     def _flight_key(self, key: bytes) -> FlightKey:
-        return self._request.lane, self._request.priority, key
+        return self._request.lane, self._request.priority, self._erasures, key
 
     async def _computed(
         self,
