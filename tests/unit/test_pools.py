@@ -537,6 +537,33 @@ async def test_a_reservation_that_ends_before_a_gateway_looks_at_it_is_forgotten
     assert follower._queue.consumers.follows("first")
 
 
+async def test_requests_of_a_reservation_fail_although_its_name_is_used_again_before_a_gateway_looks(
+    town: Town,
+) -> None:
+    await town.gateways[0].client.post("/v1/pools", json=SPEC)
+    await until(lambda: [keeper for keeper in keepers() if keeper._is_leader], "a leader")
+    (follower,) = (keeper for keeper in keepers() if not keeper._is_leader)
+    (late_gateway,) = (g for g in town.gateways if unchanged_inference_of(g)._pools is follower._record)
+    (other,) = (g for g in town.gateways if g is not late_gateway)
+    await until(lambda: "team" in follower._known, "it is known")
+    waiting = asyncio.create_task(late_gateway.encode("x", X_SIE_Pool="team"))
+    await until(lambda: town.server.streams["WORK_team"].state().messages == 1, "work in the stream")
+    stands, looks, step = asyncio.Event(), asyncio.Event(), follower.step
+
+    async def late() -> None:
+        stands.set()
+        await looks.wait()
+        await step()
+
+    follower.step = late  # type: ignore[method-assign]
+    await stands.wait()
+    assert (await other.client.delete("/v1/pools/team")).status_code == 200
+    assert (await other.client.post("/v1/pools", json=SPEC)).status_code == 201
+    looks.set()
+    assert code(await asyncio.wait_for(waiting, 10)) == (404, "POOL_NOT_FOUND")
+    await until(lambda: follower._queue.consumers.follows("team"), "the stream of the new one is followed")
+
+
 async def test_the_last_worker_that_serves_everybody_stays_for_everybody(town: Town) -> None:
     """A caller without the scope admin reserves the only worker. The pool is pending and says why, and one worker more
     is wanted. With a second worker the pool is active, and one worker still serves everybody. The reservation of an

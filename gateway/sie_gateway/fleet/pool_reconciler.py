@@ -67,7 +67,7 @@ class PoolReconciler:
         self._tables = RecordBucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas)
         self._is_leader = False
         self._renewed_s = -math.inf
-        self._known: frozenset[str] = frozenset()  # live reservations at the last step
+        self._known: dict[str, float] = {}  # live reservations at the last step, and when each was created
         self._active: frozenset[str] = frozenset()
         self._unready_s: dict[str, float] = {}
         self._first_s: float | None = None
@@ -95,12 +95,15 @@ class PoolReconciler:
         """Update the streams, leases and assignments of all reservations once. Raises BrokerError."""
         live = self._record.live()
         self._metrics.active_lease_gpus.set(sum(sum(reservation.spec.gpus.values()) for reservation in live.values()))
+        created_s = {name: reservation.created_s for name, reservation in live.items()}
         # a reservation that began and ended between two steps was never known here, but its stream may be followed
-        reservations = self._known.union(self._queue.consumers.pools) - self._record.own
-        for name in sorted(reservations - live.keys()):
+        reservations = {*self._known, *self._queue.consumers.pools} - self._record.own
+        # between two steps, a reservation may have ended and another one with its name begun
+        replaced = {name for name in created_s.keys() & self._known.keys() if created_s[name] != self._known[name]}
+        for name in sorted((reservations - live.keys()) | replaced):
             self._on_gone(name)
             await self._queue.forget_pool(name)
-        self._known = frozenset(live)
+        self._known = created_s
         unfollowed = [name for name in sorted(live) if not self._queue.consumers.follows(name)]
         await independently((functools.partial(self._queue.ensure_pools, unfollowed), self._lead))
 
