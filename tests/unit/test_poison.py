@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from sie_broker.dead_letters import Letters
 from sie_broker.memory import MemoryServer
 from sie_contracts.media.contents import content_keys
 from sie_contracts.wire import messages, topology
-from sie_contracts.wire.messages import Input, RunOptions, WorkItem
+from sie_contracts.wire.messages import CancelRequests, Input, RunOptions, WorkItem
 from sie_contracts.wire.topology import POISON_BUCKET, POISON_LIFETIME_S
 from sie_sidecar.device.poison import MAX_MARKS, Mark, PoisonMarks, after_death
 
@@ -110,6 +111,28 @@ async def test_a_suspect_of_another_worker_runs_alone_and_one_death_more_is_enou
     await until(lambda: cluster.server.streams["DEAD__default"].messages, "its dead letter")
     (letter,) = await cluster.letters()
     assert letter.workers == ("other", "w0")
+
+
+async def test_a_suspect_that_is_cancelled_while_it_waits_for_the_device_does_not_run(cluster: Direct) -> None:
+    item = WorkItem("r", 0, ENTRY.id, ENTRY.revision, "encode", (Input("bad"),), RunOptions(), "inbox", 60_000)
+    bucket = await cluster.broker.key_value(POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
+    at_s = await cluster.broker.server_time(cluster.stream.name)
+    await bucket.write([Write(content_keys(item)[0], msgspec.msgpack.encode(Mark(ENTRY.id, 1, at_s, ("other",))))])
+    adapter = await cluster.deadly("bad")
+    adapter.hold_batches = True
+    await cluster.sidecar(adapter)
+    good = await cluster.publish("good")
+    await adapter.until(lambda adapter: adapter.running, "a batch at the device")
+    suspect = await cluster.publish("bad")
+    (task,) = (task for task in asyncio.all_tasks() if task.get_name() == "isolate")
+    device = task.get_coro().cr_frame.f_locals["self"]._device  # type: ignore[union-attr]
+    await until(lambda: device.is_reserved, "the suspect waits for the device")
+    await cluster.broker.send(topology.cancel_subject("_default"), messages.encode(CancelRequests((suspect.request,))))
+    await cluster.left(1)
+    adapter.let_go()
+    results = [await cluster.result(item) for item in (good, await cluster.publish("later"))]
+    assert [reasons(result) for result in results] == [[""], [""]]
+    assert adapter.deaths == []
 
 
 async def test_a_poison_leaves_a_dead_letter_with_the_whole_item(cluster: Direct) -> None:

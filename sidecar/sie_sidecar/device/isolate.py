@@ -140,9 +140,9 @@ class Isolate:
                 if hosted.state != "loaded" or (lora and lora not in hosted.loras):
                     self._device.end_reservation()
                 await self._loading.ensure(hosted, [flight], past_gate=True)
-                if flight.settled:  # cancelled while the model was being loaded: nothing reads this outcome
-                    raise GatewayTimeout("the request was withdrawn before its model was loaded")
                 await self._take_device()
+                if flight.settled:  # cancelled meanwhile: nothing reads this outcome
+                    raise GatewayTimeout("the request was withdrawn before it could run")
                 try:
                     done, note = await self._run_alone(flight, single, key, hosted)
                 except AdapterGone:
