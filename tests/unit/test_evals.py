@@ -11,15 +11,17 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 
 from sie_cli.evals import evaluation, opened, outputs, packages, quality, report, results, steps, targets, tasks
-from sie_cli.evals.evaluation import EvalSpec
+from sie_cli.evals.evaluation import EvalOutcome, EvalSpec
 from sie_cli.evals.load import LoadFailure, LoadReply, LoadRequest, Send
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.outputs import DENSE, VectorOutput
@@ -29,6 +31,7 @@ from sie_cli.evals.sources import BATCH, DIALECTS, MAX_ANSWER_BYTES, SentenceTra
 from sie_cli.evals.steps import EvalStep, EvalWork, ResultCache
 from sie_cli.evals.targets import ScoreTarget
 from sie_cli.evals.tasks import Retrieval, Similarity, Texts
+from sie_cli.main import main
 from sie_cli.refusal import CommandRefused
 from sie_runtime.feed import packaged_catalogue
 from sie_store.weights.sources import package_folder
@@ -487,6 +490,49 @@ def test_what_changed_from_one_result_to_another_is_told(tmp_path: Path) -> None
     (tmp_path / "wrong.json").write_text("{}")
     with pytest.raises(CommandRefused, match=r"wrong\.json is no result"):
         results.read(tmp_path / "wrong.json")
+
+
+def made_outcome(model: str, **about: Any) -> EvalOutcome:
+    """An outcome of a measurement of two queries."""
+    made = report.of_quality(model, "mine", "2 queries", [Measurement("sie", {"map": [0.5, 1.0]})], {}, [], {})
+    return EvalOutcome(made, {**results.about({}, "cpu"), **about}, {})
+
+
+def stored_models(folder: Path) -> list[str]:
+    return [results.read(file).figures["model"] for file in results.every(folder)]
+
+
+@pytest.mark.parametrize(("end", "status"), [(KeyboardInterrupt(), 130), (CommandRefused("no such model"), 1)])
+def test_a_model_that_was_measured_is_stored_if_the_next_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException, status: int
+) -> None:
+    outcomes = [made_outcome("a/b"), end]
+    monkeypatch.setattr(evaluation, "run", Mock(side_effect=outcomes))
+    ran = CliRunner().invoke(main, ["eval", "a/b", "c/d", "-t", "mine", "--results", str(tmp_path)])
+    assert (ran.exit_code, stored_models(tmp_path)) == (status, ["a/b"])
+    if status == 1:
+        assert "a/b on mine, quality" in ran.stdout
+        assert "no such model" in ran.stderr
+
+
+def test_a_result_is_stored_although_the_reader_of_the_table_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "run", Mock(return_value=made_outcome("a/b")))
+    monkeypatch.setattr("sie_cli.evals.command.table", Mock(side_effect=BrokenPipeError(32, "Broken pipe")))
+    ran = CliRunner().invoke(main, ["eval", "a/b", "-t", "mine", "--results", str(tmp_path)])
+    assert (ran.exit_code, stored_models(tmp_path)) == (1, ["a/b"])
+
+
+def test_figures_are_shown_although_their_result_cannot_be_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "run", Mock(return_value=made_outcome("a/b")))
+    (tmp_path / "a_b").write_text("no folder")
+    ran = CliRunner().invoke(main, ["eval", "a/b", "-t", "mine", "--results", str(tmp_path)])
+    assert ran.exit_code == 1
+    assert "0.7500" in ran.stdout
+    assert "the result was not stored" in ran.stderr
 
 
 def test_texts_of_a_file_are_for_speed(tmp_path: Path) -> None:

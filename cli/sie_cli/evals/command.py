@@ -19,7 +19,7 @@ from sie_cli.data_dir import default_data_dir
 from sie_cli.display import table
 from sie_cli.evals import evaluation, opened, outputs, targets, tasks
 from sie_cli.evals import results as _results
-from sie_cli.evals.evaluation import EvalSpec
+from sie_cli.evals.evaluation import EvalOutcome, EvalSpec
 from sie_cli.evals.load import LoadLevel
 from sie_cli.evals.opened import EvalGateway
 from sie_cli.evals.perf import LoadPlan
@@ -182,23 +182,34 @@ def run(
         [kind.strip() for kind in kinds.split(",") if kind.strip()],
         rerank,
     )
-    with contextlib.ExitStack() as held:
-        gateway = EvalGateway(cluster, held)
-        outcomes = [evaluation.run(dataclasses.replace(spec, model=model), gateway) for model in models]
+    outcomes: list[EvalOutcome] = []
+    files: list[Path] = []
+    refusal: CommandRefused | None = None
+    try:
+        with contextlib.ExitStack() as held:
+            gateway = EvalGateway(cluster, held)
+            for model in models:
+                outcomes.append(evaluation.run(dataclasses.replace(spec, model=model), gateway))
+                # at once: Ctrl-C during the next model, and a closed pipe below, must not lose this result
+                files.append(_results.store(folder, outcomes[-1].report, outcomes[-1].about))
+                click.echo(f"stored as {files[-1]}", err=True)
+    except CommandRefused as error:
+        if not outcomes:
+            raise
+        refusal = error  # raised below, after what was measured is shown
     reports = [measured.report for measured in outcomes]
     if as_json:
         figures = [report.figures(with_values=False) for report in reports]
         click.echo(msgspec.json.format(msgspec.json.encode(figures if len(models) > 1 else figures[0])))
-    files = []
-    for measured in outcomes:
-        if not as_json:
-            _show(measured.report)
-        files.append(_results.store(folder, measured.report, measured.about))
-        click.echo(f"stored as {files[-1]}", err=True)
-    first, *rest = [_results.read(file) for file in files]
-    for stored in () if as_json else rest:
-        click.echo()
-        _show_changes(first, stored)
+    else:
+        for report in reports:
+            _show(report)
+        stored = [_results.read(file) for file in files]
+        for other in stored[1:]:
+            click.echo()
+            _show_changes(stored[0], other)
+    if refusal is not None:
+        raise refusal
     (measured, *_), (report, *_) = outcomes, reports
     if save_targets is not None:
         targets.save(save_targets, models[0], measured.targets)
