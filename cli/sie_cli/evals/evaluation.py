@@ -218,7 +218,7 @@ def _speed(context: _EvalContext) -> EvalOutcome:
     about = f"{counts(task)}, {texts}, on {context.about['processor']}, machine profile {context.machine}{note}"
     aims = {level: goals for level, goals in expected.items() if goals}
     document = report.of_perf(spec.model, task.name, about, points, aims, missed)
-    return EvalOutcome(document, context.about, measured)
+    return EvalOutcome(document, {**context.about, "batch": plan.batch}, measured)
 
 
 def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -> tuple[Targets, str]:
@@ -233,7 +233,14 @@ def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -
         return loaded, f"; targets of {file.name}"
     first = context.sources[0].name
     if spec.targets_file is None and (
-        stored := results.last(spec.results, spec.model, context.task.name, spec.kind, context.machine)
+        stored := results.last(
+            spec.results,
+            spec.model,
+            context.task.name,
+            spec.kind,
+            context.machine,
+            spec.plan.batch if is_speed else 1,
+        )
     ):
         rows = [row for row in stored.figures["rows"] if row.get("load", "") == level]
         scores = {row["source"]: {k: v for k, v in row["scores"].items() if v is not None} for row in rows}

@@ -92,10 +92,17 @@ def every(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/*/*/*.json"), key=lambda file: file.name)
 
 
-def last(folder: Path, model: str, task: str, kind: str, machine: str) -> StoredReport | None:
-    """Return the newest result of a model, task and kind on this machine profile, or None."""
+def last(folder: Path, model: str, task: str, kind: str, machine: str, batch: int = 1) -> StoredReport | None:
+    """Return the newest result of a model, task and kind on this machine profile, or None. `batch`: texts in each
+    request of a result of speed.
+    """
     files = sorted(_place(folder, model, task, kind).glob("*.json"), reverse=True)
-    return next((stored for stored in map(read, files) if stored.about.get("machine") == machine), None)
+    for stored in map(read, files):
+        # other models and tasks may share the folder: its names have only ASCII letters
+        subject = [stored.figures.get("model"), stored.figures.get("task")]
+        if subject == [model, task] and [stored.about.get("machine"), stored.about.get("batch", 1)] == [machine, batch]:
+            return stored
+    return None
 
 
 def compared(old: StoredReport, new: StoredReport) -> tuple[list[list[str]], list[str]]:
@@ -115,11 +122,15 @@ def compared(old: StoredReport, new: StoredReport) -> tuple[list[list[str]], lis
     ]
     if old.figures["model"] != new.figures["model"]:
         notes.insert(0, f"model: {old.figures['model']} -> {new.figures['model']}")
+    queries = new.figures.get("queries", [])
+    is_same = old.figures.get("queries", []) == queries
+    if not is_same:
+        notes.append("the queries differ, so no change has an interval")
     table = [["source", "metric", "old", "new", "change"]]
     before = {_key(row): row for row in old.figures["rows"]}
     after = {_key(row): row for row in new.figures["rows"]}
     for key in [key for key in before if key in after]:
-        lines, fallen = _row_compared(key, before[key], after[key], new.figures.get("queries", []))
+        lines, fallen = _row_compared(key, before[key], after[key], queries, is_same=is_same)
         table += lines
         notes += fallen
     notes += [f"only the old result has {' '.join(key)}" for key in before if key not in after]
@@ -128,14 +139,20 @@ def compared(old: StoredReport, new: StoredReport) -> tuple[list[list[str]], lis
 
 
 def _row_compared(
-    key: Sequence[str], old: Mapping[str, Any], new: Mapping[str, Any], queries: Sequence[Sequence[str]]
+    key: Sequence[str],
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    queries: Sequence[Sequence[str]],
+    *,
+    is_same: bool,
 ) -> tuple[list[list[str]], list[str]]:
+    """Return the lines of the table for one source, and notes. `is_same`: both results are of these queries."""
     lines, notes = [], []
     for metric in [name for name in old["scores"] if name in new["scores"]]:
         before, after = old["scores"][metric], new["scores"][metric]
         if before is None or after is None:
             change = "-"
-        elif "values" in old and len(old["values"][metric]) == len(new["values"][metric]):
+        elif is_same and "values" in old and len(old["values"][metric]) == len(new["values"][metric]):
             was, now = (
                 Measurement(key[0], row["values"], row["gold"], weights=row.get("weights", {})) for row in (old, new)
             )
