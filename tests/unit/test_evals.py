@@ -299,6 +299,13 @@ def test_targets_and_results_that_the_disk_has_no_room_for_leave_what_was_there(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
 
 
+def test_a_metric_without_a_value_makes_no_target() -> None:
+    reached = {"map": 0.4, "spearman": math.nan}
+    assert (
+        targets.expected(reached, is_speed=False).keys() == targets.expected(reached, is_speed=True).keys() == {"map"}
+    )
+
+
 def test_less_milliseconds_are_better_and_a_ratio_is_of_the_same_run() -> None:
     scores = targets.of_speed({"sie": {"items_per_s": 300.0, "p99_ms": 10.0}, "st": {"items_per_s": 100.0}}, "sie")
     assert scores == {"items_per_s": 300.0, "p99_ms": 10.0, "items_per_s/st": 3.0}
@@ -487,9 +494,10 @@ def test_what_changed_from_one_result_to_another_is_told(tmp_path: Path) -> None
         results.compared(old, new)
     with pytest.raises(CommandRefused, match="sie eval list"):
         results.read(tmp_path / "none.json")
-    (tmp_path / "wrong.json").write_text("{}")
-    with pytest.raises(CommandRefused, match=r"wrong\.json is no result"):
-        results.read(tmp_path / "wrong.json")
+    for wrong in (b"{}", b'{"time": "\xff"}', b'{"about": {"x": ' + b"[" * 100_000):
+        (tmp_path / "wrong.json").write_bytes(wrong)
+        with pytest.raises(CommandRefused, match=r"wrong\.json is no result"):
+            results.read(tmp_path / "wrong.json")
 
 
 def test_results_of_other_queries_have_no_interval_and_none_fell(tmp_path: Path) -> None:

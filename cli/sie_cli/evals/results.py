@@ -70,7 +70,7 @@ def store(folder: Path, report: EvalReport, context: Mapping[str, Any]) -> Path:
     stored = StoredReport(now.isoformat(timespec="seconds"), dict(context), report.figures())
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        durable.write_through(file.with_suffix(".half"), file, msgspec.json.encode(stored))
+        durable.write(file, msgspec.json.encode(stored))
     except OSError as error:
         raise CommandRefused(
             f"{file}: {error.strerror}: the result was not stored; --results names another folder"
@@ -84,7 +84,7 @@ def read(file: Path) -> StoredReport:
         return msgspec.json.decode(file.read_bytes(), type=StoredReport)
     except OSError as error:
         raise CommandRefused(f"{file}: {error.strerror}: `sie eval list` shows the results that are stored") from error
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CommandRefused(f"{file} is no result of `sie eval`: {error}") from error
 
 

@@ -11,6 +11,7 @@ speed tasks contain the machine profile and the load.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -101,7 +102,8 @@ def speed_task(task: str, machine: str, level: str) -> str:
 
 
 def expected(values: Mapping[str, float], *, is_speed: bool) -> Targets:
-    """Convert measured values to targets with the default tolerances."""
+    """Convert measured values to targets with the default tolerances. NaN, an undefined value, makes no target."""
+    values = {name: value for name, value in values.items() if not math.isnan(value)}
     if is_speed:
         return {name: ScoreTarget(_short(value), _short(SPEED_TOLERANCE * value)) for name, value in values.items()}
     return {name: ScoreTarget(round(value, 4)) for name, value in values.items()}
@@ -114,8 +116,7 @@ def save(file: Path, model: str, measured: Mapping[str, Targets]) -> None:
     saved = read(file) if file.exists() else {}
     saved.setdefault(model, {}).update(measured)
     try:
-        place = file.resolve()  # of a link, the file that it names is replaced
-        durable.write_through(place.with_name(f".{place.name}.half"), place, msgspec.yaml.encode(saved))
+        durable.write(file.resolve(), msgspec.yaml.encode(saved))
     except OSError as error:
         raise CommandRefused(f"--save-targets {file}: {error.strerror}") from error
 
