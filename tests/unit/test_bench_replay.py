@@ -229,6 +229,8 @@ def test_a_trace_is_read_back_as_it_was_written_from_its_first_request_on() -> N
         (b'{"ran": {"tokens": 3}}', "attention"),
         (b'{"at": 1, "tokens": [4], "priority": "urgent"}', "priority"),
         (b"[]", "line 2"),
+        (b'{"at": 1, "tokens": [4], "model": "\xff"}', "invalid start byte"),
+        (b'{"at": ' + b"[" * 100_000, "recursion"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_its_line(line: bytes, problem: str) -> None:

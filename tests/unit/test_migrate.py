@@ -210,9 +210,10 @@ def test_a_folder_has_the_files_of_one_job(tmp_path: Path) -> None:
     assert has_files(tmp_path, "job-1")
     with pytest.raises(click.ClickException, match="has the files of job-1"):
         has_files(tmp_path, "job-2")
-    (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(click.ClickException, match="cannot be read"):
-        has_files(tmp_path, "job-1")
+    for wrong in (b"{", b'{"job": "\xff"}', b'{"x": ' + b"[" * 100_000):
+        (tmp_path / "manifest.json").write_bytes(wrong)
+        with pytest.raises(click.ClickException, match="cannot be read"):
+            has_files(tmp_path, "job-1")
 
 
 # ---- the corpus

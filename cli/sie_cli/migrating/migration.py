@@ -537,7 +537,7 @@ def has_files(folder: Path, job: str) -> bool:
         job_id = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=JobManifest).job
     except FileNotFoundError:
         return False
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CommandRefused(f"--output {folder}: its manifest.json cannot be read: name another folder") from error
     if job_id != job:
         raise CommandRefused(f"--output {folder} has the files of {printable(job_id)}: name another folder")

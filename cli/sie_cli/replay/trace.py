@@ -89,7 +89,7 @@ def read(lines: Iterable[bytes]) -> Trace:
                         f"line {number}: a request needs at least one input, and each input at least one token"
                     )
                 requests.append(request)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise TraceError(f"line {number}: {error}") from error
     if not requests:
         raise TraceError("the trace has no requests")
