@@ -60,6 +60,12 @@ def test_everything_but_the_newest_version_is_named_and_numbers_are_compared_as_
     assert finding.wrong == "gateway a, sidecar b: version 0.9.0, others 0.10.0"
     assert "sie-cluster==0.10.0" in finding.fix
     assert skew({"0.1.0": ["a", "b"]}) == []
+    (finding,) = skew({"0.2.0rc1": ["gateway a"], "0.2.0": ["this `sie`"]})
+    assert finding.wrong == "gateway a: version 0.2.0rc1, others 0.2.0"
+    assert {old.wrong.partition(":")[0] for old in skew({"0.2.0rc10": ["c"], "0.2.0b2": ["b"], "0.2.0rc9": ["a"]})} == {
+        "a",
+        "b",
+    }
 
 
 @pytest.mark.parametrize(
@@ -270,6 +276,32 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
                 assert "which SIE_WORKER_METRICS_PORT sets, is held by" in finding.wrong
         finally:
             foreign_server.shutdown()
+
+
+class WithoutMetrics(http.server.BaseHTTPRequestHandler):
+    """Process of SIE that is ready and closes the connection instead of sending its metrics."""
+
+    def do_GET(self) -> None:
+        if self.path != "/metrics":
+            self.send_response(200)
+            self.send_header("X-SIE-Version", "1.0")
+            self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+async def test_a_process_whose_metrics_do_not_come_is_no_program_of_others(tmp_path: Path) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WithoutMetrics) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            port = server.server_address[1]
+            with access.published(tmp_path, Access(gateway_url="", metrics_urls=(f"http://127.0.0.1:{port}",))):
+                async with open_probe(Cluster(load(environ={}).settings, load(environ={}).sources, tmp_path)) as probe:
+                    _, (finding,) = await ports(probe)
+            assert finding.wrong.startswith(f"port {port}: /metrics does not answer: ")
+        finally:
+            server.shutdown()
 
 
 class Gateway(http.server.BaseHTTPRequestHandler):

@@ -571,7 +571,7 @@ async def versions(probe: ClusterProbe) -> CheckResult:
 
 def skew(by_version: Mapping[str, list[str]]) -> list[Finding]:
     """List the processes and packages that are older than the newest version, one finding for each version."""
-    newest = max(by_version, key=lambda version: [int(part) for part in re.findall(r"\d+", version)])
+    newest = max(by_version, key=_version_order)
     return [
         Finding(
             f"{', '.join(whose)}: version {version}, others {newest}",
@@ -580,3 +580,9 @@ def skew(by_version: Mapping[str, list[str]]) -> list[Finding]:
         for version, whose in sorted(by_version.items())
         if version != newest
     ]
+
+
+def _version_order(version: str) -> tuple[list[int], str, int]:
+    """Return a key that sorts versions by age, such as 0.2.0a1, 0.2.0b1, 0.2.0rc1, 0.2.0."""
+    release, stage, number = re.findall(r"^(.*?)(?:(a|b|rc)(\d+))?$", version, re.DOTALL)[0]
+    return [int(part) for part in re.findall(r"\d+", release)], stage or "release", int(number or 0)

@@ -124,10 +124,13 @@ async def ports(probe: ClusterProbe) -> CheckResult:
             else:
                 wrong = f"nothing listens on port {port}, which `sie serve` wrote down in {probe.data_dir}"
                 findings.append(Finding(wrong, f"run `{probe.serve}` again: it takes the place of one that was killed"))
+        elif metrics.trouble and ready.is_sie:
+            wrong = f"port {port}{f' ({name})' if name else ''}: /metrics does not answer: {metrics.trouble}"
+            findings.append(Finding(wrong, READY_FIX))
         elif b"\nsie_" not in metrics.body and not metrics.body.startswith(b"sie_"):
             findings.append(_port_taken(name, port, probe.serve))
         elif ready.status != 200:
-            reason = ready.body.decode(errors="replace").strip()[:300]
+            reason = ready.trouble or ready.body.decode(errors="replace").strip()[:300]
             findings.append(Finding(f"port {port}{f' ({name})' if name else ''}: {reason or 'not ready'}", READY_FIX))
         else:
             notes.append(f"{port} is ready")
