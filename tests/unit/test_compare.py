@@ -68,6 +68,8 @@ def test_a_sample_is_lines_or_json_lines_each_text_once(tmp_path: Path) -> None:
         ("one", "two", "three", "{not json}", "a", "b"), (("q", ("a", "b")),)
     )
     assert read(file, 2).texts == ("one", "two")
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert read(file, 2).texts == ("one", "two"), "a byte order mark belongs to no line"
     (lines := tmp_path / "sample.jsonl").write_text('{"text": "one"}\n{"text": "tw', "utf-8")
     with pytest.raises(click.ClickException, match=r"sample.jsonl, line 2: not a JSON object"):
         read(lines, 3)

@@ -95,6 +95,14 @@ def test_a_folder_in_the_format_of_beir_is_read(tmp_path: Path) -> None:
     assert tasks.find(str(task_folder)) == tasks.find(f"beir/{task_folder}") == expected
 
 
+def test_a_byte_order_mark_belongs_to_no_line(tmp_path: Path) -> None:
+    task_folder = folder(tmp_path / "fruits", qrels="1\tb\t1\n1\ta\t2\n")
+    expected = tasks.find(str(task_folder))
+    for name in ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv"):
+        (task_folder / name).write_bytes(b"\xef\xbb\xbf" + (task_folder / name).read_bytes())
+    assert tasks.find(str(task_folder)) == expected
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

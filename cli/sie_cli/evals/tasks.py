@@ -239,9 +239,11 @@ def _judgements(file: Path) -> Iterator[tuple[str, str, str, int]]:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield the place (file and line number) and the text of each line that is not empty. Raises CommandRefused."""
+    """Yield the place (file and line number) and the text of each line that is not empty, without a byte order mark.
+    Raises CommandRefused.
+    """
     try:
-        with file.open(encoding="utf-8") as lines:
+        with file.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield f"{file}, line {number}", line.rstrip("\r\n")

@@ -151,7 +151,7 @@ def read(file: Path, limit: int) -> ComparisonSample:
     texts: dict[str, None] = {}
     rankings: list[tuple[str, tuple[str, ...]]] = []
     try:
-        with file.open(encoding="utf-8") as lines:
+        with file.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if len(texts) >= limit or len(rankings) >= limit:
                     break
