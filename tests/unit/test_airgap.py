@@ -401,6 +401,29 @@ def test_a_load_that_is_repeated_changes_nothing_and_another_archive_is_refused(
     assert "config.json has 3 bytes" in site.sie("load", str(first), "--folder", str(folder), status=1).output
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_to_an_empty_or_missing_folder_is_loaded_into(archive: Archive, site: Site, exists: bool) -> None:
+    volume, link = site.folder / "volume", site.folder / "airgap"
+    if exists:
+        volume.mkdir()
+    link.symlink_to(volume)
+    site.sie("load", str(archive.path), "--folder", str(link))
+    assert link.is_symlink()
+    assert "is whole" in site.sie("verify", str(volume)).output
+
+
+def test_a_mount_point_is_refused_before_anything_is_unpacked(
+    archive: Archive, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel refuses to rename a folder to a mount point."""
+    volume = site.folder / "volume"
+    volume.mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == volume)
+    refused = site.sie("load", str(archive.path), "--folder", str(volume), status=1)
+    assert f"{volume} is a mount point, which a load cannot replace: use --folder {volume}/airgap" in refused.output
+    site.sie("load", str(archive.path), "--folder", str(volume / "airgap"))
+
+
 def test_the_index_that_create_printed_can_be_asked_for(archive: Archive, site: Site) -> None:
     """The index gives a chain of custody without signatures: one line that is carried apart from the file."""
     folder, index = site.folder / "airgap", archive.index

@@ -98,6 +98,11 @@ def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) 
     Raises CommandRefused, OSError; if the archive is refused, `folder` is not created.
     """
     check(reader.index)
+    folder = folder.resolve()  # a rename replaces an empty folder, but not a link to one
+    if folder.is_mount():
+        raise CommandRefused(
+            f"{folder} is a mount point, which a load cannot replace: use --folder {folder / 'airgap'}"
+        )
     with _loading(folder) as partial:
         have = shutil.disk_usage(partial).free
         if have < reader.index.bytes:
