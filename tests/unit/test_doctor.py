@@ -53,6 +53,9 @@ def test_without_the_config_services_word_gateways_are_compared_with_each_other(
     findings = drift(None, {"a": "made:9", "b": "made:10"}, {"w": ("default", "made:1"), "v": ("default", "old:1")})
     assert [finding.wrong.partition(" serves")[0] for finding in findings] == ["gateway a", "worker v"]
     assert drift(None, {}, {"w": ("default", "made:1")}) == []
+    old, new = "2026-11-01T00:00:00Z:100", "2026-11-28T00:00:00Z:2"  # the bucket was created again
+    findings = drift(None, {"a": old, "b": new}, {"v": ("default", old), "w": ("default", new)})
+    assert [finding.wrong.partition(" serves")[0] for finding in findings] == ["gateway a", "worker v"]
 
 
 def test_everything_but_the_newest_version_is_named_and_numbers_are_compared_as_numbers() -> None:

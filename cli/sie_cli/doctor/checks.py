@@ -426,7 +426,7 @@ def drift(
     older if it lacks a write that affects the worker's bundle. The config service's `epoch` has these writes. Without
     it, gateways are compared with one another, and for workers only the bucket is compared.
     """
-    latest = epoch.epoch if epoch else max(gateways.values(), key=_writes, default="")
+    latest = epoch.epoch if epoch else max(gateways.values(), key=_order_of_epoch, default="")
     findings = [
         _drifted(f"gateway {name}", stands, latest)
         for name, stands in sorted(gateways.items())
@@ -442,9 +442,10 @@ def drift(
     return findings
 
 
-def _writes(epoch: str) -> int:
-    last = epoch.rpartition(":")[2]
-    return int(last) if last.isdigit() else -1
+def _order_of_epoch(epoch: str) -> tuple[str, int]:
+    """Return a key that sorts epochs by age. The number of writes begins again in a bucket that was created later."""
+    created, _, last = epoch.rpartition(":")
+    return created, int(last) if last.isdigit() else -1
 
 
 def _drifted(name: str, stands: str, expected: str) -> Finding:
