@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import http.server
 import json
 import os
 import threading
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -17,10 +19,18 @@ from sie_cli import access
 from sie_cli.access import Access
 from sie_cli.cluster import Cluster
 from sie_cli.doctor import command
-from sie_cli.doctor.checks import drift, gateway, loads, models, queue, refusals, restored, skew
+from sie_cli.doctor.checks import config, drift, gateway, loads, models, queue, refusals, restored, skew
 from sie_cli.doctor.command import BLIND, FINE, WRONG, CheckReport, faults_of, status_of
 from sie_cli.doctor.machine import GpuDriver, TorchBuild, gpu_faults, has_nvidia_card, ports
-from sie_cli.doctor.probe import CheckSkipped, ClusterProbe, Finding, NotApplicable, open_probe, probe_socket
+from sie_cli.doctor.probe import (
+    CheckSkipped,
+    ClusterProbe,
+    Finding,
+    Heartbeats,
+    NotApplicable,
+    open_probe,
+    probe_socket,
+)
 from sie_contracts.api.views import ClusterFinding, ClusterView
 from sie_contracts.settings import load
 from sie_contracts.status import QueueInfo
@@ -347,6 +357,43 @@ async def test_findings_of_gateways_are_those_of_their_checks(tmp_path: Path) ->
         for check in (loads, refusals, queue):
             with pytest.raises(CheckSkipped):
                 await check(probe)
+
+
+class WithPassword(http.server.BaseHTTPRequestHandler):
+    """A gateway that is not ready and a config service with a faulty model, behind a proxy with a password."""
+
+    def do_GET(self) -> None:
+        is_known = self.headers["authorization"] == f"Basic {base64.b64encode(b'user:secret').decode()}"
+        self.send_response(401 if not is_known else 503 if self.path == "/readyz" else 200)
+        if is_known:
+            self.send_header("X-SIE-Version", "1.0")
+        self.end_headers()
+        models = [{"model_id": "org/a", "note": "revision 2 could not be loaded"}]
+        bodies = {"/v1/configs/epoch": {"epoch": "made:1"}, "/v1/configs/models": {"models": models}}
+        self.wfile.write(b"not ready" if self.path == "/readyz" else json.dumps(bodies.get(self.path, {})).encode())
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+async def test_a_password_in_an_address_is_used_by_all_requests_and_shown_by_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ClusterProbe, "heartbeats", AsyncMock(return_value=Heartbeats()))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WithPassword) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            url = f"http://user:secret@127.0.0.1:{server.server_address[1]}"
+            environ = {"SIE_GATEWAY_URL": url, "SIE_CONFIG_SERVICE_URL": url, "SIE_NATS_URL": "nats://127.0.0.1:1"}
+            settings = load(environ=environ)
+            async with open_probe(Cluster(settings.settings, settings.sources, tmp_path)) as probe:
+                found = [*(await gateway(probe))[1], *(await config(probe))[1]]
+        finally:
+            server.shutdown()
+    assert [finding.wrong.replace(url.replace("user:secret@", ""), "URL") for finding in found] == [
+        "the gateway at URL is not ready",
+        "org/a: revision 2 could not be loaded",
+    ]
 
 
 async def test_the_probe_uses_the_proxy_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

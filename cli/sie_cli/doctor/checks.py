@@ -55,7 +55,7 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
         raise CheckSkipped(
             f"the server at {replies[0].url}, the default address, is not a gateway of SIE: name one with --url"
         )
-    for reply in replies:
+    for url, reply in zip(probe.cluster.gateway_urls, replies, strict=False):
         if reply.trouble:
             fix = f"start it (`sie gateway`, `{probe.serve}`), or give its address: --url, not {reply.url}"
             findings.append(Finding(f"no gateway answers at {reply.url}: {reply.trouble}", fix))
@@ -72,7 +72,7 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
             )
         # for a local cluster, the check `ports` reports a gateway that is not ready
         elif probe.cluster.local() is None:
-            ready = await probe.get(reply.url, "/readyz")
+            ready = await probe.get(url, "/readyz")
             if ready.status == 503:
                 why = ready.body.decode(errors="replace")[:300]
                 findings.append(Finding(f"the gateway at {reply.url} is {why}", READY_FIX))
@@ -395,7 +395,7 @@ async def config(probe: ClusterProbe) -> CheckResult:
                 await beats.came.wait()
         reply = await probe.ask_config() if epoch else reply
     if epoch is not None:
-        findings += await restored(probe, reply.url)
+        findings += await restored(probe, url)
     says = f"{counted(len(gateways), 'gateway')} and {counted(len(workers), 'worker')}"
     if epoch is None:
         return (
