@@ -19,9 +19,9 @@ from sie_cli import access
 from sie_cli.access import Access
 from sie_cli.cluster import Cluster
 from sie_cli.doctor import command
-from sie_cli.doctor.checks import config, drift, gateway, loads, models, queue, refusals, restored, skew
+from sie_cli.doctor.checks import config, drift, gateway, loads, models, queue, refusals, restored, skew, versions
 from sie_cli.doctor.command import BLIND, FINE, WRONG, CheckReport, faults_of, status_of
-from sie_cli.doctor.machine import GpuDriver, TorchBuild, gpu_faults, has_nvidia_card, ports
+from sie_cli.doctor.machine import GpuDriver, TorchBuild, disk, gpu_faults, has_nvidia_card, ports, sockets
 from sie_cli.doctor.probe import (
     CheckSkipped,
     ClusterProbe,
@@ -221,6 +221,27 @@ async def test_commands_of_remedies_name_the_data_directory_of_the_cluster(
     reports = await command.examined(flags, {}, tmp_path / "a folder" if is_own else None)
     option = f" --data-dir '{tmp_path}/a folder'"
     assert reports[1].findings == [Finding("bad", fix.format(option=option))]
+
+
+async def test_what_another_user_hides_is_not_seen_and_ends_no_other_check(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hidden, user = tmp_path / "hidden", os.geteuid()
+    hidden.mkdir(mode=0)
+    environ = {"SIE_IPC_SOCKET_PATH": f"{hidden}/sie.sock", "SIE_LOCAL_CACHE": f"{hidden}/cache"}
+    monkeypatch.setattr(command, "CHECKS", {"sockets": sockets, "versions": versions, "disk": disk})
+    await asyncio.to_thread(int)  # imports what a thread needs
+    try:
+        if user == 0:
+            os.seteuid(65534)  # root may read each folder
+        reports = await command.examined({"SIE_GATEWAY_URL": "http://127.0.0.1:9"}, environ, Path("/nowhere"))
+    finally:
+        os.seteuid(user)
+    told = {report.check: (report.state, report.says) for report in reports}
+    assert told["sockets"][0] == told["disk"][0] == "blind"
+    assert told["versions"] == ("blind", "no process of the cluster answers")
+    assert told["sockets"][1].endswith("belongs to another user: run this as the worker's user")
+    assert told["disk"][1].endswith(": Permission denied")
 
 
 async def test_what_is_no_adapter_behind_a_socket_is_told(tmp_path: Path) -> None:

@@ -214,6 +214,8 @@ async def _report(name: str, check: Check, probe: ClusterProbe) -> CheckReport:
         return CheckReport(name, "blind", f"no end within {limit_s:g} s")
     except BrokerError as error:
         return CheckReport(name, "blind", f"the broker failed meanwhile: {error}")
+    except OSError as error:  # such as a folder of another user
+        return CheckReport(name, "blind", f"{error.filename or name}: {error.strerror or error}")
     option = probe.cluster.data_dir_option if SOURCE in probe.cluster.sources.values() else ""
     findings = [Finding(finding.wrong, _COMMAND.sub(rf"`\1{option}`", finding.fix)) for finding in findings]
     return CheckReport(name, "wrong" if findings else "fine", "" if findings else says, findings)

@@ -312,7 +312,10 @@ class ClusterProbe:
     @once
     async def sockets(self) -> list[AdapterSocket]:
         """Return the sockets of the workers on this machine. Raises NotApplicable, CheckSkipped."""
-        paths = self._socket_paths()
+        try:
+            paths = self._socket_paths()
+        except PermissionError as error:
+            raise CheckSkipped(f"{error.filename} belongs to another user: run this as the worker's user") from error
         if not paths:
             raise NotApplicable(
                 "no worker on this machine: neither SIE_IPC_SOCKET_PATH is set nor is there a socket of `sie serve`"
