@@ -237,11 +237,11 @@ async def test_what_another_user_hides_is_not_seen_and_ends_no_other_check(
         reports = await command.examined({"SIE_GATEWAY_URL": "http://127.0.0.1:9"}, environ, Path("/nowhere"))
     finally:
         os.seteuid(user)
-    told = {report.check: (report.state, report.says) for report in reports}
-    assert told["sockets"][0] == told["disk"][0] == "blind"
-    assert told["versions"] == ("blind", "no process of the cluster answers")
-    assert told["sockets"][1].endswith("belongs to another user: run this as the worker's user")
-    assert told["disk"][1].endswith(": Permission denied")
+    says_by_check = {report.check: (report.state, report.says) for report in reports}
+    assert says_by_check["sockets"][0] == says_by_check["disk"][0] == "blind"
+    assert says_by_check["versions"] == ("blind", "no process of the cluster answers")
+    assert says_by_check["sockets"][1].endswith("belongs to another user: run this as the worker's user")
+    assert says_by_check["disk"][1].endswith(": Permission denied")
 
 
 async def test_what_is_no_adapter_behind_a_socket_is_told(tmp_path: Path) -> None:
@@ -408,10 +408,10 @@ async def test_a_password_in_an_address_is_used_by_all_requests_and_shown_by_non
             environ = {"SIE_GATEWAY_URL": url, "SIE_CONFIG_SERVICE_URL": url, "SIE_NATS_URL": "nats://127.0.0.1:1"}
             settings = load(environ=environ)
             async with open_probe(Cluster(settings.settings, settings.sources, tmp_path)) as probe:
-                found = [*(await gateway(probe))[1], *(await config(probe))[1]]
+                findings = [*(await gateway(probe))[1], *(await config(probe))[1]]
         finally:
             server.shutdown()
-    assert [finding.wrong.replace(url.replace("user:secret@", ""), "URL") for finding in found] == [
+    assert [finding.wrong.replace(url.replace("user:secret@", ""), "URL") for finding in findings] == [
         "the gateway at URL is not ready",
         "org/a: revision 2 could not be loaded",
     ]

@@ -509,11 +509,14 @@ def test_what_changed_from_one_result_to_another_is_told(tmp_path: Path) -> None
 
 
 def test_results_of_other_queries_have_no_interval_and_none_fell(tmp_path: Path) -> None:
-    def made(queries: dict[str, str], values: list[float]) -> results.StoredReport:
+    def stored_report(queries: dict[str, str], values: list[float]) -> results.StoredReport:
         made_report = report.of_quality("a/b", "mine", "", [Measurement("sie", {"map": values})], {}, [], queries)
         return results.read(results.store(tmp_path, made_report, results.about({}, "cpu")))
 
-    old, new = made({"a": "one", "b": "two"}, [1.0, 0.0]), made({"b": "two", "c": "three"}, [0.0, 1.0])
+    old, new = (
+        stored_report({"a": "one", "b": "two"}, [1.0, 0.0]),
+        stored_report({"b": "two", "c": "three"}, [0.0, 1.0]),
+    )
     table, notes = results.compared(old, new)
     assert table[1] == ["sie", "map", "0.5", "0.5", "+0.0%"]
     assert notes == ["the queries differ, so no change has an interval"]
@@ -534,8 +537,8 @@ def test_the_last_result_is_of_the_same_names_and_batch(tmp_path: Path) -> None:
 
 def made_outcome(model: str, **about: Any) -> EvalOutcome:
     """An outcome of a measurement of two queries."""
-    made = report.of_quality(model, "mine", "2 queries", [Measurement("sie", {"map": [0.5, 1.0]})], {}, [], {})
-    return EvalOutcome(made, {**results.about({}, "cpu"), **about}, {})
+    eval_report = report.of_quality(model, "mine", "2 queries", [Measurement("sie", {"map": [0.5, 1.0]})], {}, [], {})
+    return EvalOutcome(eval_report, {**results.about({}, "cpu"), **about}, {})
 
 
 def stored_models(folder: Path) -> list[str]:

@@ -205,9 +205,9 @@ def run(
         for report in reports:
             _show(report)
         stored = [_results.read(file) for file in files]
-        for other in stored[1:]:
+        for compared in stored[1:]:
             click.echo()
-            _show_changes(stored[0], other)
+            _show_changes(stored[0], compared)
     if refusal is not None:
         raise refusal
     (measured, *_), (report, *_) = outcomes, reports
