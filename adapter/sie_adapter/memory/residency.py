@@ -73,13 +73,13 @@ class Resident:
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the entry in use, cached, since every batch reads it."""
-        resolved, (before, known) = self.resolved, self._fingerprinted  # another thread may replace either
+        resolved, (before, text) = self.resolved, self._fingerprinted  # another thread may replace either
         if before is resolved:
-            return known
+            return text
         weights = self.weights
-        own = fingerprint(resolved.entry, resolved.load, weights.precision, weights.engine_choice.engine)
-        self._fingerprinted = resolved, own
-        return own
+        text = fingerprint(resolved.entry, resolved.load, weights.precision, weights.engine_choice.engine)
+        self._fingerprinted = resolved, text
+        return text
 
     def describe(self, now_s: float) -> LoadedModel:
         entry, weights = self.resolved.entry, self.weights
