@@ -278,7 +278,7 @@ TOO_LARGE: dict[str, tuple[str, Any, str]] = {
 MEMBERS = {
     "/v1/embeddings": "detail",
     "/v1/ranking": "detail",
-    "/v1/contextualizedembeddings": "detail",
+    "/v1/contextualizedembeddings": "detail error_details",
     "/v1/rerank": "detail message id",
     "/v1/embed": "message id",
     "/v2/embed": "message id",
@@ -296,7 +296,7 @@ async def test_what_cannot_be_done_is_refused_by_its_name_before_anything_is_que
         answer = await post(gateway, path, body)
         report = answer.json()
         code = "invalid_input" if path in ("/v1/embeddings", "/v1/ranking") else "INVALID_INPUT"
-        error = report["error"]
+        error = report.get("error_details") or report["error"]
         assert (answer.status_code, error["code"], error.get("reason"), error["param"]) == (400, code, reason, param), (
             path,
             body,
@@ -340,13 +340,19 @@ async def test_contextualized_embeddings_of_queries_are_those_of_embeddings(
     assert (reply["model"], reply["usage"]["total_tokens"] > 0) == (ONE, True)
 
 
-async def test_voyage_is_told_of_errors_in_a_text(gateway: GatewayProcess) -> None:
-    """The client of Voyage, which sends `truncation`, prints `detail` as a text. For other clients it is a map."""
+async def test_errors_for_the_client_of_voyage_have_a_text_and_no_map_named_error(gateway: GatewayProcess) -> None:
+    """The client of Voyage, which sends `truncation`, prints `detail` as a text, and fails on a map named `error`. For
+    other clients `detail` is a map.
+    """
     for path in ("/v1/rerank", "/v1/embeddings"):
-        for more in ({}, {"truncation": True}):
-            body = (await post(gateway, path, {"model": "toy/on", **more})).json()
-            message = body["error"]["message"]
-            assert body["detail"] == (message if more else {"code": body["error"]["code"], "message": message})
+        own, others = [
+            (await post(gateway, path, {"model": "toy/on", **more})).json() for more in ({"truncation": True}, {})
+        ]
+        message = own["error_details"]["message"]
+        code = own["error_details"]["code"]
+        assert own == {"error": message, "detail": message, "error_details": own["error_details"], "code": code}
+        assert others["detail"] == {"code": others["error"]["code"], "message": others["error"]["message"]}
+        assert others["error"]["message"] == message
 
 
 @pytest.mark.parametrize(

@@ -537,15 +537,17 @@ def check(case: Case, family: str, response: httpx.Response) -> None:
 
 
 def facts(response: httpx.Response) -> dict[str, Any]:
-    """Return all details of an error: `error`, or `detail` on the routes of TEI and Ollama, where `error` is a text."""
+    """Return all details of an error: `error`; where it is a text, `error_details` for the client of Voyage, and
+    `detail` on the routes of TEI and Ollama.
+    """
     body = response.json()
-    error: dict[str, Any] = body["error"] if isinstance(body["error"], dict) else body["detail"]
-    return error
+    members = (body["error"], body.get("error_details"), body.get("detail"))
+    return next(member for member in members if isinstance(member, dict))
 
 
 def expected_of(family: str, body: Mapping[str, Any], request_id: str) -> dict[str, Any]:
     """Return the fields that the clients of a family read, each in its place, and nothing else."""
-    every = body["detail"] if family in ("tei", "ollama") else body["error"]
+    every = body[{"tei": "detail", "ollama": "detail", "voyage": "error_details"}.get(family, "error")]
     code, message = body["code"], every["message"]
     if family == "tei":  # huggingface_hub and TEI's own clients: a text and a type; raw HTTP: the map
         return {"error": message, "error_type": body["error_type"], "detail": every, "code": code}
@@ -555,6 +557,8 @@ def expected_of(family: str, body: Mapping[str, Any], request_id: str) -> dict[s
         return {"error": every, "detail": {"code": code.lower(), "message": message}, "code": code}
     if family == "cohere":
         return {"error": every, "message": message, "id": request_id, "code": code}
+    if family == "voyage":  # Voyage's client prints `detail`
+        return {"error": message, "detail": message, "error_details": every, "code": code}
     snake = {"error": code.lower()} if "error" in body["detail"] else {}  # for older clients of the config API
     return {"error": every, "detail": every | snake, "code": code}
 

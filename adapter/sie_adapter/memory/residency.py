@@ -346,7 +346,7 @@ class ResidentModels:
         return loaded
 
     def _loaded_or_oom(self, model: str, resolved: Resolved) -> Resident | SIEError:
-        """Load a model. Return the error if memory ran out. Raises SIEErrors of any class other than OOM."""
+        """Load a model. Return the error if memory ran out. Raises SIEError of any class other than OOM."""
         try:
             return self._loaded(model, resolved)
         except SIEError as error:

@@ -368,7 +368,13 @@ FAMILIES: dict[str, tuple[Member, ...]] = {
     "openai": (_ERROR._replace(reader="OpenAI, LangChain, LlamaIndex, LiteLLM"), _JINA, _CODE),
     "jina": (_RAW, _JINA, *_COHERE, _CODE),
     "cohere": (_RAW, *_COHERE, _CODE),
-    "voyage": (_RAW, Member("detail", "message", "Voyage, which prints a text"), _CODE),
+    "voyage": (
+        # the client of Voyage 0.3 raises AttributeError if `error` is a map
+        Member("error", "message", "raw HTTP, as on the routes of Text Embeddings Inference"),
+        Member("detail", "message", "Voyage, which prints a text"),
+        _RAW._replace(name="error_details"),
+        _CODE,
+    ),
     "infinity": (_ERROR._replace(reader="Infinity"), _CODE),
     "tei": (
         Member("error", "message", "Text Embeddings Inference, huggingface_hub"),

@@ -229,6 +229,7 @@ def _row(line: bytes) -> BatchRow:
 
 def _code_of(status: int, body: Any) -> str:
     """Return the code in the body of an error reply, whose format depends on the route's API."""
-    error = body.get("error", body) if isinstance(body, dict) else {}
-    code = error.get("code") if isinstance(error, dict) else None
+    error = body.get("error") if isinstance(body, dict) else None
+    facts = error if isinstance(error, dict) else body
+    code = facts.get("code") if isinstance(facts, dict) else None
     return code if isinstance(code, str) and code else f"HTTP_{status}"

@@ -31,8 +31,9 @@ class _ShortDetail(Struct, kw_only=True):
 
 class Error(Struct, kw_only=True):
     """An error in the form that clients of this route expect. `error` is an object with all facts; on routes of Text
-    Embeddings Inference and Ollama it is the message. `detail` is an object too, if the route has it; it is a string if
-    the request body has `truncation`, which Voyage's client sends. docs/errors.md has the table of forms.
+    Embeddings Inference and Ollama it is the message. `detail` is an object too, if the route has it. If the request
+    body has `truncation`, which Voyage's client sends, `error` and `detail` are the message, and `error_details` is the
+    object. docs/errors.md has the table of forms.
     """
 
     EXAMPLE: ClassVar[Any] = envelope(
@@ -42,6 +43,7 @@ class Error(Struct, kw_only=True):
 
     error: ErrorDetail | str
     detail: Annotated[Any, one_of(_ShortDetail, str)] = UNSET
+    error_details: ErrorDetail | UnsetType = UNSET
     code: str
     message: Text = UNSET
     error_type: Text = UNSET
