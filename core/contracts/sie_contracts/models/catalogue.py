@@ -199,8 +199,10 @@ class Catalogue:
         A revision must be that of the target's model. If the target names a profile, no other profile is allowed, and
         `default` stands for the target's profile; otherwise any profile of the model is allowed.
         """
-        name, _, profile = rest.partition(":")
-        name, _, revision = name.partition("@")
+        name, _, revision = rest.partition("@")
+        profile = ""
+        if not revision:
+            name, _, profile = name.partition(":")
         alias = self.find_alias(name)
         if alias is None:
             return None
@@ -210,8 +212,10 @@ class Catalogue:
         except (ModelNotFound, BundleConflict) as error:
             error.message = f"{alias.id} is an alias of {target.model}: {error.message}"
             raise
-        if revision and revision != resolved.entry.revision:
-            raise _no_revision(resolved.entry, revision)
+        if revision and revision != resolved.entry.revision:  # a revision may contain a colon, a profile never does
+            stated, _, profile = revision.rpartition(":")
+            if stated != resolved.entry.revision:
+                raise _no_revision(resolved.entry, revision)
         if profile not in ("", "default", resolved.profile):
             if resolved.profile != "default":
                 message = (
