@@ -689,6 +689,17 @@ def test_relation_labels_stand_alone_where_the_family_needs_no_entities() -> Non
         assert (caught.value.reason, caught.value.param) == (reason, param)
 
 
+@pytest.mark.parametrize("family", ["gliner2", "theirs"])
+def test_the_parts_of_a_schema_come_from_no_request_and_no_entry(family: str) -> None:
+    """They are what a schema becomes, so values of that name would be read as a schema that nobody has checked."""
+    run = {"parameters": {"parts": 5}}
+    own = entry("org/own", family=family, outputs={"classifications": 0}, run=run)
+    body = {"params": {"labels": ["a"], "parts": "x"}}
+    request_options = run_options(Catalogue({own.id: own}).resolve("org/own"), body, "extract")[1]
+    assert "parts" not in request_options.run.parameters
+    assert [warning.partition(":")[0] for warning in request_options.warnings] == ["params.parts"]
+
+
 @pytest.mark.parametrize("operation", ["encode", "extract"])
 def test_a_family_of_somebody_else_s_gets_all_options_that_no_route_knows(operation: Operation) -> None:
     """The options keep their JSON types. No warning is given, because the family checks its own options."""

@@ -227,7 +227,7 @@ def run_options(
         )
         raise InvalidInput(message, reason="unsupported_task", param="model")
     own = families.row(entry.family).parameters if entry.family in FAMILIES else None
-    names = request.foreign() if own is None else own
+    names = request.foreign() - {output_schemas.PARTS} if own is None else own
     used = _USED[operation] | names
     if not _takes_instruction(entry, defaults, operation):
         used -= {"instruction", "default_instruction"}
@@ -424,6 +424,7 @@ def _family_parameters(
     values of its other options.
     """
     parameters = dict(defaults.parameters or {})
+    parameters.pop(output_schemas.PARTS, None)
     for name in names:
         path, value = request.get(name)
         if value is not None:
@@ -434,7 +435,7 @@ def _family_parameters(
             if value is not None:
                 check_fraction(path, value)
     if entry.family in FAMILIES and (parts := _schema_parts(entry, request, parameters)):
-        parameters["parts"] = msgspec.to_builtins(parts)
+        parameters[output_schemas.PARTS] = msgspec.to_builtins(parts)
     return parameters
 
 

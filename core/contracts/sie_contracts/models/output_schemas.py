@@ -18,6 +18,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.models.option_values import any_value, bad, number
 from sie_contracts.wire.messages import RunOptions
 
+PARTS = "parts"  # parameter of a run that has the parts of its schema; requests and entries cannot set it
 MAX_FIELDS = 64  # maximum number of properties that have a value, summed over both levels of objects
 MAX_CHOICES = 1000  # maximum number of choices of a schema, over all properties
 MAX_NAME = 100  # maximum number of characters of a property, or of a choice
@@ -106,7 +107,7 @@ SchemaPart = Decision | TextRecord
 
 def parts_of(parameters: Mapping[str, Any]) -> tuple[SchemaPart, ...]:
     """Return the parts of a schema in the parameters of a run."""
-    return msgspec.convert(parameters.get("parts", ()), tuple[SchemaPart, ...])
+    return msgspec.convert(parameters.get(PARTS, ()), tuple[SchemaPart, ...])
 
 
 def decisions_of(parts: tuple[SchemaPart, ...]) -> list[Decision]:
@@ -403,7 +404,7 @@ def questions_of(options: RunOptions) -> list[str]:
     groups = [(options.labels, options.instruction, options.parameters.get("multi_label"))]
     groups += [
         (part.get("labels", ()), f"{options.instruction} {part.get('question', '')}", part.get("is_many"))
-        for part in options.parameters.get("parts", ())
+        for part in options.parameters.get(PARTS, ())
     ]
     return [
         f"{text} {label}"
