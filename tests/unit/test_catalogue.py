@@ -305,6 +305,12 @@ def test_an_impossible_entry_is_refused_by_its_path(changes: dict[str, Any], pat
         ({"run": {"parameters": {"threshold": "x"}}}, "$.run.parameters.threshold"),
         ({"run": {"parameters": {"other": 1 << 70}}}, "$.run.parameters"),
         ({"profiles": {"a": {"run": {"output_dtype": "float8"}}}}, "$.profiles.a.run.output_dtype"),
+        ({"max_tokens": 1 << 70}, "$.max_tokens"),
+        ({"download_bytes": 1 << 70}, "$.download_bytes"),
+        ({"outputs": {"dense": 1 << 70}}, "$.outputs"),
+        ({"run": {"dimensions": [1 << 20_000]}}, "$.run.dimensions"),
+        ({"profiles": {"a": {"load": {"min_pixels": 1 << 70}}}}, "$.profiles.a.load.min_pixels"),
+        ({"run": {"parameters": {"other": {True: 1}}}}, "$.run.parameters"),
     ],
 )
 def test_a_faulty_default_is_refused_when_it_is_written_and_not_when_it_is_read(

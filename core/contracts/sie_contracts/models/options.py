@@ -467,6 +467,7 @@ def parse_written(raw: object) -> ModelEntry | Alias:
     document = parse_document(raw)
     if not isinstance(document, ModelEntry):
         return document
+    _check_encodable("$", document)
     for profile in ("default", *document.profiles):
         path = "$.run" if profile == "default" else f"$.profiles.{profile}.run"
         try:
@@ -476,6 +477,22 @@ def parse_written(raw: object) -> ModelEntry | Alias:
             loc = f"{path}.parameters.{param.removeprefix('params.')}" if param.startswith("params.") else param
             raise invalid(loc, message) from error
     return document
+
+
+def _check_encodable(path: str, value: object) -> None:
+    """Raise ValidationFailed for a value that YAML may have, but neither the store (JSON) nor a message (msgpack)."""
+    members: Mapping[Any, Any] = {}
+    if isinstance(value, msgspec.Struct):
+        members = msgspec.structs.asdict(value)
+    elif isinstance(value, dict) and any(isinstance(member, msgspec.Struct) for member in value.values()):
+        members = value
+    for name, member in members.items():
+        _check_encodable(f"{path}.{name}", member)
+    try:
+        msgspec.msgpack.encode(msgspec.json.decode(msgspec.json.encode(value)))
+    except (OverflowError, TypeError, ValueError) as error:
+        fault = "expected values of JSON, whose numbers fit in 64 bits, and texts as keys of maps"
+        raise invalid(path, fault) from error
 
 
 def _check_defaults(entry: ModelEntry, run: RunDefaults, path: str) -> None:
