@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import soxr
@@ -224,12 +225,20 @@ def test_a_sound_costs_the_samples_that_are_read_of_it_in_chunks() -> None:
         ({**CLAP, "frequency_max": 0}, "the bands reach from 0 to 0 Hz"),
         ({**CLAP, "hop_length": 0}, "needs hop of at least 1"),
         ({**CLAP, "max_length_s": 3600}, "the features would have"),
+        ({**WHISPER, "hop_length": "160"}, "not supported between"),
+        ({**WHISPER, "n_fft": 400.5}, "got `float`"),
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_an_extractor_that_no_recipe_does_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnknownExtractor, match=message):
         from_extractor(config, positions=POSITIONS)
+
+
+@pytest.mark.parametrize("config", [{**WHISPER, "chunk_length": 30.0}, {**CLAP, "max_length_s": 0.5}], ids=range(2))
+def test_a_recipe_of_numbers_with_a_point_reaches_the_sidecar(config: dict[str, Any]) -> None:
+    recipe = from_extractor(config, positions=POSITIONS)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(recipe), type=SoundRecipe) == recipe
 
 
 def test_the_limits_are_those_of_the_header() -> None:

@@ -172,10 +172,12 @@ def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
     if name not in _EXTRACTORS:
         raise UnknownExtractor(f"the feature extractor is {name}, known are {', '.join(_EXTRACTORS)}")
     try:
-        return _EXTRACTORS[name](config, positions)
+        recipe = _EXTRACTORS[name](config, positions)
+        # the sidecar decodes a recipe strictly, and a file may have 30.0 for 30
+        return msgspec.convert(msgspec.structs.asdict(recipe), SoundRecipe, strict=False)
     except UnknownExtractor:
         raise
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise UnknownExtractor(str(error)) from error
 
 
