@@ -488,6 +488,12 @@ def test_an_error_about_a_secret_does_not_repeat_it(name: str, raw: str) -> None
     assert CANARY not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["SIE_ADMIN_TOKEN", "SIE_AUTH_TOKENS", "SIE_NATS_PASSWORD"])
+def test_a_secret_with_bytes_that_are_not_utf8_is_refused(name: str) -> None:
+    with pytest.raises(SettingError, match=name):
+        load(environ={name: os.fsdecode(f"{CANARY}-ü".encode("latin-1"))})
+
+
 def test_a_password_of_the_broker_keeps_the_spaces_around_it() -> None:
     assert load(environ={"SIE_NATS_PASSWORD": " a b "}).settings.nats_password == Secret(" a b ")
 

@@ -57,6 +57,8 @@ class SettingRow:
         if self.parse is password:
             text = raw
         try:
+            if self.secret:
+                text.encode()  # a variable may have bytes that are not UTF-8; no secret could be compared with them
             return self.parse(text)
         except ValueError as error:
             # a URL may contain a password, and the parser's message may repeat the URL, so the message is hidden too
