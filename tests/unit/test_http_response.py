@@ -162,6 +162,23 @@ async def test_a_body_of_unknown_length_is_chunked() -> None:
         assert body == b"9c40\r\n" + STREAMED + b"\r\n0\r\n\r\n"
 
 
+async def test_a_body_of_unknown_length_for_http_1_0_ends_with_the_connection() -> None:
+    """HTTP/1.0 has neither chunks nor interim responses."""
+    async with connected() as (reader, writer, _):
+        writer.write(b"GET /chunked HTTP/1.0\r\n\r\n")
+        async with asyncio.timeout(30):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head
+        assert body == STREAMED
+
+
+async def test_an_expectation_in_http_1_0_is_ignored() -> None:
+    async with connected() as (reader, writer, _):
+        writer.write(b"POST /echo HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\nab")
+        head, body = await response(reader)
+        assert (head.split(b"\r\n")[0], body) == (b"HTTP/1.1 200 OK", b"ab")
+
+
 async def test_head_has_the_length_and_no_body() -> None:
     async with connected() as (reader, writer, _):
         writer.write(ask("/whole", "HEAD") + ask("/empty"))

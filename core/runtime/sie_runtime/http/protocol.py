@@ -131,12 +131,14 @@ class _Cycle(RequestResponseCycle):
     """Sends a response of known length and in one piece by one write, while uvicorn writes head and body separately.
     This saves 20 us of the 335 us of a request (bench/results/queue.md).
 
-    uvicorn sends all other responses (no length, HEAD, a connection that closes, unusual headers).
+    uvicorn sends all other responses (no length, HEAD, a connection that closes, unusual headers). HTTP/1.0 has no
+    chunks: there, a response of unknown length ends with the connection.
     """
 
     server_state: SharedState
     scope: Any
     _begun: tuple[bytes, int] | None = None
+    _ends_by_close = False
     _compressed: CompressedReply | None = None
 
     async def send_500_response(self) -> None:
@@ -156,6 +158,10 @@ class _Cycle(RequestResponseCycle):
                 self.keep_alive = False  # uvicorn sends `connection: close` if keep_alive is false
             if message["type"] == "http.response.start" and self.keep_alive and self.scope["method"] != "HEAD":
                 self._begun = _head(message["status"], message["headers"])
+            elif message["type"] == "http.response.start" and self.scope["http_version"] != "1.1":
+                self._ends_by_close = not any(name == b"content-length" for name, _ in message["headers"])
+                if self._ends_by_close:
+                    self.chunked_encoding = False  # uvicorn would send chunks
             if self._begun is None:
                 await super().send(message)
             else:
@@ -178,6 +184,8 @@ class _Cycle(RequestResponseCycle):
                 return
             self.transport.write(head)
             self.chunked_encoding, self.expected_content_length = False, length
+        elif self._ends_by_close:
+            self.expected_content_length = len(message.get("body", b""))
         await super().send(message)
 
     def abandon(self) -> None:
@@ -355,6 +363,8 @@ class Protocol(HttpToolsProtocol):
         if (self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0) and self._head_size() > MAX_HEAD_BYTES:
             self._stop(_HEAD_TOO_LARGE)
         self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+        # HTTP/1.0 has no interim responses: an expectation in it is ignored (RFC 9110, 10.1.1)
+        self.expect_100_continue &= self.parser.get_http_version() == "1.1"
         super().on_headers_complete()
         if self.cycle is not None:
             self.cycle.__class__ = _Cycle
