@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from broker_harness import STREAM, WAIT_S, Box, consumer_of, publish, subject_of
 
-from sie_broker import BrokerError, BrokerUnavailable, Delivery
+from sie_broker import BrokerError, BrokerUnavailable, Delivery, Entry, Write
 from sie_broker.memory import MemoryServer, matches, overlap
+from sie_broker.memory import broker as memory_broker
 from sie_contracts.wire.topology import StreamSpec
 
 
@@ -54,6 +57,33 @@ async def test_the_broker_in_memory_loses_answers_and_streams_on_demand() -> Non
     with pytest.raises(BrokerError):
         await broker.stream_state(STREAM.name)
     assert (await broker.ensure_stream(STREAM, owner=True)).created != created
+    await broker.close()
+
+
+async def test_a_watch_whose_queue_was_full_gets_the_entries_that_it_could_not_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After the overflow, the queue has room again before the next write."""
+    monkeypatch.setattr(memory_broker, "_HELD_ENTRIES", 2)
+    broker = MemoryServer().connect("test")
+    bucket = await broker.key_value("things")
+    box: Box[Entry] = Box()
+    turns = asyncio.Semaphore(0)
+
+    async def handle(entry: Entry) -> None:
+        await turns.acquire()
+        box.put(entry)
+
+    watch = await bucket.watch(handle)
+    for key in ("a", "b", "c", "d"):  # "a" is with the handler, "b" and "c" wait, "d" finds no room
+        await bucket.write([Write(key, b"1")])
+    turns.release()
+    await box.fill(1)
+    await bucket.write([Write("e", b"1")])
+    for _ in range(4):
+        turns.release()
+    assert [entry.key for entry in await box.fill(5)] == ["a", "b", "c", "d", "e"]
+    await watch.stop()
     await broker.close()
 
 

@@ -147,13 +147,15 @@ class MemoryWatch:
         self._handler = handler
         self._last = after
         self._held: deque[Entry] = deque()
+        self._is_behind = False  # whether an entry was not queued since the last `catch_up`
         self._task: asyncio.Task[None] | None = None
         watches.add(self)
         bucket.watches.add(self)
         self.catch_up()
 
     def written(self, entry: Entry) -> None:
-        if self._connection.live and len(self._held) < _HELD_ENTRIES:
+        self._is_behind |= not self._connection.live or len(self._held) >= _HELD_ENTRIES
+        if not self._is_behind:  # otherwise the entry would overtake those that are not queued yet
             self._held.append(entry)
             self._run()
 
@@ -162,6 +164,7 @@ class MemoryWatch:
         connection was lost or the queue was full.
         """
         if self._connection.live:
+            self._is_behind = False
             self._held.extend(self._bucket.since(self._held[-1].revision if self._held else self._last))
             self._run()
 
