@@ -35,6 +35,7 @@ from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
 from selection import long_but
 from sentence_transformers import CrossEncoder
+from tokenizers import Tokenizer, processors
 from transformers import AutoModelForSequenceClassification
 
 from sie_contracts.errors import ModelLoadFailed
@@ -194,6 +195,23 @@ def test_token_types_matter(load: Load, folders: Folders, tmp_path: Path) -> Non
     pairs = [("search", text) for text in ragged_documents(8)]
     difference = oracle(folder, pairs, activation_fn=IDENTITY) - oracle(folders("bert"), pairs, activation_fn=IDENTITY)
     assert np.abs(difference).max() > 1e-3
+
+
+@pytest.mark.parametrize("processor", ["template", "BertProcessing"])
+def test_a_pair_has_no_token_types_if_the_tokenizer_names_none(
+    processor: str, engine: ScoringEngine, folders: Folders, tmp_path: Path
+) -> None:
+    folder = copied(folders("bert"), tmp_path)
+    edit_json(folder / "tokenizer_config.json", model_input_names=["input_ids", "attention_mask"])
+    if processor == "BertProcessing":
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        sep, cls = ((token, tokenizer.token_to_id(token)) for token in ("[SEP]", "[CLS]"))
+        tokenizer.post_processor = processors.BertProcessing(sep, cls)
+        tokenizer.save(str(folder / "tokenizer.json"))
+    documents = ragged_documents(8)
+    expected = oracle(folder, [("search", text) for text in documents])
+    scores = engine.load(folder, "cross-encoder").scores("search", documents)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=MAX_DIFFERENCE)
 
 
 # the activation

@@ -140,8 +140,9 @@ def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSetting
     if load.append_eos and bare.encode("a").ids[-1] != tokenizer.eos_token_id:
         if tokenizer.eos_token_id is None:
             raise incompatible("load.append_eos is set and the tokenizer has no end token")
-        return _ended(bare, str(tokenizer.eos_token), tokenizer.eos_token_id)
-    return bare
+        bare = _ended(bare, str(tokenizer.eos_token), tokenizer.eos_token_id)
+    inputs = tokenizer.init_kwargs.get("model_input_names")
+    return bare if inputs is None or "token_type_ids" in inputs else _untyped(bare)
 
 
 def text_tokenizer(modules: Modules, load: LoadOptions) -> Tokenizer:
@@ -237,6 +238,24 @@ def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
             template.insert(
                 place + 1, {"SpecialToken": {"id": token, "type_id": template[place]["Sequence"]["type_id"]}}
             )
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def _untyped(tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer with the token type 0 for all tokens of a pair. transformers passes no token types to the
+    model if the tokenizer's `model_input_names` has no token_type_ids.
+    """
+    state = json.loads(tokenizer.to_str())
+    processor = state["post_processor"]
+    if processor and processor["type"] == "BertProcessing":  # has no template: its second text always has the type 1
+        (cls, first), (sep, last) = processor["cls"], processor["sep"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[cls, "$A", sep], pair=[cls, "$A", sep, "$B", sep], special_tokens=[(cls, first), (sep, last)]
+        )
+        return tokenizer
+    state["post_processor"] = json.loads(
+        json.dumps(processor), object_hook=lambda part: {**part, "type_id": 0} if "type_id" in part else part
+    )
     return Tokenizer.from_str(json.dumps(state))
 
 
