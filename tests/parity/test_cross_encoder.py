@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from made_once import made_once
-from parity.checkpoints import MAX_TOKENS
+from parity.checkpoints import ARCHITECTURES, MAX_TOKENS, WIDTH, build
 from parity.device import SIXTEEN, SIXTEEN_TYPE, require_precision
 from parity.score_checkpoints import (
     TAU,
@@ -195,6 +196,19 @@ def test_token_types_matter(load: Load, folders: Folders, tmp_path: Path) -> Non
     pairs = [("search", text) for text in ragged_documents(8)]
     difference = oracle(folder, pairs, activation_fn=IDENTITY) - oracle(folders("bert"), pairs, activation_fn=IDENTITY)
     assert np.abs(difference).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["layoutlm", "squeezebert"])
+def test_a_backbone_that_always_calls_its_pooler_scores_as_the_library(
+    kind: str, engine: ScoringEngine, tmp_path: Path
+) -> None:
+    architecture = replace(ARCHITECTURES["bert"], model_type=kind)
+    more = {"embedding_size": WIDTH} if kind == "squeezebert" else {}
+    folder = build(tmp_path, architecture, head=AutoModelForSequenceClassification, num_labels=1, **more)
+    documents = ragged_documents(8)
+    scores = engine.load(folder, "cross-encoder").scores("search", documents)
+    expected = oracle(folder, [("search", text) for text in documents])
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=MAX_DIFFERENCE)
 
 
 @pytest.mark.parametrize("processor", ["template", "BertProcessing"])

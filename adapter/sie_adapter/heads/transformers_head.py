@@ -34,14 +34,14 @@ class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker
 
 class TransformersHead:
     def __init__(self, model: PreTrainedModel, *, in_float32: bool) -> None:
-        """Remove the backbone from `model`, which is then only the head. `self.backbone` has no pooler. A head that is
+        """Remove the backbone from `model`, which is then only the head. `self.backbone` does not pool. A head that is
         not in float32 is the large one of a masked LM: its linear layers get blocked weights on a CPU.
         """
         self.backbone: PreTrainedModel = model.base_model
         pooler = getattr(self.backbone, "pooler", None)
         activation = getattr(self.backbone, "pooler_activation", None)
         if pooler is not None:  # the pooler moves to the head, so that it has the head's precision and runs once
-            self.backbone.pooler = None
+            self.backbone.pooler = nn.Identity()  # not None: LayoutLM and SqueezeBERT call their pooler in each pass
         setattr(model, model.base_model_prefix, _BackbonePlaceholder(pooler, activation))
         self.is_decoder = isinstance(model, GenericForSequenceClassification)
         self.pad: int | None = model.config.pad_token_id
