@@ -15,6 +15,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as dataclass_replace
 from pathlib import Path
 from typing import Any
 
@@ -615,6 +616,14 @@ def test_500_random_folders_are_served_as_the_library_serves_them_or_refused(
     outcomes = check(range(QUICK, QUICK + LONG), bases, tmp_path, engine)
     print(dict(outcomes))
     assert outcomes["equal"] >= LONG // 2
+
+
+def test_a_model_whose_config_has_minus_1_positions_has_no_limit_of_them(tmp_path: Path, engine: AdapterEngine) -> None:
+    sizes = {"d_model": WIDTH, "n_layer": 2, "n_head": 4, "d_inner": 96, "initializer_range": 0.15}
+    base = build(tmp_path / "base", dataclass_replace(ARCHITECTURES["bert"], model_type="xlnet", config=sizes))
+    model = SentenceTransformer(modules=[Transformer(str(base)), Pooling(WIDTH, "mean")], device="cpu")
+    model.save_pretrained(str(tmp_path / "folder"), create_model_card=False)
+    assert compare_encoder(SentenceTransformer, tmp_path / "folder", engine) == "equal"
 
 
 def check(seeds: range, bases: Callable[[str], Path], tmp_path: Path, engine: AdapterEngine) -> Counter[str]:

@@ -116,7 +116,7 @@ class Backbone:
         self.width: int = model.config.hidden_size
         self.crossover_tokens = _crossover_tokens(model.config)
         limit = getattr(model.config, "max_position_embeddings", None)
-        self.positions: int | None = limit - self._numbering.first if limit else None
+        self.positions: int | None = limit - self._numbering.first if limit and limit > 0 else None
         self.engine = compute.engine
         self.attention: str = compute.backend
         self._waste = _PADDED_WASTE

@@ -107,7 +107,7 @@ def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
 def positions(config: Mapping[str, Any]) -> int:
     """Return how many tokens (with special ones) a transformer reads according to its config.json; 0 if unknown."""
     limit = config.get("max_position_embeddings")
-    if not isinstance(limit, int):
+    if not isinstance(limit, int) or limit < 1:  # XLNet has -1, no limit
         return 0
     if config.get("model_type") not in _NUMBERED_FROM_PAD:
         return limit
