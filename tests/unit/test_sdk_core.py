@@ -315,6 +315,18 @@ def test_a_proxy_with_nobody_behind_it_is_a_connection_that_failed() -> None:
         steps.send(Received(503, {}, b""))
 
 
+def test_a_proxy_that_answers_with_an_error_without_a_code_is_one_too() -> None:
+    steps = plan(["a"])
+    next(steps)
+    error = b'{"error": {"message": null, "code": null, "request_id": null}}'
+    pause = steps.send(Received(503, {"x-sie-request-id": "r9"}, error))
+    assert isinstance(pause, Pause)
+    assert pause.cause == "connection"
+    failure = core.failure_of(Received(503, {"x-sie-request-id": "r9"}, error))
+    assert (failure.code, failure.request_id) == ("", "r9")
+    assert str(failure).startswith("503: status 503 without an error of SIE")
+
+
 @pytest.mark.parametrize(
     ("retry_after", "min_s", "max_s"), [("nan", 3.7, 6.3), ("inf", 3.7, 6.3), ("Wed, 21 Oct", 3.7, 6.3), ("0", 0, 0.2)]
 )
