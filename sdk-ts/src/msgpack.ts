@@ -32,9 +32,18 @@ export function encode(value: unknown): Uint8Array<ArrayBuffer> {
   return new Encoder({ extensionCodec, ignoreUndefined: true, useBigInt64: true }).encodeSharedRef(value);
 }
 
-/** Decode `bytes`. Byte strings are views of it, and integers of 64 bits are bigints. Throws an Error. */
+/** Decode `bytes`. Byte strings are views of it, and integers that a number cannot hold are bigints. Throws an Error. */
 export function decode(bytes: Uint8Array): unknown {
-  return new Decoder({ extensionCodec, useBigInt64: true, mapKeyConverter: decodeKey }).decode(bytes);
+  return narrow(new Decoder({ extensionCodec, useBigInt64: true, mapKeyConverter: decodeKey }).decode(bytes));
+}
+
+/** Replace the bigints that a number holds by numbers, at any depth: the decoder makes a bigint of each integer of 64 bits. */
+function narrow(value: unknown): unknown {
+  if (typeof value === "bigint") return Number.isSafeInteger(Number(value)) ? Number(value) : value;
+  if (typeof value === "object" && value !== null && !(value instanceof Uint8Array)) {
+    for (const [name, member] of Object.entries(value)) (value as Record<string, unknown>)[name] = narrow(member);
+  }
+  return value;
 }
 
 function decodeKey(value: unknown): string {

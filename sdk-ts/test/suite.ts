@@ -131,6 +131,15 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       check(failure instanceof InvalidInputError && failure.message.includes("who was"), String(failure));
     },
 
+    async "a whole number that a number holds is one, however large it is"() {
+      const schema = { type: "object", properties: { age: { type: "integer" } }, required: ["age"] } as const;
+      const { data } = await client.extract("test/spans", "queue worker at 4912345678 o'clock.", { schema, params: { threshold: 0 } });
+      equal(data!.age + 1, 4912345679);
+      const numbers = [2n ** 32n, -(2n ** 53n) + 1n, 2n ** 53n];
+      equal((decode(encode({ numbers })) as { numbers: unknown[] }).numbers.map(String), numbers.map(String));
+      equal((decode(encode({ numbers })) as { numbers: unknown[] }).numbers.map((value) => typeof value), ["number", "number", "bigint"]);
+    },
+
     async "a missing value is named behind a reference, and if its name is a property of all objects"() {
       const who = { type: "object", properties: { name: { type: "string" }, age: { type: "integer" } }, required: ["age"] } as const;
       for (const group of ["$defs", "definitions"] as const) {
