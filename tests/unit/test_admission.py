@@ -249,6 +249,21 @@ async def test_cancelled_requests_leave_every_permit_and_byte_free(rounds: int) 
     await gateway.broker.close()
 
 
+def test_a_key_whose_work_for_one_model_fills_its_window_gets_work_for_another_into_the_queue() -> None:
+    settings = settings_of(SIE_CHUNK_COST="100", SIE_KEY_WINDOW_TOKENS="400")
+    fleet = Fleet(Mock(), settings)
+    admission = Admission(settings, Mock(), fleet, Backlog(Mock(), ()), Metrics(), clock=lambda: 100.0)
+    models = tuple(ModelStatus(model, "loaded") for model in ("toy/one", "toy/two"))
+    fleet.note(replace(beat(credit_cost=400, credit_items=20), models=models))
+    permits = admission.enter("key", LANE, "bulk", "toy/one", [100] * 50, 100)
+    other_permits = admission.enter("key", LANE, "bulk", "toy/two", [100] * 2, 100)
+    turns = []
+    for chunk in range(6):
+        permits.result_arrived(WorkResult("r", chunk, "ghost", ()))
+        turns.append((len(permits.pop()), len(other_permits.pop())))
+    assert turns == [(4 + 1, 0), (0, 1), (1, 0), (0, 1), (1, 0), (1, 0)]
+
+
 async def test_a_request_whose_publishing_fails_ends_with_the_error_and_frees_its_permits(cluster: InProcess) -> None:
     """The stream has room for some of the chunks of the request. They are removed again."""
     gateway = await cluster.gateway(

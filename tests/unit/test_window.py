@@ -125,6 +125,47 @@ def test_a_key_has_one_window_over_all_models_of_a_lane_and_priority() -> None:
     assert len(second.grant(QueueBound(), 2 * QUANTUM)) == 1
 
 
+@pytest.mark.parametrize("cost", [QUANTUM, 1000, 100])
+def test_work_of_a_key_for_one_model_lets_its_work_for_another_into_a_full_window(cost: int) -> None:
+    """Each chunk that leaves the queue is followed by one of the first model, which has endless work. The other model
+    gets its turn when the key has space for its chunk, also if that needs several chunks of the first one to leave. No
+    small request for a third model takes the space before.
+    """
+    shares, most, limit = Shares(), QueueBound(), 4 * QUANTUM
+    first, second = KeyWindow(shares, QUANTUM), KeyWindow(shares, QUANTUM)
+    bulk_ticket, ticket = Ticket("a", [cost] * 10_000), Ticket("a", [QUANTUM] * 3)
+    first.join(bulk_ticket)
+    held = first.grant(most, limit)
+    second.join(ticket)
+    assert second.grant(most, limit) == []
+    assert not KeyWindow(shares, QUANTUM).fits_now(Ticket("a", [1]), most, limit)
+    turns = []
+    for _ in range(4 * limit // cost):
+        first.give_back(*held.pop(0))
+        held += first.grant(most, limit)
+        turns += second.grant(most, limit)
+        held += first.grant(most, limit)
+    assert turns == [(ticket, 0), (ticket, 1), (ticket, 2)]
+    assert shares.tokens["a"] > limit - cost
+
+
+def test_a_model_whose_queue_is_full_keeps_no_other_model_of_its_key_waiting() -> None:
+    shares, limit = Shares(), 2 * QUANTUM
+    first, second = KeyWindow(shares, QUANTUM), KeyWindow(shares, QUANTUM)
+    ticket = Ticket("a", [QUANTUM] * 9)
+    first.join(ticket)
+    assert len(first.grant(QueueBound(), limit)) == 2
+    second.join(Ticket("a", [QUANTUM]))
+    second.join(Ticket("b", [QUANTUM]))
+    assert order(second.grant(QueueBound(), limit)) == "b"
+    first.give_back(ticket, 0)
+    assert first.grant(QueueBound(), limit) == [(ticket, 2)]
+    first.give_back(ticket, 1)
+    assert first.grant(QueueBound(), limit) == []  # it is the turn of the second model
+    assert second.grant(QueueBound(QUANTUM), limit) == []
+    assert first.grant(QueueBound(), limit) == [(ticket, 3)]
+
+
 def test_the_turn_is_kept_while_there_is_no_room_and_a_turns_tokens_may_pass() -> None:
     """Small chunks of many keys, which fit where a large one does not, do not pass the large one for ever."""
     key_window = window()

@@ -603,10 +603,15 @@ class Admission:
 
     def pump(self) -> None:
         """Grant the permits that are possible now, for every model."""
-        for place in list(self._crowded):
-            self._pump(place)
+        self._pump_all(list(self._crowded))
 
-    def _pump(self, place: ModelQueue) -> None:
+    def _pump_all(self, places: Sequence[ModelQueue]) -> None:
+        """Grant permits until none is possible: one for a model may be the turn of another model of the same key."""
+        while any([self._pump(place) for place in places]) and len(places) > 1:  # noqa: C419  pumps each of them
+            pass
+
+    def _pump(self, place: ModelQueue) -> bool:
+        """Grant the permits that are possible now. Return True if there was one."""
         now_s = self._clock()
         self._refresh(place, now_s)
         granted = place.window.grant(place.bound, self._key_limit())
@@ -617,19 +622,15 @@ class Admission:
             self._waiting_bytes -= self._queueing.pop(ticket).size_bytes
         if not place.window.is_waiting:
             self._crowded.pop(place, None)
+        return bool(granted)
 
     def freed(self, place: ModelQueue, *, is_result: bool) -> None:
         """Grant permits after work left the queue. The window of a key is for all queues of a lane and priority, so the
         key's requests in other queues may get permits, too.
         """
         place.freed(self._clock(), is_result=is_result)
-        if place in self._crowded:
-            self._pump(place)
-        if len(self._crowded) > (place in self._crowded):
-            for queue in [
-                queue for queue in self._crowded if queue is not place and queue.window.shares is place.window.shares
-            ]:
-                self._pump(queue)
+        if self._crowded:
+            self._pump_all([queue for queue in self._crowded if queue.window.shares is place.window.shares])
 
     def ended(self, permits: Permits, ticket: Ticket) -> None:
         self._open.pop(ticket, None)

@@ -13,6 +13,10 @@ Varghese, 1996).
 
 Within a key, the first chunks of its requests alternate with the further chunks of its oldest request. So a small
 request never waits until a large one has ended, and large requests are finished one after the other.
+
+A key has one window for all models of a lane and priority. If the window is full, the models for which the key has
+waiting work take turns, one chunk each. Otherwise a model with much work of the key would take all space that becomes
+free, and its work for other models would wait for ever.
 """
 
 from __future__ import annotations
@@ -99,6 +103,9 @@ class Shares:
     def __init__(self) -> None:
         self.tokens: dict[str, int] = {}
         self.total = 0
+        # by key, the windows in which it has waiting work
+        self.waiting: dict[str, dict[KeyWindow, None]] = {}
+        self.grants = 0  # number of permits until now; orders the turns of a key's models
         self._seen_s: dict[str, float] = {}
 
     def saw(self, key: str, now_s: float) -> None:
@@ -114,6 +121,9 @@ class Shares:
                 key: seen_s for key, seen_s in self._seen_s.items() if seen_s > recent_s or key in self.tokens
             }
         return len(self._seen_s) > 1
+
+    def count_grant(self) -> None:
+        self.grants += 1
 
     def fits(self, key: str, cost: int, limit: float) -> bool:
         """Return True if a key may put a chunk into the queue: it stays within `limit` tokens, or has none there."""
@@ -162,7 +172,7 @@ class Ticket:
 class _KeyFlow:
     """Waiting requests of a key, in order of arrival. `begun` requests have had a permit, `fresh` ones have not."""
 
-    __slots__ = ("begun", "cost", "deficit", "fresh", "key", "tokens", "turn")
+    __slots__ = ("begun", "cost", "deficit", "fresh", "granted", "is_limited", "key", "tokens", "turn")
 
     def __init__(self, key: str, quantum: int) -> None:
         self.key = key
@@ -172,6 +182,9 @@ class _KeyFlow:
         self.cost = 0
         self.tokens = 0
         self.turn = False  # true if the next chunk is from `begun`, false if it is from `fresh`
+        self.granted = 0  # `Shares.grants` at its last permit, or at its begin
+        # true if the next chunk had space in the queue at the last check, but not in the window of its key
+        self.is_limited = False
 
     def head(self) -> Ticket:
         first, second = (self.begun, self.fresh) if self.turn else (self.fresh, self.begun)
@@ -192,6 +205,7 @@ class KeyWindow:
         self._passed = 0
         self._flows: dict[str, _KeyFlow] = {}
         self._ring: deque[_KeyFlow] = deque()
+        self._most = QueueBound()  # bound of the last `grant`
 
     @property
     def idle(self) -> bool:
@@ -226,7 +240,9 @@ class KeyWindow:
         flow = self._flows.get(ticket.key)
         if flow is None:
             flow = self._flows[ticket.key] = _KeyFlow(ticket.key, self._quantum)
+            flow.granted = self.shares.grants
             self._ring.append(flow)
+            self.shares.waiting.setdefault(ticket.key, {})[self] = None
         flow.fresh.append(ticket)
         flow.cost += sum(ticket.costs)
         flow.tokens += sum(ticket.tokens)
@@ -236,12 +252,13 @@ class KeyWindow:
         waits, smaller chunks of other keys may overtake it, up to a total cost of `quantum`.
         """
         granted: list[tuple[Ticket, int]] = []
-        ring, blocked = self._ring, 0
+        ring, blocked, self._most = self._ring, 0, most
         while ring and blocked < len(ring):
             flow = ring[0]
             ticket = flow.head()
             cost, tokens = ticket.costs[ticket.next], ticket.tokens[ticket.next]
-            if not self.shares.fits(flow.key, tokens, key_limit):
+            if not self._fits(flow.key, tokens, key_limit):
+                flow.is_limited = self._has_room(tokens, most)
                 blocked += 1
                 ring.rotate(-1)
                 continue
@@ -261,6 +278,28 @@ class KeyWindow:
     def _has_room(self, tokens: int, most: QueueBound) -> bool:
         return not self.items or (self.tokens + tokens <= most.tokens and self.items < most.items)
 
+    def _fits(self, key: str, tokens: int, key_limit: float) -> bool:
+        """Return True if a key may put a chunk into the queue, and it is not the turn of another model for this key. A
+        key without work in the queue needs no turn.
+        """
+        if not self.shares.fits(key, tokens, key_limit):
+            return False
+        if key not in self.shares.tokens:
+            return True
+        windows = self.shares.waiting.get(key, ())
+        mine = self._flows[key].granted if key in self._flows else math.inf
+        return not any(window is not self and window._has_turn_before(key, mine) for window in windows)
+
+    def _has_turn_before(self, key: str, granted: float) -> bool:
+        """Return True if only the window of this key keeps its next chunk out of the queue, and its last permit here
+        was before `granted`.
+        """
+        flow = self._flows[key]
+        if not flow.is_limited or flow.granted >= granted:
+            return False
+        heads = (flow.head(), self._ring[0].head())
+        return all(self._has_room(ticket.tokens[ticket.next], self._most) for ticket in heads)
+
     def _pass(self, first: _KeyFlow, most: QueueBound, key_limit: float) -> list[tuple[Ticket, int]]:
         granted: list[tuple[Ticket, int]] = []
         for flow in [flow for flow in self._ring if flow is not first]:
@@ -268,11 +307,7 @@ class KeyWindow:
                 ticket = flow.head()
                 cost, tokens = ticket.costs[ticket.next], ticket.tokens[ticket.next]
                 least = min(flow.deficit, self._quantum - self._passed)
-                if (
-                    cost > least
-                    or not self._has_room(tokens, most)
-                    or not self.shares.fits(flow.key, tokens, key_limit)
-                ):
+                if cost > least or not self._has_room(tokens, most) or not self._fits(flow.key, tokens, key_limit):
                     break
                 self._passed += cost
                 granted.append((ticket, ticket.next))
@@ -281,6 +316,7 @@ class KeyWindow:
 
     def _admit_next(self, flow: _KeyFlow, ticket: Ticket, cost: int) -> None:
         self.admit(ticket)
+        flow.granted, flow.is_limited = self.shares.grants, False
         flow.deficit -= cost
         flow.cost -= cost
         flow.tokens -= ticket.tokens[ticket.next - 1]
@@ -300,6 +336,7 @@ class KeyWindow:
         self.cost += ticket.costs[chunk]
         self.tokens += ticket.tokens[chunk]
         self.items += 1
+        self.shares.count_grant()
         self.shares.add(ticket.key, ticket.tokens[chunk])
 
     def fits_now(self, ticket: Ticket, most: QueueBound, key_limit: float) -> bool:
@@ -307,7 +344,7 @@ class KeyWindow:
         tokens = ticket.tokens[0]
         if self._flows or not self._has_room(tokens, most):
             return False
-        return self.shares.fits(ticket.key, tokens, key_limit)
+        return self._fits(ticket.key, tokens, key_limit)
 
     def give_back(self, ticket: Ticket, chunk: int) -> bool:
         """Record that a chunk has left the queue. Return False if it is not in the queue."""
@@ -338,3 +375,7 @@ class KeyWindow:
         if not flow.fresh and not flow.begun:
             del self._flows[flow.key]
             self._ring.remove(flow)
+            windows = self.shares.waiting[flow.key]
+            del windows[self]
+            if not windows:
+                del self.shares.waiting[flow.key]
