@@ -381,10 +381,10 @@ def test_long_labels_do_not_stay_in_memory() -> None:
     try:
         for number in range(100):
             vectors.encode([f"{number} {'x' * 100_000}"])
-        kept, _ = tracemalloc.get_traced_memory()
+        traced_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert kept < 1_000_000
+    assert traced_bytes < 1_000_000
 
 
 def test_labels_that_cannot_be_used_fail_their_items_alone(models: dict[str, GlinerModel]) -> None:

@@ -345,14 +345,22 @@ async def test_errors_for_the_client_of_voyage_have_a_text_and_no_map_named_erro
     other clients `detail` is a map.
     """
     for path in ("/v1/rerank", "/v1/embeddings"):
-        own, others = [
+        voyage_error, default_error = [
             (await post(gateway, path, {"model": "toy/on", **more})).json() for more in ({"truncation": True}, {})
         ]
-        message = own["error_details"]["message"]
-        code = own["error_details"]["code"]
-        assert own == {"error": message, "detail": message, "error_details": own["error_details"], "code": code}
-        assert others["detail"] == {"code": others["error"]["code"], "message": others["error"]["message"]}
-        assert others["error"]["message"] == message
+        message = voyage_error["error_details"]["message"]
+        code = voyage_error["error_details"]["code"]
+        assert voyage_error == {
+            "error": message,
+            "detail": message,
+            "error_details": voyage_error["error_details"],
+            "code": code,
+        }
+        assert default_error["detail"] == {
+            "code": default_error["error"]["code"],
+            "message": default_error["error"]["message"],
+        }
+        assert default_error["error"]["message"] == message
 
 
 @pytest.mark.parametrize(

@@ -544,7 +544,7 @@ async def test_requests_of_a_reservation_fail_although_its_name_is_used_again_be
     await until(lambda: [keeper for keeper in keepers() if keeper._is_leader], "a leader")
     (follower,) = (keeper for keeper in keepers() if not keeper._is_leader)
     (late_gateway,) = (g for g in town.gateways if unchanged_inference_of(g)._pools is follower._record)
-    (other,) = (g for g in town.gateways if g is not late_gateway)
+    (second_gateway,) = (g for g in town.gateways if g is not late_gateway)
     await until(lambda: "team" in follower._known, "it is known")
     waiting = asyncio.create_task(late_gateway.encode("x", X_SIE_Pool="team"))
     await until(lambda: town.server.streams["WORK_team"].state().messages == 1, "work in the stream")
@@ -557,8 +557,8 @@ async def test_requests_of_a_reservation_fail_although_its_name_is_used_again_be
 
     follower.step = late  # type: ignore[method-assign]
     await stands.wait()
-    assert (await other.client.delete("/v1/pools/team")).status_code == 200
-    assert (await other.client.post("/v1/pools", json=SPEC)).status_code == 201
+    assert (await second_gateway.client.delete("/v1/pools/team")).status_code == 200
+    assert (await second_gateway.client.post("/v1/pools", json=SPEC)).status_code == 201
     looks.set()
     assert code(await asyncio.wait_for(waiting, 10)) == (404, "POOL_NOT_FOUND")
     await until(lambda: follower._queue.consumers.follows("team"), "the stream of the new one is followed")
@@ -696,7 +696,7 @@ async def test_a_reservation_has_what_it_asks_for_and_nothing_else(town: Town) -
     answer = await town.gateways[0].encode("x", X_SIE_Pool="team", X_SIE_MACHINE_PROFILE="h100")
     assert (code(answer), answer.json()["error"]["reason"]) == ((400, "INVALID_INPUT"), "gpu_not_configured")
     assert answer.json()["error"]["configured_gpu_types"] == ["l4"]
-    await client.post("/v1/pools", json={"name": "others", "gpus": {"l4": 1}, "bundle": "other"})
+    await client.post("/v1/pools", json={"name": "others", "gpus": {"l4": 1}, "bundle": "second_gateway"})
     assert code(await town.gateways[0].encode("x", X_SIE_Pool="others")) == (409, "BUNDLE_CONFLICT")
 
 
@@ -704,8 +704,8 @@ async def test_reservations_that_are_lost_with_their_broker_are_gone_and_their_w
     """SIE_STREAM_STORAGE=memory: the bucket is made anew, and its revisions begin again."""
     await town.worker()
     for number in range(3):  # the revisions of before are then higher than those after
-        await town.gateways[0].client.post("/v1/pools", json={**SPEC, "name": f"other{number}"})
-        await town.gateways[0].client.delete(f"/v1/pools/other{number}")
+        await town.gateways[0].client.post("/v1/pools", json={**SPEC, "name": f"second_gateway{number}"})
+        await town.gateways[0].client.delete(f"/v1/pools/second_gateway{number}")
     await town.gateways[0].client.post("/v1/pools", json=SPEC)
     await town.state("active")
     town.server.disconnect()
