@@ -696,7 +696,7 @@ async def test_a_reservation_has_what_it_asks_for_and_nothing_else(town: Town) -
     answer = await town.gateways[0].encode("x", X_SIE_Pool="team", X_SIE_MACHINE_PROFILE="h100")
     assert (code(answer), answer.json()["error"]["reason"]) == ((400, "INVALID_INPUT"), "gpu_not_configured")
     assert answer.json()["error"]["configured_gpu_types"] == ["l4"]
-    await client.post("/v1/pools", json={"name": "others", "gpus": {"l4": 1}, "bundle": "second_gateway"})
+    await client.post("/v1/pools", json={"name": "others", "gpus": {"l4": 1}, "bundle": "other"})
     assert code(await town.gateways[0].encode("x", X_SIE_Pool="others")) == (409, "BUNDLE_CONFLICT")
 
 
@@ -704,8 +704,8 @@ async def test_reservations_that_are_lost_with_their_broker_are_gone_and_their_w
     """SIE_STREAM_STORAGE=memory: the bucket is made anew, and its revisions begin again."""
     await town.worker()
     for number in range(3):  # the revisions of before are then higher than those after
-        await town.gateways[0].client.post("/v1/pools", json={**SPEC, "name": f"second_gateway{number}"})
-        await town.gateways[0].client.delete(f"/v1/pools/second_gateway{number}")
+        await town.gateways[0].client.post("/v1/pools", json={**SPEC, "name": f"other{number}"})
+        await town.gateways[0].client.delete(f"/v1/pools/other{number}")
     await town.gateways[0].client.post("/v1/pools", json=SPEC)
     await town.state("active")
     town.server.disconnect()
