@@ -491,7 +491,8 @@ def redact(
     _check_names("redact", params)
     if params.get("style") == "hash" and params.get("key") is None:
         params = {**params, "key": secrets.token_hex(_KEY_BYTES)}
-    sent = {"params": {**params, "kinds": None if kinds is None else list(kinds)}}
+    # not `list(kinds)`: the server refuses a text, which would become a list of its letters
+    sent = {"params": {**params, "kinds": kinds}}
     replies = yield from _send_parts("redact", model, items, sent, session, _slots)
     return _of_items(replies, items, named=True)
 

@@ -19,7 +19,7 @@ from fake_adapter import toy_entry
 from inprocess import GatewayProcess, InProcess, until
 from redaction_texts import CARD, EMAIL, PHONE
 
-from sie_client import SIEAsyncClient, restore
+from sie_client import InvalidInputError, SIEAsyncClient, restore
 from sie_contracts import arrays
 from sie_contracts.errors import InferenceFailed
 from sie_contracts.wire import messages
@@ -440,3 +440,10 @@ async def test_client_redacts_a_list_in_parts_under_one_key(cluster: InProcess, 
     assert len({result["text"].split()[0] for result in results}) == 1
     assert [result["id"] for result in results] == [f"item-{number}" for number in range(6)]
     assert single["text"] == "***** 0 *****"
+
+
+async def test_client_sends_a_text_as_kinds_unchanged_and_it_is_refused(gateway: GatewayProcess) -> None:
+    """As a list, the text would be kinds of one letter, and the personal data would stay in the text."""
+    async with SIEAsyncClient(gateway.url) as client:
+        with pytest.raises(InvalidInputError, match="kinds"):
+            await client.redact(LABELLED, f"Ada {EMAIL}", "email")
