@@ -249,7 +249,7 @@ class Edge:
         self._versions.met(headers.get(_SDK) or headers.get(sdk_versions.OWN_HEADER, ""))
         status, is_whole = 0, False
 
-        async def tagged(message: Any) -> None:
+        async def observed(message: Any) -> None:
             nonlocal status, is_whole
             if message["type"] in _STARTS:
                 status, is_whole = message.get("status", 101), is_socket
@@ -272,20 +272,20 @@ class Edge:
                 call.shape = next((shape for prefix, shape in _SHAPES if path.startswith(prefix)), call.shape)
             self._admit(call, method, path)
             if is_socket:
-                watched = self._gate.watched(path, headers.get("authorization", ""), tagged)
+                watched = self._gate.watched(path, headers.get("authorization", ""), observed)
                 await self._gateway.status.show(
                     path, scope["query_string"].decode("latin-1"), call.grant, scope, receive, watched
                 )
             else:
                 assert route is not None, "a path without a route is not let in"
-                await self._dispatch(call, route, {**scope, "path_params": match.parameters}, receive, tagged)
+                await self._dispatch(call, route, {**scope, "path_params": match.parameters}, receive, observed)
         except (ClientGone, ClientDisconnect):  # the client has disconnected, so it would not read a reply
             status = CLIENT_GONE
         # The outermost handler. If `status` is set, a reply has begun: either FastAPI has sent a whole error reply and
         # raised the error again, or the reply broke off.
         except Exception as error:
             if not status:
-                await (_options(method, path, error) or error_response(error, call))(scope, receive, tagged)
+                await (_options(method, path, error) or error_response(error, call))(scope, receive, observed)
             elif is_socket:
                 raise
             elif not is_whole:  # the server closes the connection of an incomplete reply, so that the client notices

@@ -1,5 +1,5 @@
 """Rows of a work item: their types, the checks of inputs, the limits, and the frame of a batch for the adapter.
-`layouts` builds the rows. The functions have no state, as they run in the tokenising threads.
+`layouts` builds the rows. The functions have no state, as they also run in the tokenising threads.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Token ids of texts. The Rust tokenizer runs in threads, with texts of several requests in one call. Texts are
-truncated here, and each truncation is reported.
+"""Token ids of texts. Texts of several requests are tokenised in one call of the Rust tokenizer: a few short ones on
+the event loop, more in threads. Texts are truncated here, and each truncation is reported.
 
 A tokenizer is immutable and releases the interpreter lock while it works, so all threads share it. Ids are truncated
 after tokenising, because a tokenizer for each limit would cost more.

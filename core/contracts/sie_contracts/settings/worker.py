@@ -141,7 +141,7 @@ class MemorySettings:
         "SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT",
         "adapter",
         number(0, 100),
-        "Use of device memory, percent, above which the least recently used idle model is evicted.",
+        "Use of device memory, percent, above which idle models are evicted.",
     )
     disk_cache_enabled: bool = row(
         True,

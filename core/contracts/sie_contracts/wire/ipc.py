@@ -1,7 +1,7 @@
 """Protocol between sidecar and adapter, over a Unix socket: frames of `u32 big-endian length + msgpack`.
 
 A batch connection has one request at a time. The sidecar sends a `RunBatch`. The adapter answers `BatchStarted` when
-the device starts the batch, and `BatchDone` (or `Refused`) at its end. This connection also has the requests
+it begins with the inputs, and `BatchDone` (or `Refused`) at the end. This connection also has the requests
 `EnsureReady` and `EnsureLora`, which last as long as the load, and a `Ping` that allows the adapter to unload models.
 The control connection has the short requests, also one at a time, so that a health check never waits behind a large
 frame or a load.
@@ -340,7 +340,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class BatchStarted(msgspec.Struct, frozen=True, tag=True):
-    """Notice that the device starts this batch now. If the adapter dies after this, an input of the batch may be the
+    """Notice that the adapter begins with the inputs of this batch: a device thread has it, or its texts are tokenised
+    for the extraction families, or it generates text. If the adapter dies after this, an input of the batch may be the
     cause.
     """
 
