@@ -124,9 +124,9 @@ def test_every_body_and_every_json_reply_has_an_example_that_fits_its_schema(doc
 
 
 def reason_of(body: dict[str, Any]) -> str:
-    """Return the reason of an error. At TEI's routes `error` is a text."""
-    error = body["error"] if isinstance(body["error"], dict) else body["detail"]
-    return str(error["reason"])
+    """Return the reason of an error. At routes of TEI and of Voyage `error` is a text."""
+    members = (body["error"], body.get("error_details"), body.get("detail"))
+    return str(next(member for member in members if isinstance(member, dict))["reason"])
 
 
 def test_the_examples_of_requests_work(document: Document, client: httpx.Client) -> None:
