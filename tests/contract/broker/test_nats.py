@@ -9,6 +9,7 @@ import logging
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,7 +21,8 @@ from tcp_proxy import TcpProxy
 from sie_broker import BrokerUnavailable, Delivery, Entry, PayloadTooBig, Write
 from sie_broker.nats import NatsBroker, NatsDelivery, connect
 from sie_broker.nats.api import ConsumerInfo, consumer_config, version_of
-from sie_broker.nats.jetstream import WORK_EXPIRES_S
+from sie_broker.nats.jetstream import WORK_EXPIRES_S, NatsPulls
+from sie_broker.nats.keyvalue import NatsKeyValue
 
 
 async def connections(harness: NatsHarness) -> int:
@@ -319,3 +321,33 @@ async def test_messages_above_the_bytes_of_a_pull_come_one_by_one(
     watch = await bucket.watch(entries.take)
     assert [entry.key for entry in await entries.fill(4)] == ["a", "b", "c", "d"]
     await watch.stop()
+
+
+async def test_a_read_ends_although_its_last_entry_is_purged_before_it_arrives(
+    nats: Callable[..., Awaitable[NatsHarness]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An entry that expires during a read is missing in the same way, and the bucket is not damaged."""
+    bucket = await (await (await nats()).connect("reader")).key_value("purged")
+    assert isinstance(bucket, NatsKeyValue)
+    await bucket.write([Write("stays.a", b"1"), Write("goes.b", b"1")])
+    open_pulls, tasks = bucket._jetstream.open_pulls, list[asyncio.Task[None]]()
+
+    def open_slow_pulls(*arguments: Any) -> NatsPulls:
+        pulls = open_pulls(*arguments)
+        want = pulls.want
+
+        async def purge_first(consumer: str, credit: int) -> None:
+            await bucket.purge("goes")
+            want(consumer, credit)
+
+        def want_one(consumer: str, credit: int) -> None:
+            monkeypatch.setattr(pulls, "want", lambda *rest: tasks.append(asyncio.create_task(purge_first(*rest))))
+            want(consumer, 1)
+
+        monkeypatch.setattr(pulls, "want", want_one)
+        return pulls
+
+    monkeypatch.setattr(bucket._jetstream, "open_pulls", open_slow_pulls)
+    entries = await asyncio.wait_for(bucket.entries(), WAIT_S)
+    assert [entry.key for entry in entries] == ["stays.a"]
+    assert len(tasks) == 1

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 
 from sie_broker import BrokerError, BrokerUnavailable, Entry, KeyValue, Subscription, Write, WrongRevision
 from sie_broker.limits import API_TIMEOUT_S, STOP_TIMEOUT_S
@@ -30,6 +30,7 @@ log = logging.getLogger("sie.broker")
 
 _WATCH_CREDIT = 256  # largest number of entries that a watch has requested and not handled yet
 _WATCH_KEPT_S = 30.0  # seconds without a pull after which the broker deletes a reader (consumer of a read or watch)
+_READ_CHECK_S = 1.0  # seconds without entries after which a read asks the broker whether it has all
 _WATCH_CHECK_S = 2.0  # seconds without entries after which a watch asks the broker whether it missed any
 _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
@@ -71,8 +72,11 @@ class NatsKeyValue:
         """Return the last entry of each key that was written at revision `first` or later, including removed keys."""
         entries: dict[str, Entry] = {}
         complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        count = 0  # deliveries that have arrived
 
         def arrived(delivery: NatsDelivery) -> None:
+            nonlocal count
+            count = delivery.consumer_sequence
             entry = self.entry(delivery)
             entries[entry.key] = entry
             if not delivery.pending and not complete.done():
@@ -90,28 +94,36 @@ class NatsKeyValue:
             try:
                 if pending:
                     pulls.want(reader, pending)
-                    await self._progress(complete, entries)
+                    await self._progress(reader, complete, lambda: count)
             finally:
                 await pulls.stop()
                 await self.close_reader(reader)
         return list(entries.values())
 
-    async def _progress(self, complete: asyncio.Future[bool], entries: Mapping[str, Entry]) -> None:
-        """Wait until a read is complete. Raises BrokerUnavailable after API_TIMEOUT_S seconds without a new key, or if
-        the pulls break.
+    async def _progress(self, reader: str, complete: asyncio.Future[bool], arrived: Callable[[], int]) -> None:
+        """Wait until a read is complete. `arrived` returns the number of its deliveries. An entry that expires or is
+        purged during the read never arrives, so a quiet broker is asked what is left. Raises BrokerUnavailable after
+        API_TIMEOUT_S seconds without a delivery, or if the pulls break.
         """
-        before = -1
+        quiet_s = 0.0
         while not complete.done():
-            if len(entries) == before:
+            before = arrived()
+            await asyncio.wait({complete}, timeout=_READ_CHECK_S)
+            if complete.done() or arrived() != before:
+                quiet_s = 0.0
+                continue
+            quiet_s += _READ_CHECK_S
+            info = await self._jetstream.api(f"CONSUMER.INFO.{self._stream}.{reader}", {}, ConsumerInfo)
+            if not info.num_pending and info.delivered.consumer_seq == arrived():
+                return
+            if quiet_s >= API_TIMEOUT_S:
                 raise BrokerUnavailable(
-                    f"{self._stream}: {before} keys were read, then none for {API_TIMEOUT_S} s; if that persists, the "
-                    f"stream's files are damaged: run `sie repair {self._stream}`"
+                    f"{self._stream}: {before} entries were read, then none for {API_TIMEOUT_S} s; if that persists, "
+                    f"the stream's files are damaged: run `sie repair {self._stream}`"
                 )
-            before = len(entries)
-            await asyncio.wait({complete}, timeout=API_TIMEOUT_S)
         if not complete.result():
             raise BrokerUnavailable(
-                f"{self._stream}: the connection or the consumer was lost after {len(entries)} keys were read"
+                f"{self._stream}: the connection or the consumer was lost after {arrived()} entries were read"
             )
 
     async def write(self, writes: list[Write]) -> int:
