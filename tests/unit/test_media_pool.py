@@ -149,12 +149,12 @@ async def test_a_decoder_that_crashes_costs_one_image() -> None:
 async def test_a_worker_that_the_kernel_kills_does_not_make_the_file_a_bad_one() -> None:
     async with pool_of() as pool:
         pid = await frozen(pool)
-        task = asyncio.create_task(pool.prepare(GOOD, SMALL))
-        await asyncio.sleep(0)
+        first, second = (asyncio.create_task(pool.prepare(GOOD, SMALL)) for _ in range(2))
+        await until(lambda: pool.waiting == 1, "the worker has the first image, and the second waits")
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(ResourceExhausted):
-            await task
-        assert (await pool.prepare(GOOD, SMALL)).height == 16
+            await first
+        assert (await second).height == 16
 
 
 async def test_a_worker_that_died_without_an_image_costs_none() -> None:
