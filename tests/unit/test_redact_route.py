@@ -442,8 +442,8 @@ async def test_client_redacts_a_list_in_parts_under_one_key(cluster: InProcess, 
     assert single["text"] == "***** 0 *****"
 
 
+async def test_client_sends_a_text_as_kinds_unchanged_and_it_is_refused(gateway: GatewayProcess) -> None:
     """A list of the letters of the text would be kinds that find nothing, and the personal data would stay."""
-    """As a list, the text would be kinds of one letter, and the personal data would stay in the text."""
     async with SIEAsyncClient(gateway.url) as client:
         with pytest.raises(InvalidInputError, match="kinds"):
             await client.redact(LABELLED, f"Ada {EMAIL}", "email")
