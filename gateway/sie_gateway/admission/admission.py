@@ -607,8 +607,10 @@ class Admission:
 
     def _pump_all(self, places: Sequence[ModelQueue]) -> None:
         """Grant permits until none is possible: one for a model may be the turn of another model of the same key."""
-        while any([self._pump(place) for place in places]) and len(places) > 1:  # noqa: C419  pumps each of them
-            pass
+        has_granted = True
+        while has_granted:
+            granted = [self._pump(place) for place in places]
+            has_granted = len(places) > 1 and any(granted)
 
     def _pump(self, place: ModelQueue) -> bool:
         """Grant the permits that are possible now. Return True if there was one."""
