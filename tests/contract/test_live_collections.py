@@ -21,6 +21,7 @@ import pyarrow
 import pytest
 import pytest_asyncio
 from databases import with_extension
+from inprocess import until_told
 from lancedb.index import HnswSq
 from lancedb.table import AsyncTable
 from live_application import Application, Points, Rows, Table, is_close
@@ -628,12 +629,21 @@ async def test_an_index_whose_build_goes_on_after_its_connection_is_lost_is_buil
 ) -> None:
     once, going = PostgresDatabase._once, list[asyncio.Task[Any]]()
 
+    async def wait_for_lock(sessions: int) -> None:
+        """Wait until so many sessions wait for a lock: a build of an index, and what waits for its end."""
+        query = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+
+        async def is_reached() -> bool:
+            return (await table.run(query))[0][0] >= sessions
+
+        await until_told(is_reached, f"{sessions} sessions wait for a lock")
+
     async def once_and_lost(database: PostgresDatabase, work: Any, bound_s: float, is_transaction: bool) -> Any:
         result = once(database, work, bound_s, is_transaction)
         if is_transaction or going:
             return await result
         going.append(asyncio.create_task(result))
-        await asyncio.sleep(0.5)
+        await wait_for_lock(1)
         raise StoreError("PostgreSQL cannot be reached (ConnectionResetError)")
 
     monkeypatch.setattr(PostgresDatabase, "_once", once_and_lost)
@@ -644,17 +654,18 @@ async def test_an_index_whose_build_goes_on_after_its_connection_is_lost_is_buil
     writer = await asyncpg.connect(table.url)
     await writer.execute(f'BEGIN; UPDATE "{table.collection}" SET price = 2 WHERE number = 3')  # a build waits for it
     building = asyncio.create_task(migrator.live.build_indexes())
-    await asyncio.sleep(2)
+    await wait_for_lock(2)
+    query = (
+        "SELECT indexrelid, indisvalid FROM pg_index JOIN pg_attribute ON attrelid = indrelid AND attnum = indkey[0] "
+        "WHERE attname = 'embedding_next' AND indrelid = to_regclass($1)"
+    )
+    (first_build,) = await table.run(query, f'"{table.collection}"')
     await writer.execute("COMMIT")
     await writer.close()
     await building
     await asyncio.gather(*going, return_exceptions=True)
-    built = await table.run(
-        "SELECT indisvalid FROM pg_index JOIN pg_attribute ON attrelid = indrelid AND attnum = indkey[0] "
-        "WHERE attname = 'embedding_next' AND indrelid = to_regclass($1)",
-        f'"{table.collection}"',
-    )
-    assert [row["indisvalid"] for row in built] == [True]
+    built = await table.run(query, f'"{table.collection}"')
+    assert [tuple(row) for row in built] == [(first_build["indexrelid"], True)]
 
 
 async def test_a_model_whose_vectors_no_index_takes_is_refused_before_any_is_computed(table: Table) -> None:
