@@ -122,6 +122,9 @@ class Shares:
             }
         return len(self._seen_s) > 1
 
+    def count_grant(self) -> None:
+        self.grants += 1
+
     def fits(self, key: str, cost: int, limit: float) -> bool:
         """Return True if a key may put a chunk into the queue: it stays within `limit` tokens, or has none there."""
         held = self.tokens.get(key, 0)
@@ -333,7 +336,7 @@ class KeyWindow:
         self.cost += ticket.costs[chunk]
         self.tokens += ticket.tokens[chunk]
         self.items += 1
-        self.shares.grants += 1
+        self.shares.count_grant()
         self.shares.add(ticket.key, ticket.tokens[chunk])
 
     def fits_now(self, ticket: Ticket, most: QueueBound, key_limit: float) -> bool:
