@@ -154,7 +154,7 @@ class AdapterServer:
             except OSError as error:
                 broken.append(error)
 
-        # created before the batch waits for a device thread: a model that is used after this moment must not be dropped
+        # created before the batch waits for a device thread: a model that is used after this moment must not be evicted
         permission = self._engine.residency.permission(request.may_drop)
         if self._engine.writes(request):
             with self._engine.writing():

@@ -202,7 +202,7 @@ class AdapterEngine:
         permission: Permission | None = None,
         is_gone: Callable[[], bool] = lambda: False,
     ) -> Reply:
-        """Run a batch on the calling thread. Return BatchDone or Refused, with the models that were unloaded for the
+        """Run a batch on the calling thread. Return BatchDone or Refused, with the models that were evicted for the
         batch. Evict models if memory is above the threshold afterwards. Never raises. The caller sets inference mode,
         except for a batch that generates text: the thread of `Readings` has its own.
 

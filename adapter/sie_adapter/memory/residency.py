@@ -378,7 +378,7 @@ class ResidentModels:
     def _evict_above_threshold(self, more_bytes: int, permission: Permission) -> None:
         if not self._memory.is_short(more_bytes):
             return
-        # first free cached outputs, free memory of the allocator, and the memory of a model that was released while a
+        # first free cached outputs, free memory of the allocator, and the memory of a model that was unloaded while a
         # batch ran on it
         self._memory.shed()
         self._collect()

@@ -136,8 +136,8 @@ class AdapterLink:
         self._dropped: Callable[[tuple[str, ...]], None] = lambda names: None
 
     def attach(self, may_drop: Callable[[], tuple[str, ...]], dropped: Callable[[tuple[str, ...]], None]) -> None:
-        """Set two callbacks. `may_drop` returns the models that the adapter may unload to make room, in the order in
-        which it should do so. `dropped` is called with the models that the adapter reports as unloaded.
+        """Set two callbacks. `may_drop` returns the models that the adapter may evict, in the order in which it should
+        evict them. `dropped` is called with the models that the adapter reports as evicted.
         """
         self._may_drop, self._dropped = may_drop, dropped
 
@@ -318,7 +318,7 @@ class AdapterLink:
         return ready
 
     async def relieve(self, may_drop: tuple[str, ...]) -> None:
-        """Let the adapter unload some of these models, in this order, until its memory is below the threshold. This may
+        """Let the adapter evict some of these models, in this order, until its memory is below the threshold. This may
         take longer than CONTROL_TIMEOUT_S, so it does not use the control connection. Raises AdapterGone, SIEError.
         """
         async with self._borrowed() as connection:
@@ -362,7 +362,7 @@ class AdapterLink:
         return done
 
     def _unwrapped(self, answer: ipc.Reply) -> ipc.Reply:
-        """Report the models that a reply names as unloaded, and return the reply. Raises SIEError for a refusal."""
+        """Report the models that a reply names as evicted, and return the reply. Raises SIEError for a refusal."""
         if isinstance(answer, (ipc.Pong, ipc.Ready, ipc.BatchDone, ipc.Refused)) and answer.dropped:
             self._dropped(answer.dropped)
         if isinstance(answer, ipc.Refused):

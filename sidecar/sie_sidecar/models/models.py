@@ -3,16 +3,16 @@ loads and unloads the models of one device: callers that need the same model sha
 memory, and idle models are unloaded.
 
     available ──► loading ──► loaded ──idle, or an operator's request──► unloading ──► available
-                    │           └──dropped by the adapter, or adapter lost──► available
+                    │           └──evicted by the adapter, or adapter lost──► available
                     └──error──► failed ──after a pause──► loading
 
 The sidecar decides which models may be evicted and in what order; the adapter decides when, because it knows its
-memory. Three kinds of requests list the models that the adapter may drop: loads, batches, and one that is sent every
-second to free memory. Their replies list the dropped models. So the adapter drops a model only during these requests,
-or if the sidecar asks it to unload this model (`Release`).
+memory. Three kinds of requests list the models that the adapter may evict: loads, batches, and one that is sent every
+second to free memory. Their replies list the evicted models. So the adapter evicts a model only during these requests.
+The sidecar unloads one model with the request `Release`.
 
     Hosting.ensure ──► the model is loaded and open to new work ──► return
-          └──► load ──► the adapter drops listed models if it needs memory ──► Ready
+          └──► load ──► the adapter evicts listed models if it needs memory ──► Ready
                   └──► only models with work are left ──► one is closed to new work until it is idle ──► load again
 
 `WorkerModels` has the `Hosting` of each device. A model may be loaded on several devices; `devices` chooses one of them
@@ -440,7 +440,7 @@ class ModelStates:
         return hosted.error
 
     def dropped(self, names: Iterable[str]) -> list[ModelState]:
-        """Record that the adapter has unloaded these models. Return the states of those that this process knows."""
+        """Record that the adapter has evicted these models. Return the states of those that this process knows."""
         unloaded = [self._hosted[name] for name in names if name in self._hosted]
         for hosted in unloaded:
             hosted.mark_unloaded()
@@ -496,7 +496,7 @@ class Hosting(ModelStates):
     ) -> None:
         """Create the object without models. A load that needs memory waits until other models have no work; after
         `swap_after_s`, one of them is closed to new work. `assigned()`: models that the placement table assigns to this
-        worker, None if unknown. `on_role` is called when a model is released, dropped by the adapter, closed to new
+        worker, None if unknown. `on_role` is called when a model is unloaded, evicted by the adapter, closed to new
         work, or opened again.
         `everywhere()`: as in `ModelStates`.
         """
@@ -796,7 +796,7 @@ class Hosting(ModelStates):
             self._on_change()
 
     async def run(self, idle_evict_s: int | None) -> None:
-        """Every second, let the adapter free memory if needed, and unload models idle for `idle_evict_s` seconds."""
+        """Every second, let the adapter free memory if needed, and evict models idle for `idle_evict_s` seconds."""
         while True:
             await asyncio.sleep(RELIEVE_S)
             await self.relieve()
@@ -813,7 +813,7 @@ class Hosting(ModelStates):
                     _logger.warning("%s could not be evicted: %s", hosted.name, error, extra={"model": hosted.name})
 
     async def relieve(self) -> None:
-        """Let the adapter unload idle models while its memory is above the threshold."""
+        """Let the adapter evict idle models while its memory is above the threshold."""
         may_drop = _names(self.evictable(IDLE_S))
         if not may_drop:
             return

@@ -2,13 +2,14 @@
 
 A batch connection has one request at a time. The sidecar sends a `RunBatch`. The adapter answers `BatchStarted` when
 it begins with the inputs, and `BatchDone` (or `Refused`) at the end. This connection also has the requests
-`EnsureReady` and `EnsureLora`, which last as long as the load, and a `Ping` that allows the adapter to unload models.
+`EnsureReady` and `EnsureLora`, which last as long as the load, and a `Ping` that allows the adapter to evict models.
 The control connection has the short requests, also one at a time, so that a health check never waits behind a large
 frame or a load.
 
-The sidecar decides which models may be unloaded, and in what order: `may_drop` of a request lists them. The adapter
-decides when it unloads them. It unloads the first listed model first, and lists the unloaded models in `dropped` of its
-reply. The adapter does not remember `may_drop`: a model that the present request does not list stays loaded.
+The sidecar decides which models may be evicted (unloaded to free memory), and in what order: `may_drop` of a request
+lists them. The adapter decides when it evicts them. It evicts the first listed model first, and lists the evicted
+models in `dropped` of its reply. The adapter does not remember `may_drop`: a model that the present request does not
+list stays loaded.
 
 Token ids, vectors of inputs, pixels, features and results are one block of bytes each. `lengths` and `ids` are
 little-endian int32, `features` are float32, `types` and `pixels` are uint8.
@@ -55,7 +56,7 @@ class FrameError(Exception):
 class Ping(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Health check. The reply is a Pong, which describes what the inference threads are doing.
 
-    `may_drop`: models that may be unloaded now if memory use is above the threshold.
+    `may_drop`: models that may be evicted now if memory use is above the threshold.
     """
 
     may_drop: tuple[str, ...] = ()
@@ -71,7 +72,7 @@ class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     inference.
 
     `entry`: the model's entry in the catalogue, because the adapter has no catalogue. `may_drop`: models that may be
-    unloaded to free memory.
+    evicted.
     """
 
     model: str
@@ -216,7 +217,7 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     An empty `pooling` means the model's own pooling. Work items are in one batch only if model, revision, operation,
     pooling and LoRA are equal. `fingerprint`: fingerprint of the loaded copy for which the batch was built; a copy with
     another fingerprint refuses the batch as not loaded; empty: any copy. `traceparent` and `tracestate`: trace context
-    of the batch. `may_drop`: models that may be unloaded if memory runs out, or if memory use is above the threshold
+    of the batch. `may_drop`: models that may be evicted if memory runs out, or if memory use is above the threshold
     after the batch.
     """
 
@@ -261,7 +262,7 @@ class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Reply to a Ping. `busy_s`: age of the running batch in seconds, 0 if none runs; it keeps growing if the device
     hangs.
 
-    `dropped`: models that were unloaded. `fetching`: progress of downloads of weights to this node, by model id.
+    `dropped`: models that were evicted. `fetching`: progress of downloads of weights to this node, by model id.
     """
 
     pid: int
@@ -301,7 +302,7 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Reply to Describe: state of the process and its device. `lanes`: number of batches that the device runs at once.
     `utilization_percent`: use of the device by all processes; None if it cannot be measured.
 
-    `threshold_percent`: memory use above which models are unloaded. `batches`: the last batches, newest last; None
+    `threshold_percent`: memory use above which models are evicted. `batches`: the last batches, newest last; None
     unless the adapter was started with the option to record them. `devices`: number of devices of this worker; each has
     its own adapter and socket (`device_socket`).
     """
@@ -328,7 +329,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     so that the sidecar needs no files of the model.
 
     `max_tokens` includes special tokens. `rows`: how inputs become rows, for each operation of the model. `dropped`:
-    models that were unloaded to free memory.
+    models that were evicted.
     """
 
     loaded: LoadedModel
@@ -354,7 +355,7 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     `inference_ms`: time of the forward pass. `postprocess_ms`: time of the computations after it and of the copy to the
     host. `padding`: number of padding tokens that were computed. `preprocess_ms`: time of tokenising, if the family
-    tokenises in the adapter. `dropped`: models that were unloaded. `engine`: engine that computed the hidden states.
+    tokenises in the adapter. `dropped`: models that were evicted. `engine`: engine that computed the hidden states.
     """
 
     batch: str
@@ -376,7 +377,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 class Refused(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Reply to a request that failed as a whole. `batch`: id of the batch, if the request was one. `dropped`: models
-    that were unloaded although the request failed.
+    that were evicted although the request failed.
     """
 
     error: ErrorInfo
