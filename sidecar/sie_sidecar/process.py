@@ -77,8 +77,8 @@ async def serve(
     mode: Mode = "queue",
     drain_s: float | None = None,
 ) -> int:
-    """Serve the lane (pool, profile and bundle) of `settings` until `stop`, then drain. Return the exit status. Raises
-    SettingError.
+    """Serve the lane (pool, machine profile and bundle) of `settings` until `stop`, then drain. Return the exit status.
+    Raises SettingError.
     """
     worker_id = settings.worker_id or default_worker_id()
     WORKER.set(worker_id)

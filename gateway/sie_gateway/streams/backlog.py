@@ -1,4 +1,4 @@
-"""Numbers of messages in the streams, by lane and priority. A lane is the queue of a pool, machine profile and bundle.
+"""Numbers of messages in the streams, by lane and priority. A lane is a pool, a machine profile and a bundle.
 Waiting and leased messages count, also if there are no workers.
 
 The numbers are read from the stream once per second, and earlier if a caller needs newer numbers. When the broker has

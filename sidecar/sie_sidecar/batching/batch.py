@@ -31,7 +31,7 @@ from sie_sidecar.batching.sizing import LEAD_S, Ask, binds, fitting
 
 T = TypeVar("T")
 
-# maximum number of full batches that wait for each lane; a lane is a place for one running batch on the device
+# maximum number of full batches that wait for each lane of the device, which is a place for one running batch
 READY_PER_LANE = 2
 TIMES_OVER = 20  # the time of a model's next batch is predicted from this number of its last batches
 MAX_TIMES = 1024  # maximum number of models whose batch times are stored
@@ -90,7 +90,7 @@ class BatchEntry(Generic[T]):
     texts that take the same time; 0 means equal to `cost`. `alone`: the message was delivered before and may have
     crashed an adapter, so the work item runs in its own batch. `deadline_s`: end of the request's time limit.
     `budget_s`: seconds from its publication to this end. `media_bytes`: size of its pixels and audio features.
-    `writes`: its answer is generated token by token, and uses no lane (`ipc.Rows.writes`).
+    `writes`: its answer is generated token by token, and uses no lane of the device (`ipc.Rows.writes`).
     """
 
     key: BatchKey
@@ -116,7 +116,9 @@ class Batch(Generic[T]):
 
     @property
     def writes(self) -> bool:
-        """Return True if the answer is generated token by token. The batch then uses no lane (see READY_PER_LANE)."""
+        """Return True if the answer is generated token by token. The batch then uses no lane of the device (see
+        READY_PER_LANE).
+        """
         # all work items of a batch agree: work items with generated answers wait in a separate queue
         return bool(self.entries) and self.entries[0].writes
 
@@ -444,7 +446,7 @@ class Load(NamedTuple):
 
 def credit(load: Load, mean_cost: float, limits: BatchLimits) -> int:
     """Return how many more deliveries (of `mean_cost` tokens each) may be pulled, until READY_PER_LANE full batches
-    wait for each lane.
+    wait for each lane of the device.
     """
     cost_left = READY_PER_LANE * load.lanes * limits.cost - load.cost
     items_left = READY_PER_LANE * load.lanes * limits.requests - load.items

@@ -14,8 +14,8 @@ sent next.
        └──► writing ──► next: one work item ──► run ──► end
 
 Some work items generate text: their answer is computed token by token. They wait in a separate queue (`writing`). They
-use no lane (a lane runs one batch at a time), because the adapter runs all of them together. They do not lower the
-credit, which is the number of deliveries that the broker may still send.
+use no lane of the device (each runs one batch at a time), because the adapter runs all of them together. They do not
+lower the credit, which is the number of deliveries that the broker may still send.
 
 Each device has its own queue and its own dispatch. `DeviceQueues` has the queues of all devices. If the adapter of a
 device is lost, its waiting work moves to devices with an adapter.
