@@ -105,8 +105,7 @@ class _LaneWorkers:
 class Fleet:
     """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy; after
     ten times this time, it is removed. Workers are indexed by lane and by model, so that a look-up costs the same with
-    one worker and with a thousand. `residency`: name of the weights to load: a model, or a profile with weights of its
-    own.
+    one worker and with a thousand. `residency`: name of a model with one set of load options.
     """
 
     def __init__(

@@ -83,8 +83,7 @@ class Residencies:
         self._placer = placer
         self._cold = cold
         self._clock = clock
-        # wishes by lane and residency (a model, or a profile with its own weights); limited by the size of the
-        # catalogue
+        # wishes by lane and residency (a model with one set of load options); limited by the size of the catalogue
         self._wishes: dict[tuple[Lane, str], _Wish] = {}
         self._wake = Event()
 

@@ -38,7 +38,7 @@ def packaged_folder() -> Path:
 @dataclass(frozen=True)
 class Resolved:
     """Result of resolving the model name of a request. `run`, `load`: options of the model, changed by the profile.
-    `residency`: name of the copy of the weights; profiles with equal load options share a copy.
+    `residency`: name of the model with these load options; profiles with equal load options share a residency.
     """
 
     entry: ModelEntry

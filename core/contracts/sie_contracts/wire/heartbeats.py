@@ -168,7 +168,8 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
-    """Work of one model at one priority of a lane, sent by one gateway. `residency`: name of the model's copy.
+    """Work of one model at one priority of a lane, sent by one gateway. `residency`: name of the model with
+    one set of load options.
 
     `tokens`: tokens of this gateway's messages in the queue. `rate`: tokens of these messages that workers take per
     second (0: unknown). `turns`: turns that were promised since the last heartbeat. `claimed`: clients that have used

@@ -337,9 +337,9 @@ ResidencyAction = Literal["load", "unload"]
 
 
 class Residency(msgspec.Struct, frozen=True, omit_defaults=True, tag="residency/1"):
-    """Request of an operator to the worker that receives it: load or unload a model. `model`: `model` or
-    `model:profile`, as in heartbeats. If the message is lost, nothing changes, and the operator sees this in the
-    heartbeats.
+    """Request of an operator to the worker that receives it: load or unload a model. `model`: name of its
+    residency (a model with one set of load options), `model` or `model:profile`, as in heartbeats. If the message is
+    lost, nothing changes, and the operator sees this in the heartbeats.
     """
 
     action: ResidencyAction
