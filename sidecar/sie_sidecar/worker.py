@@ -231,7 +231,7 @@ class Worker:
         return self._prepare.tokenising > 0
 
     def _more_expected(self) -> bool:
-        """Return True if more work may soon be ready for a device."""
+        """Return True if more work may soon wait for a device."""
         return bool(self.intake.arrived or self._is_tokenising()) or self._has_more()
 
     def _has_more(self) -> bool:

@@ -1,5 +1,5 @@
-"""Checks that a loaded model computes correct numbers, before it serves requests. A model that fails a check does not
-become ready. The results of the checks are the model's certificate.
+"""Checks that a loaded model computes correct numbers, before it serves requests. If a check fails, the load
+fails. The results of the checks are the model's certificate.
 
     digests   SHA-256 of its files against the catalogue entry
     files     max_tokens of the entry, and without load.accept_unproven its pooling and prompts, against the model's own
