@@ -199,8 +199,8 @@ class Builder:
         )
 
     def _query_weights(self) -> TokenTable | None:
-        """Return the token weights for queries that need no forward pass. Return None if the entry requests the model
-        for queries, or if the entry requests nothing and the model's files do not route queries to a table.
+        """Return the table of token weights that encodes queries without a forward pass. Return None if the model
+        encodes them: if `query_encoder` is `model`, or is not set and the model's files have no such table.
         """
         stored = self.modules.query_weights
         requested = self.entry.head.query_encoder

@@ -260,7 +260,7 @@ class _ReplayWorker:
         self._lanes = [0.0] * int(plan.lanes)  # for each lane, the time at which its batch ends
         # arrival times of the first and the last message since the last tokenising
         self._began_s = self._last_s = 0.0
-        self._wire_s = 0.0  # time at which the network has delivered the last message
+        self._wire_s = 0.0  # time at which all messages sent so far will have arrived; the next one arrives after it
         self._tokenising = False
         self._held = ([0, 0], [0, 0])  # tokens and number of the chunks at this worker: interactive, then bulk
         self._sent = 0

@@ -171,8 +171,8 @@ def query(body: Mapping[str, Any]) -> RequestItem:
 
 def in_its_place(body: Mapping[str, Any], name: str, fields: Collection[str]) -> str:
     """Return the end of the error text for a missing `name`. The text names an unknown field with a similar name or
-    with the name that another API uses, for example "; unknown field `content`; did you mean `text`?". Other names may
-    be content, which no error repeats.
+    with the name that another API uses, for example "; unknown field `content`; did you mean `text`?". No error
+    repeats any other name, because it may be a part of the client's data.
     """
     unknown = (str(key)[:MAX_KEY] for key in itertools.islice((key for key in body if key not in fields), MAX_KEYS))
     elsewhere = _ELSEWHERE.get(name, {})

@@ -470,7 +470,7 @@ class NatsBus(NatsConnection):
             await self._client._send_unsubscribe(subscription._id)
             await self.flush()
         except BrokerUnavailable as error:
-            log.info("%s: a subscription ended before the broker confirmed it: %s", self.name, error)
+            log.info("%s: the broker did not confirm the end of a subscription: %s", self.name, error)
         try:
             await subscription.drain()
         except NatsError as error:

@@ -55,8 +55,8 @@ def check_size(select: Wanted | None, size: int, label: str) -> None:
 
 
 def wanted_by(entry: ModelEntry) -> Wanted:
-    """Return a function that tests whether a load of `entry` may read a file, by its name. A family of another package
-    may read any file that is not in UNREAD.
+    """Return a function that tests whether a load of `entry` may read a file, by its name. A family that an
+    installed package adds by its entry point may read any file that is not in UNREAD.
     """
     if entry.family not in FAMILIES:
         return _matching(("*",))
