@@ -173,8 +173,8 @@ def _row_compared(
 def _fallen(
     key: Sequence[str], metric: str, was: Measurement, now: Measurement, queries: Sequence[Sequence[str]]
 ) -> list[str]:
-    """List the queries whose value of the metric decreased the most, by id and text. A rank correlation has no value
-    for single pairs, so then the list is empty.
+    """Name the queries whose value of the metric decreased the most, each with its id and text. The list is empty for a
+    rank correlation, which has no value for a single query.
     """
     if was.gold or len(queries) != len(now.values[metric]):
         return []

@@ -107,7 +107,7 @@ def _own(route: Route) -> GatewayRoute:
 
 
 CONFIG_FORWARD = tuple(_own(row) for row in config_routes.bound(_HANDLERS) if row.handler is not None)
-# value of the field `source` of every entry in answers: only the config service knows who wrote an entry
+# value of the field `source` of each entry of this gateway's catalogue; only the config service knows who wrote it
 SOURCE = "catalogue"
 
 

@@ -394,7 +394,7 @@ class Remotes:
             return current
         computed = await self._computed(resolved, precision)
         await self._record.bucket.write([Write(key, messages.encode(computed), None)])
-        _logger.info("reference vectors of %s are stored, from a worker in %s", entry.id, precision)
+        _logger.info("reference vectors of %s are stored, which a worker computed in %s", entry.id, precision)
         return proofs.stored_reference(computed, entry)
 
     def _loaded(self, resolved: Resolved) -> list[ModelStatus]:
