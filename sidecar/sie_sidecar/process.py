@@ -304,7 +304,8 @@ def _named(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]
 
 async def _upkeep(worker: Worker, stop: Stop) -> None:
     """Every second, adjust how many messages the consumers may deliver, and load a model on one more device if its
-    devices cannot keep up; every ten seconds, also list the consumers."""
+    devices cannot keep up; every ten seconds, also list the consumers.
+    """
     rounds = 0
     while not await stop.wait_for(REFILL_S):
         rounds += 1

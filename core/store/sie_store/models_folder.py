@@ -26,7 +26,8 @@ _logger = logging.getLogger("sie.trust")
 
 def worker_trust(allowed: Allowed) -> Trust:
     """Return the rules by which a worker trusts an entry: its settings allow what the entry claims, or a packaged entry
-    or one in SIE_MODELS_DIR claims the same. The folder is read again at each check."""
+    or one in SIE_MODELS_DIR claims the same. The folder is read again at each check.
+    """
     bundles = read_bundles(packaged_folder() / "bundles").values()
     return Trust(allowed, bundles, lambda: [*_packaged(), *own_entries(allowed)])
 
