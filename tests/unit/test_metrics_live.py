@@ -95,6 +95,11 @@ async def test_what_cannot_be_asked_is_absent() -> None:
     await queue_lag.refresh()
     assert queue_lag.lanes()["_default", "cpu", "default", "bulk"].count == 1
     assert queue_lag.models() == {}, "nobody can read it, so it names no model"
+    for number, subject in enumerate(("sie.work._default.x", "sie.work._default.cpu.default")):
+        await broker.publish(subject, b"of a program that is no gateway", f"foreign-{number}")
+    await backlog.fresh("_default", 0)
+    await queue_lag.refresh()
+    assert sum(waiting.count for waiting in queue_lag.lanes().values()) == 1, "no lane has them"
     now_s = 100.0
     await queue_lag.refresh()
     assert queue_lag.lanes() == {}

@@ -89,6 +89,8 @@ class Lag:
         lanes: dict[Labels, ModelBacklog],
         models: dict[Labels, ModelBacklog],
     ) -> None:
+        # any program may publish below `sie.work.`; a subject without a model has no lane and no consumer
+        counts = {subject: count for subject, count in counts.items() if subject.count(".") >= 6}
         busy: dict[Lane, int] = {}
         for subject, count in counts.items():
             lane = lane_of(subject)
