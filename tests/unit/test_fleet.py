@@ -14,11 +14,13 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inprocess import until
 
 from sie_broker.memory import MemoryServer
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.settings import load
+from sie_contracts.wire import messages, topology
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.records import ReservationSpec
 from sie_contracts.wire.topology import Lane
@@ -263,6 +265,21 @@ def test_what_the_entry_of_a_model_excludes_is_refused_by_the_field_that_asks_fo
     assert (caught.value.reason, caught.value.param) == ("machine_profile_excluded", param)
     assert names in caught.value.message
     assert caught.value.extras["machine_profiles"] == list(options["entry"])
+
+
+@pytest.mark.parametrize("field", ["worker", "machine_profile", "bundle"])
+async def test_a_heartbeat_with_an_empty_name_is_ignored(field: str) -> None:
+    """The name is a part of subjects and keys, which must not be empty: the tasks that build them would end."""
+    server = MemoryServer()
+    fleet = Fleet(server.connect("gateway"), SETTINGS)
+    await fleet.start()
+    beat = Heartbeat("w0", "_default", "cpu", "default", True, "")
+    worker = server.connect("worker")
+    for sent in (msgspec.structs.replace(beat, **{field: ""}), beat):
+        await worker.send(topology.health_subject("w0"), messages.encode(sent))
+    await until(fleet.workers, "a heartbeat")
+    assert [seen for seen, _ in fleet.workers()] == [beat]
+    assert fleet.version == 1, "the number of heartbeats"
 
 
 def test_a_worker_that_starts_has_its_models_on_the_disk_already() -> None:

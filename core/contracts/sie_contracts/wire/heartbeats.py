@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -11,6 +11,7 @@ from sie_contracts.wire.messages import Priority
 from sie_contracts.wire.topology import Lane
 
 REPORTED_LORAS = 64  # maximum number of LoRAs of a model whose digests a heartbeat has
+Name = Annotated[str, msgspec.Meta(min_length=1)]  # an empty name cannot be part of a subject or a key
 ON_DISK = 500  # maximum number of models that a heartbeat lists as being on the worker's disk
 
 
@@ -110,10 +111,10 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     capacity above are then sums.
     """
 
-    worker: str
+    worker: Name
     pool: str
-    machine_profile: str
-    bundle: str
+    machine_profile: Name
+    bundle: Name
     ready: bool
     version: str
     leaving: bool = False
