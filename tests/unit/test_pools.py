@@ -5,9 +5,12 @@ process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import msgspec
@@ -15,19 +18,33 @@ import pytest
 from fake_adapter import toy_entry
 from hypothesis import given
 from hypothesis import strategies as st
-from inprocess import GatewayProcess, InProcess, SidecarProcess, Source, unchanged_inference_of, until, until_told
+from inprocess import (
+    GatewayProcess,
+    InProcess,
+    SidecarProcess,
+    Source,
+    clock_at,
+    settings_of,
+    unchanged_inference_of,
+    until,
+    until_told,
+)
 
-from sie_broker import Write
+from sie_broker import Write, WrongRevision
+from sie_broker.memory import MemoryServer
 from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbidden, SIEError
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import Settings
 from sie_contracts.wire import topology
-from sie_contracts.wire.records import Reservation, ReservationSpec
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.records import Reservation, Reservations, ReservationSpec
 from sie_gateway.fleet import pool_reconciler
 from sie_gateway.fleet.assignments import AssignableWorker, assign, is_held_back, is_met, lacking, requested_workers
+from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Placer
 from sie_gateway.fleet.pool_reconciler import PoolReconciler
 from sie_gateway.fleet.pool_rules import HELD_BACK, MAX_RESERVATIONS, TOO_FEW
+from sie_gateway.fleet.pools import PoolDirectory, PoolRecord
 from sie_gateway.operations.pools import parse_spec
 from sie_gateway.streams.publish import work_spec
 from sie_sidecar import process
@@ -35,6 +52,7 @@ from sie_sidecar import process
 # who gets which worker
 
 PROFILES = ("l4", "a100")
+LOOK_PASSES, SCALING_PASSES = 3 * 5, 3 * 8
 
 
 @st.composite
@@ -625,6 +643,22 @@ async def test_a_worker_that_is_not_ready_keeps_its_reservation_for_a_while(
 
         await until_told(is_replaced, "another worker")
         assert asyncio.get_running_loop().time() - since_s >= 1.5
+
+
+async def test_changes_that_always_lose_against_those_of_other_gateways_end_no_gateway(town: Town) -> None:
+    first_gateway, _ = town.gateways
+    records = {keeper._record for keeper in keepers()}
+    assert (await first_gateway.client.post("/v1/pools", json={**SPEC, "ttl_seconds": 1})).status_code == 201
+    changes = [(record._record, record._record.change) for record in records]
+    lost = AsyncMock(side_effect=WrongRevision("another gateway was faster"))
+    for record, _ in changes:
+        record.change = lost  # type: ignore[method-assign]
+    await until(lambda: lost.await_count > 1, "the leader has tried twice to end the reservation")
+    answer = await first_gateway.client.post("/v1/pools", json={**SPEC, "name": "more"})
+    assert code(answer) == (503, "QUEUE_UNAVAILABLE")
+    for record, change in changes:
+        record.change = change  # type: ignore[method-assign]
+    await until(lambda: "WORK_team" not in town.server.streams, "the reservation has ended")
 
 
 async def test_pinned_models_are_loaded_by_the_worker_that_takes_up_the_reservation(town: Town) -> None:

@@ -142,8 +142,7 @@ class PoolRecord(Collection[str]):
 
     async def change(self, make: Callable[[Reservations], Reservations]) -> Reservations:
         """Replace the reservations by the result of `make`, which is called again after a conflict with another
-        gateway. Return the stored reservations. Raises NotReady, BrokerError, QueueUnavailable after too many
-        conflicts, and the errors of `make`.
+        gateway. Return the stored reservations. Raises NotReady, BrokerError, and the errors of `make`.
         """
 
         def changed(before: Reservations | Assigned | None) -> Reservations | None:
@@ -155,10 +154,7 @@ class PoolRecord(Collection[str]):
             return after
 
         self.require_read()
-        try:
-            stored = await self._record.change(_RESERVATIONS, changed)
-        except WrongRevision as error:
-            raise QueueUnavailable("too many gateways change pools at the same time: try again") from error
+        stored = await self._record.change(_RESERVATIONS, changed)
         return stored if isinstance(stored, Reservations) else Reservations()
 
     async def assign(self, workers: dict[str, str]) -> bool:
