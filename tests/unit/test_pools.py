@@ -645,6 +645,42 @@ async def test_a_worker_that_is_not_ready_keeps_its_reservation_for_a_while(
         assert asyncio.get_running_loop().time() - since_s >= 1.5
 
 
+async def test_after_a_loss_of_the_broker_reserved_workers_have_the_time_to_send_heartbeats(town: Town) -> None:
+    """The gateways connect again before the worker does, when its last heartbeat is too old already."""
+    worker = await town.worker()
+    await town.gateways[0].client.post("/v1/pools", json=SPEC)
+    await town.state("active")
+    looks: set[tuple[PoolReconciler, bool]] = set()  # the steps that ended, and whether they began with a connection
+
+    def watched(keeper: PoolReconciler) -> Callable[[], Coroutine[Any, Any, None]]:
+        step = keeper.step
+
+        async def look() -> None:
+            is_connected = keeper._broker.connected
+            try:
+                await step()
+            finally:
+                looks.add((keeper, is_connected))
+
+        return look
+
+    for keeper in keepers():
+        keeper.step = watched(keeper)  # type: ignore[method-assign]
+    town.server.disconnect()
+    for keeper in keepers():
+        keeper._fleet._clock = lambda: time.monotonic() + 11.0  # above SIE_HEARTBEAT_TIMEOUT_MS
+    await until(lambda: {(keeper, False) for keeper in keepers()} <= looks, "each looks without a broker")
+    looks.clear()
+    for gateway in town.gateways:
+        gateway.broker.reconnect()
+    await until(lambda: {(keeper, True) for keeper in keepers()} <= looks, "each looks with the broker")
+    assert not any(keeper._fleet.healthy() for keeper in keepers())
+    worker.broker.reconnect()
+    town._observer.reconnect()
+    await town.state("active")
+    assert await town.events("released") == 0
+
+
 async def test_changes_that_always_lose_against_those_of_other_gateways_end_no_gateway(town: Town) -> None:
     first_gateway, _ = town.gateways
     records = {keeper._record for keeper in keepers()}

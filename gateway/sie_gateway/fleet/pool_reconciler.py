@@ -70,7 +70,7 @@ class PoolReconciler:
         self._known: dict[str, float] = {}  # live reservations at the last step, and when each was created
         self._active: frozenset[str] = frozenset()
         self._unready_s: dict[str, float] = {}
-        self._first_s: float | None = None
+        self._since_s: float | None = None  # time since which this gateway can receive heartbeats
         fleet.listeners.append(self._on_heartbeat)
 
     def _on_heartbeat(self) -> None:
@@ -82,6 +82,8 @@ class PoolReconciler:
         trouble = Trouble(_logger, "reservations are not updated for now")
         while not await stop.wait_woken(self._record.woken, EVERY_S) and not await stop.wait_for(GAP_S):
             with trouble.logged(BrokerError):
+                if not self._broker.connected:
+                    self._since_s = None
                 if trouble.lasting or self._record.is_stale:
                     await self._record.follow()
                 if math.isinf(self._clock.margin_s):  # leases end by the broker's time: measure its offset first
@@ -181,12 +183,13 @@ class PoolReconciler:
         """Return the workers of the default pool that may be reserved, or may keep their reservation.
 
         A reserved worker keeps its reservation while its heartbeats arrive, unless it leaves, or was unready for
-        UNREADY_S. In the first `heartbeat_timeout_ms` after the start of this gateway, a reserved worker keeps its
-        reservation even without a heartbeat.
+        UNREADY_S. In the first `heartbeat_timeout_ms` after the start of this gateway, or after it has connected to the
+        broker again, a reserved worker keeps its reservation even without a heartbeat.
         """
         now_s = asyncio.get_running_loop().time()
-        if self._first_s is None:
-            self._first_s = now_s
+        if self._since_s is None:
+            self._since_s = now_s
+        is_recent = now_s - self._since_s < self._settings.heartbeat_timeout_ms / 1000
         assigned = self._record.assigned.workers
         candidates: dict[str, AssignableWorker] = {}
         unready_s: dict[str, float] = {}
@@ -194,13 +197,15 @@ class PoolReconciler:
         for beat, is_healthy in beats:
             if beat.own_pool != topology.pool_name("default"):
                 continue
-            if not is_healthy and not beat.leaving and not beat.ready and beat.worker in assigned:
-                unready_s[beat.worker] = self._unready_s.get(beat.worker, now_s)
-                is_healthy = self._fleet.is_heard(beat.worker) and now_s - unready_s[beat.worker] < UNREADY_S
+            if not is_healthy and not beat.leaving and beat.worker in assigned:
+                is_healthy = is_recent or self._fleet.is_heard(beat.worker)
+                if not beat.ready:
+                    unready_s[beat.worker] = self._unready_s.get(beat.worker, now_s)
+                    is_healthy = is_healthy and now_s - unready_s[beat.worker] < UNREADY_S
             if is_healthy:
                 candidates[beat.worker] = AssignableWorker.from_heartbeat(beat)
         self._unready_s = unready_s
-        if now_s - self._first_s < self._settings.heartbeat_timeout_ms / 1000:
+        if is_recent:
             names = {beat.worker for beat, _ in beats}
             live = self._record.live()
             for worker, pool in assigned.items():
