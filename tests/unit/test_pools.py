@@ -96,7 +96,13 @@ def test_each_worker_has_one_reservation_that_it_fits_and_nobody_moves_without_n
         assert workers[worker].fits(specs[pool])
     for worker, pool in before.items():
         if worker in workers and pool in specs and workers[worker].fits(specs[pool]):
-            assert assignment[worker] == pool  # what fits stays
+            held = [workers[name] for name, holder in assignment.items() if holder == pool]
+            is_needed = lacking(specs[pool], held) != lacking(specs[pool], [*held, workers[worker]])
+            assert assignment.get(worker) == pool or not is_needed  # what fits and is needed stays
+    for spec in specs.values():
+        held = [workers[name] for name, holder in assignment.items() if holder == spec.name]
+        for number in range(len(held)):
+            assert lacking(spec, held[:number] + held[number + 1 :]) != lacking(spec, held), "each of them is needed"
     assert assign(reservations, workers, assignment) == assignment
     # the order of reservations and workers does not matter
     assert assign(reversed(reservations), dict(reversed(workers.items())), before) == assignment
@@ -118,12 +124,14 @@ def test_a_reservation_is_met_or_takes_nothing_new_and_the_older_comes_first(
         assert held <= {worker for worker, pool in before.items() if pool == name}
         if not reservation.takes_last:
             continue  # a free worker may have been the last of its bundle
-        # the free workers and those that younger reservations took would not meet it
+        # the workers that were free before, and are free now or at younger reservations, would not meet it
         younger = {successor.spec.name for successor in order[place + 1 :]}
         moved_workers = {
             worker for worker, pool in assignment.items() if pool in younger and before.get(worker) != pool
         }
-        enough = [workers[worker] for worker in held | free | moved_workers if workers[worker].fits(reservation.spec)]
+        former = {worker for worker, pool in before.items() if pool in {entry.spec.name for entry in order}}
+        names = held | ((free | moved_workers) - former)
+        enough = [workers[worker] for worker in names if workers[worker].fits(reservation.spec)]
         assert not is_met(reservation.spec, enough)
 
 
@@ -179,6 +187,15 @@ def test_a_worker_that_has_the_models_and_little_to_do_is_taken_first() -> None:
     assert assign([Reservation(spec, 0.0, 0.0)], {"idle": workers["idle"]}, {}) == {}
     assert assign([Reservation(spec, 0.0, 0.0, takes_last=True)], {"idle": workers["idle"]}, {}) == {"idle": "r"}
     assert assign([Reservation(spec, 0.0, 0.0)], workers, {"a": "r"}) == {"a": "r"}
+
+
+def test_workers_that_a_smaller_spec_does_not_need_are_given_back() -> None:
+    workers = {f"w{number}": AssignableWorker("l4", "default", busy=number) for number in range(4)}
+    before = dict.fromkeys(workers, "r")
+    smaller = Reservation(ReservationSpec("r", {"l4": 1}, minimum_worker_count=2), 0.0, 0.0)
+    assert assign([smaller], workers, before) == {"w0": "r", "w1": "r"}
+    unheard = {**workers, "w0": AssignableWorker("l4", "default", is_heard=False)}
+    assert assign([smaller], unheard, before) == before
 
 
 def test_a_reservation_gets_no_worker_while_the_gpus_of_one_are_unknown() -> None:

@@ -7,9 +7,10 @@ workers, or none
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sie_contracts.errors import InvalidInput, PoolNotFound
@@ -67,25 +68,29 @@ def assign(
 ) -> dict[str, str]:
     """Return the reservation of each reserved worker, as a map of worker id to pool. `before`: the previous map.
 
-    A reservation keeps its workers while they match its spec. If it lacks workers, it gets new ones only when all
-    missing ones are free. So no reservation gets workers that it cannot use yet, and no two reservations each take a
-    part of the free workers and wait for the rest. The oldest reservation is served first. One worker of each bundle
-    stays unreserved, unless the reservation may use the last one (`takes_last`).
+    A reservation keeps its workers while they match its spec and it needs them: a client may replace the spec by a
+    smaller one. If it lacks workers, it gets new ones only when all missing ones are free. So no reservation gets
+    workers that it cannot use yet, and no two reservations each take a part of the free workers and wait for the rest.
+    The oldest reservation is served first. One worker of each bundle stays unreserved, unless the reservation may use
+    the last one (`takes_last`).
     """
     order = sorted(reservations, key=lambda reservation: (reservation.created_s, reservation.spec.name))
-    assigned: dict[str, str] = {}
+    held: dict[str, Sequence[str]] = {}  # workers by reservation
     for reservation in order:
-        retained = (
-            name
-            for name, pool in before.items()
-            if pool == reservation.spec.name and name in workers and workers[name].fits(reservation.spec)
-        )
-        assigned.update(dict.fromkeys(retained, reservation.spec.name))
+        spec = reservation.spec
+        retained = [
+            name for name, pool in before.items() if pool == spec.name and name in workers and workers[name].fits(spec)
+        ]
+        held[spec.name] = _needed(spec, retained, workers)
     for reservation in order:
-        held = [workers[name] for name, pool in assigned.items() if pool == reservation.spec.name]
-        addition = _addition(reservation.spec, held, workers, assigned, takes_last=reservation.takes_last)
-        assigned.update(dict.fromkeys(addition, reservation.spec.name))
-    return assigned
+        spec = reservation.spec
+        present = [workers[name] for name in held[spec.name]]
+        reserved = set(itertools.chain.from_iterable(held.values()))
+        addition = _addition(spec, present, workers, reserved, takes_last=reservation.takes_last)
+        held[spec.name] = _needed(spec, [*held[spec.name], *addition], workers)
+    assigned = {name: pool for pool, names in held.items() for name in names}
+    # a new worker may make another one unnecessary, which an older reservation may wait for
+    return assigned if assigned == before else assign(order, workers, assigned)
 
 
 def is_held_back(
@@ -101,23 +106,49 @@ def is_held_back(
     return bool(with_last) and not without
 
 
+def _needed(spec: ReservationSpec, names: Sequence[str], workers: Mapping[str, AssignableWorker]) -> Sequence[str]:
+    """Return these workers of a reservation, without those that it does not need; all of them while the GPUs of one
+    are unknown.
+    """
+    if not all(workers[name].is_heard for name in names):
+        return names
+    gpus, count = Counter[str](), len(names)
+    for name in names:
+        gpus[workers[name].machine_profile] += workers[name].gpus
+    needed = []
+    for name in sorted(names, key=lambda name: _preference(spec, name, workers[name]), reverse=True):
+        profile = workers[name].machine_profile
+        remaining = gpus[profile] - workers[name].gpus
+        if remaining >= spec.gpus[profile] and count > spec.minimum_worker_count:
+            gpus[profile], count = remaining, count - 1
+        else:
+            needed.append(name)
+    return needed
+
+
+def _preference(spec: ReservationSpec, name: str, worker: AssignableWorker) -> tuple[int, int, str]:
+    """Return the sort key of a worker for a reservation: those with most of its pinned models come first, then the
+    least busy ones.
+    """
+    return -len(worker.models.intersection(spec.pinned_models)), worker.busy, name
+
+
 def _addition(
     spec: ReservationSpec,
     held: Sequence[AssignableWorker],
     workers: Mapping[str, AssignableWorker],
-    assigned: Mapping[str, str],
+    assigned: Collection[str],
     *,
     takes_last: bool,
 ) -> list[str]:
     """Return free workers that complete a reservation; empty if there are too few, or while the GPUs of one of its
-    workers are unknown. Workers that have loaded most of the reservation's pinned models come first, then the least
-    busy ones.
+    workers are unknown.
     """
     if not all(worker.is_heard for worker in held):
         return []
-    short, count = lacking(spec, held)
     free = [name for name, worker in workers.items() if name not in assigned and worker.fits(spec)]
-    free.sort(key=lambda name: (-len(workers[name].models.intersection(spec.pinned_models)), workers[name].busy, name))
+    short, count = lacking(spec, held)
+    free.sort(key=lambda name: _preference(spec, name, workers[name]))
     if not takes_last:
         free = _without_last(free, workers, assigned)
     chosen = []
@@ -131,9 +162,7 @@ def _addition(
     return [*chosen, *more] if complete else []
 
 
-def _without_last(
-    free: Sequence[str], workers: Mapping[str, AssignableWorker], assigned: Mapping[str, str]
-) -> list[str]:
+def _without_last(free: Sequence[str], workers: Mapping[str, AssignableWorker], assigned: Collection[str]) -> list[str]:
     """Return `free`. If it contains all unreserved workers of a bundle, one worker of this bundle is left out."""
     stays = {worker.bundle for name, worker in workers.items() if name not in assigned and name not in free}
     remaining = []
