@@ -206,6 +206,40 @@ def test_a_reservation_gets_no_worker_while_the_gpus_of_one_are_unknown() -> Non
     assert assign([reservation], {"free": free}, {}) == {"free": "r"}
 
 
+@pytest.mark.serial
+async def test_pending_reservations_cost_few_passes_over_all_workers() -> None:
+    """64 reservations, each for more workers than the 1,000 of the cluster. Each request of an autoscaler and each look
+    of the leader considers all of them. The limits are three times what was measured.
+    """
+    bus, clock = MemoryServer().connect("g"), clock_at()
+    settings = settings_of(SIE_HEARTBEAT_TIMEOUT_MS="3600000")
+    record = PoolRecord(settings, bus, clock)
+    fleet = Fleet(bus, settings, spec=record.spec)
+    directory = PoolDirectory(record, fleet, Mock(), clock, Mock())
+    for number in range(1000):
+        statuses = tuple(ModelStatus(f"m{(number * 7 + place) % 500}", "loaded") for place in range(12))
+        fleet.note(Heartbeat(f"w{number}", "_default", "l4", "default", True, "", models=statuses, own_pool="_default"))
+    specs = [ReservationSpec(f"r{number}", {"l4": 2000}, pinned_models=("m1",)) for number in range(MAX_RESERVATIONS)]
+    pools = {spec.name: Reservation(spec, clock.now_s(), clock.now_s()) for spec in specs}
+    record.reservations = Reservations(pools)
+
+    def cost_s(work: Callable[[], object]) -> float:
+        before_s = time.thread_time()
+        work()
+        return time.thread_time() - before_s
+
+    pass_s = statistics.median(cost_s(directory._assignable) for _ in range(9))
+    workers = directory._assignable()
+    costs = {
+        "look": cost_s(lambda: assign(pools.values(), workers, {})) / pass_s,
+        "scaling": cost_s(lambda: (directory.reserved(), directory.pending())) / pass_s,
+    }
+    print(f"{costs['look']:.0f} and {costs['scaling']:.0f} passes of {pass_s * 1000:.1f} ms")
+    await bus.close()
+    assert costs["look"] < LOOK_PASSES
+    assert costs["scaling"] < SCALING_PASSES
+
+
 # what a spec may be
 
 CATALOGUE = Catalogue({"toy/one": toy_entry()}, {}, "")

@@ -100,10 +100,8 @@ def is_held_back(
     held = [workers[name] for name, pool in assigned.items() if pool == reservation.spec.name and name in workers]
     if reservation.takes_last or is_met(reservation.spec, held):
         return False
-    with_last, without = (
-        _addition(reservation.spec, held, workers, assigned, takes_last=takes) for takes in (True, False)
-    )
-    return bool(with_last) and not without
+    with_last = _addition(reservation.spec, held, workers, assigned, takes_last=True)
+    return bool(with_last) and not _addition(reservation.spec, held, workers, assigned, takes_last=False)
 
 
 def _needed(spec: ReservationSpec, names: Sequence[str], workers: Mapping[str, AssignableWorker]) -> Sequence[str]:
@@ -147,6 +145,9 @@ def _addition(
     if not all(worker.is_heard for worker in held):
         return []
     free = [name for name, worker in workers.items() if name not in assigned and worker.fits(spec)]
+    # the usual case of a pending reservation; all of them together must not take long
+    if not is_met(spec, itertools.chain(held, map(workers.__getitem__, free))):
+        return []
     short, count = lacking(spec, held)
     free.sort(key=lambda name: _preference(spec, name, workers[name]))
     if not takes_last:

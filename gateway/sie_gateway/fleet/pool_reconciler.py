@@ -160,7 +160,8 @@ class PoolReconciler:
     async def _assign(self) -> None:
         """Write the assignment of workers to reservations, if it has changed."""
         live, before = self._record.live(), self._record.assigned.workers
-        assigned = assignments.assign(live.values(), self._candidates(), before)
+        # in a thread: with many reservations and workers, it takes longer than the event loop may stand still
+        assigned = await asyncio.to_thread(assignments.assign, live.values(), self._candidates(), before)
         if assigned != before:
             if not await self._record.assign(assigned):
                 return

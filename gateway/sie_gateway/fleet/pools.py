@@ -313,22 +313,22 @@ class PoolDirectory:
         reservation = self.record.reservation(name)
         if reservation is None or self.is_active(reservation):
             return ""
-        if self._is_held_back(reservation):
-            return HELD_BACK
         assigned = self.record.assigned.workers
+        if assignments.is_held_back(reservation, self._assignable(), assigned):
+            return HELD_BACK
         held = [
             AssignableWorker.from_heartbeat(beat) for beat in self._fleet.healthy() if assigned.get(beat.worker) == name
         ]
         return ON_THEIR_WAY if assignments.is_met(reservation.spec, held) else TOO_FEW
 
-    def _is_held_back(self, reservation: Reservation) -> bool:
+    def _assignable(self) -> dict[str, AssignableWorker]:
+        """Return the healthy workers that reservations may take."""
         default = topology.pool_name("default")
-        workers = {
+        return {
             beat.worker: AssignableWorker.from_heartbeat(beat)
             for beat in self._fleet.healthy()
             if beat.own_pool == default
         }
-        return assignments.is_held_back(reservation, workers, self.record.assigned.workers)
 
     def _has_no_lease(self, name: str) -> bool:
         """Return whether this is a pool of this gateway's settings or of the settings of a worker."""
@@ -356,20 +356,20 @@ class PoolDirectory:
             if worker in beats:
                 held.setdefault(pool, []).append(AssignableWorker.from_heartbeat(beats[worker]))
         counts: Counter[tuple[str, str, str]] = Counter()
+        assignable, assigned = self._assignable(), self.record.assigned.workers
         for name, reservation in self.record.live().items():
             for (profile, bundle), count in assignments.requested_workers(
                 reservation.spec, held.get(name, []), gpus
             ).items():
                 counts[name, profile, bundle] += count
             # request one more worker, so that the last one of a bundle stays unreserved
-            if self._is_held_back(reservation):
+            if assignments.is_held_back(reservation, assignable, assigned):
                 counts[name, min(reservation.spec.gpus), reservation.spec.bundle or assignments.DEFAULT_BUNDLE] += 1
         return counts
 
-    def pending(self) -> set[tuple[str, str, str]]:
-        """Return the keys of `reserved` that belong to reservations that are not active yet."""
-        active = {name for name, reservation in self.record.live().items() if self.is_active(reservation)}
-        return {reservation for reservation in self.reserved() if reservation[0] not in active}
+    def pending(self) -> set[str]:
+        """Return the names of the reservations that are not active yet."""
+        return {name for name, reservation in self.record.live().items() if not self.is_active(reservation)}
 
     def _count(self, event: str, count: int = 1) -> None:
         self._metrics.pool_events.labels(event).inc(count)

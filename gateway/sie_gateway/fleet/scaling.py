@@ -144,5 +144,5 @@ class Scaling:
             ready_workers=len(workers),
             wanted_replicas=desired,
             reserved=reserved,
-            demand=int(demand or not mine.isdisjoint(pending)),
+            demand=int(demand or any(lane_key[0] in pending for lane_key in mine)),
         )
