@@ -133,6 +133,7 @@ async def serve(
         fleet,
         ages.waiting_of,
         clock.now_s,
+        serves=record.__contains__,
         storage=settings.stream_storage,
         replicas=settings.stream_replicas,
     )

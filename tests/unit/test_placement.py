@@ -346,7 +346,7 @@ async def test_of_two_gateways_the_first_writes_and_the_other_goes_on_from_there
     assert await bucket.epoch() == epoch, "an idle system writes nothing"
 
 
-async def test_a_pool_whose_stream_is_lost_holds_up_no_other_and_is_forgotten_with_its_workers() -> None:
+async def test_a_pool_whose_stream_is_lost_holds_up_no_other() -> None:
     server, clock = MemoryServer(), Clock()
     broker, lost = server.connect("g"), [replace(LANE, pool=f"lost{number}") for number in range(8)]
     fleet = Fleet(broker, load(environ={}).settings, clock)
@@ -366,10 +366,30 @@ async def test_a_pool_whose_stream_is_lost_holds_up_no_other_and_is_forgotten_wi
     table = placer.table(LANE)
     assert table is not None
     assert table.hosts == {"m": (f"of-{LANE.pool}",)}
-    clock.now_s += 3600.0  # no heartbeat counts any more
-    with pytest.raises(BrokerError, match="no stream WORK_lost"):
-        await placer.step()
+
+
+async def test_a_reservation_that_has_ended_is_not_placed_while_its_workers_leave() -> None:
+    server, clock, pools = MemoryServer(), Clock(), {LANE.pool, "reserved"}
+    broker, lane = server.connect("g"), replace(LANE, pool="reserved")
+    fleet = Fleet(broker, load(environ={}).settings, clock)
+
+    async def read(lane: Lane, models: object) -> dict[str, ModelBacklog]:
+        if lane.pool not in pools and lane not in fleet.lanes():
+            raise BrokerError(f"there is no stream WORK_{lane.pool}")
+        return {}
+
+    placer = Placer(broker, 2.0, fleet, read, clock, serves=pools.__contains__, storage="memory")
+    await placer.start()
+    fleet.note(beat("w1", ModelStatus("m", "loaded"), pool=lane.pool))
     await placer.step()
+    assert placer.table(lane) is not None
+    pools.discard(lane.pool)
+    placer.drop_pool(lane.pool)
+    await placer.step()
+    fleet.note(beat("w1", ModelStatus("m", "loaded")))
+    await placer.step()  # the stream is gone now
+    assert placer.table(LANE) is not None
+    assert lane not in placer._planners
 
 
 @pytest.mark.parametrize("drops_first", [True, False])

@@ -65,17 +65,20 @@ class Placer:
         waiting: Callable[[Lane, Collection[str]], Awaitable[Mapping[str, ModelBacklog]]],
         now_s: Callable[[], float],
         *,
+        serves: Callable[[str], bool] = lambda pool: True,
         storage: str = "file",
         replicas: int = 1,
     ) -> None:
         """`waiting(lane, models)` returns the waiting work of these models. `now_s` returns the broker's time.
-        `storage` and `replicas` are used if this gateway creates the bucket.
+        `serves(pool)`: whether the pool exists; lanes of other pools get no table. `storage` and `replicas` are used if
+        this gateway creates the bucket.
         """
         self._broker = broker
         self._adopt_after_s = adopt_after_s
         self.fleet = fleet
         self._waiting = waiting
         self.now_s = now_s
+        self._serves = serves
         self._first_s: float | None = None
         self._hosts: frozenset[str] = frozenset()  # workers that could host models at the last step
         self._tables: dict[str, StoredTable] = {}  # placement tables by the key of the lane
@@ -195,7 +198,9 @@ class Placer:
         self._hosts = frozenset(beat.worker for beats in (*live.values(), *silent.values()) for beat in beats)
         await independently(
             functools.partial(self._look_at, lane, live.get(lane, []), silent.get(lane, []), workers)
+            # workers of an ended reservation report its pool until they have left it
             for lane in live.keys() | self._planners.keys() | self._noted.keys()
+            if self._serves(lane.pool)
         )
 
     async def _look_at(self, lane: Lane, live: list[Heartbeat], silent: list[Heartbeat], workers: set[str]) -> None:
@@ -206,12 +211,7 @@ class Placer:
             unheard = _unheard(lane, stored.table, workers)
             silent = [*silent, *unheard]
             self._hosts |= {beat.worker for beat in unheard}
-        try:
-            backlog = await self._waiting(lane, planner.models)
-        except BrokerError:
-            if not live and not planner.models:  # the stream may be gone with its pool: the lane needs no planner
-                self._drop(lane, stored)
-            raise
+        backlog = await self._waiting(lane, planner.models)
         planner.note(self._noted.pop(lane, {}))
         look = functools.partial(planner.step, stored.table, live, silent, backlog, self.now_s())
         change = await asyncio.to_thread(self._changed, stored, look)
