@@ -20,6 +20,8 @@ from inprocess import GatewayProcess, InProcess, Source, free_port, settings_of,
 from sie_broker.memory import MemoryServer
 from sie_contracts.errors import NotFound, NotReady
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.records import Placement
+from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import ANYBODY
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference.call import Call
@@ -27,7 +29,7 @@ from sie_gateway.operations import doctor as doctor_module
 from sie_gateway.operations.doctor import Doctor
 from sie_gateway.operations.history import MAX_CHARS, MAX_LINES, STEP_S, STEPS, LogTail, RequestHistory
 from sie_gateway.operations.status import ClusterStatus
-from sie_gateway.operations.summary import COST_SHARE, MAX_SHOWN, CachedSummary
+from sie_gateway.operations.summary import COST_SHARE, MAX_SHOWN, CachedSummary, LaneTable, Waitings
 
 MODELS, WORKERS, LOADED = 10_000, 1_000, 12
 MINUTE_BYTES = 1 << 20
@@ -117,6 +119,15 @@ async def test_the_placement_table_says_which_worker_hosts_a_model(cluster: InPr
     assert (lane["lane"], lane["workers"], lane["models"]) == ("_default._default.default", 1, 1)
     assert lane["shown"][0]["model"] == "toy/one"
     assert (await gateway.client.get("/v1/placement?filter=other")).json()["lanes"][0]["shown"] == []
+
+
+def test_the_placement_table_sums_up_the_profiles_of_a_model() -> None:
+    lane = Lane("_default", "l4", "default")
+    profiles = (ModelStatus("m:int8", "loaded", 5, cost_rate=7.0), ModelStatus("m", "available", cost_rate=1.0))
+    beats = [Heartbeat("w", lane.pool, lane.machine_profile, lane.bundle, ready=True, version="", models=profiles)]
+    table = LaneTable.from_table(Placement(0.0, {"m": ("w", "v")}), lane, beats, Waitings({}), 0.0)
+    (row,) = table.rows
+    assert (row["hosts"], row["memory_bytes"], row["tokens_per_s"]) == ({"w": "loaded", "v": "-"}, 5, 8.0)
 
 
 async def test_the_log_of_a_request_is_told_without_its_inputs(

@@ -266,6 +266,14 @@ def test_a_planner_reads_equal_rates_from_the_first_and_from_later_heartbeats_of
         assert {planner._layout.names[int(index)]: rate for index, rate in taking.T} == {"m": 900.0, "n": 0.0}
 
 
+@pytest.mark.parametrize("busy", ["m", "m:int8"])
+def test_the_demand_for_a_model_is_that_of_all_its_profiles(busy: str) -> None:
+    profiles = [ModelStatus(name, "loaded", cost_rate=900.0 if name == busy else 0.0) for name in ("m", "m:int8")]
+    table = Planner(2.0).step(None, [beat("w1", *profiles), beat("w2", *profiles)], [], {}, 1.0)
+    assert table is not None
+    assert len(table.hosts["m"]) == 2
+
+
 def test_a_silent_worker_stays_a_host_until_work_of_its_models_waits() -> None:
     planner = Planner(2.0)
     silent, live = beat("w1", ModelStatus("m", "loaded")), beat("w2")

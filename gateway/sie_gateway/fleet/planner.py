@@ -237,8 +237,11 @@ class Planner:
         else:
             statuses = {model_of(status): status for status in ordered}
             self._changed(self._layout.set_worker(beat.worker, holdings(statuses), beat.slots), now_s)
+            accepted = dict.fromkeys(statuses, 0.0)  # tokens per second of a model, in all its profiles
+            for status in ordered:
+                accepted[model_of(status)] += status.cost_rate
             served = [
-                (model, entry.cost_rate) for model, entry in statuses.items() if entry.state in ("loaded", "loading")
+                (model, accepted[model]) for model, entry in statuses.items() if entry.state in ("loaded", "loading")
             ]
             taking = np.array([[self._layout.indices[model] for model, _ in served], [rate for _, rate in served]])
         load_s = max((status.load_s for status in beat.models), default=0.0)

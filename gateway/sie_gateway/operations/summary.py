@@ -14,11 +14,11 @@ import msgspec
 from sie_contracts.api.operations import ClusterInfo, ModelSummary, WorkerInfo
 from sie_contracts.api.views import ClusterFinding
 from sie_contracts.status import QueueInfo
-from sie_contracts.wire.heartbeats import Heartbeat
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.records import Placement
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lag import Labels
-from sie_gateway.fleet.planner import ModelBacklog
+from sie_gateway.fleet.planner import ModelBacklog, in_order, model_of
 from sie_gateway.fleet.pool_rules import HIDDEN
 
 COST_SHARE = 0.002  # part of a CPU core that the builds of one summary may take
@@ -108,16 +108,19 @@ class LaneTable:
         cls, table: Placement, lane: Lane, beats: Sequence[Heartbeat], waiting: Waitings, now_s: float
     ) -> LaneTable:
         """Build the rows from the placement of a lane, the heartbeats of its healthy workers and waiting messages."""
-        reports = {beat.worker: {status.model: status for status in beat.models} for beat in beats}
+        reports: dict[tuple[str, str], list[ModelStatus]] = {}  # statuses of a model's profiles at a worker
+        for beat in beats:
+            for status in in_order(beat.models):
+                reports.setdefault((beat.worker, model_of(status)), []).append(status)
         rows = list[dict[str, Any]]()
         for model, hosts in table.hosts.items():
-            statuses = {host: reports[host].get(model) if host in reports else None for host in hosts}
-            reported = [status for status in statuses.values() if status is not None]
+            statuses = {host: reports.get((host, model), []) for host in hosts}
+            reported = [status for profiles in statuses.values() for status in profiles]
             raised_s, queued = table.raised_s.get(model), waiting.of_model(model, lane)
             rows.append(
                 {
                     "model": model,
-                    "hosts": {host: status.state if status is not None else "-" for host, status in statuses.items()},
+                    "hosts": {host: profiles[-1].state if profiles else "-" for host, profiles in statuses.items()},
                     "memory_bytes": sum(status.memory_bytes for status in reported),
                     "tokens_per_s": round(sum(status.cost_rate for status in reported), 1),
                     "waiting": queued.count,
