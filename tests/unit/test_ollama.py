@@ -16,6 +16,8 @@ from fake_adapter import WIDTH, ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, until_told
 
 from sie_contracts import __version__
+from sie_contracts.wire import messages, topology
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus, ServedPrecision
 
 ONE = "toy/one"
 LATEST = "toy/latest"
@@ -187,6 +189,22 @@ async def test_ps_lists_what_workers_have_loaded(served: GatewayProcess) -> None
     (model,) = await until_told(loaded, "the loaded model in the list")
     assert (model["name"], model["context_length"], model["size"]) == (f"{ONE}:latest", 512, model["size_vram"])
     assert datetime.fromisoformat(model["expires_at"]).year == 9999
+
+
+async def test_the_precision_of_a_custom_adapter_is_listed_as_it_is(
+    cluster: InProcess, gateway: GatewayProcess
+) -> None:
+    status = ModelStatus(ONE, "loaded", precision=ServedPrecision("fp8"))
+    beat = Heartbeat("w", "_default", "cpu", "default", ready=True, version="", models=(status,))
+    await cluster.send(topology.health_subject("w"), messages.encode(beat))
+
+    async def levels() -> Any:
+        answer = await gateway.client.get("/api/ps")
+        assert answer.status_code == 200
+        return [model["details"]["quantization_level"] for model in answer.json()["models"]]
+
+    assert await until_told(levels, "the loaded model in the list") == ["fp8"]
+    assert (await gateway.client.get("/api/tags")).status_code == 200
 
 
 async def test_show_describes_a_model(gateway: GatewayProcess) -> None:

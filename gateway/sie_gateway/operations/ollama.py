@@ -57,7 +57,7 @@ def _described(fleet: Fleet, name: str, resolved: Resolved) -> dict[str, Any]:
         "size": max((status.memory_bytes for _, status in reports), default=0),
         "digest": hashlib.sha256(f"{resolved.canonical}@{entry.revision}".encode()).hexdigest(),
         "details": api.OllamaDetails(
-            family=entry.family, families=[entry.family], quantization_level=_LEVELS[precision]
+            family=entry.family, families=[entry.family], quantization_level=_LEVELS.get(precision, precision)
         ),
     }
 
