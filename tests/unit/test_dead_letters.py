@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from direct import DeadlyAdapter
@@ -15,6 +16,7 @@ from sie_contracts.errors import ErrorInfo
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import DeadLetter, Input, RunOptions, WorkItem
 from sie_contracts.wire.topology import Lane
+from sie_gateway.inference.fragments import Fragments, InboxFull
 from sie_gateway.operations import dead_letters
 
 ADMIN, USER = "admin-token-of-a-test", "user-token-of-a-test"
@@ -185,6 +187,26 @@ async def test_without_an_answer_a_letter_is_kept(cluster: InProcess, gateway: G
     assert (await ask(gateway, "GET"))["total"] == 2
     stream = cluster.server.streams[topology.stream_name("_default")]
     await until(lambda: stream.state().messages == 2, "the work, which is published")
+
+
+async def test_a_result_without_room_fails_its_letter_and_no_other(
+    cluster: InProcess, gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = cluster.server.connect("worker")
+    for name in ("a", "b"):
+        await write(broker, name)
+    monkeypatch.setattr(Fragments, "add", Mock(side_effect=InboxFull("no room")))
+    replay = asyncio.create_task(ask(gateway, "POST", "/replay", timeout_s=1))
+    stream = cluster.server.streams[topology.stream_name("_default")]
+    await until(lambda: stream.state().messages == 2, "the work of both letters")
+    work = [messages.decode_work(message.data) for message in stream.messages.values()]
+    large = next(item for item in work if item.request.startswith("r-a-"))
+    part = messages.Fragment(large.request, large.chunk, large.attempt, 0, 2, "", b"part")
+    await cluster.send(large.reply, messages.encode(part))
+    replayed = (await replay)["replayed"]
+    assert [(letter["id"], letter["state"]) for letter in replayed] == [("a", "failed"), ("b", "waiting")]
+    assert [error["code"] for error in replayed[0]["errors"]] == ["RESOURCE_EXHAUSTED"]
+    await broker.close()
 
 
 async def test_a_purge_forgets_what_is_named_and_nothing_else(cluster: InProcess, gateway: GatewayProcess) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from sie_broker import Broker, BrokerError
 from sie_broker.dead_letters import DeadLetterEntry, Letters
 from sie_contracts.api import dead_letters as api
-from sie_contracts.errors import NotFound, PoolNotFound, QueueUnavailable
+from sie_contracts.errors import NotFound, PoolNotFound, QueueUnavailable, SIEError
 from sie_contracts.settings import Settings
 from sie_contracts.wire.messages import Failed, WorkItem
 from sie_contracts.wire.topology import Lane
@@ -288,6 +288,8 @@ async def _replayed(replays: Replays, letter: DeadLetterEntry, timeout_s: float)
     except BrokerError as error:
         _logger.warning("dead letter %s could not be run again: %s", letter.letter.id, error)
         return outcome("unavailable")
+    except SIEError as error:  # this gateway had no room for the result
+        return outcome("failed", Counter({(error.code, error.reason): 1}))
     failed = (outcome.error for outcome in result.outcomes if isinstance(outcome, Failed))
     errors = Counter((error.code, error.reason) for error in failed)
     return outcome("failed" if errors else "answered", errors)

@@ -50,7 +50,7 @@ class Replays:
     async def run(self, located: DeadLetterEntry, timeout_s: float) -> WorkResult:
         """Publish the work of a letter again and return its result. The letter is removed if no input failed.
         `timeout_s`: seconds to wait, also the time limit of the work. Raises Unreadable before anything is published,
-        TimeoutError, BrokerError.
+        TimeoutError, BrokerError, and SIEError if the result arrives but cannot be stored.
         """
         if located.item is None:
             raise Unreadable(f"{located.letter.id}: its message cannot be decoded; nothing was published")
