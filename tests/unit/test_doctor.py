@@ -23,6 +23,7 @@ from sie_cli.doctor.checks import config, drift, gateway, loads, models, queue, 
 from sie_cli.doctor.command import BLIND, FINE, WRONG, CheckReport, faults_of, status_of
 from sie_cli.doctor.machine import GpuDriver, TorchBuild, disk, gpu_faults, has_nvidia_card, ports, sockets
 from sie_cli.doctor.probe import (
+    AdapterSocket,
     CheckSkipped,
     ClusterProbe,
     Finding,
@@ -242,6 +243,12 @@ async def test_what_another_user_hides_is_not_seen_and_ends_no_other_check(
     assert says_by_check["versions"] == ("blind", "no process of the cluster answers")
     assert says_by_check["sockets"][1].endswith("belongs to another user: run this as the worker's user")
     assert says_by_check["disk"][1].endswith(": Permission denied")
+
+
+@pytest.mark.parametrize(("count", "says"), [(1, "1 adapter answers"), (2, "2 adapters answer")])
+async def test_adapters_that_answer_are_counted(count: int, says: str) -> None:
+    probe = AsyncMock(sockets=AsyncMock(return_value=[AdapterSocket(Path("sie.sock"))] * count))
+    assert await sockets(probe) == (says, [])
 
 
 async def test_what_is_no_adapter_behind_a_socket_is_told(tmp_path: Path) -> None:
