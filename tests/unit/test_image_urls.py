@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import socket
 import ssl
 import threading
@@ -436,6 +437,29 @@ async def test_tls_verifies_the_name_of_the_url_and_not_the_address(tmp_path: Pa
         assert connections.made == [(PUBLIC, 443)] * 2
         strangers, _, _ = urls_of(server)
         assert (await fault(strangers, f"https://{HOST}/a"))[0] == "the server of the URL cannot be reached"
+    finally:
+        await server.stop()
+
+
+class Unframed(ImageServer):
+    """A server that sends bytes that are no TLS after the handshake, as one that refuses the client may."""
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        os.write(writer.get_extra_info("socket").fileno(), b"HTTP/1.1 400 these bytes are no record of TLS\r\n\r\n")
+        await reader.read()  # until the other side leaves
+        writer.close()
+
+
+async def test_an_error_of_tls_after_the_handshake_costs_its_own_image(tmp_path: Path) -> None:
+    certificate = certified(tmp_path, HOST)
+    own = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    own.load_cert_chain(certificate)
+    server = await Unframed().start(own)
+    try:
+        urls, _, counted = urls_of(server, tls=ssl.create_default_context(cafile=str(certificate)))
+        assert await fault(urls, f"https://{HOST}/a") == ("the server of the URL sent no complete answer", {})
+        assert counted == ["failed"]
     finally:
         await server.stop()
 

@@ -244,7 +244,8 @@ class ImageUrls:
             outcome = error
         except httpcore.ConnectError:
             outcome = _Unfetched("the server of the URL cannot be reached", "failed")
-        except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError):
+        # httpcore translates errors of TLS only in the handshake, and a server may refuse the client after it
+        except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, ssl.SSLError):
             outcome = _Unfetched("the server of the URL sent no complete answer", "failed")
         self._count(outcome.result if isinstance(outcome, _Unfetched) else "fetched")
         return outcome
