@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import random
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -269,6 +270,7 @@ def test_an_image_costs_a_constant_until_a_worker_has_seen_it() -> None:
         (file("JPEG", "RGB", progressive=True, size=(300, 200)), (300, 200, "jpeg", 24)),
         (file("GIF", "P"), (5, 3, "gif", 1)),
         (file("BMP"), (5, 3, "bmp", 24)),
+        (file("BMP").replace(struct.pack("<i", 5), struct.pack("<i", -5), 1), ((1 << 32) - 5, 3, "bmp", 24)),
         (file("WEBP"), (5, 3, "webp", 24)),
         (file("WEBP", lossless=True), (5, 3, "webp", 24)),
         (file("WEBP", "RGBA", lossless=True), (5, 3, "webp", 32)),

@@ -83,7 +83,7 @@ def _gif(data: bytes) -> ImageHeader:
 
 def _bmp(data: bytes) -> ImageHeader:
     (size,) = struct.unpack_from("<I", data, 14)
-    width, height, _, bits = struct.unpack_from("<HHHH" if size == 12 else "<iiHH", data, 18)
+    width, height, _, bits = struct.unpack_from("<HHHH" if size == 12 else "<IiHH", data, 18)
     return ImageHeader(width, abs(height), "bmp", bits)
 
 
