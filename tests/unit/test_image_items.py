@@ -35,7 +35,7 @@ from sie_contracts.models.costs import IMAGE_TOKENS
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import ArraySlice, Input, Ok, WorkItem, WorkResult
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference import images
+from sie_gateway.inference import image_urls, images
 from sie_gateway.inference import images as image_headers
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.chunk import Chunk, ChunkLimits, ItemFiles, split
@@ -565,7 +565,9 @@ async def test_each_route_makes_the_one_native_form(place: tuple[GatewayProcess,
             assert b64(data)[:40] not in answer.text
 
 
-async def test_a_url_of_a_listed_host_is_its_file_on_every_route(tmp_path: Path) -> None:
+async def test_a_url_of_a_listed_host_is_its_file_on_every_route(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIE_IMAGE_URL_HOSTS: the work items are equal to those of the files."""
     at = "http://pictures.test/"
     async with ImageServer({"/a": served(A), "/b": served(B)}) as server:
@@ -601,6 +603,9 @@ async def test_a_url_of_a_listed_host_is_its_file_on_every_route(tmp_path: Path)
             assert (error["reason"], error["param"]) == ("invalid_media", "query.images[0]")
             assert await gateway.metric("sie_gateway_image_fetches_total", result="refused") == 2
             assert await gateway.metric("sie_gateway_image_fetches_total", result="fetched") == len(server.asked)
+            monkeypatch.setattr(image_urls, "MAX_REQUEST_BYTES", 10)
+            large = await post(gateway, "/v1/embeddings", {"model": SEEN, "input": [{"image": at + "a"}]})
+            assert (large.status_code, large.json()["error"]["param"]) == (413, "input")
 
 
 async def test_cohere_is_told_of_its_images(place: tuple[GatewayProcess, Worker]) -> None:

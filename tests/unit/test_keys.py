@@ -278,6 +278,9 @@ async def test_a_key_over_its_tokens_per_minute_is_told_when_to_come_again(clust
     assert (await sent(28)).status_code == 200
     assert (await sent(180, second_key)).status_code == 200
     assert ((huge := await sent(500)).status_code, huge.json()["error"]["limit"]) == (413, 100)
+    body, headers = {"model": "toy/one", "input": "x" * 500}, {"Authorization": f"Bearer {token}"}
+    embedded = await gateway.client.post("/v1/embeddings", json=body, headers=headers)
+    assert (embedded.status_code, embedded.json()["error"]["param"]) == (413, "input")
 
 
 async def test_what_a_gateway_could_not_do_costs_no_quota(cluster: InProcess) -> None:

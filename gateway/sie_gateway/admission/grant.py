@@ -69,8 +69,8 @@ class Quotas:
         """
         return Charge(self, key, limits.tokens_per_minute) if limits.tokens_per_minute else None
 
-    def spend(self, key: str, per_minute: int, cost: int) -> None:
-        """Subtract `cost` tokens from the bucket of `key`, or raise.
+    def spend(self, key: str, per_minute: int, cost: int, name: str) -> None:
+        """Subtract `cost` tokens from the bucket of `key`, or raise. `name`: field with the inputs, for errors.
 
         A cost above this gateway's 1/n of the quota is accepted when the bucket is full, and the key then owes the
         excess: otherwise a request within the quota of the installation could never run. Raises RateLimited with the
@@ -81,7 +81,7 @@ class Quotas:
                 f"this request has about {cost} tokens, its key may use {per_minute} per minute: send fewer items at a "
                 "time"
             )
-            raise PayloadTooLarge(message, param="items", extras={"limit": per_minute})
+            raise PayloadTooLarge(message, param=name, extras={"limit": per_minute})
         level, part = self._level(key, per_minute)
         missing = min(float(cost), part) - level.tokens
         if missing > 0:
@@ -127,9 +127,11 @@ class Charge:
         self._per_minute = per_minute
         self._taken = 0
 
-    def spend(self, cost: int) -> None:
-        """Subtract `cost` tokens from the quota of the key, for this call. Raises RateLimited, PayloadTooLarge."""
-        self._quotas.spend(self._key, self._per_minute, cost)
+    def spend(self, cost: int, name: str = "items") -> None:
+        """Subtract `cost` tokens from the quota of the key, for this call. `name`: field with the inputs, for errors.
+        Raises RateLimited, PayloadTooLarge.
+        """
+        self._quotas.spend(self._key, self._per_minute, cost, name)
         self._taken += cost
 
     def settle(self, tokens: int) -> None:

@@ -320,7 +320,8 @@ class Inference:
             return await self._execute(call, request)
         left_s = call.received_s + call.budget_s - time.perf_counter()
         items = [*request.items, *([request.query] if request.query else ())]
-        async with self._urls.fetched(items, asyncio.get_running_loop().time() + left_s, call.key) as files:
+        until_s = asyncio.get_running_loop().time() + left_s
+        async with self._urls.fetched(items, until_s, call.key, request.inputs_field) as files:
             count = len(request.items)
             request = replace(request, items=tuple(files[:count]), query=files[count] if request.query else None)
             # copies of this request to a second model (shadows) use the fetched files too

@@ -192,11 +192,11 @@ class ImageUrls:
 
     @contextlib.asynccontextmanager
     async def fetched(
-        self, items: Sequence[RequestItem], until_s: float, key: str = ""
+        self, items: Sequence[RequestItem], until_s: float, key: str = "", name: str = "items"
     ) -> AsyncIterator[list[RequestItem]]:
         """Yield the items with files in place of their URLs. If a URL of an item failed, the item's `unfit` has the
-        reason. `until_s` is a time of the loop's clock. `key`: key of the request. The memory of the files is counted
-        until the context ends. Raises PayloadTooLarge, QueueFull.
+        reason. `until_s` is a time of the loop's clock. `key`: key of the request. `name`: field with the inputs,
+        for errors. The memory of the files is counted until the context ends. Raises PayloadTooLarge, QueueFull.
         """
         own_bytes = 0
 
@@ -204,7 +204,7 @@ class ImageUrls:
             nonlocal own_bytes
             own_bytes += more
             self.held_bytes += more
-            _check_total(own_bytes)
+            _check_total(own_bytes, name)
             if self.held_bytes > MAX_HELD_BYTES and self.held_bytes > own_bytes:
                 held, most = self.held_bytes >> 20, MAX_HELD_BYTES >> 20
                 raise QueueFull(
@@ -221,7 +221,8 @@ class ImageUrls:
             items_read = [_with(item, files) for item in items]
             # a file that two inputs name is sent twice, so it counts twice
             _check_total(
-                sum(item_read.file_bytes for item, item_read in zip(items, items_read, strict=True) if item.links)
+                sum(item_read.file_bytes for item, item_read in zip(items, items_read, strict=True) if item.links),
+                name,
             )
             yield items_read
         finally:
@@ -306,10 +307,10 @@ class ImageUrls:
         return False
 
 
-def _check_total(nbytes: int) -> None:
+def _check_total(nbytes: int, name: str) -> None:
     if nbytes > MAX_REQUEST_BYTES:
-        message = f"items: the images at their URLs have more than {MAX_REQUEST_BYTES} bytes in all"
-        raise PayloadTooLarge(message, param="items", extras={"limit": MAX_REQUEST_BYTES})
+        message = f"{name}: the images at their URLs have more than {MAX_REQUEST_BYTES} bytes in all"
+        raise PayloadTooLarge(message, param=name, extras={"limit": MAX_REQUEST_BYTES})
 
 
 def _with(item: RequestItem, fetched: dict[str, bytes | _Unfetched]) -> RequestItem:

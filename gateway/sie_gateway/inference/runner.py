@@ -145,7 +145,7 @@ class Runner:
         asker = call.key, lane, priority, resolved.residency
         self._admission.check(*asker, sum(costs), left_s, call.digest, sum(squares))
         if call.charge is not None:
-            call.charge.spend(sum(costs))
+            call.charge.spend(sum(costs), request.inputs_field)
         permits = self._admission.enter(*asker, costs, size_bytes, left_s, call.digest, call.work_id, squares)
         published_s = time.perf_counter()
         try:

@@ -191,7 +191,7 @@ class Remotes:
             return None
         if call.charge is not None:
             call.charge.refund()  # the attempt in this cluster failed
-            call.charge.spend(sum(costs))
+            call.charge.spend(sum(costs), request.inputs_field)
         try:
             async with asyncio.timeout(min(BROKER_S, left_s)):
                 month = await remote.budget.spend(sum(costs))
