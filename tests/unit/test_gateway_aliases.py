@@ -355,6 +355,17 @@ async def test_a_copy_is_bulk_names_nobody_and_is_cut() -> None:
     assert (request.priority, request.resolved.canonical, len(request.items)) == ("bulk", "toy/two", shadow.MAX_ITEMS)
 
 
+async def test_the_time_of_an_answer_from_the_cache_is_not_compared() -> None:
+    harness, request_result = Harness(), finished()
+    request_result.cached_items = 1
+    assert await harness.after(request_result) == {"done": 1}
+    figures = harness.shadows.figures("search", "toy/two")
+    assert (figures.served_ms.value, figures.shadow_ms.value) == (None, None)
+    assert figures.cosine.value == pytest.approx(1.0)
+    await harness.after()
+    assert (figures.served_ms.value, figures.shadow_ms.value) == (12.0, 12.0)
+
+
 async def test_the_share_is_exact() -> None:
     harness = Harness(share=0.3)
     for _ in range(20):
