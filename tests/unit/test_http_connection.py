@@ -483,6 +483,15 @@ def test_the_request_that_runs_learns_that_its_client_is_gone_if_another_is_pipe
     run(scenario())
 
 
+OFFER = ask(
+    "/ws",
+    "connection: Upgrade",
+    "upgrade: websocket",
+    "sec-websocket-version: 13",
+    "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==",
+)
+
+
 def test_a_websocket_begins_only_when_earlier_requests_are_answered(run: Run) -> None:
     async def scenario() -> None:
         go_on, kinds = asyncio.Event(), list[str]()
@@ -495,15 +504,42 @@ def test_a_websocket_begins_only_when_earlier_requests_are_answered(run: Run) ->
         http = HttpServer(app, "127.0.0.1", 0, setting="--port", websockets=WebSocketProtocol)
         await http.start()
         reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
-        key = "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ=="
-        offer = ask("/ws", "connection: Upgrade", "upgrade: websocket", "sec-websocket-version: 13", key)
         try:
             async with asyncio.timeout(END_S):
-                writer.write(ask("/first") + offer)
+                writer.write(ask("/first") + OFFER)
                 await until(lambda: kinds, "the first request runs")
                 go_on.set()
                 assert [(await answer(reader))[1] for _ in range(2)] == [b"/first", b"/ws"]
             assert kinds == ["http", "http"]
+        finally:
+            writer.close()
+            await http.stop()
+
+    run(scenario())
+
+
+def test_no_websocket_begins_on_a_connection_whose_client_has_not_read_its_answer(run: Run) -> None:
+    """The write buffer is full, of which the protocol of the websocket would not learn."""
+
+    async def scenario() -> None:
+        answered, kinds, large = asyncio.Event(), list[str](), bytes(16 << 20)
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            kinds.append(scope["type"])
+            await reply(send, 200, large if scope["path"] == "/first" else b"second")
+            answered.set()
+
+        http = HttpServer(app, "127.0.0.1", 0, setting="--port", websockets=WebSocketProtocol)
+        await http.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+        try:
+            async with asyncio.timeout(END_S):
+                writer.write(ask("/first"))
+                await answered.wait()
+                writer.write(OFFER)
+                await until(lambda: len(kinds) == 2, "the second request runs")
+                assert kinds == ["http", "http"]
+                assert [(await answer(reader))[1] for _ in range(2)] == [large, b"second"]
         finally:
             writer.close()
             await http.stop()

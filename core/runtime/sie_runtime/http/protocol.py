@@ -375,9 +375,11 @@ class Protocol(HttpToolsProtocol):
 
     def _should_upgrade(self) -> bool:
         """Return whether a websocket begins. An upgrade that is offered while an earlier request is unanswered is
-        ignored (RFC 9110, 7.8): its response would come before the response of that request.
+        ignored (RFC 9110, 7.8): its response would come before the response of that request. So is one whose client has
+        not read the earlier response: the websocket would not learn that its client does not read.
         """
-        return (self.cycle is None or self.cycle.response_complete) and super()._should_upgrade()
+        is_answered = self.cycle is None or self.cycle.response_complete
+        return is_answered and not self.flow.write_paused and super()._should_upgrade()
 
     def on_body(self, body: bytes) -> None:
         self._has_body = True
