@@ -117,7 +117,11 @@ DOCUMENTED = _DocumentedSettings(
         "SIE_AUTH_TOKEN": Documented(UNSET, CANARY),
         "SIE_AUTH_TOKENS": Documented(UNSET, f"{CANARY},{CANARY}-two", (",", " , ,")),
         "SIE_NATS_CONFIG_TRUSTED_PRODUCERS": Documented("sie-config", "a,b", (",", "")),
-        "SIE_GATEWAY_WORKERS": Documented(UNSET, "http://a,http://b", (",",)),
+        "SIE_GATEWAY_WORKERS": Documented(
+            UNSET,
+            "http://a,wss://[::1]:9095,b:9095",
+            (",", "http://[::1:9095", "a:port", "http://a,ftp://b", "http://"),
+        ),
         "SIE_GATEWAY_KUBERNETES": Documented("false", "true", ("k8s", "")),
         "SIE_GATEWAY_K8S_NAMESPACE": Documented("default", "search", ("two words", "")),
         "SIE_GATEWAY_K8S_SERVICE": Documented("sie-worker", "other", ("two words", "")),

@@ -22,6 +22,7 @@ from sie_contracts.settings.values import (
     SECRETS,
     SINKS,
     STORES,
+    WORKERS,
     Secret,
     choice,
     number,
@@ -133,7 +134,7 @@ class ClusterSettings:
         None,
         "SIE_GATEWAY_WORKERS",
         "gateway",
-        LIST,
+        WORKERS,
         "URLs of workers. With SIE_GATEWAY_HEALTH_MODE=ws the gateway watches their status websockets, to which it sends the SIE_CONFIG_READ_TOKEN. /ws/status shows the first of them, or ?worker=N. `sie serve` sets its own workers.",
     )
     gateway_kubernetes: bool = row(

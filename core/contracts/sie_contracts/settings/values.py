@@ -165,6 +165,17 @@ def _url(*schemes: str) -> Kind:
     return "a URL of the form " + " or ".join(f"{scheme}://..." for scheme in schemes), parse
 
 
+_WORKER = _url("http", "https", "ws", "wss")
+
+
+def _workers(text: str) -> tuple[str, ...]:
+    """Parse a list of URLs of workers, each with a scheme or without. Raises ValueError."""
+    urls = _list_of(text)
+    for url in urls:
+        _WORKER[1](url if "//" in url else f"http://{url}")
+    return urls
+
+
 @dataclass(frozen=True)
 class StoreUrl:
     """Parsed address of an object store. `path`: for s3 and gs the prefix in `bucket`, for file an absolute path."""
@@ -257,6 +268,7 @@ PATH = ("a path", _text)
 REMOTES = ("a path, or a JSON document", _text)
 PORT = whole(0, 65535)
 HTTP = _url("http", "https")
+WORKERS = "a comma-separated list of http://..., https://..., ws://..., wss://... or host:port", _workers
 COLLECTOR = "a URL of the form http://... or https://..., or host:port", _collector
 PROTOCOL = choice("grpc", "http/protobuf")
 LABEL = pattern("a label of letters, digits, ., _ and -", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}|_default", lower=True)
