@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from sie_cli.trying.shown import _AT_WORKER
 from sie_contracts.stages import STAGE_WORDS, STAGES
+from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import Ok, Stages, WorkResult
 from sie_gateway.inference.results import stage_times, timing_headers
 from sie_gateway.operations.history import STAGES_TOLD
+from sie_sidecar.device.in_flight import InFlight, stages_of
 from sie_sidecar.results.spans import _PARTS
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +58,17 @@ def test_a_chunk_at_the_broker_waits_for_the_load_that_another_chunk_waits_for(
 def test_work_that_did_not_run_has_only_a_queue_and_the_rest() -> None:
     timing = stage_times(total_ms=12.0, wait_ms=10.0, last=None)
     assert {name: timing[name] for name in STAGES if timing[name]} == {"queue_time": 10.0, "unattributed_time": 2.0}
+
+
+@pytest.mark.parametrize(("tokenised_there_ms", "waited_ms"), [(0.0, 1000.0), (500.0, 3500.0)])
+def test_a_batch_that_is_tokenised_in_the_adapter_waits_for_the_device_after_its_start(
+    tokenised_there_ms: float, waited_ms: float
+) -> None:
+    flight = InFlight(
+        mock.Mock(), mock.Mock(), 0.0, 60.0, loaded_s=1.0, tokenised_s=2.0, dispatched_s=3.0, started_s=4.0
+    )
+    done = ipc.BatchDone("b", (), b"", 2000.0, preprocess_ms=tokenised_there_ms)
+    assert stages_of(flight, 9.0, done).device_wait_ms == waited_ms
 
 
 def test_history_and_spans_have_the_stages_of_a_reply() -> None:

@@ -257,12 +257,14 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
     # the message that the batch has started may be read only together with the result. So the waiting time is limited
     # to the total time without the times that the adapter measured
     max_ms = (now_s - dispatched_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
+    # a batch that is tokenised in the adapter has started before it waits for the device
+    started_ms = math.inf if tokenised_there_ms else (flight.started_s - dispatched_s) * 1000
     return Stages(
         fetch_ms=(fetched_s - flight.received_s) * 1000,
         load_ms=(loaded_s - fetched_s + flight.reload_s) * 1000,
         preprocess_ms=(tokenised_s - loaded_s) * 1000 + tokenised_there_ms,
         batch_wait_ms=max(0.0, dispatched_s - tokenised_s - flight.reload_s) * 1000,
-        device_wait_ms=max(0.0, min((flight.started_s - dispatched_s) * 1000, max_ms)),
+        device_wait_ms=max(0.0, min(started_ms, max_ms)),
         inference_ms=inference_ms,
         postprocess_ms=postprocess_ms,
         worker_ms=(now_s - flight.received_s) * 1000,
