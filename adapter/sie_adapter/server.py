@@ -163,13 +163,17 @@ class AdapterServer:
                 raise broken[0]
             return
         run: Callable[[ipc.RunBatch], Reply] | None = None
-        if is_raw := bool(request.texts) and not request.ids:
-            # sent before the texts are processed: if a text crashes this process, the sidecar knows which batch may be
-            # the cause
+        is_started = False
+
+        def start() -> None:
+            nonlocal is_started
+            is_started = True
             answer(ipc.BatchStarted(request.batch))
-            run = self._engine.prepare(request, permission)
+
+        if request.texts and not request.ids:
+            run = self._engine.prepare(request, permission, start)
         run = run or functools.partial(self._engine.execute, permission=permission)
-        job = DeviceJob(request, answer, run, is_started=is_raw)
+        job = DeviceJob(request, answer, run, is_started=is_started)
         self._engine.device_threads.submit(job)
         job.finished.wait()
         if broken:

@@ -10,7 +10,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -392,7 +392,7 @@ def test_as_many_batches_are_tokenised_at_once_as_there_are_preprocessor_workers
         with mock.patch.object(
             engine.residency, "use", return_value=contextlib.nullcontext(mock.Mock(weights=Family()))
         ):
-            arguments = message, Permission((), 0.0)
+            arguments = message, Permission((), 0.0), mock.Mock()
             threads = [threading.Thread(target=engine.prepare, args=arguments) for _ in range(3 * workers)]
             for thread in threads:
                 thread.start()
@@ -413,7 +413,8 @@ def test_texts_are_prepared_while_the_lane_runs_another_batch() -> None:
         device_threads = DeviceThreads(1, hold)
         residency = mock.Mock()
 
-        def prepare(self, message: RunBatch, permission: object) -> None:
+        def prepare(self, message: RunBatch, permission: object, start: Callable[[], None]) -> None:
+            start()
             if message.batch == "second":
                 prepared.set()
 

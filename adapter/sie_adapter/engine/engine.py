@@ -167,10 +167,15 @@ class AdapterEngine:
             _logger.critical("the device is lost, the process ends: %s", error)
             self._on_device_lost()
 
-    def prepare(self, message: RunBatch, permission: Permission) -> Callable[[RunBatch], Reply] | None:
+    def prepare(
+        self, message: RunBatch, permission: Permission, start: Callable[[], None]
+    ) -> Callable[[RunBatch], Reply] | None:
         """Tokenise the texts of a batch outside the device threads, if the model has a method `prepare`. At most
         SIE_PREPROCESSOR_WORKERS calls run at once. Return the function that then runs the batch on a device thread, or
         None if nothing was prepared. Never raises: an error occurs again on the device thread, which replies with it.
+
+        `start` is called before a text is processed: if a text then crashes this process, the sidecar knows which batch
+        may be the cause.
         """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
@@ -178,6 +183,7 @@ class AdapterEngine:
                 if prepare is None or message.operation != "extract":
                     return None
                 with self._preprocessing:
+                    start()
                     preparation = prepare(message.texts, extract_options(message))
                     return functools.partial(self.execute, preparation=preparation, permission=permission)
         except SIEError:

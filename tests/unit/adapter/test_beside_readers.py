@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from unit.adapter.test_batch import FakeEncoder, message
 from unit.adapter.test_reading import Sums, asked, expected
 
+from sie_adapter.engine.device_threads import DeviceJob
 from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.memory.residency import Resident
@@ -26,7 +28,7 @@ from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.settings import Settings
 from sie_contracts.wire import ipc
 from sie_contracts.wire.ipc import BatchDone, BatchStarted, Group, Rows, RunBatch
-from sie_contracts.wire.messages import Ok
+from sie_contracts.wire.messages import Ok, RunOptions
 
 WAIT_S = 20
 PROMPT = asked(4, 9, most=12)
@@ -136,6 +138,48 @@ def test_a_page_is_written_while_every_lane_is_taken(engine: AdapterEngine) -> N
         begins(page, PAGE)
         assert_read(received(page))
         gate.opened.set()
+        for text in lanes:
+            assert isinstance(received(text), BatchDone)
+
+
+def test_texts_that_wait_for_a_lane_have_not_begun(engine: AdapterEngine) -> None:
+    """The sidecar takes the inputs of a batch that has begun for a possible cause of the adapter's death."""
+    gate = Gate()
+
+    class Slow(FakeEncoder):
+        def forward(self, packed: PackedBatch) -> torch.Tensor:
+            gate()
+            return super().forward(packed)
+
+    class Static:
+        rows: ClassVar = {"encode": Rows("raw")}
+
+        def encode(self, texts: Sequence[str], options: RunOptions) -> list[dict[str, Any]]:
+            return [{"dense": [0.0]} for _ in texts]
+
+    put(engine, "static", Static())
+    with contextlib.ExitStack() as stack:
+        lanes = [stack.enter_context(connection(engine)) for _ in range(len(engine.device_threads))]
+        for number, text in enumerate(lanes):
+            put(engine, f"m{number}", Slow())
+            begins(text, message([[1, 2]], model=f"m{number}"))
+            assert gate.reached.acquire(timeout=WAIT_S)
+        waiting = stack.enter_context(connection(engine))
+        lengths = np.array([1], "<i4").tobytes()
+        batch = RunBatch("s", "static", "encode", lengths, b"", (Group(0, 1),), texts=("a",))
+        queued, submit = threading.Event(), engine.device_threads.submit
+
+        def note(job: DeviceJob) -> None:
+            submit(job)
+            queued.set()
+
+        with mock.patch.object(engine.device_threads, "submit", note):
+            waiting.sendall(ipc.frame(batch))
+            assert queued.wait(WAIT_S)
+        assert not select.select([waiting], [], [], 0)[0]
+        gate.opened.set()
+        assert received(waiting) == BatchStarted("s")
+        assert isinstance(received(waiting), BatchDone)
         for text in lanes:
             assert isinstance(received(text), BatchDone)
 
