@@ -118,6 +118,24 @@ async def test_an_adapter_that_does_not_answer_a_question_is_gone(
     await until(lambda: not link.connected, "the link is given up")
 
 
+async def test_an_adapter_that_stops_in_the_middle_of_a_batch_ends_it(tmp_path: Path) -> None:
+    """The adapter reads a part of the frame, and answers nothing more."""
+    path = str(tmp_path / "a.sock")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        connection = await links._connect(path)
+        peer, _ = listener.accept()
+        with peer:
+            sending = asyncio.create_task(connection.send(bytes(64 << 20)))
+            await until(connection._writer.transport.get_write_buffer_size, "a part of the frame waits")
+            connection.close()
+            done, _ = await asyncio.wait([sending], timeout=10)
+            assert done
+            with pytest.raises(AdapterGone):
+                await connection.receive()
+
+
 async def test_who_stops_waiting_for_a_connection_takes_none_with_him(linked: Linked) -> None:
     link, adapter = linked
     adapter.hold_batches = True

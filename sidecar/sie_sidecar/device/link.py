@@ -60,7 +60,8 @@ class _AdapterConnection:
 
     def close(self, *, given_up: bool = True) -> None:
         self._given_up = given_up
-        self._writer.close()
+        # not `close`, which first sends the rest of a frame: an adapter that hangs never reads it
+        self._writer.transport.abort()
 
 
 @contextlib.asynccontextmanager
