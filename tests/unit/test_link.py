@@ -16,7 +16,7 @@ from fake_adapter import FakeAdapter, toy_entry, vector_of
 from inprocess import until
 
 import sie_sidecar.device.link as links
-from sie_contracts.errors import ModelLoadFailed, PayloadTooLarge
+from sie_contracts.errors import InternalFailure, ModelLoadFailed, PayloadTooLarge
 from sie_contracts.wire import ipc
 from sie_runtime.process import Stop
 from sie_sidecar.device.link import AdapterGone, AdapterLink
@@ -134,6 +134,32 @@ async def test_an_adapter_that_stops_in_the_middle_of_a_batch_ends_it(tmp_path: 
             assert done
             with pytest.raises(AdapterGone):
                 await connection.receive()
+
+
+async def test_a_failed_health_check_loses_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter without memory may refuse a ping, and still runs its batches."""
+    adapter = await FakeAdapter(tmp_path / "a.sock").start()
+    link = AdapterLink(adapter.path, size=2, ping_s=0.01, stale_s=120.0, clock=time.monotonic)
+    running = asyncio.create_task(link.run(Stop()))
+    refused: list[ipc.Request] = []
+
+    def refuse(request: ipc.Request) -> ipc.Reply:
+        refused.append(request)
+        return ipc.Refused(InternalFailure("no memory").info())
+
+    try:
+        await asyncio.wait_for(link.wait_connected(), 10)
+        connections = adapter.connections
+        monkeypatch.setattr(adapter, "_at_once", refuse)
+        await until(lambda: len(refused) >= 3 or running.done(), "several health checks")
+        assert (running.done(), link.connected, adapter.connections) == (False, True, connections)
+        fresh = AdapterLink(adapter.path, size=2, ping_s=60.0, stale_s=120.0, clock=time.monotonic)
+        with pytest.raises(AdapterGone, match="no memory"):
+            await fresh._open()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await adapter.stop()
 
 
 async def test_who_stops_waiting_for_a_connection_takes_none_with_him(linked: Linked) -> None:

@@ -201,6 +201,8 @@ class AdapterLink:
             async with asyncio.timeout(CONTROL_TIMEOUT_S):
                 await control.send(ipc.frame(ipc.Describe()))
                 description = await control.receive()
+            if isinstance(description, ipc.Refused):
+                raise AdapterGone(f"{self.path}: the adapter cannot describe itself: {description.error.message}")
             if not isinstance(description, ipc.Description) or description.protocol != ipc.PROTOCOL:
                 raise AdapterGone(f"{self.path}: the adapter has another protocol than this sidecar ({ipc.PROTOCOL})")
             size = self._size_of(description.lanes)
@@ -241,6 +243,9 @@ class AdapterLink:
                 pong = await self.request(ipc.Ping())
             except AdapterGone:
                 return
+            except SIEError as error:  # the adapter answers, so its batches go on; without a Pong, `is_fresh` is false
+                _logger.warning("the adapter failed a health check: %s", error)
+                continue
             if isinstance(pong, ipc.Pong):
                 self._last_pong_s = self._clock()
                 self.fetching = pong.fetching
