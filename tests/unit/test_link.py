@@ -162,6 +162,33 @@ async def test_a_failed_health_check_loses_no_connection(tmp_path: Path, monkeyp
         await adapter.stop()
 
 
+async def test_a_connection_that_is_made_while_the_adapter_is_lost_is_closed(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that generates text opens a connection."""
+    link, _ = linked
+    connect, reached, go_on = links._connect, asyncio.Event(), asyncio.Event()
+    opened: list[links._AdapterConnection] = []
+
+    async def slow(path: str) -> links._AdapterConnection:
+        connection = await connect(path)
+        opened.append(connection)
+        reached.set()
+        await go_on.wait()
+        return connection
+
+    monkeypatch.setattr(links, "_connect", slow)
+    running = asyncio.create_task(link.run_batch(batch(), lambda: None, asyncio.Event()))
+    await reached.wait()
+    link._lost.set()
+    await until(lambda: not link.connected, "the link is given up")
+    monkeypatch.undo()
+    go_on.set()
+    with pytest.raises(AdapterGone, match="lost"):
+        await running
+    assert opened[0]._writer.is_closing()
+
+
 async def test_who_stops_waiting_for_a_connection_takes_none_with_him(linked: Linked) -> None:
     link, adapter = linked
     adapter.hold_batches = True

@@ -298,6 +298,9 @@ class AdapterLink:
         pool = self._more if more else self._idle
         if more and pool.empty():
             connection = await _connect(self.path)
+            if pool is not self._more or not self.connected:
+                connection.close()
+                raise AdapterGone(f"{self.path}: lost", died=False)
             self._all.append(connection)
         else:
             connection = await self._next(pool) if pool.empty() else pool.get_nowait()
