@@ -68,7 +68,7 @@ def test_two_attempts_at_a_chunk_do_not_mix() -> None:
 
 
 def test_one_request_cannot_fill_the_gateway_and_all_of_them_neither() -> None:
-    fragments = Fragments(max_bytes=10_000, max_request_bytes=5_000)
+    fragments = Fragments(max_bytes=11_000, max_request_bytes=5_000)
     for index in range(4):
         fragments.add(part(index, 9), 0.0)
     with pytest.raises(InboxFull, match="one request"):
@@ -80,6 +80,17 @@ def test_one_request_cannot_fill_the_gateway_and_all_of_them_neither() -> None:
         fragments.add(part(1, 9, request="third"), 0.0)
     for request in ("r", "other", "third"):
         fragments.drop_request(request)
+    assert (fragments.held_bytes, len(fragments)) == (0, 0)
+
+
+def test_parts_that_are_announced_and_do_not_come_are_limited_too() -> None:
+    """Each first part reserves slots for all parts that it announces."""
+    fragments = Fragments(max_request_bytes=10 << 20)
+    for digest in ("first", "second"):
+        fragments.add(part(0, 1 << 16, digest=digest, size=1), 0.0)
+    with pytest.raises(InboxFull, match="one request"):
+        fragments.add(part(0, 1 << 16, digest="third", size=1), 0.0)
+    fragments.drop_request("r")
     assert (fragments.held_bytes, len(fragments)) == (0, 0)
 
 

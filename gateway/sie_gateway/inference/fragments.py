@@ -86,7 +86,8 @@ class Fragments:
         self._all[key] = assembly
         assembly.touched_s = now_s
         if assembly.parts[part.index] is None:
-            size = len(part.data) + _SLOT_BYTES
+            # a new list has a slot for each part that has not arrived
+            size = len(part.data) + (0 if assembly.held_bytes else _SLOT_BYTES * part.count)
             self._find_room(assembly, size, now_s)
             assembly.parts[part.index] = part.data
             assembly.missing -= 1
