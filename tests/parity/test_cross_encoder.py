@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -222,6 +223,20 @@ def test_a_pair_has_no_token_types_if_the_tokenizer_names_none(
         sep, cls = ((token, tokenizer.token_to_id(token)) for token in ("[SEP]", "[CLS]"))
         tokenizer.post_processor = processors.BertProcessing(sep, cls)
         tokenizer.save(str(folder / "tokenizer.json"))
+    documents = ragged_documents(8)
+    expected = oracle(folder, [("search", text) for text in documents])
+    scores = engine.load(folder, "cross-encoder").scores("search", documents)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=MAX_DIFFERENCE)
+
+
+def test_a_pair_has_no_token_types_if_the_class_of_the_tokenizer_has_none(
+    engine: ScoringEngine, folders: Folders, tmp_path: Path
+) -> None:
+    """tokenizer_config.json says nothing of them. The template of tokenizer.json has them."""
+    folder = copied(folders("bert"), tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["model_input_names"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     documents = ragged_documents(8)
     expected = oracle(folder, [("search", text) for text in documents])
     scores = engine.load(folder, "cross-encoder").scores("search", documents)

@@ -141,8 +141,7 @@ def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSetting
         if tokenizer.eos_token_id is None:
             raise incompatible("load.append_eos is set and the tokenizer has no end token")
         bare = _ended(bare, str(tokenizer.eos_token), tokenizer.eos_token_id)
-    inputs = tokenizer.init_kwargs.get("model_input_names")
-    return bare if inputs is None or "token_type_ids" in inputs else _untyped(bare)
+    return bare if "token_type_ids" in tokenizer.model_input_names else _untyped(bare)
 
 
 def text_tokenizer(modules: Modules, load: LoadOptions) -> Tokenizer:
