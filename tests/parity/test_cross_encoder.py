@@ -243,6 +243,23 @@ def test_a_pair_has_no_token_types_if_the_class_of_the_tokenizer_has_none(
     np.testing.assert_allclose(scores, expected, rtol=0, atol=MAX_DIFFERENCE)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "config"),
+    [
+        ("xlnet", "XLNetForSequenceClassification", {"d_model": WIDTH, "n_layer": 2, "n_head": 4, "d_inner": 96}),
+        ("longformer", "LongformerForSequenceClassification", ARCHITECTURES["bert"].config),
+    ],
+)
+def test_a_head_that_reads_more_than_states_is_refused_by_name(
+    kind: str, name: str, config: dict[str, Any], engine: ScoringEngine, tmp_path: Path
+) -> None:
+    architecture = replace(ARCHITECTURES["bert"], model_type=kind, config=config)
+    folder = build(tmp_path, architecture, head=AutoModelForSequenceClassification, num_labels=1)
+    with pytest.raises(ModelLoadFailed, match=f"{name} reads more than the states of its last layer") as refused:
+        engine.load(folder, "cross-encoder")
+    assert refused.value.extras["error_class"] == "INCOMPATIBLE"
+
+
 # the activation
 
 

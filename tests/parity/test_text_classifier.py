@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from parity.checkpoints import ARCHITECTURES, build
+from parity.checkpoints import ARCHITECTURES, WIDTH, build
 from parity.score_checkpoints import Asked, Scoring, ScoringEngine, build_head, ragged_documents
 from parity.table import ParityTable
 from selection import long_but
@@ -66,6 +66,16 @@ def check(answers: list[dict[str, Any]], expected: list[list[dict[str, Any]]]) -
         assert scores == sorted(scores, reverse=True)
         worst = max(worst, *(abs(share - exact[label]) for label, share in shares(ours).items()))
     return worst
+
+
+def test_a_decoder_without_a_pad_token_has_the_scores_of_the_pipeline(engine: ScoringEngine, tmp_path: Path) -> None:
+    """GPT-2 has a head of its own, which refuses a batch of several texts without a pad token."""
+    sizes = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 600}
+    architecture = replace(ARCHITECTURES["roberta"], model_type="gpt2", config=sizes)
+    head = AutoModelForSequenceClassification
+    folder = build(tmp_path, architecture, head=head, num_labels=len(NAMES), pad_token_id=None)
+    texts = ragged_documents(8, longest=60)
+    check(engine.load(folder, FAMILY).found(texts), oracle(folder)(texts))
 
 
 @pytest.mark.parametrize("name", long_but(KINDS, ["bert", "deberta-v2", "qwen2 causal"]))

@@ -11,6 +11,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions as ModelOutput
 
 from sie_adapter.packed.linear import BlockedLinear, block_linears
+from sie_contracts.models.load_errors import incompatible
 
 
 class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker skips torch
@@ -35,7 +36,8 @@ class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker
 class TransformersHead:
     def __init__(self, model: PreTrainedModel, *, in_float32: bool) -> None:
         """Remove the backbone from `model`, which is then only the head. `self.backbone` does not pool. A head that is
-        not in float32 is the large one of a masked LM: its linear layers get blocked weights on a CPU.
+        not in float32 is the large one of a masked LM: its linear layers get blocked weights on a CPU. Raises
+        ModelLoadFailed INCOMPATIBLE for a head that reads more than the states of the last layer.
         """
         self.backbone: PreTrainedModel = model.base_model
         pooler = getattr(self.backbone, "pooler", None)
@@ -45,9 +47,7 @@ class TransformersHead:
         setattr(model, model.base_model_prefix, _BackbonePlaceholder(pooler, activation))
         self.is_decoder = isinstance(model, GenericForSequenceClassification)
         self.pad: int | None = model.config.pad_token_id
-        if (
-            self.is_decoder and self.pad is None
-        ):  # a pad id is set, because without one the model refuses a batch of several sequences
+        if self.pad is None:  # a pad id is set, because without one a decoder refuses a batch of several sequences
             model.config.pad_token_id = 0
         self._model = model.float() if in_float32 else model
         self._in_float32 = in_float32
@@ -56,6 +56,11 @@ class TransformersHead:
         # addresses of the backbone's tensors: `memory_bytes` does not count those that the head shares, often the
         # embedding
         self._shared = {parameter.data_ptr() for parameter in self.backbone.parameters()}
+        try:
+            self(torch.zeros(2, 3, model.config.hidden_size, dtype=self.backbone.dtype, device=self.backbone.device))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            cause = f"{type(model).__name__} reads more than the states of its last layer"
+            raise incompatible(f"{cause}, which this adapter does not support ({error})") from error
 
     @property
     def memory_bytes(self) -> int:
