@@ -68,10 +68,12 @@ class StaticEmbedding:
             self._read_as_model2vec(folder)
 
     def _read_as_model2vec(self, folder: Path) -> None:
-        """Make `encode` drop unknown tokens, and truncate texts like model2vec: by characters first, then by tokens."""
+        """Make `encode` drop unknown tokens, and truncate texts like model2vec: by characters first, then by tokens, of
+        which unknown ones do not count.
+        """
         length = read_json(folder / "config.json").get("max_length", _CUT)
         if length is not None:
-            self._words.enable_truncation(length)
+            self.max_tokens = min(self.max_tokens, length)
             self._characters = length * int(np.median([len(token) for token in self._words.get_vocab()]))
         model = json.loads(self._words.to_str())["model"]
         self._unknown = self._words.token_to_id(model["unk_token"]) if model.get("unk_token") else model.get("unk_id")

@@ -67,6 +67,12 @@ def test_a_long_text_is_cut_to_the_tokens_of_its_configuration(limit: int, tmp_p
     np.testing.assert_allclose(answer["dense"], TABLE[[WORDS.index(word) for word in read if word in WORDS]].mean(0))
 
 
+def test_unknown_tokens_do_not_count_for_the_limit(tmp_path: Path) -> None:
+    """The text has fewer characters than model2vec reads: twice the median length of a token."""
+    [answer] = encoded(model2vec(tmp_path / "m", {"max_length": 2}), ["? ? runs"])
+    np.testing.assert_allclose(answer["dense"], TABLE[3])
+
+
 def test_a_mapping_beyond_the_table_is_refused(tmp_path: Path) -> None:
     folder = model2vec(tmp_path / "m", embeddings=TABLE, mapping=np.array([0, 1, 2, 3, 5]))
     with pytest.raises(ModelLoadFailed, match="names rows that its embeddings lack"):
