@@ -90,6 +90,8 @@ def test_an_entry_that_says_what_the_files_say_has_no_fault(folder: Path) -> Non
         ({"model_type": "bert", "max_position_embeddings": 64, "pad_token_id": 0}, 64),
         ({"model_type": "xlm-roberta", "max_position_embeddings": 66, "pad_token_id": 1}, 64),
         ({"model_type": "mpnet", "max_position_embeddings": 66}, 64),
+        ({"model_type": "ibert", "max_position_embeddings": 66}, 64),
+        ({"model_type": "esm", "max_position_embeddings": 66, "position_embedding_type": "rotary"}, 66),
     ],
 )
 def test_more_tokens_than_positions_are_a_fault_that_nothing_accepts(

@@ -361,9 +361,9 @@ def _is_of_rows(folder: Path, modules: Modules) -> bool:
 
 
 def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) -> int:
-    stored = {
-        name: getattr(config, name, None) for name in ("model_type", "max_position_embeddings", "pad_token_id")
-    }  # read by getattr, which also finds a length that the model type stores under another name
+    names = ("model_type", "max_position_embeddings", "pad_token_id", "position_embedding_type")
+    # read by getattr, which also finds a length that the model type stores under another name
+    stored = {name: getattr(config, name, None) for name in names}
     limits: dict[str, int | None] = {"max_position_embeddings of config.json": positions(stored)}
     if modules.transformer.max_tokens:  # this limit replaces the tokenizer's limit, even a lower one
         limits[f"max_seq_length or model_max_length of {modules.transformer.file}"] = modules.transformer.max_tokens

@@ -90,7 +90,8 @@ class Backbone:
 
         `more_samples`: additional short sequences in the trial of the packed path. `server` starts the engine sglang,
         and raises SglangNotStarted. Raises Unserved if sglang cannot run the model. Raises ModelLoadFailed if the entry
-        demands an engine that cannot run the model, or if max_tokens is too large for its rotary embedding.
+        demands an engine that cannot run the model, or if max_tokens is too large for its rotary embedding or its
+        sparse attention.
         """
         attention.register()
         # set on the configuration of `model`: a larger model that contains it has a configuration of its own
@@ -104,6 +105,7 @@ class Backbone:
         self._stock = model.config._attn_implementation
         self._edge = 0
         _check_rotary(model, max_tokens)
+        _check_sparse(model.config, max_tokens)
         self._numbering = _numbering(model)
         self._runner: StateRunner | None = None
         # result of `is_causal`, computed on torch before SGLang replaced torch; None without SGLang
@@ -385,9 +387,13 @@ class Backbone:
         return self._forward_eager(packed)
 
     def sample(self, lengths: tuple[int, ...]) -> PackedBatch:
-        """Return packed sequences of random ids, for trials, without the pad id, which stock code treats as padding."""
+        """Return packed sequences of random ids, for trials, without the pad id, which stock code treats as padding.
+        The first sequence has a mask token: ESM scales the embeddings of a row by the share of mask tokens in it.
+        """
         counts = np.minimum(lengths, self._max_tokens).astype(np.int64)
         ids = np.random.default_rng(0).integers(0, self.vocabulary, int(counts.sum()), dtype=np.int32)
+        if (mask := getattr(self._model.config, "mask_token_id", None)) is not None:
+            ids[1:2] = mask % self.vocabulary
         ids[ids == self._pad] = (self._pad + 1) % self.vocabulary
         return self.pack(Items(counts, ids), np.arange(len(counts)))
 
@@ -437,6 +443,17 @@ def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
                 raise incompatible(cause)
 
 
+def _check_sparse(config: PretrainedConfig, max_tokens: int) -> None:
+    """Raise ModelLoadFailed if BigBird has sparse attention for a text of at most `max_tokens` tokens: its class
+    changes to full attention for all later texts as soon as one text is short.
+    """
+    if getattr(config, "attention_type", None) != "block_sparse":
+        return
+    short = (5 + 2 * config.num_random_blocks) * config.block_size
+    if max_tokens > short:
+        raise incompatible(f"its attention is sparse past {short} tokens: max_tokens may be {short} at most")
+
+
 def _crossover_tokens(config: PretrainedConfig) -> int:
     layers = config.num_hidden_layers
     usual = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
@@ -445,9 +462,9 @@ def _crossover_tokens(config: PretrainedConfig) -> int:
 
 
 def _numbering(model: PreTrainedModel) -> Positions:
-    """Return how the model numbers positions. RoBERTa, and models with its method, begin at the pad id plus 1."""
+    """Return how the model numbers positions. RoBERTa, and models that number like it, begin at the pad id plus 1."""
     for module in model.modules():
-        if hasattr(module, "create_position_ids_from_input_ids"):
+        if hasattr(module, "create_position_ids_from_inputs_embeds") and hasattr(module, "position_embeddings"):
             return Positions(module.padding_idx + 1, module.padding_idx)
     return Positions()
 

@@ -35,7 +35,13 @@ _NUMBERED_FROM_PAD = frozenset(
     {
         "camembert",
         "data2vec-text",
+        "esm",
+        "ibert",
+        "layoutlmv3",
+        "lilt",
         "longformer",
+        "luke",
+        "markuplm",
         "mpnet",
         "roberta",
         "roberta-prelayernorm",
@@ -109,7 +115,8 @@ def positions(config: Mapping[str, Any]) -> int:
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int) or limit < 1:  # XLNet has -1, no limit
         return 0
-    if config.get("model_type") not in _NUMBERED_FROM_PAD:
+    is_rotary = config.get("position_embedding_type") == "rotary"  # in ESM, whose rotary embedding has no table
+    if config.get("model_type") not in _NUMBERED_FROM_PAD or is_rotary:
         return limit
     pad = config.get("pad_token_id")
     return limit - 1 - (pad if isinstance(pad, int) else 1)

@@ -100,9 +100,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "share_att_key": True,
         "type_vocab_size": 0,
     },
+    "luke": {**_SMALL, "pad_token_id": 1, "type_vocab_size": 1, "entity_vocab_size": 8, "entity_emb_size": 8},
+    "esm": {
+        **_SMALL,
+        "vocab_size": 4000,
+        "pad_token_id": 1,
+        "mask_token_id": 4,
+        "token_dropout": True,
+        "position_embedding_type": "rotary",
+    },
     "convbert": {**_SMALL, "embedding_size": 32, "pad_token_id": 3},
+    "big_bird": {
+        **_SMALL,
+        "pad_token_id": 3,
+        "attention_type": "block_sparse",
+        "block_size": 40,
+        "num_random_blocks": 1,
+    },
 }
-PADDED = ("mpnet", "deberta-v2", "convbert")
+PADDED = ("mpnet", "deberta-v2", "convbert", "big_bird", "luke")
 
 
 def save(
