@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.settings import SettingError
 from sie_store import durable
 
@@ -79,7 +80,7 @@ def read(data_dir: Path) -> Access | None:
         return None
     except OSError as error:
         raise SettingError("--data-dir", f"{path}: {error.strerror}; run this as the user of `sie serve`") from error
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise SettingError("--data-dir", f"{path} was not written by this version of `sie serve`") from error
 
 

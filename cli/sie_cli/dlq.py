@@ -29,7 +29,7 @@ NOTE_S = 5.0  # seconds between two lines that say that `replay` is still waitin
 
 
 def _letters(broker: Broker, pool: str) -> Letters:
-    def on_unreadable(sequence: int, error: msgspec.DecodeError) -> None:
+    def on_unreadable(sequence: int, error: Exception) -> None:
         click.echo(f"letter {sequence} cannot be read by this version and is left out: {error}", err=True)
 
     return Letters(broker, pool, on_unreadable)

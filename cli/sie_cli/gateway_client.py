@@ -16,6 +16,7 @@ from sie_cli.cluster import Cluster
 from sie_cli.display import printable
 from sie_cli.options import refuse
 from sie_cli.refusal import CommandRefused
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.loopback import client_options
 from sie_contracts.settings import public_url
 
@@ -54,7 +55,7 @@ class AdminClient:
         answer = self._client.request(method, path, **content)
         try:
             reply: dict[str, Any] = msgspec.json.decode(answer.content, type=dict[str, Any])
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise CommandRefused(
                 f"{public_url(self.url)} answered {answer.status_code}, which is not the answer of a gateway"
             ) from error

@@ -27,7 +27,7 @@ from sie_cli.moments import moment
 from sie_cli.refusal import CommandRefused, refusing
 from sie_config_service.mirror import StoredModel
 from sie_config_service.store import open_store
-from sie_contracts.errors import NotReady
+from sie_contracts.errors import UNDECODABLE, NotReady
 from sie_contracts.wire import topology
 from sie_runtime import keys as key_records
 from sie_runtime.keys import Key, KeyBuckets
@@ -108,7 +108,7 @@ def read_backup(file: Path) -> Backup:
         raise CommandRefused(f"{file} is damaged: its digest differs; use another backup")
     try:
         return msgspec.msgpack.decode(content, type=Backup)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise CommandRefused(f"{file}: a backup of another version of `sie`: {error}") from error
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sie_broker import Write
-from sie_contracts.errors import ContentConflict, NotReady, ValidationFailed
+from sie_contracts.errors import UNDECODABLE, ContentConflict, NotReady, ValidationFailed
 from sie_contracts.models.alias_checks import changes_vectors, check
 from sie_contracts.models.aliases import Alias, is_alias, model_of
 from sie_contracts.models.catalogue import Catalogue
@@ -46,7 +46,7 @@ class AliasIndex:
         """Decode the index. Raises NotReady if it cannot be decoded; the targets of no alias are known then."""
         try:
             return cls(_index.decode(value) if value else {}, sequence)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise NotReady(
                 f"the catalogue's record {INDEX_KEY} cannot be read ({error}): run `sie repair "
                 f"KV_{topology.CATALOGUE_BUCKET}`; until then, nothing can be changed"

@@ -29,7 +29,7 @@ import msgspec
 
 from sie_broker import BrokerError, BrokerUnavailable, Entry, Write
 from sie_broker.record import RecordBucket
-from sie_contracts.errors import NotReady
+from sie_contracts.errors import UNDECODABLE, NotReady
 from sie_contracts.models.aliases import is_alias
 from sie_contracts.models.bundles import DEFAULT, BundleEntry, serving
 from sie_contracts.wire import configs, topology
@@ -159,7 +159,7 @@ def decoded(decoder: msgspec.json.Decoder[_Record], entry: Entry) -> _Record:
     """Decode a record of the bucket. Raises NotReady for an unreadable record, which must not count as missing."""
     try:
         return decoder.decode(entry.value or b"")
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise NotReady(
             f"the catalogue's record {entry.key} cannot be read ({error}): run `sie repair "
             f"KV_{topology.CATALOGUE_BUCKET}`; nothing is served until then, and gateways and workers keep the "

@@ -45,7 +45,7 @@ from sie_config_service.mirror import (
     concerns,
     decoded,
 )
-from sie_contracts.errors import ModelNotFound, NotReady
+from sie_contracts.errors import UNDECODABLE, ModelNotFound, NotReady
 from sie_contracts.models.aliases import Alias, is_alias
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.catalogue import Catalogue
@@ -280,7 +280,7 @@ class CatalogueStore:
             return ReplySlot(number, (), 0)
         try:
             return ReplySlot(number, _replies.decode(entry.value), entry.revision)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             _logger.warning("bucket %s: key %s cannot be decoded: %s", self._bucket.name, entry.key, error)
             return ReplySlot(number, (), entry.revision)
 
@@ -553,7 +553,7 @@ def _export(read: CatalogueSnapshot) -> ConfigExport:
 def _copied(entry: Entry | None) -> StoredModel | None:
     try:
         return None if entry is None or entry.value is None else _stored.decode(entry.value)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         _logger.warning(
             "bucket %s: key %s cannot be decoded and is written again: %s",
             topology.CATALOGUE_COPY_BUCKET,

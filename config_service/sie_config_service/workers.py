@@ -8,9 +8,8 @@ import logging
 import time
 from typing import TypeVar
 
-import msgspec
-
 from sie_broker import BrokerError, Bus, CoreMessage
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import heartbeats, topology
 from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat, ModelStatus
 from sie_runtime.process import Stop, retry
@@ -44,15 +43,19 @@ class CatalogueReaders:
 
     async def _on_heartbeat(self, message: CoreMessage) -> None:
         try:
-            self.note(heartbeats.decode_heartbeat(message.data))
-        except msgspec.DecodeError as error:
+            beat = heartbeats.decode_heartbeat(message.data)
+        except UNDECODABLE as error:
             _logger.warning("a worker's heartbeat cannot be decoded and is ignored: %s", error)
+        else:
+            self.note(beat)
 
     async def _on_gateway(self, message: CoreMessage) -> None:
         try:
-            self.note_gateway(heartbeats.decode_gateway(message.data))
-        except msgspec.DecodeError as error:
+            beat = heartbeats.decode_gateway(message.data)
+        except UNDECODABLE as error:
             _logger.warning("a gateway's announcement cannot be decoded and is ignored: %s", error)
+        else:
+            self.note_gateway(beat)
 
     def note(self, beat: Heartbeat) -> None:
         self._seen = self._fresh(self._seen)

@@ -25,6 +25,7 @@ import msgspec
 from sie_client.errors import InvalidInputError, NotFoundError, ServerError, SIEConnectionError, SIEError, error_class
 from sie_client.types import Progress
 from sie_contracts import __version__, url_names
+from sie_contracts.errors import UNDECODABLE
 
 CONNECTION_BUDGET_S = 120.0
 # seconds of retries if a port of this machine refuses connections and has never answered: probably no server runs there
@@ -391,7 +392,7 @@ def failure_of(answer: Received) -> SIEError:
     """Return the exception for a response that is not a success."""
     try:
         body = msgspec.json.decode(answer.body)
-    except (msgspec.DecodeError, ValueError, RecursionError):
+    except UNDECODABLE:
         body = None
     document: dict[str, Any] = body if isinstance(body, dict) else {}
     inner = document.get("error")
@@ -418,7 +419,7 @@ def reading(headers: Mapping[str, str]) -> Iterator[None]:
     """Convert exceptions that are raised while a reply is read, for example for a missing field, to ServerError."""
     try:
         yield
-    except (ValueError, LookupError, TypeError, AttributeError, msgspec.DecodeError, RecursionError) as error:
+    except (*UNDECODABLE, LookupError, TypeError, AttributeError) as error:
         request_id = headers.get("x-sie-request-id", "")
         raise ServerError(
             f"the server's reply could not be read: {error}", status=200, request_id=request_id

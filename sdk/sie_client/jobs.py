@@ -29,6 +29,7 @@ from sie_client.types import JobOptions, Progress
 from sie_contracts.api import jobs as api
 from sie_contracts.api.batches import FileObject
 from sie_contracts.api.jobs import ENDED, JobDeleted, JobManifest, JobPart
+from sie_contracts.errors import UNDECODABLE
 
 # seconds between two polls of a job: at the start, and the largest value to which the pauses grow
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0
@@ -346,7 +347,7 @@ def _claimed(folder: Path, job: str) -> None:
             return
         try:
             owner = msgspec.json.decode(there.read_bytes(), type=JobManifest).job
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             invalid(f"{there} is not the manifest of a job: name another folder")
     if owner != job:
         invalid(f"{folder} has the files of {owner}: name another folder")

@@ -118,7 +118,10 @@ def test_a_byte_order_mark_belongs_to_no_line(tmp_path: Path) -> None:
         ({"qrels": "1\ta\tmuch\n"}, "test.tsv, line 1: expected"),
         ({"qrels": "1\ta\t\u00b2\n"}, "test.tsv, line 1: expected"),
         ({"qrels": f"1\ta\t{'9' * 5000}\n"}, "test.tsv, line 1: expected"),
-        ({"corpus": '{"_id": "a", "x": ' + "[" * 100_000 + "\n"}, "corpus.jsonl, line 1: is nested too deeply"),
+        (
+            {"corpus": '{"_id": "a", "x": ' + "[" * 100_000 + "\n"},
+            "corpus.jsonl, line 1: maximum recursion depth",
+        ),
         ({"corpus": '{"_id": "a", "image": "/etc/hostname"}\n'}, "hostname is outside of the folder of the task"),
         ({"corpus": '{"_id": "a", "image": "../../x.png"}\n'}, "x.png is outside of the folder of the task"),
     ],

@@ -23,7 +23,7 @@ import sound_files
 from image_files import bomb, encoded, mutated, picture, png, seeds
 from inprocess import settings_of, until
 
-from sie_contracts.errors import InvalidInput, QueueFull, ResourceExhausted, ShuttingDown, SIEError
+from sie_contracts.errors import UNDECODABLE, InvalidInput, QueueFull, ResourceExhausted, ShuttingDown, SIEError
 from sie_contracts.media.images import Recipe, Size
 from sie_contracts.media.sounds import SoundRecipe
 from sie_sidecar.prepare import images, media_frames, media_pool, sounds
@@ -289,7 +289,7 @@ async def test_what_a_worker_says_is_checked(name: str, tmp_path: Path) -> None:
 
 def test_what_a_worker_says_is_data() -> None:
     for body in (b"", b"\xc1", msgspec.msgpack.encode({"type": "Other"}), b"\x81\xa4type\xa1\xff", bytes(50)):
-        with pytest.raises(msgspec.DecodeError):
+        with pytest.raises(UNDECODABLE):
             media_frames.FRAMES.answer(body)
 
 

@@ -22,7 +22,7 @@ from sie_adapter.documents.parsers import ParserNotStarted, Parsers
 from sie_adapter.engine.device import Compute, memory, usable_cores
 from sie_adapter.families.extraction import ExtractOptions, Result
 from sie_adapter.readers.written import IsGone
-from sie_contracts.errors import InternalFailure, InvalidInput, ResourceExhausted, SIEError
+from sie_contracts.errors import UNDECODABLE, InternalFailure, InvalidInput, ResourceExhausted, SIEError
 from sie_contracts.media.documents import DocumentFile, DocumentLimits
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
@@ -117,7 +117,7 @@ def _result(parsed: Parsed | SIEError) -> Result:
         )
     try:
         tree = {"document": msgspec.json.decode(parsed.tree)} if parsed.tree else {}
-    except (msgspec.DecodeError, RecursionError):
+    except UNDECODABLE:
         return InternalFailure("the tree of the document is not JSON")
     return {
         "data": {

@@ -30,7 +30,7 @@ import msgspec
 from sie_adapter.documents import parser_frames
 from sie_adapter.documents.parser_frames import Parsed, ParseJob
 from sie_adapter.memory.device_errors import cancelled
-from sie_contracts.errors import InternalFailure, ResourceExhausted, SIEError
+from sie_contracts.errors import UNDECODABLE, InternalFailure, ResourceExhausted, SIEError
 from sie_contracts.media.media import fault
 from sie_contracts.wire.child_frames import Hello, Unusable
 from sie_contracts.wire.ipc import FrameError, receive_frame
@@ -283,7 +283,7 @@ class _ParserProcess:
             for part in parts:
                 self._socket.sendall(part)
             return parser_frames.FRAMES.answer(receive_frame(self._socket, parser_frames.MAX_ANSWER_BYTES))
-        except (EOFError, FrameError, OSError, msgspec.DecodeError) as error:
+        except (EOFError, FrameError, OSError, *UNDECODABLE) as error:
             raise (_Late if self._late else _ParserLost)(str(error)) from error
         finally:
             timer.cancel()

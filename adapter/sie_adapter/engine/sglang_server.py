@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from sie_adapter.packed.packing import Float32, Int64, PackedBatch
-from sie_contracts.errors import InferenceFailed
+from sie_contracts.errors import UNDECODABLE, InferenceFailed
 
 # model classes for which SGLang's vector of a text is the state of its last token
 ARCHITECTURES = (
@@ -269,7 +269,7 @@ class _SglangProcess:
                 np.frombuffer(base64.b64decode(embedding.embedding, validate=True), "<f4") for embedding in embeddings
             ]
             vectors = np.stack(rows)
-        except (msgspec.DecodeError, ValueError) as error:
+        except UNDECODABLE as error:
             raise _SglangLost("its answer is not a list of vectors") from error
         if [embedding.index for embedding in embeddings] != list(range(len(texts))):
             raise _SglangLost("its answer does not have one vector for each text, in order")

@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 
 from sie_adapter.packed.packing import Int64
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.settings import Settings
 from sie_runtime import control_group
 
@@ -197,7 +198,7 @@ class DeviceLimits:
         except OSError as error:
             _logger.warning("the batch limits at %s cannot be read: %s", self._path, error)
             return {}
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             aside = self._path.with_suffix(".corrupt")
             _logger.warning(
                 "the batch limits at %s are corrupt, so they are measured again, and the file is moved to %s: %s",

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Literal
 import msgspec
 
 from sie_cli.refusal import CommandRefused
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.models.bundles import BUNDLE_ID, BundleEntry
 from sie_store.weights.manifest import FileFact, is_safe
 
@@ -66,7 +67,7 @@ def decode(data: bytes) -> ArchiveIndex:
     """Return the index in `data`. Raises CommandRefused."""
     try:
         head = msgspec.json.decode(data, type=_IndexHead)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise CommandRefused(f"{INDEX} is not the index of an air-gap archive: {error}") from error
     if head.version != VERSION:
         raise CommandRefused(
@@ -75,7 +76,7 @@ def decode(data: bytes) -> ArchiveIndex:
         )
     try:
         index = msgspec.json.decode(data, type=ArchiveIndex)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise CommandRefused(f"{INDEX}: {error}") from error
     for name, fact in index.files.items():
         if not is_safe(name) or name.split("/")[0] not in FOLDERS:

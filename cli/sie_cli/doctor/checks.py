@@ -24,7 +24,7 @@ from sie_cli.display import counted
 from sie_cli.doctor.probe import CheckResult, CheckSkipped, ClusterProbe, Finding, NotApplicable, ProbeResult
 from sie_cli.topology import steps_at
 from sie_contracts.api.views import ClusterView
-from sie_contracts.errors import SIEError
+from sie_contracts.errors import UNDECODABLE, SIEError
 from sie_contracts.models.trust import is_bucket
 from sie_contracts.settings import SettingError, public_url
 from sie_contracts.status import QueueInfo
@@ -320,7 +320,7 @@ async def _catalogue(broker: NatsBroker) -> dict[str, str]:
         for entry in await (await broker.key_value(bucket)).entries("model"):
             try:
                 read[entry.key] = msgspec.json.decode(entry.value or b"", type=StoredModel)
-            except msgspec.DecodeError:
+            except UNDECODABLE:
                 return {f"KV_{bucket}": f"its record {entry.key} cannot be read"}
         buckets.append(read)
     present, copies = buckets

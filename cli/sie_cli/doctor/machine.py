@@ -17,6 +17,7 @@ from sie_cli.display import counted, size
 from sie_cli.doctor.checks import READY_FIX
 from sie_cli.doctor.probe import CheckResult, CheckSkipped, ClusterProbe, Finding, NotApplicable
 from sie_cli.serve.preflight import held_bytes
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.settings import BY_NAME, store_url
 from sie_store.weights.disk import usage
 
@@ -298,6 +299,6 @@ async def _torch() -> TorchBuild:
             await child.wait()
     try:
         return msgspec.json.decode(out, type=TorchBuild)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         last = (err.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
         raise CheckSkipped(f"torch cannot be imported: {last[:200]}") from error

@@ -29,6 +29,7 @@ from sie_broker import BrokerUnavailable, CoreMessage
 from sie_cli.cluster import CONFIG_URL, SOURCE, Cluster
 from sie_cli.data_dir import sockets_folder
 from sie_contracts.api.views import ClusterView
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.loopback import client_options
 from sie_contracts.settings import BY_NAME, MAX_DEVICES, Secret, public_url
 from sie_contracts.wire import heartbeats, ipc, topology
@@ -75,7 +76,7 @@ class ProbeResult:
         """Decode the body, a JSON object. Return an empty map if it is anything else."""
         try:
             return msgspec.json.decode(self.body, type=dict[str, Any])
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             return {}
 
 
@@ -91,7 +92,7 @@ class Heartbeats:
     async def on_worker(self, message: CoreMessage) -> None:
         try:
             beat = heartbeats.decode_heartbeat(message.data)
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             self.unreadable.add(message.subject)
         else:
             self.workers[beat.worker] = beat
@@ -100,7 +101,7 @@ class Heartbeats:
     async def on_gateway(self, message: CoreMessage) -> None:
         try:
             beat = heartbeats.decode_gateway(message.data)
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             self.unreadable.add(message.subject)
         else:
             if beat.leaving:
@@ -207,7 +208,7 @@ class ClusterProbe:
         replies = await asyncio.gather(*(self.get(url, "/v1/cluster", cluster.gateway_token) for url in urls))
         views = {}
         for reply in replies:
-            with contextlib.suppress(msgspec.DecodeError):  # a gateway of an older version returns another format
+            with contextlib.suppress(*UNDECODABLE):  # a gateway of an older version returns another format
                 views[reply.url] = msgspec.json.decode(reply.body, type=ClusterView)
         if not views:
             raise CheckSkipped(
@@ -249,7 +250,7 @@ class ClusterProbe:
     def epoch_of(reply: ProbeResult) -> ConfigEpoch | None:
         try:
             return msgspec.json.decode(reply.body, type=ConfigEpoch) if reply.status == 200 else None
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             return None
 
     async def broker_url(self) -> str:

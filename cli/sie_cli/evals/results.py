@@ -25,6 +25,7 @@ import sie_contracts
 from sie_cli.evals.quality import Measurement, difference
 from sie_cli.evals.report import EvalReport
 from sie_cli.refusal import CommandRefused
+from sie_contracts.errors import UNDECODABLE
 from sie_store import durable
 
 GIT_S = 5.0
@@ -84,7 +85,7 @@ def read(file: Path) -> StoredReport:
         return msgspec.json.decode(file.read_bytes(), type=StoredReport)
     except OSError as error:
         raise CommandRefused(f"{file}: {error.strerror}: `sie eval list` shows the results that are stored") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise CommandRefused(f"{file} is no result of `sie eval`: {error}") from error
 
 

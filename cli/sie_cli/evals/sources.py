@@ -22,6 +22,7 @@ from sie_cli.refusal import CommandRefused
 from sie_client import SIEAsyncClient, SIEClient
 from sie_client.errors import SIEConnectionError, SIEError
 from sie_client.types import Item
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.loopback import client_options
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import Secret, Settings
@@ -328,7 +329,7 @@ def _weights_of(model: str) -> str:
 
 BATCH = 64  # number of texts per request; some servers accept no more
 MAX_ANSWER_BYTES = 64 << 20  # limit for one answer; BATCH vectors of 32,768 numbers as JSON need less
-_UNREADABLE = (ValueError, KeyError, TypeError, LookupError, AttributeError, RecursionError)
+_UNREADABLE = (*UNDECODABLE, TypeError, LookupError, AttributeError)
 
 
 class _ReplyBody:
@@ -348,7 +349,7 @@ class _ReplyBody:
         return self._data.decode("utf-8", "replace")
 
     def json(self) -> Any:
-        """Decode the body. Raises ValueError, also for NaN and Infinity; RecursionError for deep nesting."""
+        """Decode the body. Raises an error of UNDECODABLE, also for NaN and Infinity."""
         return msgspec.json.decode(self._data)
 
 

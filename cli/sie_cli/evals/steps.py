@@ -25,6 +25,7 @@ from sie_cli.evals.outputs import DENSE, VectorOutput
 from sie_cli.evals.sources import EvalSource, FactSource, key
 from sie_cli.refusal import CommandRefused
 from sie_contracts import arrays
+from sie_contracts.errors import UNDECODABLE
 
 KEEP_S = 7 * 86_400
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class ResultCache:
         digest = hashlib.blake2b(msgspec.msgpack.encode([list(identity), list(texts)]), digest_size=20).hexdigest()
         file = self._folder / f"{digest}.msgpack"
         # a file in the cache is always complete, since it is written under another name first
-        with contextlib.suppress(FileNotFoundError, ValueError):
+        with contextlib.suppress(FileNotFoundError, *UNDECODABLE):
             earlier: Sequence[Any] = arrays.unpack(arrays.decode_msgpack(file.read_bytes()))
             if len(earlier) == len(texts):
                 if file not in self._files:  # an earlier step of this evaluation may have written or read it

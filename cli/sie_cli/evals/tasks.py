@@ -27,6 +27,7 @@ from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.packages import STSB_PACKAGE
 from sie_cli.evals.sources import ImagePath
 from sie_cli.refusal import CommandRefused
+from sie_contracts.errors import UNDECODABLE
 
 RELEVANT_SCORE = 4.0  # STS-B scores are 0 to 5; 4 is "mostly equivalent" in the guideline of SemEval-2017 task 1
 # smallest number of words of a document of scipy-docs; a small model reads about half of it
@@ -204,10 +205,8 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
     for where, line in _lines(file):
         try:
             entry = msgspec.json.decode(line, type=_DatasetLine)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise CommandRefused(f"{where}: {error}: expected {_EXPECTED}") from error
-        except RecursionError as error:
-            raise CommandRefused(f"{where}: is nested too deeply: expected {_EXPECTED}") from error
         if entry.id in names:
             raise CommandRefused(f"{where}: the _id {entry.id[:100]!r} occurs twice")
         names.add(entry.id)

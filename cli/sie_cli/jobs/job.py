@@ -17,6 +17,7 @@ from sie_cli import display
 from sie_cli.display import counted, printable
 from sie_cli.moments import future, local, moment, span
 from sie_cli.refusal import INTERRUPTED, CommandRefused
+from sie_contracts.errors import UNDECODABLE
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -226,10 +227,10 @@ def parse_params(pairs: Iterable[str], option: str = "--param", example: str = "
             raise click.BadParameter(f"{pair[:80]}: expected KEY=VALUE, such as {example}", param_hint=option)
         try:
             values[name.strip()] = msgspec.json.decode(value)
-        except msgspec.DecodeError:
-            values[name.strip()] = value
         except UnicodeEncodeError as error:
             raise click.BadParameter(f"{name[:80]}: expected a value in UTF-8", param_hint=option) from error
+        except UNDECODABLE:
+            values[name.strip()] = value
     return values
 
 

@@ -44,6 +44,7 @@ from sie_cli.refusal import CommandRefused
 from sie_client import Job, SIEClient
 from sie_client.jobs import JobInfo
 from sie_contracts.api.jobs import JobManifest
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.models.entries import VECTORS
 
 PROBE = "A text that shows whether the model answers."
@@ -537,7 +538,7 @@ def has_files(folder: Path, job: str) -> bool:
         job_id = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=JobManifest).job
     except FileNotFoundError:
         return False
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise CommandRefused(f"--output {folder}: its manifest.json cannot be read: name another folder") from error
     if job_id != job:
         raise CommandRefused(f"--output {folder} has the files of {printable(job_id)}: name another folder")

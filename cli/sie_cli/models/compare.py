@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.refusal import CommandRefused
 from sie_cli.replay.curve import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.settings import public_url
 from sie_runtime.ranks import spearman
 
@@ -171,7 +172,7 @@ def _add_line(
         return
     try:
         value = msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         if is_json:
             raise CommandRefused(f"{where}: not a JSON object: {error}") from error
         texts[line] = None  # the line is plain text that only begins with a brace

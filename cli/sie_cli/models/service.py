@@ -24,6 +24,7 @@ from msgspec import Struct
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, SOURCE, Cluster, cluster_options
 from sie_cli.display import printable
 from sie_cli.refusal import CommandRefused
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.loopback import cause_of, client_options
 from sie_contracts.settings import public_url
 from sie_contracts.url_names import quoted
@@ -155,7 +156,7 @@ class ConfigServiceClient:
             try:
                 body = msgspec.json.decode(answer.content, type=body_type)
                 return ServiceReply(body, int(tag) if tag.isascii() and tag.isdigit() else None)
-            except (msgspec.DecodeError, RecursionError, ValueError) as error:
+            except UNDECODABLE as error:
                 raise CommandRefused(f"{public_url(self.url)} gave {_ENVELOPE}: {_WRONG_URL}") from error
         of_document = answer.status_code in _OF_DOCUMENT or _error(answer).get("reason") in _ABOUT_TRUST
         lines = (printable(line[:MAX_LINE]) for line in self._refusal(method, answer))
@@ -196,7 +197,7 @@ class ConfigServiceClient:
     def _config_url(self) -> str | None:
         try:
             health = msgspec.json.decode(self._client.get("/health").content)
-        except (httpx.HTTPError, msgspec.DecodeError):
+        except (httpx.HTTPError, *UNDECODABLE):
             return None
         return health.get("config_url") if isinstance(health, dict) else None
 
@@ -245,9 +246,9 @@ def _error(answer: httpx.Response) -> dict[str, Any]:
     """Return the error object of a refusal; empty if the reply is not from a config service."""
     try:
         msgspec.json.decode(answer.content, type=_RefusalBody)
-    except (msgspec.DecodeError, RecursionError):
+        error: dict[str, Any] = msgspec.json.decode(answer.content)["error"]
+    except UNDECODABLE:
         return {}
-    error: dict[str, Any] = msgspec.json.decode(answer.content)["error"]
     return error
 
 

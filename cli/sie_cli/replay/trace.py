@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire.messages import Priority
 
 MAX_TOKENS = 512  # maximum number of tokens of a generated input
@@ -41,6 +42,10 @@ class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     model: str = "model"
     priority: Priority = "interactive"
     lora: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.tokens or min(self.tokens) < 1:
+            raise ValueError("a request needs at least one input, and each input at least one token")
 
 
 class Ran(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,13 +88,8 @@ def read(lines: Iterable[bytes]) -> Trace:
             elif "settings" in keys:
                 settings.update(msgspec.json.decode(line, type=_SettingsLine).settings)
             else:
-                request = msgspec.json.decode(line, type=TraceRequest)
-                if not request.tokens or min(request.tokens) < 1:
-                    raise TraceError(
-                        f"line {number}: a request needs at least one input, and each input at least one token"
-                    )
-                requests.append(request)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                requests.append(msgspec.json.decode(line, type=TraceRequest))
+        except UNDECODABLE as error:
             raise TraceError(f"line {number}: {error}") from error
     if not requests:
         raise TraceError("the trace has no requests")

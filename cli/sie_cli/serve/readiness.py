@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.models.load_errors import MAX_ATTEMPTS
 from sie_contracts.settings import Secret
 from sie_contracts.url_names import quoted
@@ -52,7 +53,7 @@ async def lacks_workers(client: httpx.AsyncClient, url: str, token: Secret, coun
         return f"{url} answers {answer.status_code}"
     try:
         healthy = int(answer.json()["cluster"]["worker_count"])
-    except (ValueError, KeyError, TypeError):
+    except (*UNDECODABLE, KeyError, TypeError):
         return f"{url} does not answer as a gateway of SIE does"
     return None if healthy >= count else f"{healthy} of {count} healthy"
 
@@ -87,7 +88,7 @@ async def failed_load(client: httpx.AsyncClient, url: str, token: Secret, model:
             f"{url}/v1/models/{quoted(model, 'model')}", headers={"Authorization": f"Bearer {token.reveal()}"}
         )
         info = answer.json() if answer.status_code == 200 else {}
-    except (httpx.HTTPError, ValueError):
+    except (httpx.HTTPError, *UNDECODABLE):
         return None  # the probe of the gateway reports this error
     errors = [host["error"] for host in info.get("hosts", ()) if host["error"] is not None]
     if info.get("state") != "failed" or not errors:

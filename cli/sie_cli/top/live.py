@@ -26,6 +26,7 @@ from sie_cli.cluster import FIRST_S
 from sie_cli.top.picture import HistoryTrend, StatusFrame, View, picture
 from sie_client import SIEAsyncClient
 from sie_client.errors import RequestError, SIEConnectionError, SIEError
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.loopback import client_options
 
 PAST_EVERY_S = 10.0
@@ -102,7 +103,7 @@ async def _ask_past(view: View, url: str, token: str | None) -> None:
         if answer.status_code == 200:
             view.past = msgspec.json.decode(answer.content, type=HistoryTrend)
             view.changed.set()
-    except (httpx.HTTPError, msgspec.DecodeError):
+    except (httpx.HTTPError, *UNDECODABLE):
         return  # not reported here: the stream of frames reports a lost connection
 
 

@@ -17,6 +17,7 @@ from sie_cli.refusal import CommandRefused
 from sie_client import SIEClient
 from sie_client.core import quoted
 from sie_client.types import ExtractParams, Item
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.loopback import client_options
 
 STDIN, FILE = "-", "@"
@@ -208,7 +209,7 @@ def words_of(ids: Iterable[int], model: str, url: str, token: str | None) -> dic
         with httpx.Client(**client_options(url, httpx.HTTPTransport), timeout=DECODE_S) as client:
             answer = client.post(f"{url}/tei/{quoted(model, 'model')}/decode", json=body, headers=headers)
         words = answer.json() if answer.status_code == 200 else None
-    except (httpx.HTTPError, ValueError):
+    except (httpx.HTTPError, *UNDECODABLE):
         return {}
     if (
         not isinstance(words, list)

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
-import msgspec
-
 from sie_broker import Queue, StreamMessage, StreamState
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import DeadLetter, WorkItem
 
@@ -59,7 +58,7 @@ class Letters:
         self,
         queue: Queue,
         pool: str,
-        on_unreadable: Callable[[int, msgspec.DecodeError], None] = lambda _sequence, _error: None,
+        on_unreadable: Callable[[int, Exception], None] = lambda _sequence, _error: None,
     ) -> None:
         self._queue = queue
         self._stream = letter_stream(pool)
@@ -122,11 +121,11 @@ class Letters:
     def _read(self, stored: StreamMessage) -> DeadLetterEntry | None:
         try:
             letter = messages.decode_dead_letter(stored.data)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             self._on_unreadable(stored.sequence, error)
             return None
         try:
             item = messages.decode_work(letter.item)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNDECODABLE:
             item = None
         return DeadLetterEntry(stored.sequence, letter, item)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 
 from sie_broker import Broker, BrokerError, CoreMessage, Subscription
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import records, topology
 from sie_contracts.wire.records import StreamRequest
 from sie_contracts.wire.topology import StreamSpec
@@ -74,7 +75,7 @@ async def own(broker: Broker) -> Subscription:
             if message.subject != topology.streams_subject(request.name):
                 raise ValueError(f"{request.name[:70]!r} must not be requested on {message.subject}")
             await make(broker, request)
-        except (ValueError, BrokerError) as error:  # decoding an invalid request also raises ValueError
+        except (*UNDECODABLE, BrokerError) as error:
             _logger.warning("the request of a process for a stream or bucket failed: %s", error)
             await broker.send(message.reply, str(error).encode()[:1000])
         else:

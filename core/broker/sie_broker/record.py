@@ -34,6 +34,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from sie_broker import BrokerError, Entry, KeyValue, PayloadTooBig, Store, Subscription, Write, WrongRevision
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages
 from sie_contracts.wire.topology import LEASES_BUCKET
 
@@ -156,7 +157,7 @@ class Record(Generic[T]):
     ) -> None:
         """Store the callbacks of the record's owner.
 
-        `decode` returns the value of an entry, or raises ValueError if it cannot be decoded. Keys for which `wants`
+        `decode` returns the value of an entry, or raises an error of UNDECODABLE. Keys for which `wants`
         returns False are ignored.
 
         `on_value(key, value, revision)` is called for each value that is read, watched or written by `change`; the
@@ -250,7 +251,7 @@ class Record(Generic[T]):
             return
         try:
             value = None if entry.value is None else self._decode(entry)
-        except ValueError as error:
+        except UNDECODABLE as error:
             outcome = "so it counts as removed" if self._drops_unreadable else "so its previous value stays"
             _logger.error("bucket %s: key %s cannot be decoded, %s: %s", self.bucket.name, entry.key, outcome, error)
             if not self._drops_unreadable:
@@ -281,7 +282,7 @@ class Record(Generic[T]):
                 revision = entry.revision
                 try:
                     before = self._decode(entry)
-                except ValueError as error:
+                except UNDECODABLE as error:
                     raise UnreadableRecord(f"{self.bucket.name}: key {key} cannot be read: {error}") from error
             after = make(before)
             if after is None or after == before:

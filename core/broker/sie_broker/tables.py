@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sie_broker import Entry, KeyValue, PayloadTooBig, Write
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.records import Placement, PlacementPart
 
@@ -50,7 +51,7 @@ class StoredPart:
 
 
 def decode(entry: Entry) -> StoredPart:
-    """Decode the value of an entry, a table or a part of one. Raises ValueError for any other value."""
+    """Decode the value of an entry, a table or a part of one. Raises an error of UNDECODABLE for another value."""
     value = entry.value or b""
     is_part = topology.lane_key_of(entry.key) != entry.key
     return StoredPart(records.decode_placement_part(value) if is_part else records.decode_placement(value), len(value))
@@ -65,7 +66,7 @@ async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
         return [], 0
     try:
         has_parts = head.value is not None and bool(records.decode_placement(head.value).parts)
-    except ValueError:
+    except UNDECODABLE:
         has_parts = False
     if not has_parts:
         return [head], head.revision
@@ -90,8 +91,8 @@ class StoredTable:
         self._sizes: dict[int, int] = {}
 
     def apply(self, entry: Entry) -> bool:
-        """Apply an entry of the bucket; see `put`. Return whether the table changed. Raises ValueError for an entry
-        that cannot be decoded; the table then stays unchanged.
+        """Apply an entry of the bucket; see `put`. Return whether the table changed. Raises an error of UNDECODABLE
+        for an entry that cannot be decoded; the table then stays unchanged.
         """
         return self.put(entry.key, None if entry.value is None else decode(entry), entry.revision)
 

@@ -157,6 +157,6 @@ _DECODER = msgspec.msgpack.Decoder(ext_hook=_ext_map)
 
 def decode_msgpack(data: bytes) -> Any:
     """Decode a client's msgpack body. An array of a JavaScript client becomes a map, which `unpack` converts, and a
-    timestamp becomes a datetime. Raises ValueError (also for another ext type), msgspec.DecodeError or RecursionError.
+    timestamp becomes a datetime. Raises an error of UNDECODABLE, also for another ext type.
     """
     return _DECODER.decode(data)

@@ -11,6 +11,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
+# Errors of decoders for bytes from outside. A decoder of msgspec raises DecodeError for another form,
+# UnicodeDecodeError for a text that is not UTF-8, and RecursionError for deep nesting. The first two are ValueErrors.
+UNDECODABLE = (ValueError, RecursionError)
+
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """An error as processes of the cluster send it to each other. `extras`: further members for the HTTP body."""

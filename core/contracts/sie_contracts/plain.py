@@ -73,7 +73,7 @@ def _decoded(decode: Any, data: bytes, kind: str) -> Any:
         return decode(data)
     except RecursionError:
         raise Malformed(f"nested deeper than {MAX_NESTING}") from None
-    except (msgspec.DecodeError, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         if kind == "JSON":
             raise Malformed(f"not valid JSON: {fault_of(data, error)}") from None
         if isinstance(error, UnicodeDecodeError):

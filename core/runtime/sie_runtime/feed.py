@@ -24,7 +24,7 @@ import httpx
 import msgspec
 
 from sie_broker import BrokerError, Bus, CoreMessage
-from sie_contracts.errors import SIEError, ValidationFailed
+from sie_contracts.errors import UNDECODABLE, SIEError, ValidationFailed
 from sie_contracts.loopback import verification
 from sie_contracts.models.aliases import Alias
 from sie_contracts.models.bundles import BundleEntry, parse_bundle
@@ -110,13 +110,13 @@ class HttpConfigSource:
     async def export(self) -> RawExport:
         try:
             return decode_export(await self._get("/v1/configs/export"))
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise ConfigUnavailable(f"export: {error}") from error
 
     async def epoch(self) -> ConfigEpoch:
         try:
             return _epoch.decode(await self._get("/v1/configs/epoch"))
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise ConfigUnavailable(f"epoch: {error}") from error
 
     async def close(self) -> None:
@@ -151,8 +151,8 @@ def _document(model: ConfigModel | RawModel) -> ModelEntry | Alias:
     raw: object = model.model_config
     try:
         return parse_document(msgspec.json.decode(raw) if isinstance(raw, msgspec.Raw) else raw)
-    except SIEError as error:
-        raise ValidationFailed(f"{model.model_id}: {error.message}") from error
+    except (*UNDECODABLE, SIEError) as error:
+        raise ValidationFailed(f"{model.model_id}: {error}") from error
 
 
 class CatalogueFeed:
@@ -317,7 +317,7 @@ class CatalogueFeed:
             delta = configs.decode_delta(message.data)
             result = self._apply(delta)
             kind = "removal" if delta.entry is None else "put"
-        except (msgspec.DecodeError, SIEError) as error:
+        except (*UNDECODABLE, SIEError) as error:
             _logger.warning("a change of the catalogue (delta) could not be decoded and is ignored: %s", error)
         self.deltas[kind, result] += 1
 

@@ -28,7 +28,7 @@ import msgspec
 
 from sie_broker import BrokerError, Entry, KeyValue, Store, Write
 from sie_broker.record import Record, RecordBucket
-from sie_contracts.errors import NotReady
+from sie_contracts.errors import UNDECODABLE, NotReady
 from sie_contracts.wire import topology
 from sie_runtime.clock import BrokerClock
 from sie_runtime.process import Stop, Trouble
@@ -113,7 +113,7 @@ def decode(entry: Entry) -> Key:
     """Return the key in an entry. Raises ValueError if the entry was removed, is not a key, or has another id."""
     if entry.value is None:
         raise ValueError("it was removed")
-    key = msgspec.json.decode(entry.value, type=Key)  # raises DecodeError, which is a ValueError
+    key = msgspec.json.decode(entry.value, type=Key)
     if key.id != entry.key:
         raise ValueError("its value has the id of another key")
     return key
@@ -127,7 +127,7 @@ def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
     for entry in entries:
         try:
             keys.append((decode(entry), entry.revision))
-        except ValueError as error:
+        except UNDECODABLE as error:
             _logger.warning("record %s cannot be read and is left out: %s", entry.key, error)
     return keys
 

@@ -36,7 +36,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from sie_broker import BrokerError, Bus, CoreMessage
-from sie_contracts.errors import QueueFull
+from sie_contracts.errors import UNDECODABLE, QueueFull
 from sie_contracts.models.costs import ImageCost
 from sie_contracts.settings import Settings, default_worker_id
 from sie_contracts.wire import heartbeats, messages, topology
@@ -203,7 +203,7 @@ class Peers:
     async def _on_beat(self, message: CoreMessage) -> None:
         try:
             beat = heartbeats.decode_gateway(message.data)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             _peers_logger.warning(
                 "an announcement of another gateway's work could not be decoded and is ignored: %s", error
             )

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sie_contracts.errors import UNDECODABLE
 from sie_gateway.answers.keys import DIGEST_BYTES
 from sie_gateway.answers.values import pack_row, unpack_row
 from sie_store.datasets.answers import RowAnswer
@@ -110,7 +111,7 @@ def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -
     for place, row in rows:
         try:
             answers[place] = segment.value(row)
-        except ValueError as error:
+        except UNDECODABLE as error:
             _logger.warning("a cached answer in %s cannot be read, so it is computed again: %s", name, error)
     return answers
 

@@ -19,11 +19,9 @@ import math
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from sie_broker import BrokerError, Store, Write
 from sie_broker.record import RecordBucket
-from sie_contracts.errors import ModelLoading, NotProvisioned
+from sie_contracts.errors import UNDECODABLE, ModelLoading, NotProvisioned
 from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.records import Demand
 from sie_contracts.wire.topology import Lane
@@ -107,7 +105,7 @@ class DemandRecords:
             return False
         try:
             return is_live(records.decode_demand(entry.value).at_s, self._now_s())
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             _logger.warning("the record of demand for lane %s could not be read: %s", lane, error)
             return False
 

@@ -11,9 +11,8 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-import msgspec
-
 from sie_broker import BrokerError, BrokerUnavailable, Queue, StreamMessage
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import PRIORITIES
 from sie_contracts.wire.topology import Lane
@@ -147,5 +146,5 @@ def _model_of(stored: StreamMessage) -> str | None:
     """Return the model of a message; None if the message cannot be decoded."""
     try:
         return messages.decode_work(stored.data).model
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODABLE:
         return None

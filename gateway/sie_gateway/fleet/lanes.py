@@ -11,12 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from sie_broker import Bus, CoreMessage
-from sie_contracts.errors import BundleConflict, InvalidInput, NotFound, NotProvisioned, PoolNotFound
+from sie_contracts.errors import UNDECODABLE, BundleConflict, InvalidInput, NotFound, NotProvisioned, PoolNotFound
 from sie_contracts.gpu_type import gpu_type
 from sie_contracts.models import bundles as bundling
 from sie_contracts.models.catalogue import Resolved
@@ -147,7 +146,7 @@ class Fleet:
     async def _on_heartbeat(self, message: CoreMessage) -> None:
         try:
             heartbeat = heartbeats.decode_heartbeat(message.data)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             _logger.warning("a worker's heartbeat could not be decoded and is ignored: %s", error)
             return
         self.note(heartbeat)

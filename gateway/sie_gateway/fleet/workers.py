@@ -24,6 +24,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
 from websockets.version import version
 
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.settings import Secret, SettingError, Settings, public_url
 from sie_runtime.process import Stop, Trouble
 
@@ -103,7 +104,7 @@ class WorkerSocket:
             return None
         try:
             return _status.decode(frame)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             self._trouble.met(error)
             return None
 
@@ -271,7 +272,7 @@ class Endpoints:
                     on_found(addresses)
                     trouble.passed()
                     await self._change(client, version)
-                except (httpx.HTTPError, msgspec.DecodeError, OSError) as error:
+                except (httpx.HTTPError, *UNDECODABLE, OSError) as error:
                     trouble.met(error)
                 await asyncio.sleep(MIN_PAUSE_S)  # limits the requests while pods change fast
 
@@ -291,7 +292,7 @@ class Endpoints:
         }
 
     async def _list(self, client: httpx.AsyncClient) -> tuple[tuple[str, ...], str]:
-        """Return the workers' URLs, and the list's version. Raises httpx.HTTPError, msgspec.DecodeError, OSError."""
+        """Return the workers' URLs and the list's version. Raises httpx.HTTPError, OSError, an error of UNDECODABLE."""
         answer = await client.get(self._path, params=self._selected, headers=self._headers())
         answer.raise_for_status()
         slices = _slices.decode(answer.content)

@@ -9,8 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Fragment, WorkResult
 
@@ -137,5 +136,5 @@ def put_together(parts: Sequence[bytes], digest: str) -> WorkResult:
         raise Damaged("its digest differs")
     try:
         return messages.decode_result(data)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise Damaged(f"it cannot be read: {error}") from error

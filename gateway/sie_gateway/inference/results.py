@@ -25,7 +25,7 @@ import msgspec
 
 from sie_broker import BrokerError, Bus, CoreMessage, Subscription
 from sie_contracts import arrays
-from sie_contracts.errors import AllItemsFailed, InternalFailure, InvalidInput, ResourceExhausted, SIEError
+from sie_contracts.errors import UNDECODABLE, AllItemsFailed, InternalFailure, InvalidInput, ResourceExhausted, SIEError
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.options import RequestOptions
 from sie_contracts.stages import STAGES
@@ -574,7 +574,7 @@ class ResultInbox:
     async def _on_result(self, message: CoreMessage) -> None:
         try:
             decoded = messages.decode_result_or_fragment(message.data)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             self._metrics.outcomes.labels("undecodable").inc()
             _logger.error("a result from a worker could not be decoded and is ignored: %s", error)
             return

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 import orjson
 
-from sie_contracts.errors import InvalidInput
+from sie_contracts.errors import UNDECODABLE, InvalidInput
 from sie_contracts.jobs import Plan, RowSpan
 from sie_runtime.http.asgi import uuid7
 from sie_store.datasets.scan import BOM
@@ -149,7 +149,7 @@ def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> LineR
         request = _decode(line)
     except msgspec.ValidationError:
         raise BadLine("invalid_json_line", f"{where}: expected a map with custom_id, method, url and body") from None
-    except (ValueError, RecursionError):
+    except UNDECODABLE:
         raise BadLine("invalid_json_line", f"{where}: no JSON") from None
     custom_id, url = _text(request.custom_id), _text(request.url)
     if not custom_id:
@@ -199,7 +199,7 @@ def _lenient(line: bytes) -> _BatchLine:
     """Return the fields of a line; all are empty if the line is not a JSON object with the fields of a request."""
     try:
         return _decode(line)
-    except (ValueError, RecursionError):
+    except UNDECODABLE:
         return _BatchLine()
 
 

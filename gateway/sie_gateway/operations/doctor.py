@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from sie_contracts.errors import NotFound, NotReady
+from sie_contracts.errors import UNDECODABLE, NotFound, NotReady
 
 LIMIT_S = 75.0  # time limit in seconds for one run of `sie doctor`; its slowest check, `gpu`, may take 61 s
 FRESH_S = 5.0  # seconds after a run during which its report is returned to further requests, without a new run
@@ -74,7 +74,7 @@ class Doctor:
                 output = await _all(child.stdout)
                 await child.wait()
             report = msgspec.json.decode(output, type=dict[str, Any])
-        except (TimeoutError, msgspec.DecodeError) as error:
+        except (TimeoutError, *UNDECODABLE) as error:
             _logger.warning("sie doctor ended without a readable report: %s", type(error).__name__)
             raise NotReady("sie doctor ended without a readable report; run it in a terminal to see why") from error
         finally:

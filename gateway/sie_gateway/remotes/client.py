@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.settings import Secret
 from sie_contracts.url_names import quoted
 from sie_gateway.remotes.configuration import RemoteServer
@@ -21,7 +22,6 @@ MAX_TEXTS = 32  # largest number of texts of one call: the default limit of TEI
 # largest number of bytes of an answer: VALUE_BYTES for each number of its vectors, and ENVELOPE_BYTES
 VALUE_BYTES, ENVELOPE_BYTES = 32, 64 << 10
 _UNFIT = frozenset({400, 413, 422})  # statuses that a request causes, not a fault of the server
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 MAX_NAME = 200  # characters of a reported model that are compared
 Vectors = NDArray[np.float32]
@@ -170,7 +170,7 @@ class RemoteClient:
             else:
                 encoded = msgspec.json.decode(raw, type=_SIEAnswer)
                 rows, used, model = encoded.rows, encoded.usage.total_tokens, encoded.fingerprint
-        except _UNREADABLE:
+        except UNDECODABLE:
             raise RemoteFailed(f"its answer is not that of a server of kind {self._server.kind}") from None
         if len(rows) != count or any(len(row) != width for row in rows):
             widths = sorted({len(row) for row in rows})
@@ -191,6 +191,6 @@ def _tei_model(raw: bytes) -> str:
     """Return the model that a TEI server reports, with its revision and precision. Raises RemoteFailed."""
     try:
         info = msgspec.json.decode(raw, type=_TEIInfo)
-    except _UNREADABLE:
+    except UNDECODABLE:
         raise RemoteFailed("its /info is not that of a server of kind tei") from None
     return f"{info.model_sha or ''} {info.model_dtype} {info.model_id}"[:MAX_NAME]

@@ -24,7 +24,7 @@ import numpy as np
 from sie_broker import BrokerError, Entry, Store, Write
 from sie_broker.record import Record, RecordBucket
 from sie_contracts.api.views import ClusterFinding
-from sie_contracts.errors import SIEError
+from sie_contracts.errors import UNDECODABLE, SIEError
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import Secret, SettingError, Settings, secret_variable
@@ -464,7 +464,7 @@ def _reference_in(stored: Entry, entry: ModelEntry) -> Reference | None:
     """Return the reference vectors in a value of the bucket; None if they are unreadable, or of another model entry."""
     try:
         value = _decode(stored)
-    except ValueError as error:
+    except UNDECODABLE as error:
         _logger.warning("the reference vectors of %s cannot be read: %s", entry.id, error)
         return None
     return proofs.stored_reference(value, entry) if isinstance(value, RemoteReference) else None

@@ -14,10 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 from sie_broker import CoreMessage, Delivery
-from sie_contracts.errors import InternalFailure
+from sie_contracts.errors import UNDECODABLE, InternalFailure
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import WorkItem
 from sie_runtime.clock import BrokerClock
@@ -89,7 +87,7 @@ class WorkIntake:
         lease = self._leases.hold(delivery)
         try:
             item = messages.decode_work(delivery.data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             _logger.error("a message could not be decoded as a work item and becomes a dead letter: %s", error)
             self._settle.bury(lease, InternalFailure("not a work item", reason="undecodable"))
             return None
@@ -114,9 +112,11 @@ class WorkIntake:
     async def on_cancel(self, message: CoreMessage) -> None:
         """Handle a gateway's message that requests are cancelled."""
         try:
-            self.cancel(messages.decode_cancel(message.data).requests)
-        except msgspec.DecodeError as error:
+            notice = messages.decode_cancel(message.data)
+        except UNDECODABLE as error:
             _logger.error("a message about cancelled requests could not be decoded: %s", error)
+        else:
+            self.cancel(notice.requests)
 
     def cancel(self, requests: Collection[str]) -> None:
         """Drop the work items of these requests; running ones only if they generate text."""

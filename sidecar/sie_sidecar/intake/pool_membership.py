@@ -15,6 +15,7 @@ import httpx
 import msgspec
 
 from sie_broker import CoreMessage
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.settings import Secret
 from sie_contracts.wire.topology import pool_name
 from sie_runtime.failpoints import failpoint
@@ -121,7 +122,7 @@ class PoolMembership:
             return f"status {answer.status_code}"
         try:
             assignments = _answer.decode(answer.content)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             return f"not the expected answer: {error}"
         if assignments.worker != self._worker:
             return "it answered for another worker"

@@ -12,10 +12,9 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
-
 from sie_broker import CoreMessage
 from sie_contracts.errors import (
+    UNDECODABLE,
     BundleConflict,
     ErrorInfo,
     GatewayTimeout,
@@ -318,7 +317,7 @@ class ResidencyRequests:
         """Load or unload a model, as an operator requested. There is no reply: heartbeats report the state."""
         try:
             request = messages.decode_residency(message.data)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             _logger.error("a request to load or unload a model could not be decoded: %s", error)
             return
         states = self._models.find(request.model)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from sie_contracts.errors import InternalFailure, QueueUnavailable, ResourceExhausted
+from sie_contracts.errors import UNDECODABLE, InternalFailure, QueueUnavailable, ResourceExhausted
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import WorkItem
 from sie_sidecar.device.in_flight import InFlight
@@ -97,7 +97,7 @@ class PayloadFetching:
 def _whole(item: WorkItem, data: bytes) -> WorkItem:
     try:
         payload = messages.decode_payload(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise InternalFailure("the stored inputs of this request cannot be read") from error
     if len(payload.inputs) != item.count:
         raise InternalFailure(f"{len(payload.inputs)} inputs are stored for a chunk of {item.count}")

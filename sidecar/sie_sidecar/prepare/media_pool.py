@@ -24,9 +24,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, get_args, overload
 
-import msgspec
-
-from sie_contracts.errors import InternalFailure, InvalidInput, QueueFull, ResourceExhausted, ShuttingDown, SIEError
+from sie_contracts.errors import (
+    UNDECODABLE,
+    InternalFailure,
+    InvalidInput,
+    QueueFull,
+    ResourceExhausted,
+    ShuttingDown,
+    SIEError,
+)
 from sie_contracts.media.images import Recipe, check, pixels_of
 from sie_contracts.media.media import Cause, cause_of, fault
 from sie_contracts.media.sounds import SoundRecipe
@@ -396,7 +402,7 @@ class _MediaProcess:
     async def _read(self) -> media_frames.Answer:
         try:
             return media_frames.FRAMES.answer(await read_frame(self._reader, media_frames.MAX_ANSWER_BYTES))
-        except (EOFError, FrameError, OSError, msgspec.DecodeError) as error:
+        except (EOFError, FrameError, OSError, *UNDECODABLE) as error:
             raise _WorkerLost(str(error)) from error
 
     async def ended(self) -> int:

@@ -39,7 +39,7 @@ from pathlib import Path
 import msgspec
 
 from sie_broker import BrokerError, BrokerUnavailable, Bus, Delivery, NoResponder, PayloadTooBig, Queue
-from sie_contracts.errors import GatewayTimeout, InternalFailure, SIEError
+from sie_contracts.errors import UNDECODABLE, GatewayTimeout, InternalFailure, SIEError
 from sie_contracts.wire import ipc, messages
 from sie_contracts.wire.messages import BatchNote, Failed, Fragment, Outcome, WorkItem, WorkResult
 from sie_contracts.wire.trace_context import Context
@@ -149,21 +149,24 @@ class ResultDelivery:
                 return "fenced"
             try:
                 answer = await self._bus.request(item.reply, data, timeout_s)
-                return messages.decode_confirmation(answer).verdict
             except (NoResponder, BrokerUnavailable) as error:
                 if self._clock() + pause_s >= deadline_s:
                     _logger.warning(
                         "request %s: the gateway did not confirm its result in time: %s", item.request, error
                     )
                     return "unconfirmed"
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                _logger.error("request %s: the gateway's confirmation of the result could not be decoded", item.request)
-                return "unconfirmed"
             except ValueError as error:
                 _logger.error("request %s: its result cannot be sent: %s", item.request, error)
                 return "unconfirmed"
+            else:
+                break
             await asyncio.sleep(pause_s)  # the gateway may be unreachable for a while
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        try:
+            return messages.decode_confirmation(answer).verdict
+        except UNDECODABLE:
+            _logger.error("request %s: the gateway's confirmation of the result could not be decoded", item.request)
+            return "unconfirmed"
 
 
 def part_bytes(item: WorkItem, digest: str, size_bytes: int, message_bytes: int) -> int:

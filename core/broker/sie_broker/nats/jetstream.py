@@ -33,6 +33,7 @@ from sie_broker.nats.api import (
 )
 from sie_broker.nats.connection import NatsBus, NatsConnection, is_no_responder
 from sie_broker.nats.transport import FIRST_RETRY_S, MAX_RETRY_S
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages
 from sie_contracts.wire.records import StreamRequest
 from sie_contracts.wire.topology import streams_subject
@@ -438,7 +439,7 @@ def publish_ack(subject: str, answer: Any) -> Ack:
         raise BrokerUnavailable(f"no stream stores messages of {subject}")
     try:
         ack = _decode_ack(answer.data)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise BrokerError(f"{subject}: the answer is no acknowledgement of a stream: {error}") from error
     if ack.error is not None:
         raise error_of(subject, ack.error)
@@ -472,7 +473,7 @@ class JetStream(NatsBus):
             if error is not None:
                 raise error_of(verb, error)
             return msgspec.json.decode(answer.data, type=kind)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise BrokerError(f"{verb}: the broker's answer cannot be decoded: {error}") from error
 
     async def find(self, verb: str, body: object, kind: type[_T], *absent: int) -> _T | None:

@@ -48,12 +48,9 @@ class ChildFrames(Generic[J, A]):
         return _HEADER.pack(len(body)), body
 
     def job(self, body: bytes | bytearray) -> J:
-        """Decode a job that the parent sent. Raises msgspec.DecodeError."""
+        """Decode a job that the parent sent. Raises an error of UNDECODABLE."""
         return self._jobs.decode(body)
 
     def answer(self, body: bytes | bytearray) -> A:
-        """Decode an answer that the child sent. Raises msgspec.DecodeError, also for a text that is not UTF-8."""
-        try:
-            return self._answers.decode(body)
-        except (UnicodeDecodeError, RecursionError) as error:
-            raise msgspec.DecodeError(str(error)) from error
+        """Decode an answer that the child sent. Raises an error of UNDECODABLE."""
+        return self._answers.decode(body)

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from sie_contracts.errors import ErrorInfo
+from sie_contracts.errors import UNDECODABLE, ErrorInfo
 from sie_contracts.media.documents import DocumentFile, DocumentLimits
 from sie_contracts.media.images import ImageTokens, Recipe
 from sie_contracts.media.sounds import SoundRecipe
@@ -405,7 +405,7 @@ def request(body: bytes) -> Request:
     """Decode a request of a sidecar. Raises FrameError."""
     try:
         return _requests.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise FrameError(f"not a request of protocol {PROTOCOL}: {error}") from error
 
 
@@ -413,7 +413,7 @@ def reply(body: bytes) -> Reply:
     """Decode a reply of an adapter. Raises FrameError."""
     try:
         return _replies.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise FrameError(f"not a reply of protocol {PROTOCOL}: {error}") from error
 
 

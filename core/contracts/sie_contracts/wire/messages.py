@@ -391,17 +391,8 @@ def _packed(text: str) -> msgspec.Raw:
     return msgspec.Raw(b"".join((b"\xdb", sum(map(len, pieces)).to_bytes(4, "big"), *pieces)))
 
 
-_decode_work = msgspec.msgpack.Decoder(WorkItem).decode
-
-
-def decode_work(data: bytes) -> WorkItem:
-    """Return the work item. Raises DecodeError, also if its values are nested too deeply; UnicodeDecodeError."""
-    try:
-        return _decode_work(data)
-    except RecursionError as error:
-        raise msgspec.DecodeError("its values are nested too deeply") from error
-
-
+# each of these raises an error of UNDECODABLE
+decode_work = msgspec.msgpack.Decoder(WorkItem).decode
 decode_result = msgspec.msgpack.Decoder(WorkResult).decode
 decode_result_or_fragment = msgspec.msgpack.Decoder(WorkResult | Fragment).decode
 decode_payload = msgspec.msgpack.Decoder(Payload).decode

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sie_contracts.api.jobs import MAX_SHARD_ROWS, InputFormat, JobInput
-from sie_contracts.errors import ErrorInfo, InvalidInput
+from sie_contracts.errors import UNDECODABLE, ErrorInfo, InvalidInput
 from sie_contracts.jobs import RowSpan
 from sie_store.datasets import footers, sizes
 from sie_store.datasets.fields import fields
@@ -306,7 +306,7 @@ class _JsonSample(NamedTuple):
         most = 0
         for line in lines[:SAMPLE_ROWS]:
             # an invalid row is skipped here; the job reports it when it reads the row
-            with contextlib.suppress(ValueError, RecursionError):
+            with contextlib.suppress(*UNDECODABLE):
                 row = sizes.columns_of(line)
                 names_of_columns |= dict.fromkeys(row)
                 most = max(most, sum(sizes.values_of(row[name]) for name in names if name in row))

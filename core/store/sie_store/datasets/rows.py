@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from sie_contracts.api.jobs import JobInput
-from sie_contracts.errors import ErrorInfo, InvalidInput
+from sie_contracts.errors import UNDECODABLE, ErrorInfo, InvalidInput
 from sie_contracts.jobs import RowSpan
 from sie_store.datasets import footers, sizes
 from sie_store.datasets.fields import fields
@@ -108,7 +108,7 @@ def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
     except msgspec.ValidationError:
         return _fault("malformed", "the line is no JSON object")
     # The message is general, because the decoder's message may repeat a part of the row.
-    except (ValueError, RecursionError):
+    except UNDECODABLE:
         return _fault("malformed", "the line is no valid JSON")
 
 

@@ -70,7 +70,7 @@ def values_of(value: bytes | msgspec.Raw) -> int:
 
 
 def decoded(value: msgspec.Raw) -> Any:
-    """Decode one JSON value of a column. Raises ValueError, and RecursionError for a value that is nested too deep."""
+    """Decode one JSON value of a column. Raises an error of UNDECODABLE."""
     if values_of(value) <= SPARE_LEVELS:
         return msgspec.json.decode(value)
     # The value is encoded again inside more function calls. So it is decoded in more lists, to leave levels for them.

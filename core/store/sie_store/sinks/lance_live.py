@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 import pyarrow
 
+from sie_contracts.errors import UNDECODABLE
 from sie_store.object_stores import StoreError
 from sie_store.sinks.lance import (
     BYTES_PER_S,
@@ -234,7 +235,7 @@ class LanceLive:
             return values
         try:
             payload = msgspec.json.decode(values[PAYLOAD] or "{}")
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             payload = None
         return {**(payload if isinstance(payload, dict) else {}), **values}
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from sie_contracts.errors import UNDECODABLE
 from sie_store.sinks.live import LiveRow, LiveSource, LiveState, ScannedPage, Side, Vector, opposite
 from sie_store.sinks.pgvector import (
     MAX_WIDTHS,
@@ -499,7 +500,7 @@ class PgvectorLive:
         """Return the decoded comment of the marker column."""
         try:
             return msgspec.json.decode(self._opened().comment, type=_MarkerRecord)
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             raise CollectionMismatch(
                 f"the comment of the column {self._opened().marker} is not one of a migration: drop the column"
             ) from None

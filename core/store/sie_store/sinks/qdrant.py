@@ -27,6 +27,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from sie_contracts.errors import UNDECODABLE
 from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
 from sie_store.sinks.sink import (
     ROW_ID,
@@ -280,7 +281,7 @@ async def _body(response: httpx.Response, answer_bytes: int) -> bytes:
 def _reply(body: bytes) -> _QdrantReply:
     try:
         return msgspec.json.decode(body, type=_QdrantReply)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         raise SinkUnsuitable("the server does not answer as Qdrant does") from None
 
 

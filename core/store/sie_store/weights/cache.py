@@ -29,6 +29,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire.heartbeats import Fetched
 from sie_store import durable
 from sie_store.weights import listing
@@ -495,7 +496,7 @@ def _noted(note: bytes) -> Fetched:
     try:
         _, done_bytes, total_bytes, bytes_per_s, _ = json.loads(note)
         return Fetched(int(done_bytes), int(total_bytes), float(bytes_per_s))
-    except (ValueError, TypeError):
+    except (*UNDECODABLE, TypeError):
         return Fetched()
 
 

@@ -19,6 +19,7 @@ from urllib.parse import quote
 import msgspec
 
 import sie_contracts
+from sie_contracts.errors import UNDECODABLE
 from sie_store.object_stores import StoreError
 from sie_store.weights.cache import Fetch
 from sie_store.weights.download import DownloadLimits, Piece, RemoteFile, SnapshotDownload
@@ -120,7 +121,7 @@ async def _listing(session: Any, repository: str, revision: str | None) -> _List
         return _listings.decode(data)
     except TimeoutError as error:
         raise StoreError(f"the hub's listing of files was not complete within {LISTING_S:g} s") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise StoreError(f"the hub's answer is not the listing of a repository: {str(error)[:200]}") from error
 
 

@@ -12,16 +12,11 @@ from pathlib import Path
 
 import msgspec
 
+from sie_contracts.errors import UNDECODABLE
 from sie_store.weights.selection import Wanted
 
 _HEADER_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # largest header in bytes that the safetensors format allows
-# exceptions of the decoder for bad syntax, bad UTF-8 and too deep nesting
-_NO_JSON = (
-    msgspec.DecodeError,
-    UnicodeDecodeError,
-    RecursionError,
-)
 # module types of sentence-transformers without files, for which a repository need not have a folder
 _NO_FILES = ("Normalize",)
 
@@ -58,7 +53,7 @@ def contradiction(cache: Path, repository: str, revision: str) -> str:
         if path.suffix == ".json" and path.is_file():
             try:
                 missing = _missing(path, msgspec.json.decode(path.read_bytes()))
-            except (*_NO_JSON, OSError) as error:
+            except (*UNDECODABLE, OSError) as error:
                 return f"{name} is not JSON: {type(error).__name__}"
             if missing:
                 return f"{name} names {missing}, which is not there"
@@ -97,7 +92,7 @@ def _wrong_with(path: Path) -> str:
             if name != "__metadata__" and isinstance(entry, dict)
         ]
         due = _HEADER_BYTES + length + max(ends, default=0)
-    except (*_NO_JSON, OSError, KeyError, TypeError, IndexError) as error:
+    except (*UNDECODABLE, OSError, KeyError, TypeError, IndexError) as error:
         return f"is not a safetensors file: {type(error).__name__}"
     return "" if due == size else f"has {size} bytes, its header says {due}"
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from sie_contracts.errors import UNDECODABLE
 from sie_store.durable import PART
 
 MANIFEST = "sie-manifest.json"
@@ -92,7 +93,7 @@ def decode(data: bytes) -> Manifest:
         raise ManifestError(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes, this one has {len(data)}")
     try:
         manifest = _manifest.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise ManifestError(f"not a manifest of weights: {error}") from error
     _check(manifest)
     return manifest

@@ -1,0 +1,393 @@
+"""Bytes from outside that no decoder accepts: each reader of messages, records, files, bodies and sockets gives its
+usual answer to them, whether they are cut off, not UTF-8, or nested too deeply.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock
+
+import httpx
+import measure
+import msgspec
+import pytest
+
+from sie_broker import BrokerError, CoreMessage, Entry, StreamMessage
+from sie_broker.dead_letters import Letters
+from sie_broker.nats.jetstream import JetStream, publish_ack
+from sie_broker.owner import own
+from sie_broker.record import Record, UnreadableRecord
+from sie_broker.tables import read_lane
+from sie_cli import access, recovery
+from sie_cli.airgap import archive
+from sie_cli.doctor.probe import ClusterProbe, Heartbeats, ProbeResult
+from sie_cli.evals import results as evaluations
+from sie_cli.gateway_client import AdminClient
+from sie_cli.migrating.migration import has_files
+from sie_cli.models import service
+from sie_cli.refusal import CommandRefused
+from sie_cli.replay import trace
+from sie_client import core as client_core
+from sie_client import jobs as client_jobs
+from sie_client.errors import InvalidInputError, ServerError
+from sie_config_service import aliases, mirror, store, workers
+from sie_contracts.errors import InternalFailure, NotReady, ValidationFailed
+from sie_contracts.settings import SettingError
+from sie_contracts.wire import ipc, records
+from sie_gateway.admission.admission import Peers
+from sie_gateway.fleet import lag
+from sie_gateway.fleet import workers as sockets
+from sie_gateway.fleet.demand import DemandRecords
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.inference.fragments import Damaged, put_together
+from sie_gateway.inference.results import ResultInbox
+from sie_gateway.remotes import remotes
+from sie_gateway.remotes.client import RemoteClient, RemoteFailed
+from sie_runtime import feed, keys
+from sie_sidecar.intake.intake import WorkIntake
+from sie_sidecar.intake.pool_membership import PoolMembership
+from sie_sidecar.models.loading import ResidencyRequests
+from sie_sidecar.prepare import fetching
+from sie_sidecar.results.settle import ResultDelivery
+from sie_store.sinks import qdrant
+from sie_store.weights import listing, manifest
+
+pytestmark = pytest.mark.xdist_group("sources")
+MARK = "stranger"
+DEPTH = 5000
+json, msgpack = msgspec.json.encode, msgspec.msgpack.encode
+
+Reader = Callable[[bytes], Any]
+
+
+def of_handler(handler: Any) -> Reader:
+    """Return a reader of messages: the handler of an object whose other methods do nothing."""
+    return lambda data: handler(MagicMock(), CoreMessage("subject", data, "reply"))
+
+
+def of_owner(data: bytes) -> Any:
+    bus = MagicMock(subscribe=AsyncMock(), send=AsyncMock())
+
+    async def answer() -> None:
+        await own(bus)
+        await bus.subscribe.call_args.args[1](CoreMessage("subject", data, "reply"))
+        bus.send.assert_awaited_once()
+
+    return answer()
+
+
+def of_watch(data: bytes) -> None:
+    Record(MagicMock(), lambda entry: records.decode_demand(entry.value or b""), MagicMock()).apply(Entry("k", data, 1))
+
+
+def of_change(data: bytes) -> Any:
+    bucket = MagicMock(get=AsyncMock(return_value=Entry("k", data, 1)))
+    record: Record[Any] = Record(bucket, lambda entry: records.decode_demand(entry.value or b""), MagicMock())
+    return record.change("k", lambda before: before)
+
+
+def bucket_of(data: bytes) -> Any:
+    """Return an object whose bucket has these bytes under any key."""
+    entry = Entry("model.x", data, 1)
+    return MagicMock(_bucket=MagicMock(get=AsyncMock(return_value=entry)), get=AsyncMock(return_value=entry))
+
+
+def connection_of(data: bytes) -> Any:
+    """Return an object whose requests over NATS and HTTP are answered with these bytes."""
+    message = SimpleNamespace(data=data, headers=None)
+    answer = SimpleNamespace(status_code=200, content=data, is_success=True, headers={}, raise_for_status=lambda: None)
+    return MagicMock(
+        roundtrip=AsyncMock(return_value=message),
+        _bus=MagicMock(request=AsyncMock(return_value=data)),
+        _get=AsyncMock(return_value=data),
+        _client=MagicMock(get=AsyncMock(return_value=answer), request=MagicMock(return_value=answer)),
+        get=AsyncMock(return_value=answer),
+        url="http://x",
+        leases=MagicMock(left_s=lambda _: 1.0),
+    )
+
+
+def of_file(read: Callable[[Path], Any], name: str) -> Callable[[bytes, Path], Any]:
+    """Return a reader of a file with this name."""
+
+    def reader(data: bytes, folder: Path) -> Any:
+        (folder / name).write_bytes(data)
+        return read(folder / name)
+
+    return reader
+
+
+def of_backup(data: bytes, folder: Path) -> Any:
+    (folder / "backup").write_bytes(recovery.FORMAT + hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+    return recovery.read_backup(folder / "backup")
+
+
+# name -> message that is valid up to a field that it lacks, its encoding, the reader, and the error that the reader
+# raises; None: it logs the fault, or returns that there is nothing
+READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Exception] | None]] = {
+    # messages
+    "heartbeat, config": (
+        {"type": "heartbeat/1", "worker": MARK},
+        msgpack,
+        of_handler(workers.CatalogueReaders._on_heartbeat),
+        None,
+    ),
+    "gateway, config": (
+        {"type": "gateway/1", "gateway": MARK},
+        msgpack,
+        of_handler(workers.CatalogueReaders._on_gateway),
+        None,
+    ),
+    "heartbeat, gateway": ({"type": "heartbeat/1", "worker": MARK}, msgpack, of_handler(Fleet._on_heartbeat), None),
+    "gateway, gateway": ({"type": "gateway/1", "gateway": MARK}, msgpack, of_handler(Peers._on_beat), None),
+    "heartbeat, doctor": ({"type": "heartbeat/1", "worker": MARK}, msgpack, of_handler(Heartbeats.on_worker), None),
+    "gateway, doctor": ({"type": "gateway/1", "gateway": MARK}, msgpack, of_handler(Heartbeats.on_gateway), None),
+    "result": ({"type": "result/1", "request": MARK}, msgpack, of_handler(ResultInbox._on_result), None),
+    "parts of a result": (
+        {"type": "result/1", "request": MARK},
+        msgpack,
+        lambda data: put_together([data], hashlib.sha256(data).hexdigest()),
+        Damaged,
+    ),
+    "work": (
+        {"type": "work/1", "request": MARK},
+        msgpack,
+        lambda data: WorkIntake.accept(
+            MagicMock(_leases=MagicMock(adopt=lambda _: None)), MagicMock(data=data, delivered=1)
+        ),
+        None,
+    ),
+    "work in a stream": (
+        {"type": "work/1", "request": MARK},
+        msgpack,
+        lambda data: lag._model_of(StreamMessage(1, "s", data, 0.0)),
+        None,
+    ),
+    "cancelled requests": (
+        {"type": "cancel/1", "requests": [MARK]},
+        msgpack,
+        of_handler(WorkIntake.on_cancel),
+        None,
+    ),
+    "residency": ({"type": "residency/1", "model": MARK}, msgpack, of_handler(ResidencyRequests.on_message), None),
+    "payload": (
+        {"type": "payload/1", "inputs": [{"text": MARK}]},
+        msgpack,
+        lambda data: fetching._whole(MagicMock(), data),
+        InternalFailure,
+    ),
+    "confirmation": (
+        {"type": "confirm/1", "verdict": MARK},
+        msgpack,
+        lambda data: ResultDelivery._deliver(connection_of(data), MagicMock(), b"", 1.0, MagicMock()),
+        None,
+    ),
+    "dead letter": (
+        {"type": "dead/1", "id": MARK},
+        msgpack,
+        lambda data: Letters(MagicMock(), "p")._read(StreamMessage(1, "s", data, 0.0)),
+        None,
+    ),
+    "delta": ({"type": "delta/1", "producer": MARK}, msgpack, of_handler(feed.CatalogueFeed._on_delta), None),
+    "request for a stream": ({"name": MARK}, msgpack, of_owner, None),
+    "acknowledgement": (
+        {"error": {"description": MARK}},
+        json,
+        lambda data: publish_ack("s", SimpleNamespace(data=data, headers=None)),
+        BrokerError,
+    ),
+    "answer of the broker": (
+        {"error": {"description": MARK}},
+        json,
+        lambda data: JetStream.api(connection_of(data), "V", {}, dict),
+        BrokerError,
+    ),
+    # records
+    "record": ({"at_s": MARK}, msgpack, of_watch, None),
+    "record to change": ({"at_s": MARK}, msgpack, of_change, UnreadableRecord),
+    "table": ({"type": MARK, "parts": [MARK]}, msgpack, lambda data: read_lane(bucket_of(data), "lane"), None),
+    "demand": ({"at_s": MARK}, msgpack, lambda data: DemandRecords.is_wanted(bucket_of(data), MagicMock()), None),
+    "key": ({"id": MARK}, json, lambda data: keys.readable([Entry("k", data, 1)]), None),
+    "reference of a remote": (
+        {"type": MARK, "model": MARK},
+        msgpack,
+        lambda data: remotes._reference_in(Entry("k", data, 1), MagicMock()),
+        None,
+    ),
+    "model": ({"source": MARK}, json, lambda data: mirror.decoded(store._stored, Entry("model.x", data, 1)), NotReady),
+    "copy of a model": ({"source": MARK}, json, lambda data: store._copied(Entry("model.x", data, 1)), None),
+    "index of aliases": ({"alias": [MARK]}, json, lambda data: aliases.AliasIndex.read(data, 1), NotReady),
+    "replies": (
+        {"key": MARK},
+        json,
+        lambda data: store.CatalogueStore.slot(bucket_of(b"[" + data + b"]"), "0" * 8),
+        None,
+    ),
+    # bodies and sockets
+    "frame of a sidecar": ({"type": MARK}, msgpack, ipc.request, ipc.FrameError),
+    "frame of an adapter": ({"type": MARK}, msgpack, ipc.reply, ipc.FrameError),
+    "status of a worker": (
+        {"name": MARK},
+        json,
+        lambda data: sockets.WorkerSocket.status.fget(MagicMock(frame=data)),
+        None,
+    ),  # type: ignore[attr-defined]
+    "export": (
+        {"epoch": MARK},
+        json,
+        lambda data: feed.HttpConfigSource.export(connection_of(data)),
+        feed.ConfigUnavailable,
+    ),
+    "entry in an export": (
+        {"id": MARK},
+        json,
+        lambda data: feed._document(feed.RawModel("m", msgspec.Raw(data))),
+        ValidationFailed,
+    ),
+    "epoch": (
+        {"epoch": MARK},
+        json,
+        lambda data: feed.HttpConfigSource.epoch(connection_of(data)),
+        feed.ConfigUnavailable,
+    ),
+    "epoch, doctor": ({"epoch": MARK}, json, lambda data: ClusterProbe.epoch_of(ProbeResult("u", 200, data)), None),
+    "health, doctor": ({"name": MARK}, json, lambda data: ProbeResult("u", 200, data).json(), None),
+    "pools of a worker": (
+        {"worker": MARK},
+        json,
+        lambda data: PoolMembership._request_pool(connection_of(data), "u"),
+        None,
+    ),
+    "vectors of a remote": (
+        {"model": MARK},
+        json,
+        lambda data: RemoteClient._read(MagicMock(_server=SimpleNamespace(kind="openai")), data, 1, 1),
+        RemoteFailed,
+    ),
+    "answer of Qdrant": ({"result": MARK}, json, qdrant._reply, qdrant.SinkUnsuitable),
+    "answer of a gateway": (
+        {"id": MARK},
+        json,
+        lambda data: AdminClient.request(connection_of(data), "GET", "/"),
+        CommandRefused,
+    ),
+    "answer of the config service": (
+        {"id": MARK},
+        json,
+        lambda data: service.ConfigServiceClient._accepted(
+            connection_of(data), "GET", httpx.Response(200, content=data), Any
+        ),
+        CommandRefused,
+    ),
+    "refusal of the config service": (
+        {"error": {"message": "m"}, "x": MARK},
+        json,
+        lambda data: service._error(httpx.Response(422, content=data)),
+        None,
+    ),
+    "refusal, client": (
+        {"error": MARK},
+        json,
+        lambda data: client_core.failure_of(client_core.Received(500, {}, data)),
+        None,
+    ),
+}
+
+FILES: dict[
+    str, tuple[dict[str, Any], Callable[[Any], bytes], Callable[[bytes, Path], Any], type[Exception] | None]
+] = {
+    "access": (
+        {"url": MARK, "gateway_url": MARK},
+        json,
+        of_file(lambda file: access.read(file.parent), access.FILE),
+        SettingError,
+    ),
+    "index of an archive": (
+        {"bundles": [{"id": MARK}], "version": archive.VERSION},
+        json,
+        lambda data, _: archive.decode(data),
+        CommandRefused,
+    ),
+    "result of an evaluation": ({"model": MARK}, json, of_file(evaluations.read, "a.json"), CommandRefused),
+    "manifest of a job": (
+        {"job": MARK},
+        json,
+        of_file(lambda file: has_files(file.parent, "j"), "manifest.json"),
+        CommandRefused,
+    ),
+    "manifest of a job, client": (
+        {"job": MARK},
+        json,
+        of_file(lambda file: client_jobs._claimed(file.parent, "j"), client_jobs.MANIFEST),
+        InvalidInputError,
+    ),
+    "manifest of weights": ({"repository": MARK}, json, lambda data, _: manifest.decode(data), manifest.ManifestError),
+    "header of weights": ({MARK: {}}, json, of_file(listing._wrong_with, "a.safetensors"), None),
+    "backup": ({"version": MARK}, msgpack, of_backup, CommandRefused),
+    "trace": ({"model": MARK}, json, lambda data, _: trace.read([data]), trace.TraceError),
+}
+
+
+def damages_of(sample: dict[str, Any], encode: Callable[[Any], bytes]) -> dict[str, bytes]:
+    """Return the message in three forms that its decoder refuses, each with another exception."""
+    deep = b"[" * DEPTH + b"]" * DEPTH if encode is json else b"\x91" * DEPTH + b"\xc0"
+    return {
+        "cut off": encode(sample)[:-1],
+        "not UTF-8": encode(sample).replace(MARK.encode(), b"\xff" * len(MARK)),
+        "nested": encode({"unknown": msgspec.Raw(deep), **sample}),
+    }
+
+
+def check(read: Callable[[], Any], error: type[Exception] | None) -> None:
+    async def run() -> None:
+        answer = read()
+        if inspect.isawaitable(answer):
+            await answer
+
+    if error is None:
+        asyncio.run(run())
+        return
+    with pytest.raises(error):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", ["cut off", "not UTF-8", "nested"])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_message_that_cannot_be_decoded_gets_the_usual_answer(reader: str, fault: str) -> None:
+    sample, encode, read, error = READERS[reader]
+    check(functools.partial(read, damages_of(sample, encode)[fault]), error)
+
+
+@pytest.mark.parametrize("fault", ["cut off", "not UTF-8", "nested"])
+@pytest.mark.parametrize("reader", FILES)
+def test_a_file_that_cannot_be_decoded_gets_the_usual_answer(reader: str, fault: str, tmp_path: Path) -> None:
+    sample, encode, read, error = FILES[reader]
+    check(functools.partial(read, damages_of(sample, encode)[fault], tmp_path), error)
+
+
+def test_a_reply_that_cannot_be_decoded_is_an_error_of_the_client() -> None:
+    for body in damages_of({"id": MARK}, json).values():
+        with pytest.raises(ServerError), client_core.reading({}):
+            msgspec.json.decode(body)
+
+
+def test_no_handler_names_only_some_errors_of_a_decoder() -> None:
+    """A handler that names DecodeError misses the other errors of UNDECODABLE."""
+    places = [
+        f"{module.name}:{handler.lineno}"
+        for package in measure.PACKAGES
+        for module in measure.modules(package)
+        for handler in ast.walk(module.tree)
+        if isinstance(handler, ast.ExceptHandler | ast.withitem)
+        for name in ast.walk(handler.type if isinstance(handler, ast.ExceptHandler) else handler.context_expr)  # type: ignore[arg-type]
+        if isinstance(name, ast.Attribute) and name.attr in ("DecodeError", "MsgspecError")
+    ]
+    assert places == []
