@@ -105,6 +105,10 @@ def test_a_file_is_read_again_when_it_changes_and_only_then(tmp_path: Path, monk
         ({"x.yaml": "id: [\n"}, "x.yaml: $ (line 2): not YAML"),
         ({"x.yaml": ""}, "x.yaml: $: expected a document, got nothing"),
         (
+            {"x.yaml": f"id: x\nalias: [{{model: org/a, weight: 0x{'f' * 5000}}}]\n"},
+            "x.yaml: $ (line 2): a whole number of more than 100 digits",
+        ),
+        (
             {"x.yaml": ENTRY.format("org/x", 8), "y/x.yaml": ENTRY.format("org/x", 9)},
             "y/x.yaml: $.id: org/x is in x.yaml too: remove one",
         ),

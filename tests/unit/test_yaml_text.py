@@ -17,6 +17,8 @@ from sie_contracts.yaml_text import NotYAML, load, load_with_node
         "x: !!python/name:os.system",
         "x: 2024-13-45",
         "x: " + "9" * 5000,
+        "x: 0x" + "f" * 5000,
+        "0x" + "f" * 500 + ": x",
         "[" * 100 + "]" * 100,
         "[" * 200_000,
         "- " * 100 + "x",

@@ -7,12 +7,15 @@ from typing import Any
 import yaml
 
 MAX_DEPTH = 64
+# largest length of a whole number: 64 bits in binary have 67 characters, and Python prints at most 4,300 digits
+MAX_DIGITS = 100
 # maximum number of YAML parser events, which take a third of a second to parse; JSON is faster and may have more values
 MAX_EVENTS = 50_000
 # largest length of a text whose events are not counted, because it cannot nest deep enough to overflow the C stack
 SMALL_BYTES = 4096
 # the C loader, which is ten times as fast, if this build of PyYAML has it
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_INTEGER = "tag:yaml.org,2002:int"
 
 
 class NotYAML(ValueError):
@@ -34,8 +37,8 @@ def load_with_node(data: bytes | str) -> tuple[Any, yaml.Node | None]:
     document.
 
     Raises NotYAML, also for nesting deeper than MAX_DEPTH, too many events, a repeated key, a key that is a list or a
-    map, an alias (a few lines with aliases can expand to gigabytes), and a value that its type does not have, such as a
-    date in month 13.
+    map, an alias (a few lines with aliases can expand to gigabytes), a whole number of more than MAX_DIGITS digits, and
+    a value that its type does not have, such as a date in month 13.
     """
     try:
         if len(data) > SMALL_BYTES:
@@ -82,6 +85,8 @@ def _check_nodes(root: yaml.Node) -> None:
         visited.add(id(node))
         if isinstance(node, yaml.CollectionNode) and depth == MAX_DEPTH:
             raise _too_deep(line)
+        if isinstance(node, yaml.ScalarNode) and node.tag == _INTEGER and len(node.value) > MAX_DIGITS:
+            raise NotYAML(f"a whole number of more than {MAX_DIGITS} digits", line)
         if isinstance(node, yaml.MappingNode):
             names: set[str] = set()
             for key, value in node.value:
@@ -89,7 +94,7 @@ def _check_nodes(root: yaml.Node) -> None:
                     got = f"{key.value[:60]!r} twice" if isinstance(key, yaml.ScalarNode) else "a list or a map"
                     raise NotYAML(f"keys: expected texts, each only once, got {got}", key.start_mark.line + 1)
                 names.add(key.value)
-                waiting.append((value, depth + 1))
+                waiting += [(key, depth + 1), (value, depth + 1)]
         elif isinstance(node, yaml.SequenceNode):
             waiting += [(item, depth + 1) for item in node.value]
 
