@@ -6,7 +6,10 @@ bytes ──read──► ParsedDocument ──checked──► ModelEntry, Alia
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -121,34 +124,45 @@ def _value_at(value: Any, path: str, message: str) -> str:
 
 
 def _narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
-    """Replace each `[...]` in the path of a fault by the faulty map key, which is found by parsing one key at a
-    time.
+    """Replace each `[...]` in the path of a fault by the faulty map key. Keys are parsed in order, so the faulty key is
+    the last one of the shortest beginning of its map that has the fault; a bisection finds it.
     """
     loc = message
+
+    def is_faulty(trial: Any) -> bool:
+        try:
+            parse(trial)
+        except ValidationFailed as error:
+            return error.param == message
+        return False
+
     while _ANY_KEY in loc:
         head, _, tail = loc.partition(_ANY_KEY)
-        for key, trial in _with_one_key(raw, head.removeprefix("$")):
-            try:
-                parse(trial)
-            except ValidationFailed as error:
-                if error.param == message:
-                    loc = f"{head}.{key}{tail}"
-                    break
+        for keys, beginning in _maps(raw, head.removeprefix("$")):
+            count = bisect_left(range(len(keys) + 1), True, key=lambda count: is_faulty(beginning(count)))
+            if 0 < count <= len(keys):
+                loc = f"{head}.{keys[count - 1]}{tail}"
+                break
         else:
             break
     return loc
 
 
-def _with_one_key(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _maps(value: Any, path: str) -> Iterator[tuple[list[Any], Callable[[int], Any]]]:
+    """Yield the keys of each map that `path` may name, with a function that returns `value` with only a number of first
+    keys of that map.
+    """
     if not isinstance(value, dict):
         return
     if not path:
-        for key, inner in value.items():
-            yield str(key), {key: inner}
-        return
+        yield list(value), lambda count: dict(itertools.islice(value.items(), count))
     for key, rest in _steps(value, path):
-        for narrowed, inner in _with_one_key(value[key], rest):
-            yield narrowed, {**value, key: inner}
+        for keys, beginning in _maps(value[key], rest):
+            yield keys, functools.partial(_within, value, key, beginning)
+
+
+def _within(value: dict[Any, Any], key: str, beginning: Callable[[int], Any], count: int) -> dict[Any, Any]:
+    return {**value, key: beginning(count)}
 
 
 def _steps(keys: Any, path: str) -> Iterator[tuple[str, str]]:

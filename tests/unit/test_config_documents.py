@@ -7,7 +7,9 @@ import tracemalloc
 from typing import Any
 
 import pytest
+import yaml
 
+from sie_config_service import documents
 from sie_config_service.documents import (
     MAX_DIFFERENCES,
     ParsedDocument,
@@ -17,7 +19,9 @@ from sie_config_service.documents import (
     read,
 )
 from sie_contracts.errors import ValidationFailed
+from sie_contracts.models.aliases import Alias
 from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.options import parse_written
 from sie_contracts.yaml_text import MAX_DEPTH, MAX_EVENTS
 
 ENTRY = """\
@@ -197,3 +201,22 @@ def test_a_document_of_many_values_is_refused_before_they_are_made(
 def test_a_document_of_as_many_values_as_are_allowed_is_read() -> None:
     numbers = b"1," * (MAX_EVENTS - 20)
     assert len(read(b"x: [" + numbers + b"1]", "application/x-yaml").value["x"]) == MAX_EVENTS - 19
+
+
+def test_the_faulty_key_of_a_large_map_is_found_by_few_parses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One parse for each key would take an hour for the largest document that a request may have."""
+    parses = 0
+
+    def counted(raw: object) -> ModelEntry | Alias:
+        nonlocal parses
+        parses += 1
+        return parse_written(raw)
+
+    monkeypatch.setattr(documents, "parse_written", counted)
+    prompts = {f"p{number}": "{text}" for number in range(1000)} | {"odd": 7, "odder": 8}
+    profiles = {"a": {}, "b.c": {"run": {"parameters": 1}}, "d": {"run": {"parameters": 2}}}
+    document = yaml.safe_load(ENTRY)
+    assert fault(json.dumps({**document, "prompts": prompts}), "application/json")["loc"] == "$.prompts.odd"
+    assert parses < 20
+    body = json.dumps({**document, "profiles": profiles})
+    assert fault(body, "application/json")["loc"] == "$.profiles.b.c.run.parameters"
