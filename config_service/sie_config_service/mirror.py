@@ -247,7 +247,7 @@ class Mirror:
                 self._apply(entry for entry in entries if entry.revision < first)
                 before = self._now
                 self._apply(entry for entry in entries if entry.revision >= first)
-            except (BrokerUnavailable, NotReady):
+            except (BrokerError, NotReady):
                 return None, last
             return before, last
 

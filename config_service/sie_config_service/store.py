@@ -341,6 +341,11 @@ class CatalogueStore:
             else (0, 0)
         )
 
+    async def copy_held(self, held: HeldModel) -> None:
+        """Write the newest revision of a model to the copy, unless it is there, or was not written over the API."""
+        if held.stored is not None and held.stored.source == "api":
+            await self._write_copy(held.stored)
+
     async def _write_copy(self, stored: StoredModel) -> None:
         """Write a revision to the copy, the second bucket, unless the copy has this or a later revision."""
         key = model_key(stored.model)
@@ -403,9 +408,8 @@ class CatalogueStore:
         # the index first: an alias that another replica writes in between is then a conflict, and not dropped from it
         index, read = await self._index_to_correct(), await self.snapshot()
         for model, held in read.held.items():
-            is_new = model not in copies or copies[model].revision < held.revision
-            if is_new and held.stored is not None and held.stored.source == "api":
-                await self._write_copy(held.stored)
+            if model not in copies or copies[model].revision < held.revision:
+                await self.copy_held(held)
         aliases = index_in(read, index)
         if aliases != index.models:
             await self._bucket.write([AliasIndex(aliases, index.sequence).written()])

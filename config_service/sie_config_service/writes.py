@@ -116,6 +116,7 @@ class CatalogueWriter:
             if recorded.request != request.request:
                 message = "this Idempotency-Key was used for another request; a new write needs a new key"
                 raise IdempotencyMismatch(message, param="Idempotency-Key")
+            await store.copy_held(await store.held(request.model))
             return WriteReply(recorded.body, replayed=True)
         held = await store.held(request.model)
         if (
@@ -151,8 +152,10 @@ class CatalogueWriter:
                     "warnings": [*body["warnings"], "nats_publish_partial" if sent else "nats_publish_failed"],
                 }
             _logger.info("%s of %s: revision %d", request.operation, request.model, held.revision + 1)
-        elif reply is not None:
-            await store.remember(reply)
+        else:
+            await store.copy_held(held)  # the write of this entry may have ended after the bucket and before the copy
+            if reply is not None:
+                await store.remember(reply)
         return WriteReply(body, created)
 
     async def _guarded(self, request: WriteRequest, held: HeldModel, entry: dict[str, Any] | None) -> GuardedWrite:

@@ -27,6 +27,7 @@ from sie_config_service.store import (
     RecordedReply,
     ReplySlot,
     digest_of,
+    model_key,
     normalised,
 )
 from sie_config_service.writes import WriteReply, WriteRequest
@@ -570,6 +571,24 @@ async def test_a_write_that_fails_before_it_is_stored_is_done_by_its_retry(api: 
     reply = await api.call("POST", "/v1/configs/models", ENTRY, 201, **key)
     assert reply["revision"] == 1
     assert await api.call("POST", "/v1/configs/models", ENTRY, 200, **key) == reply
+
+
+@pytest.mark.parametrize("headers", [{"idempotency_key": "k"}, {}], ids=["with a key", "without a key"])
+async def test_a_write_whose_acknowledgement_is_lost_is_copied_by_its_retry(
+    api: Api, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = api.store._bucket.write
+
+    async def lost(writes: list[Write]) -> int:
+        await write(writes)
+        raise BrokerUnavailable("the connection was lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(api.store._bucket, "write", lost)
+        await api.call("POST", "/v1/configs/models", ENTRY, 503, **headers)
+    await api.call("POST", "/v1/configs/models", ENTRY, 200, **headers)
+    copies = await api.broker.key_value(topology.CATALOGUE_COPY_BUCKET)
+    assert [stored.key for stored in await copies.entries()] == [model_key("org/one")]
 
 
 async def test_without_a_broker_writes_are_refused_and_may_be_tried_again() -> None:
