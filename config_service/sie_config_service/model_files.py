@@ -34,6 +34,6 @@ class ModelFiles:
         try:
             located = self._sources.locate(entry)
             return fault(located.folder, entry, entry.load)
-        except ModelLoadFailed as error:
-            _logger.info("model %s is not checked against its files: %s", entry.id, error.message)
+        except (ModelLoadFailed, OSError) as error:
+            _logger.info("model %s is not checked against its files: %s", entry.id, error)
             return None

@@ -437,6 +437,13 @@ async def test_a_bad_config_is_refused_with_its_field_and_nothing_is_stored(
     assert await api.store.epoch() == epoch
 
 
+@pytest.mark.parametrize("path", ["/" + "a" * 300, "/a\0b"], ids=["too long", "with NUL"])
+async def test_a_path_that_no_file_can_have_is_no_failure_of_the_service(api: Api, path: str) -> None:
+    body = {**ENTRY, "weights": {"path": path}}
+    answer = await api.client.post("/v1/configs/models", json=body)
+    assert answer.status_code in (201, 403), answer.text
+
+
 async def test_yaml_is_told_by_its_line(api: Api) -> None:
     body = (
         b"id: org/one\nweights: {package: x}\nfamily: toy\noutputs: {dense: 4}\nmax_tokens: 1\nrun:\n  pooling:"

@@ -143,7 +143,7 @@ def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
         return f"{os.path.realpath(place)}/".startswith(tuple(roots))
 
     place = os.path.expanduser(path)
-    if not is_in(place):
+    if "\0" in place or not is_in(place):  # no file can have the character NUL in its path
         return False
     file_count = 0
     for parent, below, files in os.walk(place) if is_here else ():
