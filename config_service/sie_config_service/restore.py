@@ -69,12 +69,16 @@ class Restore:
         starts another attempt.
         """
         while not await stop.wait_woken(self._workers.failed):
+            failure: Exception | None = None
             for status in unloadable(self._workers.statuses()):
                 try:
                     await self._restore(status)
-                    self._trouble.passed()
                 except (BrokerError, SIEError) as error:
-                    self._trouble.met(error)
+                    failure = error
+            if failure is None:
+                self._trouble.passed()
+            else:
+                self._trouble.met(failure)
 
     async def _restore(self, failed: Unloadable) -> None:
         held = await self._store.held(failed.model)

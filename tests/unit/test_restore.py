@@ -59,6 +59,7 @@ def test_a_revision_that_failed_for_good_after_another_one_was_loaded(
 class Following:
     store: CatalogueStore
     workers: CatalogueReaders
+    restore: Restore
     stop: Stop
     task: asyncio.Task[None]
 
@@ -93,8 +94,8 @@ async def following(tmp_path: Any) -> AsyncIterator[Following]:
         pass
 
     workers, stop = CatalogueReaders(15.0), Stop()
-    task = asyncio.create_task(Restore(workers, prepared.store, CatalogueWriter(prepared.store, check)).run(stop))
-    following = Following(prepared.store, workers, stop, task)
+    restore = Restore(workers, prepared.store, CatalogueWriter(prepared.store, check))
+    following = Following(prepared.store, workers, restore, stop, asyncio.create_task(restore.run(stop)))
     yield following
     await following.end()
 
@@ -153,3 +154,24 @@ async def test_a_restored_model_is_seeded_again_only_after_its_file_changed(foll
         return [change.operation for change in changes if change.model == MODEL]
 
     assert (await seeds(16), await seeds(8), await seeds(32)) == ([], [], ["seed"])
+
+
+async def test_a_model_that_cannot_be_restored_is_logged_once(
+    following: Following, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model, for which there is nothing to do, is reported beside it in each heartbeat."""
+    restored = following.restore._restore
+
+    async def refused(status: Unloadable) -> None:
+        if status.model == "org/refused":
+            raise ContentConflict("an alias needs it")
+        await restored(status)
+
+    monkeypatch.setattr(following.restore, "_restore", refused)
+    for _ in range(3):
+        following.beat(failed(2, 1, model="org/refused"), failed(9, 8))
+        await until(lambda: not following.workers.failed.is_set(), "the look at the heartbeat")
+    await following.end()
+    assert [record.getMessage() for record in caplog.records if "could not be replaced" in record.getMessage()] == [
+        "a revision that cannot be loaded could not be replaced yet: an alias needs it"
+    ]
