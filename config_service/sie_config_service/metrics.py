@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 import sie_contracts
-from sie_config_service.mirror import CatalogueSnapshot
+from sie_config_service.store import CatalogueStore
 from sie_runtime.http.refusals import REFUSED
 from sie_runtime.metrics import MetricMaker, Scrape, epoch_number
 from sie_runtime.metrics_table import OTHER
@@ -17,11 +17,9 @@ _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE"})
 
 
 class ConfigMetrics(Collector):
-    """Metrics of the config service. `last_read`: returns the snapshot of the last read. It returns None before the
-    first read, and between a reconnect to the broker and the next read.
-    """
+    """Metrics of the config service. `store`: returns the catalogue's store; None until the catalogue is built."""
 
-    def __init__(self, last_read: Callable[[], CatalogueSnapshot | None]) -> None:
+    def __init__(self, store: Callable[[], CatalogueStore | None]) -> None:
         make = MetricMaker("config")
         self.registry = make.registry
         self._requests = make.counters("sie_config_requests")
@@ -30,7 +28,7 @@ class ConfigMetrics(Collector):
         for reason in REFUSED:
             self.refused.labels(reason)
         self._scrape = Scrape("config")
-        self._last_read = last_read
+        self._store = store
         self.registry.register(self)
 
     def count_refused(self, reason: str) -> None:
@@ -43,8 +41,9 @@ class ConfigMetrics(Collector):
         self._seconds.labels(route).observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        gauge, read = self._scrape.gauge, self._last_read()
+        gauge, store = self._scrape.gauge, self._store()
+        read = None if store is None else store.last_read
         yield gauge("sie_config_build_info", {(sie_contracts.__version__,): 1})
-        yield gauge("sie_config_ready", read is not None)
+        yield gauge("sie_config_ready", store is not None)
         yield gauge("sie_config_catalogue_epoch", {} if read is None else epoch_number(read.epoch))
         yield gauge("sie_config_models", {} if read is None else len(read.live))

@@ -36,7 +36,7 @@ class ConfigService:
         self.gate = ConfigGate(settings)
         self.files = ModelFiles(settings)
         self.tracer: Tracer | None = None
-        self.metrics = ConfigMetrics(lambda: self.store.last_read if self.store is not None else None)
+        self.metrics = ConfigMetrics(lambda: self.store)
 
     def begin(self, store: CatalogueStore, trust: Trust) -> None:
         """Serve the catalogue of `store`. `trust`: rules about code and paths in entries written over HTTP."""

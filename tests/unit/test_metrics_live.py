@@ -256,6 +256,8 @@ async def test_the_config_service_tells_of_its_requests_and_of_its_catalogue() -
     metrics = await told()
     assert metrics["sie_config_catalogue_epoch[]"] == float(epoch.rpartition(":")[2]) > 0
     assert (metrics["sie_config_models[]"], metrics["sie_config_ready[]"]) == (1, 1)
+    await api.service.reconnected()
+    assert (await told())["sie_config_ready[]"] == 1, "as /readyz says"
     assert metrics["sie_config_requests_total['201', 'POST', 'models']"] == 1
     assert metrics["sie_config_requests_total['404', 'GET', 'model']"] == 1
     assert metrics["sie_config_request_seconds_count['epoch']"] == 1
