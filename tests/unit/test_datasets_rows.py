@@ -20,6 +20,7 @@ import obstore
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from pyarrow.parquet import encryption
 
 from sie_contracts.api.jobs import JobChunkRule, JobInput
 from sie_contracts.errors import InvalidInput
@@ -412,6 +413,47 @@ async def test_a_small_file_of_many_long_values_is_refused_before_they_are_decod
     assert (caught.value.reason, caught.value.param) == ("too_large", "shard_rows")
     few, *_ = await spans_of(place, TEXT, 50)
     assert len(await read(place, few, TEXT)) == 50
+
+
+class Kms(encryption.KmsClient):
+    """Service of keys that leaves keys as they are."""
+
+    def __init__(self, _: encryption.KmsConnectionConfig) -> None:
+        super().__init__()
+
+    def wrap_key(self, key: bytes, _: str) -> bytes:
+        return base64.b64encode(key)
+
+
+async def test_encrypted_columns_of_parquet_are_refused(tmp_path: Path, place: Place) -> None:
+    """The footer and the other columns of such a file are plain. pyarrow would end the process."""
+    properties = encryption.CryptoFactory(Kms).file_encryption_properties(
+        encryption.KmsConnectionConfig(),
+        encryption.EncryptionConfiguration(footer_key="f", column_keys={"c": ["t"]}, plaintext_footer=True),
+    )
+    table = pa.table({"t": ["a", "b"], "u": ["c", "d"]})
+    parquet.write_table(table, tmp_path / "a.parquet", encryption_properties=properties)
+    (broken,) = [entry async for entry in plan(place, TEXT, 10)]
+    assert isinstance(broken, Broken)
+    assert (broken.error.reason, "encrypted" in broken.error.message) == ("malformed", True)
+    assert [row.text for row in await rows_of(place, JobInput(url="u", text="{u}"))] == ["c", "d"]
+
+
+async def test_a_parquet_column_whose_name_is_not_utf8_is_refused(tmp_path: Path, place: Place) -> None:
+    table = pa.table({"t": ["a"], "name": ["b"]})
+    parquet.write_table(table, tmp_path / "a.parquet", store_schema=False)
+    whole = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(whole.replace(b"name", b"\xff\xfe\xfd\xfc"))
+    (broken,) = [entry async for entry in plan(place, TEXT, 10)]
+    assert isinstance(broken, Broken)
+    assert broken.error.reason == "malformed"
+
+
+async def test_nested_texts_of_parquet_in_several_row_groups(tmp_path: Path, place: Place) -> None:
+    own = [{"t": "a", "map": {"p": f"x{number}"}, "list": [{"q": f"y{number}"}]} for number in range(9)]
+    parquet.write_table(pa.Table.from_pylist(own), tmp_path / "a.parquet", row_group_size=2)
+    input_rows = await rows_of(place, JobInput(url="u", text="{t}", keep=("map", "list")), shard_rows=9)
+    assert [{"t": row.text, **row.copied} for row in input_rows] == own
 
 
 async def test_nothing_to_read_is_refused(tmp_path: Path, place: Place) -> None:

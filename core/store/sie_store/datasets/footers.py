@@ -7,7 +7,9 @@ numbered within the whole file. The first row of a group is computed from the fo
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +21,7 @@ from sie_store.datasets.sizes import MAX_SPAN_VALUES, SpanSize
 
 if TYPE_CHECKING:
     from pyarrow import Array, DataType, Field, RecordBatch
-    from pyarrow.parquet import ParquetFile, ParquetSchema
+    from pyarrow.parquet import ColumnChunkMetaData, ParquetFile, ParquetSchema
 
 BUFFER_BYTES = 8 << 20  # bytes that are buffered while a column of a row group is read
 BATCH_ROWS = 1024
@@ -42,15 +44,38 @@ class Footer(NamedTuple):
     groups: tuple[ParquetGroup, ...]
 
 
+class _DataRequested(Exception):
+    """Raised when a reader requests data of a file in which there is none."""
+
+
+class _WithoutData(RangeFile):
+    """File without data, for a reader that has the footer already."""
+
+    def _fetched(self, start: int, end: int) -> bytes:
+        raise _DataRequested
+
+
 def malformed(source: str) -> InvalidInput:
-    return InvalidInput(f"{source}: the object is no valid Parquet file", reason="malformed", param="input.url")
+    return InvalidInput(
+        f"{source}: the object is no valid Parquet file, or it is encrypted", reason="malformed", param="input.url"
+    )
+
+
+@contextlib.contextmanager
+def _reading(source: str) -> Iterator[None]:
+    """Convert the errors of pyarrow, also that for a name which is not UTF-8, into InvalidInput."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise malformed(source) from error
 
 
 def _opened(place: Place, entry: ObjectEntry, compact: Collection[str] = ()) -> ParquetFile:
     """Open a Parquet file. Columns named in `compact` are read as dictionary arrays (indices into the distinct values),
     to save memory. Raises InvalidInput, StoreError.
     """
-    import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
     file = RangeFile(place, entry)
@@ -59,7 +84,7 @@ def _opened(place: Place, entry: ObjectEntry, compact: Collection[str] = ()) -> 
     if len(tail) < 8 or tail[4:] != b"PAR1" or int.from_bytes(tail[:4], "little") > min(entry.size, MAX_FOOTER_BYTES):
         raise malformed(entry.source)
     file.seek(0)
-    try:
+    with _reading(entry.source):
         read = functools.partial(
             ParquetFile, file, buffer_size=BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
         )
@@ -67,8 +92,25 @@ def _opened(place: Place, entry: ObjectEntry, compact: Collection[str] = ()) -> 
         leaves = [opened.schema.column(at) for at in _leaves(opened.schema, compact)]
         paths = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
         return read(metadata=opened.metadata, read_dictionary=paths) if paths else opened
-    except (pa.ArrowException, OSError) as error:
-        raise malformed(entry.source) from error
+
+
+def _chunks(
+    file: ParquetFile, place: Place, entry: ObjectEntry, numbers: Sequence[int], leaves: Collection[int]
+) -> Iterator[list[ColumnChunkMetaData]]:
+    """Yield the metadata of the columns `leaves` of each of these row groups. Raises InvalidInput.
+
+    pyarrow (26) ends the process when it is asked for the metadata of an encrypted or malformed column. Its reader
+    checks the same metadata before it requests the first byte, and there the fault is an exception.
+    """
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(_WithoutData(place, entry), metadata=file.metadata, buffer_size=1, pre_buffer=False) as unread:
+        for number in numbers:
+            batches = unread.reader.iter_batches(1, [number], column_indices=list(leaves), use_threads=False)
+            with contextlib.suppress(_DataRequested), _reading(entry.source):
+                next(batches, None)
+            group = file.metadata.row_group(number)
+            yield [group.column(at) for at in leaves]
 
 
 def _leaves(schema: ParquetSchema, names: Collection[str]) -> dict[int, str]:
@@ -87,27 +129,17 @@ def _leaves(schema: ParquetSchema, names: Collection[str]) -> dict[int, str]:
 
 def footer(place: Place, entry: ObjectEntry, names: Collection[str]) -> Footer:
     """Read the footer of a file, with the sizes of the columns `names`. Blocks. Raises InvalidInput, StoreError."""
-    import pyarrow as pa
-
-    with _opened(place, entry) as file:
-        metadata = file.metadata
-        try:
-            columns = tuple(file.schema_arrow.names)
-        except pa.ArrowException as error:
-            raise malformed(entry.source) from error
-        if metadata.num_row_groups == 0:
-            return Footer(columns, ())
-        schema = file.schema
+    with _opened(place, entry) as file, _reading(entry.source):
+        columns, schema = tuple(file.schema_arrow.names), file.schema
         leaves = _leaves(schema, names)
         groups = []
-        for number in range(metadata.num_row_groups):
-            group = metadata.row_group(number)
-            read = [group.column(at) for at in leaves]
+        for number, read in enumerate(_chunks(file, place, entry, range(file.num_row_groups), leaves)):
             for column, (at, name) in zip(read, leaves.items(), strict=True):
                 if schema.column(at).max_repetition_level > 0:
                     _check_dense(entry.source, name, column.num_values, column.total_uncompressed_size)
             size = sum(column.total_uncompressed_size for column in read)
-            groups.append(ParquetGroup(group.num_rows, size, sum(column.num_values for column in read)))
+            rows = file.metadata.row_group(number).num_rows
+            groups.append(ParquetGroup(rows, size, sum(column.num_values for column in read)))
         return Footer(columns, tuple(groups))
 
 
@@ -152,33 +184,28 @@ def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Itera
 
 def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size: SpanSize) -> Iterator[dict[str, Any]]:
     """Yield the columns `names` of the rows of a span. Blocks. Raises InvalidInput, StoreError."""
-    import pyarrow as pa
-
-    with _opened(place, entry, names) as file:
+    with _opened(place, entry, names) as file, _reading(entry.source):
         present = [name for name in names if name in file.schema_arrow.names]
         begin = sum(file.metadata.row_group(number).num_rows for number in range(cut.start))
         skip, count = cut.first - begin, 0
-        groups = [file.metadata.row_group(number) for number in range(cut.start, cut.end)]
-        leaves = _leaves(file.schema, present)
-        values = sum(group.column(at).num_values for group in groups for at in leaves)
-        mean = values // max(1, sum(group.num_rows for group in groups))
-        try:
-            batches = file.iter_batches(
-                max(1, min(BATCH_ROWS, MAX_SPAN_VALUES // max(1, mean))),
-                row_groups=range(cut.start, cut.end),
-                columns=present,
-                use_threads=False,
-            )
-            for batch in batches:
-                part = batch.slice(skip, cut.rows - count)
-                skip = max(0, skip - batch.num_rows)
-                size.add(sum(map(_values, part.columns)), sum(map(_decoded_bytes, part.columns)))
-                yield from _objects(entry.source, _micros(part)) if present else ({} for _ in range(len(part)))
-                count += len(part)
-                if count == cut.rows:
-                    break
-        except (pa.ArrowException, OSError) as error:
-            raise malformed(entry.source) from error
+        rows = sum(file.metadata.row_group(number).num_rows for number in range(cut.start, cut.end))
+        chunks = _chunks(file, place, entry, range(cut.start, cut.end), _leaves(file.schema, present))
+        mean = sum(column.num_values for group in chunks for column in group) // max(1, rows)
+        # Each row group is read by itself: it has its own dictionaries, and pyarrow cannot join the dictionary arrays
+        # inside a struct, a list or a map.
+        batch_rows = max(1, min(BATCH_ROWS, MAX_SPAN_VALUES // max(1, mean)))
+        batches = (
+            file.iter_batches(batch_rows, row_groups=[number], columns=present, use_threads=False)
+            for number in range(cut.start, cut.end)
+        )
+        for batch in itertools.chain.from_iterable(batches):
+            part = batch.slice(skip, cut.rows - count)
+            skip = max(0, skip - batch.num_rows)
+            size.add(sum(map(_values, part.columns)), sum(map(_decoded_bytes, part.columns)))
+            yield from _objects(entry.source, _micros(part)) if present else ({} for _ in range(len(part)))
+            count += len(part)
+            if count == cut.rows:
+                break
     if count != cut.rows:
         raise malformed(entry.source)
 
