@@ -353,7 +353,8 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
     if entry.weights.digests and not entry.weights.revision:
         facts["digests"] = entry.weights.digests
     weights = entry.weights
-    if weights.unpinned and not weights.digests and not weights.path and weights.hub != entry.id:
-        # without a commit, digests and a path, only the repository's name identifies the weights
+    if weights.unpinned and not weights.digests and weights.hub != entry.id:
+        # Without a commit and digests, only the repository's name identifies the weights. A path does not count: an
+        # archive of models adds it.
         facts["hub"] = weights.hub
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]
