@@ -323,6 +323,27 @@ def test_a_profile_comes_along_with_all_profiles_above_it_unchanged(office: Site
     assert entry.profiles == {name: before.profiles[name] for name in ("a", "b", "c")}
 
 
+def test_a_profile_that_an_alias_names_is_not_left_out(office: Site) -> None:
+    """The site could not serve such an alias, and nothing beside it."""
+    profiles: dict[str, Any] = {"short": {"run": {"instruction": "x"}}, "long": {}}
+    office.add("own", weights={"path": str(office.folder / "weights" / "path")}, profiles=profiles)
+    (office.folder / "models" / "alias.yaml").write_text(yaml.safe_dump({"id": "search", "alias": "my/own:long"}))
+    archive = office.folder / "models.tar"
+    refused = office.sie("create", "--models", "search", "--profile", "short", "-o", str(archive), status=1)
+    assert "the alias search" in refused.output
+    assert not archive.exists()
+    office.sie("create", "--models", "search", "--profile", "long", "-o", str(archive))
+
+
+@pytest.mark.parametrize("config", ["{}", "[]", "{", '{"model_name": 5}'])
+def test_a_model_that_does_not_name_its_backbone_is_refused(office: Site, config: str) -> None:
+    folder = model_files(office.folder / "weights" / "gliner", **{"gliner_config.json": config})
+    office.add("gliner", weights={"path": str(folder)}, family="gliner", outputs={"entities": 0})
+    refused = office.sie("create", "--models", "my/gliner", "-o", str(office.folder / "models.tar"), status=1)
+    assert isinstance(refused.exception, SystemExit)
+    assert "gliner_config.json" in refused.output
+
+
 @pytest.mark.parametrize(
     "fields", [{"load": {"trust_remote_code": True}}, {"profiles": {"own": {"load": {"trust_remote_code": True}}}}]
 )

@@ -12,7 +12,6 @@ elsewhere stay valid.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire.topology import token
 from sie_runtime.feed import read_bundles
+from sie_store.folder_files import read_json
 from sie_store.weights.locks import Lock
 from sie_store.weights.manifest import MANIFEST, FileFact, Manifest, ManifestError, decode, encode
 from sie_store.weights.manifest import digest as digest_of_file
@@ -131,11 +131,14 @@ class FileGathering:
         """Add configuration and tokenizer of each backbone that a model such as GLiNER names by repository, below the
         model's folder in the archive.
         """
-        raw = json.loads((folder / families.row(entry.family).config_file).read_text("utf-8"))
+        file = folder / families.row(entry.family).config_file
+        raw = read_json(file)
         is_described = raw.get("encoder_config") is not None and (folder / "tokenizer_config.json").is_file()
-        for name in ([] if is_described else [raw["model_name"]]) + [
+        for name in ([] if is_described else [raw.get("model_name")]) + [
             name for name in (raw.get("labels_encoder"),) if name
         ]:
+            if not isinstance(name, str) or not name:
+                raise CommandRefused(f"{entry.id}: {file} does not name its backbone")
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise CommandRefused(
                     f"{entry.id}: its configuration names its backbone by the path {name}, which another machine does "
