@@ -311,6 +311,12 @@ def test_an_impossible_entry_is_refused_by_its_path(changes: dict[str, Any], pat
         ({"run": {"dimensions": [1 << 20_000]}}, "$.run.dimensions"),
         ({"profiles": {"a": {"load": {"min_pixels": 1 << 70}}}}, "$.profiles.a.load.min_pixels"),
         ({"run": {"parameters": {"other": {True: 1}}}}, "$.run.parameters"),
+        ({"outputs": {"dense": -5}}, "$.outputs.dense"),
+        ({"inputs": ["text", "smell"]}, "$.inputs[1]"),
+        ({"inputs": []}, "$.inputs[0]"),
+        ({"head": {"document_length": -1}}, "$.head.document_length"),
+        ({"load": {"max_pixels": -1}}, "$.load.max_pixels"),
+        ({"profiles": {"a": {"load": {"min_pixels": -1}}}}, "$.profiles.a.load.min_pixels"),
     ],
 )
 def test_a_faulty_default_is_refused_when_it_is_written_and_not_when_it_is_read(

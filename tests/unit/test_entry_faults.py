@@ -181,3 +181,24 @@ async def test_a_change_of_the_folder_of_models_that_no_load_would_take_leaves_t
     await until_told(is_changed, "the revision with a profile")
     stop.request()
     await task
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("1_Pooling/config.json", {"pooling_mode": 5}),
+        ("1_Pooling/config.json", {"pooling_mode": [["cls"]]}),
+        ("modules.json", [{"type": "models.Transformer", "path": "a" * 300}]),
+    ],
+)
+async def test_an_entry_whose_files_cannot_be_read_is_written(
+    name: str, value: Any, api: config_api.Api, folder: Path
+) -> None:
+    (folder / name).write_text(json.dumps(value))
+    await api.call("POST", "/v1/configs/models", raw(folder, run={"pooling": "mean"}), 201)
+
+
+async def test_a_path_of_a_model_that_no_disk_has(api: config_api.Api, folder: Path) -> None:
+    long = str(folder / ("a" * 300))
+    await api.call("POST", "/v1/configs/models", raw(folder, weights={"path": long}), 201)
+    await api.call("PUT", MODEL, raw(folder, weights={"path": f"{folder}/a\0"}), 403)

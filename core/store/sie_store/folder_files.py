@@ -31,7 +31,9 @@ Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
 
 
 class Config(msgspec.Struct):
-    """Fields of `config.json` that SIE reads itself. transformers reads the others."""
+    """Fields of `config.json`, of a model or of one of its modules, that SIE reads itself. transformers reads the
+    others.
+    """
 
     architectures: list[str] | None = None
     model_type: str | None = None
@@ -42,6 +44,7 @@ class Config(msgspec.Struct):
     vocab_size: Size | None = None
     hidden_size: Size | None = None
     encoder_config: dict[str, Any] | None = None
+    pooling_mode: str | list[str] | None = None
 
 
 class Module(msgspec.Struct):
@@ -116,9 +119,9 @@ def read_value(file: Path) -> Any:
     """Return the JSON value in a file, checked against the type for the file's name; None if there is no file. Raises
     ModelLoadFailed INCOMPATIBLE.
     """
-    if not file.is_symlink() and not file.exists():
-        return None
     try:
+        if not file.is_symlink() and not file.exists():
+            return None
         value = json.loads(file.read_text("utf-8"))
         if value is None:
             raise ValueError("expected a JSON object, got null")

@@ -28,6 +28,7 @@ JOINABLE_POOLINGS: tuple[Pooling, ...] = ("mean", "max")
 MAX_POOLINGS = 6  # maximum number of poolings that a model may combine, for example `cls+mean`
 # pooling as a request writes it -> pooling
 POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "last_token": "last"}
+INPUTS = ("text", "image", "audio", "document")
 VECTORS = ("dense", "sparse", "multivector")
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
 # output as clients name it -> task whose models have this output; empty: models whose entries list it under this name

@@ -24,6 +24,7 @@ from sie_contracts.models import families, muvera, output_schemas
 from sie_contracts.models.aliases import Alias, invalid
 from sie_contracts.models.catalogue import Catalogue, Resolved
 from sie_contracts.models.entries import (
+    INPUTS,
     POOLING_OPTIONS,
     VECTORS,
     ModelEntry,
@@ -51,6 +52,8 @@ from sie_contracts.names import did_you_mean
 from sie_contracts.wire.messages import Operation, RunOptions
 
 MAX_LABELS = 1000
+MAX_SIZE = 1 << 31  # largest width, length or number of pixels in an entry
+_PIXELS = ("min_pixels", "max_pixels")
 MAX_WARNINGS = 20
 # maximum number of characters of a prompt with an instruction, because the prompt is added to each input
 MAX_PROMPT = 1 << 20
@@ -459,10 +462,11 @@ def _schema_parts(
 
 
 def parse_written(raw: object) -> ModelEntry | Alias:
-    """Check a document before it is written, like `parse_document`, and the default options of a model by the checks of
-    a request's options. Raises ValidationFailed; its `errors` have the path of the first fault.
+    """Check a document before it is written, like `parse_document`, the inputs and bounds of a model, and its default
+    options by the checks of a request's options. Raises ValidationFailed; its `errors` have the path of the first
+    fault.
 
-    Stored documents are read with `parse_document` alone: one faulty default must not make the whole catalogue invalid.
+    Stored documents are read with `parse_document` alone: one faulty value must not make the whole catalogue invalid.
     """
     document = parse_document(raw)
     if not isinstance(document, ModelEntry):
@@ -471,6 +475,7 @@ def parse_written(raw: object) -> ModelEntry | Alias:
     for profile in ("default", *document.profiles):
         path = "$.run" if profile == "default" else f"$.profiles.{profile}.run"
         try:
+            _check_bounds(document)
             _check_defaults(document, Catalogue.resolve_profile(document, profile, document.id).run, path)
         except InvalidInput as error:
             message, param = error.message.removeprefix(f"{error.param}: "), error.param or path
@@ -493,6 +498,20 @@ def _check_encodable(path: str, value: object) -> None:
     except (OverflowError, TypeError, ValueError) as error:
         fault = "expected values of JSON, whose numbers fit in 64 bits, and texts as keys of maps"
         raise invalid(path, fault) from error
+
+
+def _check_bounds(entry: ModelEntry) -> None:
+    """Raise InvalidInput for an input that no request can have, and for a width, length or bound that no model has."""
+    for place, name in enumerate(entry.inputs or ("",)):
+        if name not in INPUTS:
+            raise InvalidInput.at(f"$.inputs[{place}]", f"expected one of {', '.join(INPUTS)}")
+    numbers: dict[str, int | None] = {f"$.outputs.{name}": width for name, width in entry.outputs.items()}
+    numbers |= {f"$.head.{name}": getattr(entry.head, name) for name in ("query_length", "document_length")}
+    loads = {"$.load": entry.load} | {f"$.profiles.{name}.load": own.load for name, own in entry.profiles.items()}
+    numbers |= {f"{path}.{name}": getattr(load, name, None) for path, load in loads.items() for name in _PIXELS}
+    for path, value in numbers.items():
+        if value is not None:
+            integer(path, value, f"a whole number from 0 to {MAX_SIZE}", 0, MAX_SIZE)
 
 
 def _check_defaults(entry: ModelEntry, run: RunDefaults, path: str) -> None:

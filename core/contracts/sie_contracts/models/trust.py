@@ -134,9 +134,11 @@ def is_bucket(url: str) -> bool:
 
 
 def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
-    """Return whether a path (with links resolved) is in one of the folders. With `is_here`, each file and folder below
-    the path must be there too, and the path must have at most MAX_FILES files.
+    """Return whether a path (with links resolved) is in one of the folders; no path with the character NUL is. With
+    `is_here`, each file and folder below the path must be there too, and the path must have at most MAX_FILES files.
     """
+    if "\0" in path:
+        return False
     roots = [folder.rstrip("/") + "/" for folder in folders]
 
     def is_in(place: str) -> bool:
