@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 
+import httpx
 import pytest
 from inprocess import settings_of, until
 from object_stores import S3, Faults, Moto, Place, Request, aws_environ
@@ -262,3 +263,16 @@ def test_many_small_files_are_read_some_at_once(faulty: Place, moto: Moto) -> No
     moto.faults = Faults(before=lambda request: time.sleep(0.02) if request.path.endswith(".yaml") else None)
     assert len(own(overlay(faulty))) == 40
     assert 2 < moto.faults.most_at_once <= 17
+
+
+@pytest.mark.parametrize("name", ["a//b.yaml", "a/./b.yaml", "a/../b.yaml"])
+def test_an_object_whose_name_no_call_can_use_is_named(faulty: Place, name: str) -> None:
+    """Other programs write such objects. Another attempt does not help."""
+    put(faulty, "a.yaml", ENTRY.format("org/a", 8))
+    key = f"{faulty.url.removeprefix('s3://')}/{name}".replace(".", "%2E")
+    httpx.put(f"{faulty.server.url}/{key}", content=b"x", trust_env=False).raise_for_status()
+    faulty.server.faults.requests.clear()
+    with pytest.raises(SettingError, match="rename or remove it") as caught:
+        BucketFolder(faulty.url, SUFFIXES, QUICK).list_files()
+    assert name in str(caught.value)
+    assert len(faulty.server.faults.requests) == 1

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from sie_store import object_stores
-from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
+from sie_store.object_stores import AccessRefused, BucketMissing, NameUnusable, StoreError
 from sie_store.weights.bucket import BucketSource, CommitState, WeightBucket
 from sie_store.weights.cache import Fetch
 from sie_store.weights.download import Digests, DownloadLimits, Reader, RemoteFile, SnapshotDownload, each_file
@@ -129,6 +129,8 @@ class ClusterCache:
                 "by the machine's role"
             )
             raise FetchFailed("NETWORK", f"access is refused ({error}): {fix}") from error
+        except NameUnusable as error:
+            raise FetchFailed("NETWORK", f"{self.url}: {error}") from error
         except StoreError as error:
             raise FetchFailed(
                 "NETWORK", f"the store did not answer properly ({error}): is its endpoint right, and is it up?"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from sie_contracts.settings import SettingError
 from sie_store import object_stores
-from sie_store.object_stores import AccessRefused, BucketMissing, ObjectMissing, RetryPolicy, StoreError
+from sie_store.object_stores import AccessRefused, BucketMissing, NameUnusable, ObjectMissing, RetryPolicy, StoreError
 
 _T = TypeVar("_T")
 
@@ -96,6 +96,8 @@ class BucketFolder:
             raise SettingError(
                 SETTING, f"{self.url}: access is refused ({error}): {fix}, or by the machine's role"
             ) from error
+        except NameUnusable as error:
+            raise SettingError(SETTING, f"{self.url}: {error}") from error
         except StoreError as error:
             fix = "is its endpoint right (AWS_ENDPOINT_URL), and is it up?"
             raise SettingError(SETTING, f"{self.url}: the store did not answer properly ({error}): {fix}") from error

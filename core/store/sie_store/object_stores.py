@@ -6,6 +6,7 @@ s3://bucket/prefix, gs://bucket/prefix, file:///path or a path ──opened─�
 StoreError             no reply in time, or a failure that may disappear
 ├── ObjectMissing      no such object
 ├── BucketMissing      no such bucket
+├── NameUnusable       a listing has an object whose name no call can use
 ├── AccessRefused      credentials are missing, wrong, expired or without the permission
 ├── RangeMissing       the requested range begins after the end of the object
 ├── WrittenMeanwhile   another writer wrote the object after it was read, or created it first
@@ -50,6 +51,7 @@ EXIT_PAUSE_S = 0.1
 _claimed: Counter[int] = Counter()  # file system -> bytes that writers of this process are writing or will write
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_UNUSABLE = re.compile(r'object with invalid path: (?:Error parsing )?Path "(.*?)"')
 _IN = re.compile(r" in [0-9.]+(ns|µs|ms|s)\b")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _FULL = frozenset(str(number) for number in (errno.ENOSPC, errno.EDQUOT))
@@ -92,6 +94,12 @@ class ObjectMissing(StoreError):
 
 class BucketMissing(StoreError):
     """Error for a bucket that does not exist."""
+
+
+class NameUnusable(StoreError):
+    """Error for a listing that has an object whose name has a segment that is empty, `.` or `..`. obstore (0.12) ends
+    such a listing.
+    """
 
 
 class AccessRefused(StoreError):
@@ -283,6 +291,10 @@ def failure(error: Exception) -> StoreError:
         return AccessRefused("no credentials are set, and this machine has none")
     if code == "NoSuchBucket":
         return BucketMissing("there is no such bucket")
+    if name := _first_group(_UNUSABLE, text):
+        return NameUnusable(
+            f"the object {name[:200]!r} has a name with a segment that is empty, `.` or `..`: rename or remove it"
+        )
     if isinstance(error, NotFoundError | FileNotFoundError):
         return ObjectMissing("there is no such object")
     if isinstance(error, AlreadyExistsError | PreconditionError | FileExistsError):
