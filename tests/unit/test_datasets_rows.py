@@ -456,6 +456,22 @@ async def test_nested_texts_of_parquet_in_several_row_groups(tmp_path: Path, pla
     assert [{"t": row.text, **row.copied} for row in input_rows] == own
 
 
+@pytest.mark.parametrize("lines", [1, 2])
+async def test_blank_lines_after_a_row_are_not_read(
+    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch, lines: int
+) -> None:
+    """A file of few rows may have any number of them."""
+    monkeypatch.setattr(rows, "MAX_SPAN_BYTES", 1000)
+    monkeypatch.setattr(plans, "SPAN_BYTES", 500)
+    own = [{"t": f"{number}"} for number in range(lines)]
+    for end in ("", json.dumps({"t": "last"})):
+        (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, own)) + "\n" * 5000 + end)
+        spans = await spans_of(place, TEXT)
+        assert all(span.end - span.start < 100 for span in spans)
+        read_rows = [row for span in spans for row in await read(place, span, TEXT)]
+        assert [row.text for row in read_rows] == [*(row["t"] for row in own), *(["last"] if end else [])]
+
+
 async def test_nothing_to_read_is_refused(tmp_path: Path, place: Place) -> None:
     (tmp_path / "README.md").write_text("x")
     for source in (TEXT, JobInput(url="u/", format="images")):

@@ -28,15 +28,15 @@ def scanned(data: bytes, piece: int, *, is_quoted: bool, max_rows: int, max_byte
     for start in range(0, len(data), piece):
         for starts, ends in scanner.feed(data[start : start + piece]):
             cuts += cutter.feed(starts, ends)
-    return [*cuts, *cutter.feed(*scanner.end()), *cutter.end(len(data))]
+    return [*cuts, *cutter.feed(*scanner.end()), *cutter.end()]
 
 
 def check_spans(data: bytes, cuts: list[Cut], rows: list[bytes], *, is_quoted: bool, max_rows: int) -> None:
-    """Check that the spans follow each other, that each has the rows that it states, and that together they have all
-    rows.
+    """Check that only blank lines are between the spans, that each has the rows that it states, and that together they
+    have all rows.
     """
     assert [cut.first for cut in cuts] == [sum(cut.rows for cut in cuts[:at]) for at in range(len(cuts))]
-    assert all(before.end == after.start for before, after in pairwise(cuts))
+    assert not b"".join(data[before.end : after.start] for before, after in pairwise(cuts)).strip()
     assert all(0 < cut.rows <= max_rows for cut in cuts)
     parts = [rows_of(data[cut.start : cut.end], is_quoted=is_quoted) for cut in cuts]
     assert [len(part) for part in parts] == [cut.rows for cut in cuts]

@@ -284,7 +284,7 @@ async def _scanned(place: Place, entry: ObjectEntry, kind: str, names: dict[str,
 
     async for piece in pieces(place, entry, begin, entry.size):
         await asyncio.to_thread(feed, piece)
-    last = (*cutter.feed(*scanner.end()), *cutter.end(entry.size))
+    last = (*cutter.feed(*scanner.end()), *cutter.end())
     return [*spans, *(_span(entry, kind, cut, header) for cut in last)]
 
 

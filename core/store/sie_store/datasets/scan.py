@@ -91,11 +91,13 @@ class Cut(NamedTuple):
 
 
 class Cutter:
-    """Groups rows into spans of at most `max_rows` rows and `max_bytes` bytes; a single row may have more bytes."""
+    """Groups rows into spans of at most `max_rows` rows and `max_bytes` bytes; a single row may have more bytes. A span
+    ends with its last row: any number of blank lines may follow.
+    """
 
     def __init__(self, max_rows: int, max_bytes: int) -> None:
         self._max_rows, self._max_bytes = max_rows, max_bytes
-        self._first = self._rows = self._start = 0
+        self._first = self._rows = self._start = self._end = 0
 
     def feed(self, starts: Offsets, ends: Offsets) -> Iterator[Cut]:
         at, count = 0, len(starts)
@@ -104,14 +106,16 @@ class Cutter:
                 self._start = int(starts[at])
             by_bytes = int(np.searchsorted(ends, self._start + self._max_bytes, side="right"))
             to = min(at + self._max_rows - self._rows, max(by_bytes, at + (not self._rows)), count)
-            self._rows += max(0, to - at)
-            at = max(at, to)
+            if to > at:
+                self._rows += to - at
+                self._end = int(ends[to - 1])
+                at = to
             if at < count:
-                yield from self.end(int(starts[at]))
+                yield from self.end()
 
-    def end(self, end: int) -> Iterator[Cut]:
-        """Yield the last span, which ends at the position `end`, if it has any row."""
+    def end(self) -> Iterator[Cut]:
+        """Yield the last span, if it has any row."""
         if self._rows:
-            yield Cut(self._first, self._rows, self._start, end)
+            yield Cut(self._first, self._rows, self._start, self._end)
         self._first += self._rows
         self._rows = 0
