@@ -25,7 +25,7 @@ from pyarrow.parquet import encryption
 from sie_contracts.api.jobs import JobChunkRule, JobInput
 from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import RowSpan
-from sie_store.datasets import footers, plans, rows, sizes
+from sie_store.datasets import footers, pages, plans, rows, sizes
 from sie_store.datasets.objects import PIECE_BYTES, find, pieces
 from sie_store.datasets.places import Place
 from sie_store.datasets.plans import Broken, plan
@@ -454,6 +454,45 @@ async def test_nested_texts_of_parquet_in_several_row_groups(tmp_path: Path, pla
     parquet.write_table(pa.Table.from_pylist(own), tmp_path / "a.parquet", row_group_size=2)
     input_rows = await rows_of(place, JobInput(url="u", text="{t}", keep=("map", "list")), shard_rows=9)
     assert [{"t": row.text, **row.copied} for row in input_rows] == own
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("rows_of_page", [1, 50])
+async def test_a_page_that_needs_too_much_memory_is_refused_before_it_is_decompressed(
+    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch, version: str, rows_of_page: int
+) -> None:
+    """Four megabytes in a page of less than a kilobyte."""
+    monkeypatch.setattr(footers, "MAX_BATCH_BYTES", 1 << 20)
+    table = pa.table({"t": ["x" * ((4 << 20) // rows_of_page)] * rows_of_page})
+    file, page = tmp_path / "a.parquet", {"data_page_size": 1 << 30, "data_page_version": version}
+    parquet.write_table(table, file, compression="zstd", use_dictionary=False, write_statistics=False, **page)
+    assert file.stat().st_size < 4000
+    (span,) = await spans_of(place, TEXT, 100)
+    with pytest.raises(InvalidInput) as caught:
+        await read(place, span, TEXT)
+    assert (caught.value.reason, caught.value.param) == ("too_large", "input.url")
+
+
+async def test_large_rows_in_pages_of_their_own_are_read_a_few_at_a_time(
+    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Headers of pages lie in different requests than their pages."""
+    monkeypatch.setattr(footers, "MAX_DECODED_BYTES", 1 << 19)
+    monkeypatch.setattr(footers, "MAX_BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr(footers, "BUFFER_BYTES", 10)
+    monkeypatch.setattr("sie_store.datasets.objects.READ_AHEAD_BYTES", 1)
+    own = [{"t": os.urandom(50_000).hex(), "list": [f"{number}"] * number} for number in range(40)]
+    pages_of_rows = {"data_page_size": 1, "write_batch_size": 1, "use_dictionary": False}
+    parquet.write_table(pa.Table.from_pylist(own), tmp_path / "a.parquet", **pages_of_rows)
+    input_rows = await rows_of(place, JobInput(url="u", text="{t}", keep=("list",)), 100)
+    assert [{"t": row.text, **row.copied} for row in input_rows] == own
+
+
+@pytest.mark.parametrize("header", [b"\x1c" * 5000, b"\x15\x01\x15\x01\x15\x00", b"\x15\x80", b"\x0f"])
+def test_a_malformed_header_of_a_page_is_refused(header: bytes) -> None:
+    chunk = pages.ChunkPages(0, len(header), values=1, window=1)
+    with pytest.raises(pages.PageFault):
+        chunk.note(0, header, lambda start, end: header[start:end])
 
 
 @pytest.mark.parametrize("lines", [1, 2])

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sie_contracts.errors import InvalidInput
 from sie_store.datasets.objects import ObjectEntry, RangeFile
+from sie_store.datasets.pages import MAX_BATCH_BYTES, ChunkPages, PageFault
 from sie_store.datasets.places import Place
 from sie_store.datasets.scan import Cut
-from sie_store.datasets.sizes import MAX_SPAN_VALUES, SpanSize
+from sie_store.datasets.sizes import MAX_DECODED_BYTES, MAX_SPAN_VALUES, SpanSize
 
 if TYPE_CHECKING:
     from pyarrow import Array, DataType, Field, RecordBatch
@@ -42,6 +43,32 @@ class ParquetGroup(NamedTuple):
 class Footer(NamedTuple):
     columns: tuple[str, ...]
     groups: tuple[ParquetGroup, ...]
+
+
+class _PageFile(RangeFile):
+    """File of which `chunks` are read. Raises InvalidInput when the pages of one batch need too much memory."""
+
+    chunks: Sequence[ChunkPages] = ()
+
+    def read(self, size: int | None = -1) -> bytes:
+        at = self.tell()
+        data = super().read(size)
+        try:
+            for chunk in self.chunks:
+                chunk.note(at, data, self._present)
+        except PageFault as error:
+            raise malformed(self._entry.source) from error
+        if sum(chunk.bytes for chunk in self.chunks) > MAX_BATCH_BYTES:
+            raise InvalidInput(
+                f"{self._entry.source}: the pages of a few rows become more than {MAX_BATCH_BYTES} bytes: write the "
+                "file with smaller rows or pages",
+                reason="too_large",
+                param="input.url",
+            )
+        return data
+
+    def _present(self, start: int, end: int) -> bytes:
+        return self._fetched(start, min(end, self._entry.size))
 
 
 class _DataRequested(Exception):
@@ -72,13 +99,12 @@ def _reading(source: str) -> Iterator[None]:
         raise malformed(source) from error
 
 
-def _opened(place: Place, entry: ObjectEntry, compact: Collection[str] = ()) -> ParquetFile:
+def _opened(file: RangeFile, entry: ObjectEntry, compact: Collection[str] = ()) -> ParquetFile:
     """Open a Parquet file. Columns named in `compact` are read as dictionary arrays (indices into the distinct values),
     to save memory. Raises InvalidInput, StoreError.
     """
     from pyarrow.parquet import ParquetFile
 
-    file = RangeFile(place, entry)
     file.seek(max(0, entry.size - 8))
     tail = file.read(8)
     if len(tail) < 8 or tail[4:] != b"PAR1" or int.from_bytes(tail[:4], "little") > min(entry.size, MAX_FOOTER_BYTES):
@@ -129,7 +155,7 @@ def _leaves(schema: ParquetSchema, names: Collection[str]) -> dict[int, str]:
 
 def footer(place: Place, entry: ObjectEntry, names: Collection[str]) -> Footer:
     """Read the footer of a file, with the sizes of the columns `names`. Blocks. Raises InvalidInput, StoreError."""
-    with _opened(place, entry) as file, _reading(entry.source):
+    with _opened(RangeFile(place, entry), entry) as file, _reading(entry.source):
         columns, schema = tuple(file.schema_arrow.names), file.schema
         leaves = _leaves(schema, names)
         groups = []
@@ -184,21 +210,18 @@ def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Itera
 
 def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size: SpanSize) -> Iterator[dict[str, Any]]:
     """Yield the columns `names` of the rows of a span. Blocks. Raises InvalidInput, StoreError."""
-    with _opened(place, entry, names) as file, _reading(entry.source):
+    source = _PageFile(place, entry)
+    with _opened(source, entry, names) as file, _reading(entry.source):
         present = [name for name in names if name in file.schema_arrow.names]
         begin = sum(file.metadata.row_group(number).num_rows for number in range(cut.start))
         skip, count = cut.first - begin, 0
-        rows = sum(file.metadata.row_group(number).num_rows for number in range(cut.start, cut.end))
-        chunks = _chunks(file, place, entry, range(cut.start, cut.end), _leaves(file.schema, present))
-        mean = sum(column.num_values for group in chunks for column in group) // max(1, rows)
+        numbers = range(cut.start, cut.end)
+        groups = zip(numbers, _chunks(file, place, entry, numbers, _leaves(file.schema, present)), strict=True)
         # Each row group is read by itself: it has its own dictionaries, and pyarrow cannot join the dictionary arrays
         # inside a struct, a list or a map.
-        batch_rows = max(1, min(BATCH_ROWS, MAX_SPAN_VALUES // max(1, mean)))
-        batches = (
-            file.iter_batches(batch_rows, row_groups=[number], columns=present, use_threads=False)
-            for number in range(cut.start, cut.end)
-        )
-        for batch in itertools.chain.from_iterable(batches):
+        for batch in itertools.chain.from_iterable(
+            _batches(file, source, number, columns, present) for number, columns in groups
+        ):
             part = batch.slice(skip, cut.rows - count)
             skip = max(0, skip - batch.num_rows)
             size.add(sum(map(_values, part.columns)), sum(map(_decoded_bytes, part.columns)))
@@ -208,6 +231,25 @@ def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size:
                 break
     if count != cut.rows:
         raise malformed(entry.source)
+
+
+def _batches(
+    file: ParquetFile, source: _PageFile, number: int, columns: Sequence[ColumnChunkMetaData], names: Sequence[str]
+) -> Iterator[RecordBatch]:
+    """Yield the batches of a row group. The mean batch is within the limits of memory."""
+    rows = max(1, file.metadata.row_group(number).num_rows)
+    values, size = (
+        sum(getattr(column, name) for column in columns) for name in ("num_values", "total_uncompressed_size")
+    )
+    most = min(MAX_SPAN_VALUES * rows // max(1, values), MAX_DECODED_BYTES * rows // max(1, size))
+    batch_rows = max(1, min(BATCH_ROWS, most))
+    source.chunks = [_pages(column, -(-column.num_values * batch_rows // rows)) for column in columns]
+    yield from file.iter_batches(batch_rows, row_groups=[number], columns=names, use_threads=False)
+
+
+def _pages(column: ColumnChunkMetaData, window: int) -> ChunkPages:
+    start = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
+    return ChunkPages(start, start + column.total_compressed_size, column.num_values, window)
 
 
 def _objects(source: str, batch: RecordBatch) -> Iterator[dict[str, Any]]:

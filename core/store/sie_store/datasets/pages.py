@@ -1,0 +1,138 @@
+"""Bound on the memory that the pages of a Parquet file need. A page of a few kilobytes may become gigabytes, and of all
+bytes that are read before it is decompressed, only its header says so.
+
+    bytes that pyarrow reads ──► header of each page: its bytes, decoded and compressed ──► pages of one batch together
+
+A large page of images or of common texts is not refused: only bytes beyond the usual ratio count.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from sie_store.datasets.sizes import MAX_DECODED_BYTES
+
+RATIO = 8  # usual number of decoded bytes for a compressed one, at most
+# largest number of decoded bytes beyond RATIO in the pages from which one batch is made
+MAX_BATCH_BYTES = 2 * MAX_DECODED_BYTES
+MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header, which may have statistics
+MAX_DEPTH = 8  # largest number of structs and lists in each other in a header
+_NUMBER, _STRUCT = 5, 12  # kinds of values in Thrift
+# fields of a header in Parquet's format: number and kind
+_DECODED, _COMPRESSED, _VALUES = (2, _NUMBER), (3, _NUMBER), (1, _NUMBER)
+_DATA_PAGE, _DATA_PAGE_V2 = (5, _STRUCT), (8, _STRUCT)
+Fields = dict[tuple[int, int], Any]
+
+
+class PageFault(ValueError):
+    """Error for a page whose header is malformed."""
+
+
+class ChunkPages:
+    """Pages of one column in one row group: the bytes from `start` to before `end` of a file, with `values` values.
+    `window`: mean number of values of the column in a batch. `bytes`: decoded bytes, beyond RATIO, of the last pages
+    that were read, as many as one batch needs.
+    """
+
+    def __init__(self, start: int, end: int, values: int, window: int) -> None:
+        self._start, self._end, self._left, self._window = start, end, values, window
+        self._next = start  # position of the next header
+        self._pages = deque[tuple[int, int]]()  # values and share of each page in `bytes`
+        self._values = self.bytes = 0
+
+    def note(self, at: int, data: bytes, fetch: Callable[[int, int], bytes]) -> None:
+        """Note the pages whose headers begin before the end of `data`, which was read at position `at`. `fetch`:
+        returns the bytes between two positions, for a header that continues after `data`. Raises PageFault.
+        """
+        if not self._start <= at < self._end:
+            return
+        while self._left > 0 and self._next < min(at + len(data), self._end):
+            try:
+                header, size = _header(memoryview(data)[self._next - at :] if self._next >= at else b"")
+            except IndexError:
+                header, size = self._fetched(fetch)
+            decoded, compressed = header.get(_DECODED, 0), header.get(_COMPRESSED, 0)
+            values = (header.get(_DATA_PAGE) or header.get(_DATA_PAGE_V2) or {}).get(_VALUES, 0)
+            if min(decoded, compressed, values) < 0:
+                raise PageFault("the header of a page has a negative number")
+            self._next, self._left = self._next + size + compressed, self._left - values
+            self._add(values, max(0, decoded - RATIO * compressed))
+
+    def _fetched(self, fetch: Callable[[int, int], bytes]) -> tuple[Fields, int]:
+        try:
+            return _header(fetch(self._next, self._next + MAX_HEADER_BYTES))
+        except IndexError:
+            raise PageFault("the header of a page is not complete") from None
+
+    def _add(self, values: int, size: int) -> None:
+        self._pages.append((values, size))
+        self._values, self.bytes = self._values + values, self.bytes + size
+        while len(self._pages) > 1 and self._values - self._pages[0][0] >= self._window:
+            values, size = self._pages.popleft()
+            self._values, self.bytes = self._values - values, self.bytes - size
+
+
+def _header(data: bytes | memoryview) -> tuple[Fields, int]:
+    """Return the fields of a header and its length. Raises IndexError if `data` ends before it, PageFault."""
+    reader = _ThriftReader(data)
+    return reader.struct(0), reader.at
+
+
+class _ThriftReader:
+    """Reader of the compact protocol of Thrift."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data = data
+        self.at = 0
+
+    def struct(self, depth: int) -> Fields:
+        """Return the numbers of 32 bits and the structs in a struct, by field. Other values are skipped. A reader
+        ignores a field that has another kind than its format says.
+        """
+        fields: Fields = {}
+        number = 0
+        while head := self._byte():
+            kind = head & 15
+            number = number + (head >> 4) if head >> 4 else self._number()
+            value = None if kind in (1, 2) else self._value(kind, depth)
+            if kind in (_NUMBER, _STRUCT):
+                fields[number, kind] = value
+        return fields
+
+    def _value(self, kind: int, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise PageFault("the header of a page is nested too deeply")
+        if kind == _STRUCT:
+            return self.struct(depth + 1)
+        if kind in (4, _NUMBER, 6):
+            return self._number()
+        if kind in (9, 10):
+            head = self._byte()
+            for _ in range(self._varint() if head >> 4 == 15 else head >> 4):
+                self._value(head & 15, depth + 1)
+        elif kind in (1, 2, 3, 7, 8):
+            size = self._varint() if kind == 8 else 8 if kind == 7 else 1
+            self.at += size
+            if self.at > len(self._data):
+                raise IndexError
+        else:
+            raise PageFault("the header of a page has a value of an unknown kind")
+        return None
+
+    def _byte(self) -> int:
+        self.at += 1
+        return self._data[self.at - 1]
+
+    def _varint(self) -> int:
+        value = shift = 0
+        while (byte := self._byte()) & 128 and shift < 63:
+            value |= (byte & 127) << shift
+            shift += 7
+        return value | byte << shift
+
+    def _number(self) -> int:
+        """Return a number of 32 bits, of a larger one the low bits, as Parquet's own reader does."""
+        value = self._varint() & 0xFFFFFFFF
+        return (value >> 1) ^ -(value & 1)
