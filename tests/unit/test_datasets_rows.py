@@ -30,6 +30,7 @@ from sie_store.datasets.objects import PIECE_BYTES, find, pieces
 from sie_store.datasets.places import Place
 from sie_store.datasets.plans import Broken, plan
 from sie_store.datasets.rows import InputRow, read
+from sie_store.datasets.scan import Cut
 from sie_store.object_stores import RetryPolicy, StoreError
 
 TEXT = JobInput(url="u", text="{t}")
@@ -396,6 +397,21 @@ async def test_a_broken_page_is_found_when_its_rows_are_read(tmp_path: Path, pla
     assert [row.text for row in await read(place, last, TEXT)] == texts[1000:]
 
 
+@pytest.mark.parametrize("unique", [False, True])
+async def test_a_row_group_of_many_texts_takes_the_memory_of_a_batch(
+    tmp_path: Path, place: Place, unique: bool
+) -> None:
+    """A writer gives up its dictionary when it becomes large. Its values are then stored in pages without one."""
+    texts = [os.urandom(500).hex() if unique else "x" * 1000 for _ in range(20_000)]
+    parquet.write_table(pa.table({"t": texts, "part": range(20_000)}), tmp_path / "a.parquet")
+    *_, last = await spans_of(place, JobInput(url="u", text="{t}"), 100)
+    entry = await find(place, last.source)
+    cut, before = Cut(last.first, last.rows, last.start, last.end), pa.total_allocated_bytes()
+    read_rows = footers.read(place, entry, cut, ["t"], sizes.SpanSize(last))
+    assert next(read_rows)["t"] == texts[last.first]
+    assert pa.total_allocated_bytes() - before < 15 << 20
+
+
 @pytest.mark.parametrize("nested", [False, True])
 async def test_a_small_file_of_many_long_values_is_refused_before_they_are_decoded(
     tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch, nested: bool
@@ -476,7 +492,9 @@ async def test_a_page_that_needs_too_much_memory_is_refused_before_it_is_decompr
 async def test_large_rows_in_pages_of_their_own_are_read_a_few_at_a_time(
     tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Headers of pages lie in different requests than their pages."""
+    """Headers of pages lie in different requests than their pages. A batch has no values of earlier batches."""
+    sizes_of_batches: list[int] = []
+    monkeypatch.setattr(footers, "_decoded_bytes", lambda array: sizes_of_batches.append(array.nbytes) or array.nbytes)
     monkeypatch.setattr(footers, "MAX_DECODED_BYTES", 1 << 19)
     monkeypatch.setattr(footers, "MAX_BATCH_BYTES", 1 << 20)
     monkeypatch.setattr(footers, "BUFFER_BYTES", 10)
@@ -486,6 +504,7 @@ async def test_large_rows_in_pages_of_their_own_are_read_a_few_at_a_time(
     parquet.write_table(pa.Table.from_pylist(own), tmp_path / "a.parquet", **pages_of_rows)
     input_rows = await rows_of(place, JobInput(url="u", text="{t}", keep=("list",)), 100)
     assert [{"t": row.text, **row.copied} for row in input_rows] == own
+    assert max(sizes_of_batches) <= 1 << 19
 
 
 @pytest.mark.parametrize("header", [b"\x1c" * 5000, b"\x15\x01\x15\x01\x15\x00", b"\x15\x80", b"\x0f"])

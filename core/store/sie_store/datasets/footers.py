@@ -8,14 +8,13 @@ numbered within the whole file. The first row of a group is computed from the fo
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sie_contracts.errors import InvalidInput
 from sie_store.datasets.objects import ObjectEntry, RangeFile
-from sie_store.datasets.pages import MAX_BATCH_BYTES, ChunkPages, PageFault
+from sie_store.datasets.pages import MAX_BATCH_BYTES, MAX_HEADER_BYTES, ChunkPages, PageFault, dictionary_bytes
 from sie_store.datasets.places import Place
 from sie_store.datasets.scan import Cut
 from sie_store.datasets.sizes import MAX_DECODED_BYTES, MAX_SPAN_VALUES, SpanSize
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES = 8 << 20  # bytes that are buffered while a column of a row group is read
 BATCH_ROWS = 1024
+MIN_BATCH_ROWS = 64  # number of rows in a batch below which reading takes much longer
 # Limit on the values of a list column in a row group if they are encoded in less than a byte each. A row is decoded as
 # a whole, so one row of a small file could otherwise need any amount of memory.
 MAX_DENSE_VALUES = 8_000_000
@@ -46,18 +46,18 @@ class Footer(NamedTuple):
 
 
 class _PageFile(RangeFile):
-    """File of which `chunks` are read. Raises InvalidInput when the pages of one batch need too much memory."""
+    """File of which `chunks` are read. Raises InvalidInput when the pages of one batch need too much memory, and for
+    malformed pages.
+    """
 
     chunks: Sequence[ChunkPages] = ()
 
     def read(self, size: int | None = -1) -> bytes:
         at = self.tell()
         data = super().read(size)
-        try:
+        with self._checking():
             for chunk in self.chunks:
                 chunk.note(at, data, self._present)
-        except PageFault as error:
-            raise malformed(self._entry.source) from error
         if sum(chunk.bytes for chunk in self.chunks) > MAX_BATCH_BYTES:
             raise InvalidInput(
                 f"{self._entry.source}: the pages of a few rows become more than {MAX_BATCH_BYTES} bytes: write the "
@@ -66,6 +66,21 @@ class _PageFile(RangeFile):
                 param="input.url",
             )
         return data
+
+    def dictionary_bytes(self, column: ColumnChunkMetaData) -> int:
+        """Return the decoded bytes of the dictionary of a column; 0 without one."""
+        if not column.num_values:
+            return 0
+        self.seek(_start(column))
+        with self._checking():
+            return dictionary_bytes(super().read(min(column.total_compressed_size, MAX_HEADER_BYTES)))
+
+    @contextlib.contextmanager
+    def _checking(self) -> Iterator[None]:
+        try:
+            yield
+        except PageFault as error:
+            raise malformed(self._entry.source) from error
 
     def _present(self, start: int, end: int) -> bytes:
         return self._fetched(start, min(end, self._entry.size))
@@ -99,25 +114,21 @@ def _reading(source: str) -> Iterator[None]:
         raise malformed(source) from error
 
 
-def _opened(file: RangeFile, entry: ObjectEntry, compact: Collection[str] = ()) -> ParquetFile:
-    """Open a Parquet file. Columns named in `compact` are read as dictionary arrays (indices into the distinct values),
-    to save memory. Raises InvalidInput, StoreError.
-    """
-    from pyarrow.parquet import ParquetFile
-
+def _opened(file: RangeFile, entry: ObjectEntry) -> ParquetFile:
+    """Open a Parquet file. Raises InvalidInput, StoreError."""
     file.seek(max(0, entry.size - 8))
     tail = file.read(8)
     if len(tail) < 8 or tail[4:] != b"PAR1" or int.from_bytes(tail[:4], "little") > min(entry.size, MAX_FOOTER_BYTES):
         raise malformed(entry.source)
     file.seek(0)
     with _reading(entry.source):
-        read = functools.partial(
-            ParquetFile, file, buffer_size=BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
-        )
-        opened = read()
-        leaves = [opened.schema.column(at) for at in _leaves(opened.schema, compact)]
-        paths = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
-        return read(metadata=opened.metadata, read_dictionary=paths) if paths else opened
+        return _parquet_file(file)
+
+
+def _parquet_file(file: RangeFile, **more: Any) -> ParquetFile:
+    from pyarrow.parquet import ParquetFile
+
+    return ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True, **more)
 
 
 def _chunks(
@@ -211,16 +222,16 @@ def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Itera
 def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size: SpanSize) -> Iterator[dict[str, Any]]:
     """Yield the columns `names` of the rows of a span. Blocks. Raises InvalidInput, StoreError."""
     source = _PageFile(place, entry)
-    with _opened(source, entry, names) as file, _reading(entry.source):
+    with _opened(source, entry) as file, _reading(entry.source):
         present = [name for name in names if name in file.schema_arrow.names]
+        leaves = _leaves(file.schema, present)
         begin = sum(file.metadata.row_group(number).num_rows for number in range(cut.start))
         skip, count = cut.first - begin, 0
         numbers = range(cut.start, cut.end)
-        groups = zip(numbers, _chunks(file, place, entry, numbers, _leaves(file.schema, present)), strict=True)
-        # Each row group is read by itself: it has its own dictionaries, and pyarrow cannot join the dictionary arrays
-        # inside a struct, a list or a map.
+        groups = zip(numbers, _chunks(file, place, entry, numbers, leaves), strict=True)
         for batch in itertools.chain.from_iterable(
-            _batches(file, source, number, columns, present) for number, columns in groups
+            _batches(file, source, number, dict(zip(leaves, columns, strict=True)), present)
+            for number, columns in groups
         ):
             part = batch.slice(skip, cut.rows - count)
             skip = max(0, skip - batch.num_rows)
@@ -234,22 +245,43 @@ def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size:
 
 
 def _batches(
-    file: ParquetFile, source: _PageFile, number: int, columns: Sequence[ColumnChunkMetaData], names: Sequence[str]
+    file: ParquetFile, source: _PageFile, number: int, chunks: Mapping[int, ColumnChunkMetaData], names: Sequence[str]
 ) -> Iterator[RecordBatch]:
-    """Yield the batches of a row group. The mean batch is within the limits of memory."""
+    """Yield the batches of a row group. The mean batch is within the limits of memory. `chunks`: columns by leaf.
+
+    pyarrow copies a value of a dictionary for each row. If the dictionary is small, a batch has few enough rows.
+    Otherwise the columns are read as dictionary arrays (indices into the distinct values). Such an array has all values
+    that precede it in the row group, also those that are in no dictionary.
+    """
+    columns, schema = chunks.values(), file.schema
     rows = max(1, file.metadata.row_group(number).num_rows)
     values, size = (
         sum(getattr(column, name) for column in columns) for name in ("num_values", "total_uncompressed_size")
     )
-    most = min(MAX_SPAN_VALUES * rows // max(1, values), MAX_DECODED_BYTES * rows // max(1, size))
-    batch_rows = max(1, min(BATCH_ROWS, most))
+    most = min(BATCH_ROWS, MAX_SPAN_VALUES * rows // max(1, values), MAX_DECODED_BYTES * rows // max(1, size))
+    source.chunks = ()
+    dictionaries = {at: source.dictionary_bytes(column) for at, column in chunks.items()}
+    few = MAX_DECODED_BYTES // max(1, sum(dictionaries.values()))
+    nested = any(size and schema.column(at).max_repetition_level > 0 for at, size in dictionaries.items())
+    if few < MIN_BATCH_ROWS or nested:
+        paths = [schema.column(at).path for at in chunks if schema.column(at).physical_type == "BYTE_ARRAY"]
+        file = _parquet_file(source, metadata=file.metadata, read_dictionary=paths)
+    else:
+        most = min(most, few)
+    batch_rows = max(1, most)
     source.chunks = [_pages(column, -(-column.num_values * batch_rows // rows)) for column in columns]
     yield from file.iter_batches(batch_rows, row_groups=[number], columns=names, use_threads=False)
 
 
 def _pages(column: ColumnChunkMetaData, window: int) -> ChunkPages:
-    start = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
+    start = _start(column)
     return ChunkPages(start, start + column.total_compressed_size, column.num_values, window)
+
+
+def _start(column: ColumnChunkMetaData) -> int:
+    """Return the position of the first page of a column."""
+    dictionary, data = column.dictionary_page_offset or 0, column.data_page_offset
+    return int(dictionary if 0 < dictionary < data else data)
 
 
 def _objects(source: str, batch: RecordBatch) -> Iterator[dict[str, Any]]:

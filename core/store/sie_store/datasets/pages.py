@@ -21,8 +21,9 @@ MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header, which 
 MAX_DEPTH = 8  # largest number of structs and lists in each other in a header
 _NUMBER, _STRUCT = 5, 12  # kinds of values in Thrift
 # fields of a header in Parquet's format: number and kind
-_DECODED, _COMPRESSED, _VALUES = (2, _NUMBER), (3, _NUMBER), (1, _NUMBER)
+_TYPE, _DECODED, _COMPRESSED, _VALUES = (1, _NUMBER), (2, _NUMBER), (3, _NUMBER), (1, _NUMBER)
 _DATA_PAGE, _DATA_PAGE_V2 = (5, _STRUCT), (8, _STRUCT)
+_DICTIONARY = 2  # type of a page
 Fields = dict[tuple[int, int], Any]
 
 
@@ -57,6 +58,8 @@ class ChunkPages:
             values = (header.get(_DATA_PAGE) or header.get(_DATA_PAGE_V2) or {}).get(_VALUES, 0)
             if min(decoded, compressed, values) < 0:
                 raise PageFault("the header of a page has a negative number")
+            if header.get(_TYPE) == _DICTIONARY and self._next > self._start:
+                raise PageFault("a dictionary is not the first page of its column")
             self._next, self._left = self._next + size + compressed, self._left - values
             self._add(values, max(0, decoded - RATIO * compressed))
 
@@ -72,6 +75,17 @@ class ChunkPages:
         while len(self._pages) > 1 and self._values - self._pages[0][0] >= self._window:
             values, size = self._pages.popleft()
             self._values, self.bytes = self._values - values, self.bytes - size
+
+
+def dictionary_bytes(chunk: bytes) -> int:
+    """Return the decoded bytes of the dictionary with which the pages of a column begin; 0 without a dictionary.
+    `chunk`: the first bytes of the pages, at most MAX_HEADER_BYTES. Raises PageFault.
+    """
+    try:
+        header, _ = _header(chunk)
+    except IndexError:
+        raise PageFault("the header of a page is not complete") from None
+    return int(header.get(_DECODED, 0)) if header.get(_TYPE) == _DICTIONARY else 0
 
 
 def _header(data: bytes | memoryview) -> tuple[Fields, int]:
