@@ -530,6 +530,18 @@ async def test_blank_lines_after_a_row_are_not_read(
         assert [row.text for row in read_rows] == [*(row["t"] for row in own), *(["last"] if end else [])]
 
 
+async def test_values_inside_an_extension_type_count(tmp_path: Path, place: Place) -> None:
+    """The file says that its lists are tensors. Each number becomes an object all the same."""
+    numbers = pa.FixedSizeListArray.from_arrays(pa.array([1.0] * 1_200_000), 300_000)
+    tensors = pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(pa.float64(), [300_000]), numbers)
+    parquet.write_table(pa.table({"t": ["a"] * 4, "n": tensors}), tmp_path / "a.parquet")
+    source = JobInput(url="u", text="{t}", keep=("n",))
+    first, *_ = await spans_of(place, source, 4)
+    with pytest.raises(InvalidInput) as caught:
+        await read(place, msgspec.structs.replace(first, rows=4), source)
+    assert caught.value.reason == "too_large"
+
+
 async def test_nothing_to_read_is_refused(tmp_path: Path, place: Place) -> None:
     (tmp_path / "README.md").write_text("x")
     for source in (TEXT, JobInput(url="u/", format="images")):

@@ -304,6 +304,8 @@ def _values(array: Array) -> int:
     """Return the number of Python objects that the values of an array become."""
     import pyarrow as pa
 
+    if isinstance(array, pa.ExtensionArray):
+        return _values(array.storage)
     if isinstance(array, pa.DictionaryArray) or not pa.types.is_nested(array.type):
         return len(array)
     return len(array) + sum(map(_values, _children(array)))
@@ -314,6 +316,8 @@ def _decoded_bytes(array: Array) -> int:
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    if isinstance(array, pa.ExtensionArray):
+        return _decoded_bytes(array.storage)
     if isinstance(array, pa.DictionaryArray):
         lengths = pc.binary_length(array.dictionary.cast(pa.large_binary())).cast(pa.int64())
         return int(pc.sum(lengths.take(array.indices)).as_py() or 0)
