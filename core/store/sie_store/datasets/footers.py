@@ -249,9 +249,9 @@ def _batches(
 ) -> Iterator[RecordBatch]:
     """Yield the batches of a row group. The mean batch is within the limits of memory. `chunks`: columns by leaf.
 
-    pyarrow copies a value of a dictionary for each row. If the dictionary is small, a batch has few enough rows.
-    Otherwise the columns are read as dictionary arrays (indices into the distinct values). Such an array has all values
-    that precede it in the row group, also those that are in no dictionary.
+    pyarrow copies a value of a dictionary for each row. So the larger the dictionaries are, the fewer rows a batch has.
+    If it had too few, texts are read as dictionary arrays (indices into the distinct values). Such an array has all
+    values that precede it in the row group, also those that are in no dictionary.
     """
     columns, schema = chunks.values(), file.schema
     rows = max(1, file.metadata.row_group(number).num_rows)
@@ -261,14 +261,13 @@ def _batches(
     most = min(BATCH_ROWS, MAX_SPAN_VALUES * rows // max(1, values), MAX_DECODED_BYTES * rows // max(1, size))
     source.chunks = ()
     dictionaries = {at: source.dictionary_bytes(column) for at, column in chunks.items()}
-    few = MAX_DECODED_BYTES // max(1, sum(dictionaries.values()))
-    nested = any(size and schema.column(at).max_repetition_level > 0 for at, size in dictionaries.items())
-    if few < MIN_BATCH_ROWS or nested:
-        paths = [schema.column(at).path for at in chunks if schema.column(at).physical_type == "BYTE_ARRAY"]
+    is_nested = any(size and schema.column(at).max_repetition_level > 0 for at, size in dictionaries.items())
+    if is_nested or sum(dictionaries.values()) > MAX_DECODED_BYTES // MIN_BATCH_ROWS:
+        compact = [at for at in chunks if schema.column(at).physical_type == "BYTE_ARRAY"]
+        paths = [schema.column(at).path for at in compact]
         file = _parquet_file(source, metadata=file.metadata, read_dictionary=paths)
-    else:
-        most = min(most, few)
-    batch_rows = max(1, most)
+        dictionaries |= dict.fromkeys(compact, 0)
+    batch_rows = max(1, min(most, MAX_DECODED_BYTES // max(1, sum(dictionaries.values()))))
     source.chunks = [_pages(column, -(-column.num_values * batch_rows // rows)) for column in columns]
     yield from file.iter_batches(batch_rows, row_groups=[number], columns=names, use_threads=False)
 
