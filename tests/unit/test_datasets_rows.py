@@ -463,6 +463,7 @@ async def test_a_parquet_column_whose_name_is_not_utf8_is_refused(tmp_path: Path
     (broken,) = [entry async for entry in plan(place, TEXT, 10)]
     assert isinstance(broken, Broken)
     assert broken.error.reason == "malformed"
+    plans.check_file(tmp_path / "a.parquet", TEXT)
 
 
 async def test_nested_texts_of_parquet_in_several_row_groups(tmp_path: Path, place: Place) -> None:

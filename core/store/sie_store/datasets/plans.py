@@ -238,7 +238,7 @@ def check_file(path: Path, source: JobInput) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        with contextlib.suppress(pa.ArrowInvalid):
+        with contextlib.suppress(pa.ArrowException, UnicodeDecodeError):
             _check_columns(path.name, names, pq.read_schema(path).names)
         return
     with path.open("rb") as file:
