@@ -594,3 +594,18 @@ def test_the_lock_files_of_another_user_stop_no_fetch(mode: int, tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == (["org/a", "org/new"] if mode == 0o644 else ["org/new"])
+
+
+@pytest.mark.parametrize("listing", ["null", "[]", "[" * 100_000])
+def test_a_damaged_listing_of_another_program_leaves_the_other_models(tmp_path: Path, listing: str) -> None:
+    repository = tmp_path / "hub" / "models--my--model"
+    (snapshot := repository / "snapshots" / COMMIT).mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repository / "trees").mkdir()
+    (repository / "trees" / f"{COMMIT}.json").write_text(listing)
+    damaged = ModelEntry("my/model", Weights(hub="my/model", revision=COMMIT), "text-encoder", {"dense": 8}, 16)
+    (whole := tmp_path / "whole").mkdir()
+    (whole / "config.json").write_text("{}")
+    (whole / "model.safetensors").write_bytes(b"\0")
+    other = msgspec.structs.replace(damaged, id="my/other", weights=Weights(path=str(whole)))
+    assert on_disk([damaged, other], LocalCache(tmp_path)) == ("my/other",)

@@ -30,7 +30,8 @@ def is_listed_whole(cache: Path, repository: str, revision: str, select: Wanted)
 
     try:
         listing = get_cached_repo_tree(repository, revision=revision, cache_dir=cache)
-    except (CachedRepoTreeNotFoundError, OSError):
+    # the hub's client raises the last three for a file that is not a listing
+    except (CachedRepoTreeNotFoundError, OSError, AttributeError, TypeError, RecursionError):
         return False
     folder = _folder(cache, repository) / "snapshots" / revision
     files = [file for file in listing if select(file.path)]
