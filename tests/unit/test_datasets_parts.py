@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import zipfile
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,17 @@ def test_bytes_that_no_reader_understands_are_a_fault_of_the_part(kind: OutputFo
         for read in (inspect, outcomes):
             with pytest.raises(PartFault):
                 read(wrong, kind)
+
+
+@pytest.mark.parametrize(("member", "read"), [("about.json", inspect), ("rows.jsonl", outcomes)])
+def test_a_part_whose_header_leads_behind_its_end_is_a_fault(member: str, read: Callable[..., object]) -> None:
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr(member, b"{}")
+    damaged = bytearray(archive.getvalue())
+    damaged[damaged.index(member.encode()) - 1] = 0xFF  # length of the fields between the header and the data
+    with pytest.raises(PartFault):
+        read(bytes(damaged), "npy")
 
 
 # nested deeper than readers of Parquet allow

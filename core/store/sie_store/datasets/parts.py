@@ -30,7 +30,7 @@ ROWS, ABOUT = "rows.jsonl", "about.json"
 CODE_POINT_BYTES = 4  # bytes of a character in an array of texts
 _PIECE_ROWS = 256
 # errors of the readers of the formats for an object that is no part; RecursionError is a RuntimeError
-_FAULTS = (ValueError, OSError, LookupError, RuntimeError, zipfile.BadZipFile, zlib.error)
+_FAULTS = (ValueError, OSError, EOFError, LookupError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
 class PartFault(ValueError):
