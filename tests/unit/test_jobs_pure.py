@@ -299,12 +299,26 @@ async def test_a_cache_skips_a_segment_that_was_cut(
     assert "cache/space/cut cannot be read" in caplog.text
 
 
+async def test_a_cached_vector_of_zeros_that_nobody_computed_is_not_returned(tmp_path: Path) -> None:
+    """A power failure may leave zeros in place of bytes that were written."""
+    store = opened(str(tmp_path), "TEST")
+    digests = [ModelInput(RequestItem(str(number))).digest for number in range(2)]
+    whole = segment({digest: value(1) for digest in digests})
+    vector = value(1).arrays["dense"].tobytes()
+    damaged = whole[: whole.rindex(vector)] + bytes(len(vector)) + whole[whole.rindex(vector) + len(vector) :]
+    obstore.put(store, "cache/space/zeros", damaged)
+    reader = StoredAnswers(store, "space")
+    await reader.open()
+    (answer,) = (await reader.find(digests)).values()
+    assert same(answer, value(1))
+
+
 async def test_a_large_cache_does_not_hold_the_event_loop(tmp_path: Path) -> None:
     """The event loop renews the leases of jobs while a cache is opened and read."""
     store, count = opened(str(tmp_path), "TEST"), 200_000
     random = np.random.default_rng(1)
     digests = [random.bytes(16) for _ in range(count)]
-    values = [pack_row(value(number)) for number in range(5)]
+    values = [stored.checked(pack_row(value(number))) for number in range(5)]
     packed = [values[digest[0] % 5] for digest in digests]  # unordered, as the answers of many segments are
     ends = np.cumsum([0, *map(len, packed)]).astype("<u8")
     obstore.put(store, "cache/space/s", b"".join([count.to_bytes(8, "little"), *digests, ends.tobytes(), *packed]))

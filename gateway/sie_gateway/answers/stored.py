@@ -6,16 +6,19 @@ A segment is written in one step, and never changed:
 
     number of values (8 bytes) | digests of inputs, sorted (16 each) | offsets of values, and the end (8 each) | values
 
-Numbers are little-endian. When a job begins, it reads the digests of all segments of its space, the newest segment
-first, at most MAX_ITEMS digests. A segment is read as a whole, and the SEGMENTS_KEPT segments that were used last stay
-in memory: if the corpus changed little, the values of consecutive rows are in one segment, because these rows were in
-one shard before. Long computations run in a thread, so that the event loop can renew the leases of jobs meanwhile.
+Numbers are little-endian. After each value is its CRC-32 (4 bytes): after a power failure, a file may have its length
+but zeros in place of its bytes, and a vector of zeros looks like any other. When a job begins, it reads the digests of
+all segments of its space, the newest segment first, at most MAX_ITEMS digests. A segment is read as a whole, and the
+SEGMENTS_KEPT segments that were used last stay in memory: if the corpus changed little, the values of consecutive rows
+are in one segment, because these rows were in one shard before. Long computations run in a thread, so that the event
+loop can renew the leases of jobs meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -36,6 +39,7 @@ MAX_ITEMS = 4_000_000  # largest number of digests that a job keeps in memory, 2
 SEGMENTS_KEPT = 4
 SHORT_S, LONG_S = 10.0, 120.0
 COUNT_BYTES = 8
+CHECK_BYTES = 4
 PREFIX = "cache/"
 _logger = logging.getLogger("sie.gateway.jobs")
 
@@ -48,9 +52,17 @@ class CacheSegment:
         self._offsets = np.frombuffer(data, "<u8", count + 1, COUNT_BYTES + DIGEST_BYTES * count)
 
     def value(self, row: int) -> RowAnswer:
-        """Return value number `row` of the segment. Raises ValueError if it cannot be decoded."""
+        """Return value number `row` of the segment. Raises ValueError if it is damaged."""
         start, end = (self._values_at + int(offset) for offset in self._offsets[row : row + 2])
-        return unpack_row(bytes(self._data[start:end]))
+        packed = bytes(self._data[start:end])
+        if checked(packed[:-CHECK_BYTES]) != packed:
+            raise ValueError("its checksum differs")
+        return unpack_row(packed[:-CHECK_BYTES])
+
+
+def checked(packed: bytes) -> bytes:
+    """Return a value with its checksum."""
+    return packed + zlib.crc32(packed).to_bytes(CHECK_BYTES, "little")
 
 
 def _values_at(count: int) -> int:
@@ -60,7 +72,7 @@ def _values_at(count: int) -> int:
 
 def segment(values: Mapping[bytes, RowAnswer]) -> bytes:
     digests = sorted(values)
-    packed = [pack_row(values[digest]) for digest in digests]
+    packed = [checked(pack_row(values[digest])) for digest in digests]
     offsets = np.concatenate([[0], np.cumsum([len(value) for value in packed])]).astype("<u8")
     return b"".join([len(digests).to_bytes(COUNT_BYTES, "little"), *digests, offsets.tobytes(), *packed])
 
@@ -108,11 +120,15 @@ def _halves(digests: bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
 def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -> dict[int, RowAnswer]:
     """Read values of a segment. `rows`: (index of a digest, row of its value). Returns the values by index."""
     answers: dict[int, RowAnswer] = {}
+    fault: ValueError | None = None
     for place, row in rows:
         try:
             answers[place] = segment.value(row)
         except UNDECODABLE as error:
-            _logger.warning("a cached answer in %s cannot be read, so it is computed again: %s", name, error)
+            fault = error
+    if fault is not None:
+        count = len(rows) - len(answers)
+        _logger.warning("%d cached answers in %s cannot be read, so they are computed again: %s", count, name, fault)
     return answers
 
 
