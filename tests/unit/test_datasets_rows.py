@@ -508,6 +508,27 @@ async def test_large_rows_in_pages_of_their_own_are_read_a_few_at_a_time(
     assert max(sizes_of_batches) <= 1 << 19
 
 
+async def test_a_footer_that_needs_too_much_memory_is_refused_before_it_is_parsed(tmp_path: Path, place: Place) -> None:
+    """In Thrift's compact protocol: version, schema (a root with one text), rows, and a row group of 250,000 columns,
+    each with its position alone. pyarrow needs 1.4 kB for each.
+    """
+    schema = b"\x19\x2c" + b"\x48\x01s\x15\x02\x00" + b"\x15\x0c\x25\x02\x18\x01t\x00"
+    columns = b"\x19\xfc\x90\xa1\x0f" + b"\x26\x00\x00" * 250_000
+    footer = b"\x15\x02" + schema + b"\x16\x02" + b"\x19\x1c" + columns + b"\x16\x02\x16\x02\x00" + b"\x00"
+    (tmp_path / "a.parquet").write_bytes(b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+    (broken,) = [entry async for entry in plan(place, TEXT, 10)]
+    assert isinstance(broken, Broken)
+    assert (broken.error.reason, "row groups" in broken.error.message) == ("too_large", True)
+
+
+async def test_the_footer_of_many_row_groups_is_read(tmp_path: Path, place: Place) -> None:
+    table = pa.table({"t": [f"{number}" for number in range(2500)]})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1)
+    tail = (tmp_path / "a.parquet").read_bytes()[-8:-4]
+    assert int.from_bytes(tail, "little") > footers.SMALL_FOOTER_BYTES
+    assert len(await spans_of(place, TEXT, 500)) == 5
+
+
 @pytest.mark.parametrize("header", [b"\x1c" * 5000, b"\x15\x01\x15\x01\x15\x00", b"\x15\x80", b"\x0f"])
 def test_a_malformed_header_of_a_page_is_refused(header: bytes) -> None:
     chunk = pages.ChunkPages(0, len(header), values=1, window=1)

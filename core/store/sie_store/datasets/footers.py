@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sie_contracts.errors import InvalidInput
 from sie_store.datasets.objects import ObjectEntry, RangeFile
-from sie_store.datasets.pages import MAX_BATCH_BYTES, MAX_HEADER_BYTES, ChunkPages, PageFault, dictionary_bytes
+from sie_store.datasets.pages import (
+    MAX_BATCH_BYTES,
+    MAX_HEADER_BYTES,
+    ChunkPages,
+    FooterTooLarge,
+    PageFault,
+    check_footer,
+    dictionary_bytes,
+)
 from sie_store.datasets.places import Place
 from sie_store.datasets.scan import Cut
 from sie_store.datasets.sizes import MAX_DECODED_BYTES, MAX_SPAN_VALUES, SpanSize
@@ -30,6 +38,7 @@ MIN_BATCH_ROWS = 64  # number of rows in a batch below which reading takes much 
 # a whole, so one row of a small file could otherwise need any amount of memory.
 MAX_DENSE_VALUES = 8_000_000
 MAX_FOOTER_BYTES = 64 << 20
+SMALL_FOOTER_BYTES = 128 << 10  # size of a footer that never needs much memory
 
 
 class ParquetGroup(NamedTuple):
@@ -118,11 +127,28 @@ def _opened(file: RangeFile, entry: ObjectEntry) -> ParquetFile:
     """Open a Parquet file. Raises InvalidInput, StoreError."""
     file.seek(max(0, entry.size - 8))
     tail = file.read(8)
-    if len(tail) < 8 or tail[4:] != b"PAR1" or int.from_bytes(tail[:4], "little") > min(entry.size, MAX_FOOTER_BYTES):
+    size = int.from_bytes(tail[:4], "little")
+    if len(tail) < 8 or tail[4:] != b"PAR1" or size > min(entry.size - 8, MAX_FOOTER_BYTES):
         raise malformed(entry.source)
+    if size > SMALL_FOOTER_BYTES:
+        file.seek(entry.size - 8 - size)
+        _check_footer(entry.source, file.read(size + 8))
     file.seek(0)
     with _reading(entry.source):
         return _parquet_file(file)
+
+
+def _check_footer(source: str, footer: bytes) -> None:
+    try:
+        check_footer(footer)
+    except PageFault as error:
+        raise malformed(source) from error
+    except FooterTooLarge as error:
+        raise InvalidInput(
+            f"{source}: the footer has too many row groups and columns: write the file with fewer of them",
+            reason="too_large",
+            param="input.url",
+        ) from error
 
 
 def _parquet_file(file: RangeFile, **more: Any) -> ParquetFile:

@@ -1,9 +1,10 @@
-"""Bound on the memory that the pages of a Parquet file need. A page of a few kilobytes may become gigabytes, and of all
-bytes that are read before it is decompressed, only its header says so.
+"""Bounds on the memory that the footer and the pages of a Parquet file need. A page of a few kilobytes may become
+gigabytes, and of all bytes that are read before it is decompressed, only its header says so.
 
     bytes that pyarrow reads ──► header of each page: its bytes, decoded and compressed ──► pages of one batch together
 
-A large page of images or of common texts is not refused: only bytes beyond the usual ratio count.
+A large page of images or of common texts is not refused: only bytes beyond the usual ratio count. A column in a footer
+has at least three bytes, and takes more than a kilobyte of memory once it is parsed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ RATIO = 8  # usual number of decoded bytes for a compressed one, at most
 # largest number of decoded bytes beyond RATIO in the pages from which one batch is made
 MAX_BATCH_BYTES = 2 * MAX_DECODED_BYTES
 MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header, which may have statistics
-MAX_DEPTH = 8  # largest number of structs and lists in each other in a header
+MAX_DEPTH = 8  # largest number of structs and lists in each other in a header or a footer
+# Largest number of values in the lists of a footer. A row group, and a column of one, counts as LARGE values.
+MAX_FOOTER_VALUES, LARGE = 4_000_000, 20
+LARGE_DEPTH = 4  # depth of the structs of columns in a footer
 _NUMBER, _STRUCT = 5, 12  # kinds of values in Thrift
 # fields of a header in Parquet's format: number and kind
 _TYPE, _DECODED, _COMPRESSED, _VALUES = (1, _NUMBER), (2, _NUMBER), (3, _NUMBER), (1, _NUMBER)
@@ -28,7 +32,11 @@ Fields = dict[tuple[int, int], Any]
 
 
 class PageFault(ValueError):
-    """Error for a page whose header is malformed."""
+    """Error for a footer or the header of a page that is malformed."""
+
+
+class FooterTooLarge(ValueError):
+    """Error for a footer that needs too much memory."""
 
 
 class ChunkPages:
@@ -88,6 +96,14 @@ def dictionary_bytes(chunk: bytes) -> int:
     return int(header.get(_DECODED, 0)) if header.get(_TYPE) == _DICTIONARY else 0
 
 
+def check_footer(footer: bytes) -> None:
+    """Raise FooterTooLarge, PageFault."""
+    try:
+        _ThriftReader(footer).struct(0)
+    except IndexError:
+        raise PageFault("the footer is not complete") from None
+
+
 def _header(data: bytes | memoryview) -> tuple[Fields, int]:
     """Return the fields of a header and its length. Raises IndexError if `data` ends before it, PageFault."""
     reader = _ThriftReader(data)
@@ -99,12 +115,15 @@ class _ThriftReader:
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = data
+        self._count = 0
         self.at = 0
 
     def struct(self, depth: int) -> Fields:
         """Return the numbers of 32 bits and the structs in a struct, by field. Other values are skipped. A reader
         ignores a field that has another kind than its format says.
         """
+        if depth <= LARGE_DEPTH:
+            self._counted(LARGE)
         fields: Fields = {}
         number = 0
         while head := self._byte():
@@ -117,14 +136,16 @@ class _ThriftReader:
 
     def _value(self, kind: int, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise PageFault("the header of a page is nested too deeply")
+            raise PageFault("a header or footer is nested too deeply")
         if kind == _STRUCT:
             return self.struct(depth + 1)
         if kind in (4, _NUMBER, 6):
             return self._number()
         if kind in (9, 10):
             head = self._byte()
-            for _ in range(self._varint() if head >> 4 == 15 else head >> 4):
+            size = self._varint() if head >> 4 == 15 else head >> 4
+            self._counted(size)
+            for _ in range(size):
                 self._value(head & 15, depth + 1)
         elif kind in (1, 2, 3, 7, 8):
             size = self._varint() if kind == 8 else 8 if kind == 7 else 1
@@ -132,8 +153,13 @@ class _ThriftReader:
             if self.at > len(self._data):
                 raise IndexError
         else:
-            raise PageFault("the header of a page has a value of an unknown kind")
+            raise PageFault("a header or footer has a value of an unknown kind")
         return None
+
+    def _counted(self, values: int) -> None:
+        self._count += values
+        if self._count > MAX_FOOTER_VALUES:
+            raise FooterTooLarge
 
     def _byte(self) -> int:
         self.at += 1
