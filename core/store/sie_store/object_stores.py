@@ -97,8 +97,8 @@ class BucketMissing(StoreError):
 
 
 class NameUnusable(StoreError):
-    """Error for a listing that has an object whose name has a segment that is empty, `.` or `..`. obstore (0.12) ends
-    such a listing.
+    """Error for a listing that has an object whose name has a control character, or a segment that is empty, `.` or
+    `..`. obstore (0.12) ends such a listing.
     """
 
 
@@ -293,7 +293,8 @@ def failure(error: Exception) -> StoreError:
         return BucketMissing("there is no such bucket")
     if name := _first_group(_UNUSABLE, text):
         return NameUnusable(
-            f"the object {name[:200]!r} has a name with a segment that is empty, `.` or `..`: rename or remove it"
+            f"the object {name[:200]!r} has a name with a control character or with a segment that is empty, `.` or "
+            "`..`: rename or remove it"
         )
     if isinstance(error, NotFoundError | FileNotFoundError):
         return ObjectMissing("there is no such object")
