@@ -58,7 +58,10 @@ def _escaped(letter: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], *, err: bool = False) -> None:
-    """Print rows in aligned columns. The first row is the header. `err`: print to standard error."""
+    """Print rows in aligned columns. The first row is the header. Unprintable characters are replaced. `err`: print to
+    standard error.
+    """
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), err=err)

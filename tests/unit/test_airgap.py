@@ -323,6 +323,16 @@ def test_a_profile_comes_along_with_all_profiles_above_it_unchanged(office: Site
     assert entry.profiles == {name: before.profiles[name] for name in ("a", "b", "c")}
 
 
+def test_a_licence_does_not_control_the_terminal(office: Site) -> None:
+    card = '---\nlicense: "\\e[2J\\nmit"\n---\n'
+    folder = model_files(office.folder / "weights" / "own", **{"README.md": card})
+    office.add("own", weights={"path": str(folder)})
+    archive = office.folder / "models.tar"
+    created = office.sie("create", "--models", "my/own", "-o", str(archive))
+    loaded_output = office.sie("load", str(archive), "--folder", str(office.folder / "airgap")).output
+    assert all("?[2J mit" in output and "\x1b" not in output for output in (created.output, loaded_output))
+
+
 def test_a_profile_that_an_alias_names_is_not_left_out(office: Site) -> None:
     """The site could not serve such an alias, and nothing beside it."""
     profiles: dict[str, Any] = {"short": {"run": {"instruction": "x"}}, "long": {}}
