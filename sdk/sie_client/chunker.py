@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import msgspec
 from numpy.typing import NDArray
 
-from sie_client.errors import InvalidInputError
+from sie_client.errors import invalid
 from sie_client.types import Chunking
 from sie_contracts.wire.messages import ChunkRule
 
@@ -32,7 +32,5 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], **rule: Unpack[Chunking
                 "overlap_tokens must be at most half of max_tokens, and min_tokens at most max_tokens"
             )
     except msgspec.ValidationError as error:
-        raise InvalidInputError(
-            f"rule: {fault_line(ChunkRule, error)}", code="INVALID_INPUT", details={"reason": "schema"}
-        ) from error
+        raise invalid(f"rule: {fault_line(ChunkRule, error)}", reason="schema") from error
     return chunker.spans(text, ends, checked)

@@ -12,7 +12,7 @@ import numpy as np
 
 from sie_client import verbs
 from sie_client.core import CONTROL_S, Pause, Plan, Session, delete_call, json_call, quoted
-from sie_client.errors import InvalidInputError, PoolNotFoundError, ServerError, SIEError
+from sie_client.errors import PoolNotFoundError, ServerError, SIEError, invalid
 from sie_client.types import Capacity, Item, Pool
 
 T = TypeVar("T")
@@ -105,10 +105,8 @@ def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dic
     inputs, tasks = _field(info, "inputs", list), _field(info, "tasks", list)
     item = next((smallest for name, smallest in _SMALLEST.items() if name in inputs), None)
     if item is None:
-        raise InvalidInputError(
-            f"{model}: its inputs are {', '.join(map(str, inputs))}; the client cannot build a test input of them",
-            code="INVALID_INPUT",
-        )
+        listed = ", ".join(map(str, inputs))
+        raise invalid(f"{model}: its inputs are {listed}; the client cannot build a test input of them")
     if "encode" in tasks:
         yield from verbs.encode(model, [item], params, session)
     elif "score" in tasks:

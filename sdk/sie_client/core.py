@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from sie_client.errors import InvalidInputError, NotFoundError, ServerError, SIEConnectionError, SIEError, error_class
+from sie_client.errors import NotFoundError, ServerError, SIEConnectionError, SIEError, error_class, invalid
 from sie_client.types import Progress
 from sie_contracts import __version__, url_names
 from sie_contracts.errors import UNDECODABLE
@@ -240,16 +240,12 @@ class Session:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | kind) and math.isfinite(value) and value >= least):
                 expected = "a whole number" if kind is int else "a number"
-                raise InvalidInputError(
-                    f"{name}: expected {expected} of at least {least}, got {value!r}", code="INVALID_INPUT"
-                )
+                raise invalid(f"{name}: expected {expected} of at least {least}, got {value!r}")
         if self.priority not in (None, "interactive", "bulk"):
-            raise InvalidInputError(
-                f"priority: expected interactive or bulk, got {self.priority!r}", code="INVALID_INPUT"
-            )
+            raise invalid(f"priority: expected interactive or bulk, got {self.priority!r}")
         for name, value in self.sent_headers().items():
             if not (isinstance(value, str) and value.isascii() and value.isprintable() and name.isascii()):
-                raise InvalidInputError(f"header {name}: expected printable ASCII in one line", code="INVALID_INPUT")
+                raise invalid(f"header {name}: expected printable ASCII in one line")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Session:
@@ -431,7 +427,7 @@ def quoted(name: str, argument: str) -> str:
     try:
         return url_names.quoted(name, argument)
     except ValueError as error:
-        raise InvalidInputError(str(error), code="INVALID_INPUT") from error
+        raise invalid(str(error)) from error
 
 
 def json_call(
@@ -454,7 +450,7 @@ def json_call(
         try:
             sent = msgspec.json.encode(body)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise InvalidInputError(f"body: {error}", code="INVALID_INPUT") from error
+            raise invalid(f"body: {error}") from error
     answer = yield from call(Send(method, path, headers, sent, within_s), session.policy)
     with reading(answer.headers):
         return msgspec.json.decode(answer.body, type=type)

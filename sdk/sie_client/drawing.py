@@ -8,7 +8,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sie_client.errors import InvalidInputError, RequestError
+from sie_client.errors import RequestError, invalid
 from sie_client.media import media
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def region(bbox: Sequence[float], size: tuple[int, int]) -> str:
             corners = (left, top, left + width, top + height)
             return "".join(f"<loc_{_bin(place, size[index % 2])}>" for index, place in enumerate(corners))
     message = f"bbox: expected x, y, width and height within an image of {size} pixels, got {list(bbox)}"
-    raise InvalidInputError(message, code="INVALID_INPUT", details={"param": "bbox", "reason": "region"})
+    raise invalid(message, param="bbox", reason="region")
 
 
 def _bin(place: float, edge: int) -> int:
@@ -56,9 +56,7 @@ def draw(image: Any, result: Mapping[str, Any], *, least: float = 0.0) -> Image:
             drawn = ImageOps.exif_transpose(opened).convert("RGB")
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         message = f"image: Pillow cannot read it: {error}"
-        raise InvalidInputError(
-            message, code="INVALID_INPUT", details={"param": "image", "reason": "invalid_media"}
-        ) from error
+        raise invalid(message, param="image", reason="invalid_media") from error
     entities = [
         entity
         for kind in ("objects", "entities")

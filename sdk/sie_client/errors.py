@@ -262,6 +262,12 @@ def error_class(code: str, status: int) -> type[SIEError]:
     return _BY_CODE.get(code) or _BY_STATUS.get(status) or (RequestError if 400 <= status < 500 else ServerError)
 
 
+def invalid(message: str, *, param: str = "", reason: str = "") -> InvalidInputError:
+    """Return the exception for an argument that the client refuses, before it sends a request."""
+    details = {name: value for name, value in (("param", param), ("reason", reason)) if value}
+    return InvalidInputError(message, code="INVALID_INPUT", details=details)
+
+
 def codes() -> dict[str, type[SIEError]]:
     """Return all error codes of the server, each with its exception class."""
     return dict(_BY_CODE)

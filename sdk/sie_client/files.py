@@ -9,12 +9,12 @@ import re
 import secrets
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import BinaryIO, NoReturn, cast
+from typing import BinaryIO, cast
 
 import msgspec
 
 from sie_client.core import BlockingWork, Plan, Send, Session, UploadStream, call, delete_call, json_call, reading
-from sie_client.errors import InvalidInputError, ServerError
+from sie_client.errors import ServerError, invalid
 from sie_client.types import Progress
 from sie_contracts.api.batches import FileDeleted, FileObject
 
@@ -23,15 +23,11 @@ PURPOSE = "jobs"
 _ID = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 
 
-def invalid(message: str) -> NoReturn:
-    raise InvalidInputError(message, code="INVALID_INPUT")
-
-
 def identifier(value: object, noun: str) -> str:
     """Return `value` if it is an id that fits into a URL path; else raise InvalidInputError. `noun`: file or job."""
     if isinstance(value, str) and _ID.fullmatch(value):
         return value
-    invalid(f"{noun}: expected an id, such as {noun}-0192f0c17d3e70008000000000000000, got {str(value)[:80]!r}")
+    raise invalid(f"{noun}: expected an id, such as {noun}-0192f0c17d3e70008000000000000000, got {str(value)[:80]!r}")
 
 
 @contextlib.contextmanager
@@ -40,7 +36,7 @@ def on_disk(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InvalidInputError(f"{path}: {error.strerror or type(error).__name__}", code="INVALID_INPUT") from error
+        raise invalid(f"{path}: {error.strerror or type(error).__name__}") from error
 
 
 def uploaded(
@@ -93,7 +89,7 @@ def uploaded(
                 if on_progress is not None:
                     on_progress(Progress(sent, size_bytes))
         if sent != size_bytes:
-            invalid(f"{location}: was changed while it was sent")
+            raise invalid(f"{location}: was changed while it was sent")
         is_whole = True
         yield tail
 
@@ -112,7 +108,7 @@ def uploaded(
 def _size_of(path: Path) -> int:
     with on_disk(path):
         if path.is_dir():
-            invalid(
+            raise invalid(
                 f"{path}: is a folder; a job reads one uploaded file, or all files below an address such as s3://…/"
             )
         return path.stat().st_size
@@ -140,7 +136,7 @@ def saved(
     """
     target = Path(path)
     if (yield BlockingWork(target.is_dir)):
-        invalid(f"{target}: is a folder: name a file")
+        raise invalid(f"{target}: is a folder: name a file")
     info = yield from get(file, session)
     done = 0
 
@@ -195,7 +191,7 @@ class Arriving:
         """
         self._close()
         if not self._is_own:
-            invalid(f"{self.path}: another download to this file began meanwhile")
+            raise invalid(f"{self.path}: another download to this file began meanwhile")
         is_whole = self._come == self._size_bytes and self._sha256 in ("", self._digest.hexdigest())
         with on_disk(self.path):
             if is_whole:

@@ -23,8 +23,16 @@ import msgspec
 
 from sie_client import files
 from sie_client.core import BlockingWork, Pause, Plan, Session, Together, delete_call, json_call
-from sie_client.errors import ContentConflictError, JobFailedError, JobTimeoutError, RequestError, ServerError, SIEError
-from sie_client.files import Arriving, identifier, invalid
+from sie_client.errors import (
+    ContentConflictError,
+    JobFailedError,
+    JobTimeoutError,
+    RequestError,
+    ServerError,
+    SIEError,
+    invalid,
+)
+from sie_client.files import Arriving, identifier
 from sie_client.types import JobOptions, Progress
 from sie_contracts.api import jobs as api
 from sie_contracts.api.batches import FileObject
@@ -142,7 +150,7 @@ def _place(source: Any) -> Path | dict[str, str]:
     if isinstance(source, os.PathLike):
         return Path(source)
     if not isinstance(source, str) or not source:
-        invalid(f"input: expected a path, a URL or the id of a file, got {type(source).__name__}")
+        raise invalid(f"input: expected a path, a URL or the id of a file, got {type(source).__name__}")
     if "://" in source:
         return {"url": source}
     return {"file": source} if _FILE_ID.fullmatch(source) else Path(source)
@@ -303,7 +311,7 @@ def downloaded(
     """
     into = Path(folder)
     if url := info.request_map("output").get("url"):
-        invalid(f"{info.id}: its files are at {url}: read them there")
+        raise invalid(f"{info.id}: its files are at {url}: read them there")
     yield BlockingWork(lambda: _claimed(into, info.id))
     document = yield from manifest(info.id, session)
     names = [part.name for part in document.parts]
@@ -347,10 +355,10 @@ def _claimed(folder: Path, job: str) -> None:
             return
         try:
             owner = msgspec.json.decode(there.read_bytes(), type=JobManifest).job
-        except UNDECODABLE:
-            invalid(f"{there} is not the manifest of a job: name another folder")
+        except UNDECODABLE as error:
+            raise invalid(f"{there} is not the manifest of a job: name another folder") from error
     if owner != job:
-        invalid(f"{folder} has the files of {owner}: name another folder")
+        raise invalid(f"{folder} has the files of {owner}: name another folder")
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sie_client.errors import InvalidInputError
+from sie_client.errors import invalid
 
 # dot products of query and document tokens that are computed at once, 16 MiB in float32; one document may have more
 _BLOCK = 1 << 22
@@ -27,7 +27,7 @@ def maxsim(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> NDArray[np
     for number, matrix in enumerate(matrices):
         if matrix.shape[1] != left.shape[1]:
             message = f"documents[{number}]: expected the width of the query, {left.shape[1]}, got {matrix.shape[1]}"
-            raise InvalidInputError(message, code="INVALID_INPUT")
+            raise invalid(message)
     scores = np.zeros(len(matrices), np.float32)
     max_tokens = max(1, _BLOCK // max(1, len(left)))
     block: list[int] = []
@@ -55,5 +55,5 @@ def _matrix(value: Any, path: str) -> NDArray[Any]:
     array = np.asarray(value)
     if array.ndim != 2 or array.dtype.kind != "f":
         message = f"{path}: expected a matrix [tokens, width] of floats, got {array.dtype} of the shape {array.shape}"
-        raise InvalidInputError(message, code="INVALID_INPUT", details={"param": path})
+        raise invalid(message, param=path)
     return array

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sie_client.errors import InvalidInputError
+from sie_client.errors import InvalidInputError, invalid
 
 # modes of Pillow images that PNG stores without loss; other images are sent as TIFF
 _PNG_MODES = frozenset({"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"})
@@ -174,4 +174,4 @@ def _suffix(name: str) -> str:
 
 
 def _refused(path: str, why: str) -> InvalidInputError:
-    return InvalidInputError(f"{path}: {why}", code="INVALID_INPUT", details={"param": path, "reason": "invalid_media"})
+    return invalid(f"{path}: {why}", param=path, reason="invalid_media")

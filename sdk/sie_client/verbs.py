@@ -35,7 +35,7 @@ from sie_client.core import (
     quoted,
     reading,
 )
-from sie_client.errors import InvalidInputError, SIEError
+from sie_client.errors import SIEError, invalid
 from sie_client.types import (
     EncodeParams,
     EncodeResult,
@@ -304,9 +304,7 @@ def embed(
     session, params = session.for_call({**params, "output_types": ["dense"], "on_item_error": "fail"})
     _check_names("encode", params)
     if params.get("chunks") is not None:
-        raise InvalidInputError(
-            "chunks: embed returns only one vector for each text; call encode instead", code="INVALID_INPUT"
-        )
+        raise invalid("chunks: embed returns only one vector for each text; call encode instead")
     path = f"/v1/encode/{quoted(model, 'model')}"
     request = _VerbRequest(path, {"params": params}, session, Patience(session.policy), wire.decode_vectors, "items")
     rows = _VectorRows(count)
@@ -330,7 +328,7 @@ class _VectorRows:
         reply = yield from request.send(part, by_place=False)
         with reading(reply.shared["headers"]), self._lock:
             if any({"scale", "offset"} & slot["outputs"]["dense"].keys() for slot in reply.body["items"]):
-                raise InvalidInputError("output_dtype: embed returns no scale; call encode", code="INVALID_INPUT")
+                raise invalid("output_dtype: embed returns no scale; call encode")
             vectors = np.stack([slot["dense"] for slot in reply.body["items"]])
             end, shape = reply.start + len(vectors), vectors.shape[1:]
             if self._whole is None:
@@ -380,7 +378,7 @@ def rerank(
     fails.
     """
     if top_n is not None and top_n < 1:
-        raise InvalidInputError(f"top_n: expected a number of at least 1, got {top_n}", code="INVALID_INPUT")
+        raise invalid(f"top_n: expected a number of at least 1, got {top_n}")
     if not documents:
         return []
     by_place = [
@@ -407,7 +405,7 @@ def extract(
         return Results()
     if schema is not None:
         if params.get("output_schema") is not None:
-            raise InvalidInputError("schema: expected schema or output_schema, got both", code="INVALID_INPUT")
+            raise invalid("schema: expected schema or output_schema, got both")
         params = {**params, "output_schema": _json_schema(schema)}
     session, params = session.for_call(params)
     _check_names("extract", params)
@@ -423,12 +421,12 @@ def extract(
 def _json_schema(schema: type[Any]) -> dict[str, Any]:
     if not isinstance(schema, type):
         message = f"schema: expected a class, got {type(schema).__name__}: a JSON Schema is given as output_schema"
-        raise InvalidInputError(message, code="INVALID_INPUT", details={"reason": "schema"})
+        raise invalid(message, reason="schema")
     try:
         stated = _pydantic(schema).json_schema() if _is_of_pydantic(schema) else msgspec.json.schema(schema)
     except Exception as error:  # pydantic and msgspec raise many kinds, for types that have no JSON Schema
         message = f"schema: {schema.__name__} has a field without a JSON Schema: {error}"
-        raise InvalidInputError(message, code="INVALID_INPUT", details={"reason": "schema"}) from error
+        raise invalid(message, reason="schema") from error
     return dict(_unrestricted(stated))
 
 
@@ -477,7 +475,7 @@ def _make_instance(result: dict[str, Any], schema: type[Any], place: int, *, fai
     except Exception as fault:  # a validator or __post_init__ of the class may raise any kind
         message = f"items[{place}]: its values do not make a {schema.__name__}: {type(fault).__name__}: {fault}"
         if fails:
-            raise InvalidInputError(message, code="INVALID_INPUT") from fault
+            raise invalid(message) from fault
         result["error"] = {"code": "INVALID_INPUT", "message": message, "retryable": False}
 
 
@@ -510,7 +508,7 @@ def restore(text: str, map: RestoreMap) -> str:
         pieces += [data[end:start], part["text"].encode(encoding)]
         end = stop
     if not is_same:
-        raise InvalidInputError("map: belongs to another text than this one", code="INVALID_INPUT")
+        raise invalid("map: belongs to another text than this one")
     return b"".join([*pieces, data[end:]]).decode(encoding)
 
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sie_client.errors import InvalidInputError
+from sie_client.errors import invalid
 from sie_client.media import document, media, sound
 from sie_client.types import Item, ItemUsage, Usage
 from sie_contracts import arrays
@@ -58,7 +58,7 @@ def mapped(value: Any, path: str) -> dict[str, Any]:
         return mapped(value.as_py(), path)
     if not isinstance(value, Mapping):
         message = f"{path}: expected a str or a map, got {type(value).__name__}"
-        raise InvalidInputError(message, code="INVALID_INPUT", details={"param": path, "reason": "schema"})
+        raise invalid(message, param=path, reason="schema")
     return dict(value)
 
 
@@ -90,13 +90,9 @@ def _matrix(value: Any, path: str) -> NDArray[Any]:
         array = np.asarray(value)
         array = array if array.dtype == np.float16 else array.astype(np.float32, copy=False)
     except (TypeError, ValueError) as error:
-        raise InvalidInputError(
-            f"{path}: expected a matrix of numbers, got {type(value).__name__}", code="INVALID_INPUT"
-        ) from error
+        raise invalid(f"{path}: expected a matrix of numbers, got {type(value).__name__}") from error
     if array.ndim != 2:
-        raise InvalidInputError(
-            f"{path}: expected a matrix [tokens, width], got the shape {array.shape}", code="INVALID_INPUT"
-        )
+        raise invalid(f"{path}: expected a matrix [tokens, width], got the shape {array.shape}")
     return array
 
 
@@ -116,7 +112,7 @@ def encode(body: Mapping[str, Any], subject: str) -> bytes:
     try:
         return _encoder.encode(body)
     except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:
-        raise InvalidInputError(f"{subject}: {error}", code="INVALID_INPUT", details={"reason": "schema"}) from error
+        raise invalid(f"{subject}: {error}", reason="schema") from error
 
 
 _ArrayMap = dict[bytes, msgspec.Raw]
