@@ -359,9 +359,7 @@ class SIEAsyncClient:
         request = watching.request(path, self._session)
         async with contextlib.aclosing(socket):
             while True:
-                frame: bytes | None = (
-                    await self._driver.run(call(request, self._session.policy), send=socket.open)
-                ).body
+                frame: bytes | None = (await self._driver.run(call(request, self._session), send=socket.open)).body
                 while frame is not None:
                     yield watching.decoded(frame)
                     frame = await socket.next()

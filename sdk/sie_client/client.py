@@ -398,7 +398,7 @@ class SIEClient:
         request = watching.request(path, self._session)
         with contextlib.closing(socket):
             while True:
-                frame: bytes | None = self._driver.run(call(request, self._session.policy), send=socket.open).body
+                frame: bytes | None = self._driver.run(call(request, self._session), send=socket.open).body
                 while frame is not None:
                     yield watching.decoded(frame)
                     frame = socket.next()

@@ -149,26 +149,12 @@ Step: TypeAlias = "Send | Pause | BlockingWork | HttpAnswer | Together"
 Plan: TypeAlias = "Generator[Step, Any, T]"
 
 
-@dataclass(frozen=True)
-class Policy:
-    """Seconds that a call waits for a connection and for capacity. `connection_budget_s` None: the default."""
-
-    wait_for_capacity: bool = True
-    connection_budget_s: float | None = None
-    capacity_budget_s: float = CAPACITY_BUDGET_S
-
-
 class Patience:
-    """Waiting limits shared by all parts of a call. After an answer to one part, the waiting times of the other parts
-    start again at 0.
+    """Mark shared by all parts of a call, which each answer replaces. A part that sees another mark than before starts
+    its waiting times again at 0, because there was an answer to another part meanwhile.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        # replaced after each answer: if a part sees another object than before, there was an answer meanwhile
-        self.mark = object()
-
-    def renew(self) -> None:
+    def __init__(self) -> None:
         self.mark = object()
 
 
@@ -263,10 +249,6 @@ class Session:
         }
 
     @property
-    def policy(self) -> Policy:
-        return Policy(self.wait_for_capacity, self.connection_budget_s, self.capacity_budget_s)
-
-    @property
     def within_s(self) -> float:
         """Return the seconds after which the client stops waiting for an answer."""
         return max(SERVER_DEADLINE_S, self.timeout_s or 0.0) + GRACE_S
@@ -300,12 +282,12 @@ _LEAST: dict[str, tuple[type[int] | type[float], float]] = {
 _OPTIONS = frozenset(field.name for field in fields(Session)) - {"hedges", "warnings"}
 
 
-def call(request: Send, policy: Policy, patience: Patience | None = None) -> Plan[Received]:
+def call(request: Send, session: Session, patience: Patience | None = None) -> Plan[Received]:
     """Send a request until it succeeds, a retry is useless or not allowed, or the waiting time is used up. Raises the
     SIEError of the last attempt. Its cause is the exception of the HTTP client, or else the error of the attempt
     before.
     """
-    patience = patience or Patience(policy)
+    patience = patience or Patience()
     mark = patience.mark
     # cause of the wait (True: no connection, False: no capacity) -> seconds waited, number of attempts
     waited_s, tries = {True: 0.0, False: 0.0}, {True: 0, False: 0}
@@ -313,19 +295,19 @@ def call(request: Send, policy: Policy, patience: Patience | None = None) -> Pla
     while True:
         answer: Received | TransportFailed = yield request
         if isinstance(answer, Received) and 200 <= answer.status < 300:
-            patience.renew()
+            patience.mark = object()
             return answer
         failure, min_s, max_s, is_away = _judged(answer)
         if mark is not patience.mark:
             mark, waited_s = patience.mark, dict.fromkeys(waited_s, 0.0)
         waited_s[is_away] += answer.elapsed_s
-        budget_s = _connection_budget_s(policy, answer) if is_away else policy.capacity_budget_s
+        budget_s = _connection_budget_s(session, answer) if is_away else session.capacity_budget_s
         pause_s = min(max_s, min_s * 2 ** min(tries[is_away], 10)) * random.uniform(0.75, 1.25)  # noqa: S311  spreads attempts
         tries[is_away] += 1
         remaining_s = budget_s - waited_s[is_away]
         is_final = is_away and not request.may_repeat()
         failure.may_have_run = tries[True] > 0
-        if is_final or not (failure.retryable and policy.wait_for_capacity) or not pause_s <= remaining_s:
+        if is_final or not (failure.retryable and session.wait_for_capacity) or not pause_s <= remaining_s:
             if previous is not None:
                 failure.args = (f"{failure} (attempt {sum(tries.values())}, after {sum(waited_s.values()):.0f} s)",)
             raise failure from failure.__cause__ or previous
@@ -342,9 +324,9 @@ def _in_a_line(answer: Received | TransportFailed) -> str:
     return " ".join(f"{type(answer.cause).__name__}: {answer.cause}".split())[:MAX_ERROR]
 
 
-def _connection_budget_s(policy: Policy, answer: Received | TransportFailed) -> float:
-    if policy.connection_budget_s is not None:
-        return policy.connection_budget_s
+def _connection_budget_s(session: Session, answer: Received | TransportFailed) -> float:
+    if session.connection_budget_s is not None:
+        return session.connection_budget_s
     return NOBODY_BUDGET_S if isinstance(answer, TransportFailed) and answer.is_nobody else CONNECTION_BUDGET_S
 
 
@@ -451,7 +433,7 @@ def json_call(
             sent = msgspec.json.encode(body)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise invalid(f"body: {error}") from error
-    answer = yield from call(Send(method, path, headers, sent, within_s), session.policy)
+    answer = yield from call(Send(method, path, headers, sent, within_s), session)
     with reading(answer.headers):
         return msgspec.json.decode(answer.body, type=type)
 

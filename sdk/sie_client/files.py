@@ -100,7 +100,7 @@ def uploaded(
     }
     body = UploadStream(pieces, len(head) + size_bytes + len(tail))
     request = Send("POST", "/v1/files", headers, body, may_repeat=lambda: not is_whole)
-    answer = yield from call(request, session.policy)
+    answer = yield from call(request, session)
     with reading(answer.headers):
         return msgspec.json.decode(answer.body, type=FileObject)
 
@@ -125,7 +125,7 @@ def deleted(file: str, session: Session) -> Plan[None]:
 
 def content(file: str, session: Session) -> Plan[bytes]:
     path = f"/v1/files/{identifier(file, 'file')}/content"
-    return (yield from call(Send("GET", path, session.sent_headers()), session.policy)).body
+    return (yield from call(Send("GET", path, session.sent_headers()), session)).body
 
 
 def saved(
@@ -222,7 +222,7 @@ class Arriving:
 def fetched(path: str, arriving: Arriving, session: Session) -> Plan[None]:
     """Download from `path` on the server into `arriving`. If that fails, delete the incomplete file."""
     try:
-        yield from call(Send("GET", path, session.sent_headers(), sink=arriving), session.policy)
+        yield from call(Send("GET", path, session.sent_headers(), sink=arriving), session)
         yield BlockingWork(arriving.finish)
     except BaseException:
         arriving.drop()

@@ -14,7 +14,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -88,9 +88,9 @@ class _VerbRequest:
     path: str
     fixed: Mapping[str, Any]
     session: Session
-    patience: Patience
     decode: Callable[[bytes], dict[str, Any]]
     answers: str
+    patience: Patience = field(default_factory=Patience)
 
     def send(self, part: _ListPart, *, by_place: bool) -> Plan[_PartReply]:
         """Send one part and return its reply. `by_place`: items get their positions in the whole list as ids."""
@@ -111,7 +111,7 @@ class _VerbRequest:
         }
         request = Send("POST", self.path, headers, body, self.session.within_s, self.session.hedge_after_s)
         try:
-            answer = yield from call(request, self.session.policy, self.patience)
+            answer = yield from call(request, self.session, self.patience)
         except SIEError as error:
             _place(error, part.start)
             raise
@@ -183,9 +183,7 @@ def _send_parts(
     answers: str = "items",
     each_tokens: int = 0,
 ) -> Plan[list[_PartReply]]:
-    request = _VerbRequest(
-        f"/v1/{verb}/{quoted(model, 'model')}", fixed, session, Patience(session.policy), decode, answers
-    )
+    request = _VerbRequest(f"/v1/{verb}/{quoted(model, 'model')}", fixed, session, decode, answers)
     parts = _parts(items, session, each_tokens)
     is_long = len(items) >= ASIDE_ITEMS or any(map(wire.has_files, items))
     first = yield from _aside(lambda: next(parts), ASIDE_BYTES if is_long else 0)
@@ -306,7 +304,7 @@ def embed(
     if params.get("chunks") is not None:
         raise invalid("chunks: embed returns only one vector for each text; call encode instead")
     path = f"/v1/encode/{quoted(model, 'model')}"
-    request = _VerbRequest(path, {"params": params}, session, Patience(session.policy), wire.decode_vectors, "items")
+    request = _VerbRequest(path, {"params": params}, session, wire.decode_vectors, "items")
     rows = _VectorRows(count)
     plans = (rows.filled(request, part) for part in _parts(texts, session, 0) if part.items)
     yield Together(plans, session.concurrency)

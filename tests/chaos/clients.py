@@ -21,7 +21,7 @@ from client import Connection, connect, request
 from fake_adapter import ids_of, vector_of
 from numpy.typing import NDArray
 
-from sie_client.core import Policy, Received, Send, TransportFailed, call
+from sie_client.core import Received, Send, Session, TransportFailed, call
 from sie_client.errors import SIEError
 from sie_contracts import arrays
 
@@ -141,9 +141,9 @@ class Crowd:
         items = [{"id": item_id, "text": expected.texts[index]} for item_id, index in zip(ids, picked, strict=True)]
         body = msgspec.msgpack.encode({"items": items})
         outcome = Outcome(expected.model, time.monotonic())
-        plan = call(
-            Send("POST", f"/v1/encode/{expected.model}", {}, body), Policy(True, 4 * self._budget_s, 4 * self._budget_s)
-        )
+        budget_s = 4 * self._budget_s
+        session = Session(connection_budget_s=budget_s, capacity_budget_s=budget_s)
+        plan = call(Send("POST", f"/v1/encode/{expected.model}", {}, body), session)
         step: Received | TransportFailed | None = None
         try:
             while True:

@@ -362,11 +362,11 @@ def test_a_download_ends_when_another_plan_of_the_call_fails(server: Server) -> 
         return 400, failure("INVALID_INPUT")
 
     server.special = special
-    policy = core.Policy()
+    session = core.Session()
     sends = [core.Send("GET", "/file", {}, sink=Sink()), core.Send("GET", "/refused", {})]
 
     def plan() -> core.Plan[Any]:
-        return (yield core.Together((core.call(send, policy) for send in sends), 2))
+        return (yield core.Together((core.call(send, session) for send in sends), 2))
 
     with SIEClient(server.url) as client, pytest.raises(sie_client.InvalidInputError):
         client._driver.run(plan())
