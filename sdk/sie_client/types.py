@@ -262,6 +262,15 @@ class Shared(TypedDict, total=False):
     explain: list[dict[str, Any]]
 
 
+class ItemReply(Shared, total=False):
+    """Fields that results of one item may have."""
+
+    id: str
+    metadata: dict[str, Any]
+    usage: ItemUsage
+    error: dict[str, Any]
+
+
 class Sparse(TypedDict):
     """Sparse vector. `indices`: int32 [n], ascending. `values`: [n], the weights at these indices, above 0."""
 
@@ -281,7 +290,7 @@ class ChunkResult(TypedDict, total=False):
     outputs: Required[dict[str, dict[str, Any]]]
 
 
-class EncodeResult(Shared, total=False):
+class EncodeResult(ItemReply, total=False):
     """Result of encode for one item. If the item failed, it has `error` instead of vectors.
 
     `dense`: [dimension]. `multivector`: [tokens, dimension]. Arrays are writable, and float32 unless the call or
@@ -290,16 +299,12 @@ class EncodeResult(Shared, total=False):
     the item has `chunks`, the vectors are in the result's `chunks`.
     """
 
-    id: str
-    metadata: dict[str, Any]
     dense: NDArray[Any]
     sparse: Sparse
     multivector: NDArray[Any]
     chunks: list[ChunkResult]
     outputs: dict[str, dict[str, Any]]
     muvera: dict[str, Any]
-    usage: ItemUsage
-    error: dict[str, Any]
 
 
 class ScoreEntry(TypedDict, total=False):
@@ -333,18 +338,14 @@ class Ranked(TypedDict):
     document: Item | str
 
 
-class ExtractResult(Shared, total=False):
+class ExtractResult(ItemReply, total=False):
     """Result of extract for one item. Lists may be empty. `start` and `end` are positions in code points."""
 
-    id: str
-    metadata: dict[str, Any]
     entities: list[dict[str, Any]]
     relations: list[dict[str, Any]]
     classifications: list[dict[str, Any]]
     objects: list[dict[str, Any]]
     data: dict[str, Any]
-    usage: ItemUsage
-    error: dict[str, Any]
 
 
 class RestoredPart(TypedDict):
@@ -364,33 +365,25 @@ class RestoreMap(TypedDict):
     parts: list[RestoredPart]
 
 
-class RedactResult(Shared, total=False):
+class RedactResult(ItemReply, total=False):
     """Result of redact for one item. If the item failed, it has `error` instead of `text`, `spans` and `map`.
 
     `spans`: start, end, kind, score and source of each part that was replaced. The offsets are in the original text.
     """
 
-    id: str
-    metadata: dict[str, Any]
     text: str
     spans: list[dict[str, Any]]
     map: RestoreMap
-    usage: ItemUsage
-    error: dict[str, Any]
 
 
-class SchemaResult(Shared, Generic[M], total=False):
+class SchemaResult(ItemReply, Generic[M], total=False):
     """Result of extract with a `schema`: `data` is an instance of it. `entities` or `classifications` has an entry for
     each value in `data`: its score, its place in the text if known, and as the label its path in `data`.
     """
 
-    id: str
-    metadata: dict[str, Any]
     entities: list[dict[str, Any]]
     classifications: list[dict[str, Any]]
     data: M
-    usage: ItemUsage
-    error: dict[str, Any]
 
 
 class ModelFilters(TypedDict, total=False):
