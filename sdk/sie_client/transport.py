@@ -15,7 +15,7 @@ import httpx
 from sie_client.core import BodySink, Received, Send, Session, TransportFailed, UploadStream
 from sie_client.types import Item
 from sie_contracts import client_environment
-from sie_contracts.loopback import client_options, is_local, is_refused
+from sie_contracts.loopback import causes, client_options, is_local, is_refused
 
 CONNECT_S = 10.0
 PIECE_BYTES = 1 << 20  # largest number of bytes of a response's body that are given to a sink at once
@@ -120,22 +120,14 @@ def public(url: str) -> str:
 
 def is_unknown_host(error: BaseException) -> bool:
     """Return True if the host name does not exist, but False if only the DNS server failed to answer."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, socket.gaierror):
-            return cause.errno != socket.EAI_AGAIN
-        cause = cause.__cause__ or cause.__context__
-    return False
+    fault = next((cause for cause in causes(error) if isinstance(cause, socket.gaierror)), None)
+    return fault is not None and fault.errno != socket.EAI_AGAIN
 
 
 def _is_without_tls(error: BaseException) -> bool:
     """Return True if the port answered the TLS handshake with something that is not TLS, for example plain http."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ssl.SSLError):
-            return cause.reason == "WRONG_VERSION_NUMBER"
-        cause = cause.__cause__ or cause.__context__
-    return False
+    fault = next((cause for cause in causes(error) if isinstance(cause, ssl.SSLError)), None)
+    return fault is not None and fault.reason == "WRONG_VERSION_NUMBER"
 
 
 def is_good(answer: Received | TransportFailed) -> bool:

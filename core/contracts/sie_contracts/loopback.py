@@ -7,7 +7,7 @@ a process of `sie`   ──► bypass_proxies(environ)         once, for the oth
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -41,16 +41,22 @@ def is_local(url: str) -> bool:
 
 def is_refused(error: BaseException) -> bool:
     """Return whether a call failed because the port refused the connection: no program listens there."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes(error):
         if isinstance(cause, ConnectionRefusedError):
             return True
         # an exception group has one exception for each address of the host name
-        causes = [exception for exception in getattr(cause, "exceptions", ()) if isinstance(exception, BaseException)]
-        if causes and all(map(is_refused, causes)):
+        members = [member for member in getattr(cause, "exceptions", ()) if isinstance(member, BaseException)]
+        if members and all(map(is_refused, members)):
             return True
-        cause = cause.__cause__ or cause.__context__
     return False
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, then the exceptions that led to it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def cause_of(error: BaseException) -> str:
