@@ -182,6 +182,11 @@ class ValidationFailed(SIEError):
     code, status = "VALIDATION_ERROR", 422
 
 
+def faulty(loc: str, message: str) -> ValidationFailed:
+    """Return the error for one field of a document. `loc`: the path of the field, such as `$.weights`."""
+    return ValidationFailed(f"{loc}: {message}", param=loc, extras={"errors": [{"loc": loc, "message": message}]})
+
+
 class IdempotencyMismatch(SIEError):
     """The `Idempotency-Key` was used before, with another body."""
 

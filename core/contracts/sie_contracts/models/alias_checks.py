@@ -7,8 +7,8 @@ import dataclasses
 
 import msgspec
 
-from sie_contracts.errors import ModelNotFound, SIEError, ValidationFailed
-from sie_contracts.models.aliases import Alias, invalid, model_of
+from sie_contracts.errors import ModelNotFound, SIEError, ValidationFailed, faulty
+from sie_contracts.models.aliases import Alias, model_of
 from sie_contracts.models.catalogue import Catalogue, Resolved
 
 _FORCE = "`force: true` in the alias allows it"
@@ -43,23 +43,23 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
     folded = alias.id.casefold()
     if model_id := next((model for model in catalogue.entries if model.casefold() == folded), None):
         message = f"a model has the id {model_id!r}: give the alias another one, or remove the model first"
-        raise invalid("$.id", message)
+        raise faulty("$.id", message)
     if twin := next(
         (alias_id for alias_id in catalogue.aliases if alias_id.casefold() == folded and alias_id != alias.id), None
     ):
-        raise invalid("$.id", f"the existing alias {twin!r} differs in case alone: give this one another id")
+        raise faulty("$.id", f"the existing alias {twin!r} differs in case alone: give this one another id")
     targets = [
         _target(catalogue, alias, target.model, f"$.alias[{number}].model") for number, target in enumerate(alias.alias)
     ]
     if alias.shadow is not None:
         shadow = _target(catalogue, alias, alias.shadow.model, "$.shadow.model")
         if not set(shadow.entry.tasks) & set(targets[0].entry.tasks):
-            raise invalid(
+            raise faulty(
                 "$.shadow.model",
                 f"{shadow.entry.id} does {_verbs(shadow)}, but {targets[0].entry.id} does {_verbs(targets[0])}",
             )
         if any(shadow.canonical == target.canonical for target in targets):
-            raise invalid("$.shadow.model", f"{shadow.canonical} is a target of the alias already: name another model")
+            raise faulty("$.shadow.model", f"{shadow.canonical} is a target of the alias already: name another model")
     if not alias.force:
         _check_alike(targets, catalogue)
 
@@ -67,7 +67,7 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
 def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolved:
     """Return the model to which a target of the alias resolves. Raises ValidationFailed, which names field and fix."""
     if model_of(model) == alias.id.casefold():
-        raise invalid(loc, f"{model[:200]!r} is this alias itself: name a model")
+        raise faulty(loc, f"{model[:200]!r} is this alias itself: name a model")
     try:
         resolved = catalogue.resolve(model)
     except SIEError as error:
@@ -75,9 +75,9 @@ def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolve
         hint = f"; there is {', '.join(map(str, hints))}" if hints else "; `sie models list` shows what is there"
         if error.extras.get("profiles"):  # the message already lists the profiles
             hint = ""
-        raise invalid(loc, f"{error.message}{hint}") from error
+        raise faulty(loc, f"{error.message}{hint}") from error
     if resolved.alias:
-        raise invalid(loc, f"{model[:200]!r} is an alias, but a target must be a model: name {resolved.canonical!r}")
+        raise faulty(loc, f"{model[:200]!r} is an alias, but a target must be a model: name {resolved.canonical!r}")
     return resolved
 
 
@@ -90,7 +90,7 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
                 f"{target.entry.id} does {_verbs(target)}, but {first.entry.id} does {_verbs(first)}: some keys would "
                 "get errors; "
             )
-            raise invalid(loc, message + _FORCE)
+            raise faulty(loc, message + _FORCE)
         first_numbers, numbers = _numbers(first, catalogue), _numbers(target, catalogue)
         if "encode" not in first.entry.tasks or (first_numbers == numbers and all(first_numbers.values())):
             continue
@@ -102,7 +102,7 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
         message = (
             f"the vectors of {target.canonical} {differ} {first.canonical}, and an index must not mix vectors: {_FIX}; "
         )
-        raise invalid(loc, message + _FORCE)
+        raise faulty(loc, message + _FORCE)
 
 
 def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:

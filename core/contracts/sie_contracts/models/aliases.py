@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from sie_contracts.errors import ValidationFailed
+from sie_contracts.errors import faulty
 from sie_contracts.names import located
 
 MAX_TARGETS = 8
@@ -81,7 +81,7 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
             f"a document is a model or an alias, but this has {both[0]} too: give the alias its own document, "
             "with another id"
         )
-        raise invalid("$.alias", message)
+        raise faulty("$.alias", message)
     alias = raw["alias"]
     targets = [alias] if isinstance(alias, str | dict) else alias
     plain: dict[str, Any] = {
@@ -93,23 +93,23 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
     try:
         parsed = msgspec.convert(plain, Alias)
     except msgspec.ValidationError as error:
-        raise invalid(*located(str(error))) from error
+        raise faulty(*located(str(error))) from error
     if not 1 <= len(parsed.alias) <= MAX_TARGETS:
-        raise invalid("$.alias", f"expected from 1 to {MAX_TARGETS} targets, got {len(parsed.alias)}")
+        raise faulty("$.alias", f"expected from 1 to {MAX_TARGETS} targets, got {len(parsed.alias)}")
     for number, target in enumerate(parsed.alias):
         if not 1 <= target.weight <= MAX_WEIGHT:
             message = (
                 f"expected a weight from 1 to {MAX_WEIGHT}, got {target.weight}; a target without requests must be "
                 "left out"
             )
-            raise invalid(f"$.alias[{number}].weight", message)
+            raise faulty(f"$.alias[{number}].weight", message)
         if _key_name(target.model) in {_key_name(earlier_target.model) for earlier_target in parsed.alias[:number]}:
-            raise invalid(f"$.alias[{number}].model", f"{target.model[:200]!r} is named twice; give it one weight")
+            raise faulty(f"$.alias[{number}].model", f"{target.model[:200]!r} is named twice; give it one weight")
     if parsed.shadow is not None and not 0 < parsed.shadow.share <= 1:
         message = (
             f"expected a share above 0, at most 1, got {parsed.shadow.share:g}; to have no shadow, leave `shadow` out"
         )
-        raise invalid("$.shadow.share", message)
+        raise faulty("$.shadow.share", message)
     return parsed
 
 
@@ -153,7 +153,3 @@ def model_of(spec: str) -> str:
     """Return the case-folded id in a target's name, without bundle, revision and profile. No id contains `@` or `:`."""
     name = spec.partition(":/")[2] or spec
     return name.partition("@")[0].partition(":")[0].casefold()
-
-
-def invalid(loc: str, message: str) -> ValidationFailed:
-    return ValidationFailed(f"{loc}: {message}", param=loc, extras={"errors": [{"loc": loc, "message": message}]})

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from sie_contracts.errors import BundleConflict, ValidationFailed
+from sie_contracts.errors import BundleConflict, faulty
 from sie_contracts.models.families import FAMILIES
 from sie_contracts.names import located
 
@@ -49,12 +49,12 @@ def parse_bundle(raw: object) -> BundleEntry:
     try:
         bundle = msgspec.convert(raw, BundleEntry)
     except msgspec.ValidationError as error:
-        raise _invalid(*located(str(error))) from error
+        raise faulty(*located(str(error))) from error
     if not BUNDLE_ID.fullmatch(bundle.id):
-        raise _invalid("$.id", f"expected 1 to 63 characters a-z, 0-9, `.`, `_` and `-`, got {bundle.id[:100]!r}")
+        raise faulty("$.id", f"expected 1 to 63 characters a-z, 0-9, `.`, `_` and `-`, got {bundle.id[:100]!r}")
     for number, requirement in enumerate(bundle.requires):
         if not _REQUIREMENT.match(requirement):
-            raise _invalid(
+            raise faulty(
                 f"$.requires[{number}]", f"expected a requirement such as `torch>=2.13`, got {requirement[:100]!r}"
             )
     return msgspec.structs.replace(bundle, families=tuple(dict.fromkeys(_named(bundle.families))))
@@ -66,10 +66,6 @@ def _named(families: Iterable[str]) -> Iterator[str]:
             yield from (name for name, row in FAMILIES.items() if not row.extra)
         else:
             yield family
-
-
-def _invalid(loc: str, message: str) -> ValidationFailed:
-    return ValidationFailed(f"{loc}: {message}", param=loc, extras={"errors": [{"loc": loc, "message": message}]})
 
 
 def ordered(bundles: Mapping[str, BundleEntry]) -> list[BundleEntry]:

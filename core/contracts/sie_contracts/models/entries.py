@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from sie_contracts.errors import ValidationFailed
+from sie_contracts.errors import ValidationFailed, faulty
 from sie_contracts.models import families, muvera
 from sie_contracts.models.aliases import Alias, is_alias, parse_alias
 from sie_contracts.names import located
@@ -358,5 +358,4 @@ def _check_id(model: str) -> None:
 
 
 def _invalid(message: str) -> ValidationFailed:
-    loc, text = located(message)
-    return ValidationFailed(f"{loc}: {text}", param=loc, extras={"errors": [{"loc": loc, "message": text}]})
+    return faulty(*located(message))

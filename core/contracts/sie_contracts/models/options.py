@@ -19,9 +19,9 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from sie_contracts.api.inference import Dtype, Item
-from sie_contracts.errors import InvalidInput
+from sie_contracts.errors import InvalidInput, faulty
 from sie_contracts.models import families, muvera, output_schemas
-from sie_contracts.models.aliases import Alias, invalid
+from sie_contracts.models.aliases import Alias
 from sie_contracts.models.catalogue import Catalogue, Resolved
 from sie_contracts.models.entries import (
     INPUTS,
@@ -480,7 +480,7 @@ def parse_written(raw: object) -> ModelEntry | Alias:
         except InvalidInput as error:
             message, param = error.message.removeprefix(f"{error.param}: "), error.param or path
             loc = f"{path}.parameters.{param.removeprefix('params.')}" if param.startswith("params.") else param
-            raise invalid(loc, message) from error
+            raise faulty(loc, message) from error
     return document
 
 
@@ -497,7 +497,7 @@ def _check_encodable(path: str, value: object) -> None:
         msgspec.msgpack.encode(msgspec.json.decode(msgspec.json.encode(value)))
     except (OverflowError, TypeError, ValueError) as error:
         fault = "expected values of JSON, whose numbers fit in 64 bits, and texts as keys of maps"
-        raise invalid(path, fault) from error
+        raise faulty(path, fault) from error
 
 
 def _check_bounds(entry: ModelEntry) -> None:

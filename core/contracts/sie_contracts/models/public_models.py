@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from sie_contracts.errors import ValidationFailed
+from sie_contracts.errors import ValidationFailed, faulty
 from sie_contracts.models import families
 from sie_contracts.models.entries import POOLING_OPTIONS, VECTORS, Precision
 from sie_contracts.models.muvera import Muvera
@@ -234,7 +234,7 @@ def translated(raw: Mapping[str, Any], present: Mapping[str, Any] | None = None)
     try:
         model = msgspec.convert(raw, _Model)
     except msgspec.ValidationError as error:
-        raise _refused(*located(str(error))) from error
+        raise faulty(*located(str(error))) from error
     return _Translator(raw, model, present or {}).translation()
 
 
@@ -248,9 +248,9 @@ class _Translator:
     def translation(self) -> Translation:
         model = self._model
         if model.tasks.generate is not None:
-            raise _refused("$.tasks.generate", "this server encodes, scores and extracts, but generates no text")
+            raise faulty("$.tasks.generate", "this server encodes, scores and extracts, but generates no text")
         if not model.profiles:
-            raise _refused("$.profiles", "expected at least one profile")
+            raise faulty("$.profiles", "expected at least one profile")
         base = "default" if "default" in model.profiles else next(iter(model.profiles))
         kind = self._kind(base)
         self._name_unread()
@@ -288,16 +288,16 @@ class _Translator:
         loc = f"$.profiles.{profile}.adapter_path"
         name = (self._flat(profile).adapter_path or "").rpartition(":")[2]
         if not name:
-            raise _refused(loc, "expected the class that runs the model")
+            raise faulty(loc, "expected the class that runs the model")
         kind = _KINDS.get(name)
         if kind is _GLINER and "relation_threshold" in self._flat(profile).adapter_options.runtime:
             kind = _GLINER_RELATIONS
         if kind is None:
-            raise _refused(
+            raise faulty(
                 loc, f"no family here does what {name[:80]} does; `sie models inspect` says which one fits a folder"
             )
         if not kind.is_complete and kind.family != self._present.get("family"):
-            raise _refused(
+            raise faulty(
                 loc,
                 f"a {kind.family} needs prompts, which the file does not have; `sie models add` reads them from the "
                 "files of the model",
@@ -312,7 +312,7 @@ class _Translator:
         parent = self._model.profiles.get(profile.extends or "")
         if parent is None:
             if profile.extends:
-                raise _refused(f"$.profiles.{name}.extends", f"expected a profile, got {profile.extends[:80]!r}")
+                raise faulty(f"$.profiles.{name}.extends", f"expected a profile, got {profile.extends[:80]!r}")
             return profile
         options, inherited = profile.adapter_options, parent.adapter_options
         return _PublicProfile(
@@ -340,7 +340,7 @@ class _Translator:
                 self._ignored["hf_id"] = f"ignored, the package {kind.package} is the model"
             return {"package": kind.package}
         if not (model.hf_id or model.weights_path):
-            raise _refused("$.hf_id", "expected the repository or the folder of the weights")
+            raise faulty("$.hf_id", "expected the repository or the folder of the weights")
         present = self._present.get("weights", {})
         weights = dict(present) if present.get("hub", "") == (model.hf_id or "") else {}
         if model.hf_id:
@@ -361,7 +361,7 @@ class _Translator:
         tasks = self._model.tasks
         widths = {name: dim.dim for name in VECTORS if (dim := getattr(tasks.encode, name, None)) is not None}
         if widths and not families.row(kind.family).gives_vectors:
-            raise _refused("$.tasks.encode", f"a {kind.family} gives no vectors")
+            raise faulty("$.tasks.encode", f"a {kind.family} gives no vectors")
         outputs = dict(widths)
         # a model that has only multivectors can always score, so it needs no output `score`
         if tasks.score is not None and widths.keys() != {"multivector"}:
@@ -369,7 +369,7 @@ class _Translator:
         if tasks.extract is not None:
             outputs |= dict.fromkeys(kind.extracts, 0)
         if not outputs:
-            raise _refused("$.tasks", f"expected a task of a {kind.family}")
+            raise faulty("$.tasks", f"expected a task of a {kind.family}")
         present = self._present.get("outputs", {})
         is_same = kind.family == self._present.get("family") and not widths and tasks.extract is not None
         return dict(present) if is_same and present else outputs
@@ -377,7 +377,7 @@ class _Translator:
     def _max_tokens(self) -> int:
         tokens = self._model.max_sequence_length or self._present.get("max_tokens")
         if not isinstance(tokens, int):
-            raise _refused(
+            raise faulty(
                 "$.max_sequence_length", "expected the maximum number of tokens of a text, which depends on the model"
             )
         return tokens
@@ -484,10 +484,6 @@ def _overlaid(below: Any, above: Any) -> Any:
 
 def _beside(own: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in changed.items() if own.get(key) != value}
-
-
-def _refused(loc: str, message: str) -> ValidationFailed:
-    return ValidationFailed(f"{loc}: {message}", param=loc, extras={"errors": [{"loc": loc, "message": message}]})
 
 
 _NOTHING = "ignored, it has no counterpart"
