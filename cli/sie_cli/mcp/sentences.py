@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from sie_client import (
-    AuthenticationError,
-    InvalidInputError,
-    LoraLoadingError,
-    ModelLoadFailedError,
-    ModelLoadingError,
-    ModelNotFoundError,
-    NotFoundError,
-    NotReadyError,
-    PayloadTooLargeError,
-    PermissionDeniedError,
-    ProvisioningError,
-    QueueFullError,
-    QueueUnavailableError,
-    RateLimitedError,
-    RequestError,
-    RequestTimeoutError,
-    ResourceExhaustedError,
-    ShuttingDownError,
-    SIEConnectionError,
-    SIEError,
-)
+from sie_client import errors
 
-_BUSY = (QueueFullError, QueueUnavailableError, ResourceExhaustedError, ShuttingDownError, NotReadyError)
-_LOADING = (ModelLoadingError, LoraLoadingError, ProvisioningError)
+_BUSY = (
+    errors.QueueFullError,
+    errors.QueueUnavailableError,
+    errors.ResourceExhaustedError,
+    errors.ShuttingDownError,
+    errors.NotReadyError,
+)
+_LOADING = (errors.ModelLoadingError, errors.LoraLoadingError, errors.ProvisioningError)
 MAX_CHARS = 500
 MAX_SUGGESTIONS = 5
 GATEWAY_AWAY = (
@@ -35,45 +20,45 @@ GATEWAY_AWAY = (
 )
 
 
-def sentence_of(error: SIEError) -> str:
+def sentence_of(error: errors.SIEError) -> str:
     """Return the sentences for an error of the client."""
     message = _message(error)
-    if isinstance(error, PermissionDeniedError):
+    if isinstance(error, errors.PermissionDeniedError):
         return (
             f"The API key may not do this: {message}. Use a key that has this scope; the operator makes one with "
             "`sie keys create NAME --scopes SCOPES`."
         )
-    if isinstance(error, AuthenticationError):
+    if isinstance(error, errors.AuthenticationError):
         return f"The gateway does not accept the API key: {message}. Set a valid key in the settings of this server."
-    if isinstance(error, ModelNotFoundError):
+    if isinstance(error, errors.ModelNotFoundError):
         names = [str(name) for name in error.details.get("suggestions") or ()][:MAX_SUGGESTIONS]
         near = f" Similar names: {', '.join(names)}." if names else ""
         return f"The gateway has no such model: {message}.{near} list_models shows all models."
-    if isinstance(error, NotFoundError):
+    if isinstance(error, errors.NotFoundError):
         return f"There is no such thing at the gateway: {message}. Check the id."
-    if isinstance(error, PayloadTooLargeError):
+    if isinstance(error, errors.PayloadTooLargeError):
         return f"The input is too large: {message}. Send less at once, or split the document."
-    if isinstance(error, SIEConnectionError):
+    if isinstance(error, errors.SIEConnectionError):
         return GATEWAY_AWAY
-    if isinstance(error, RateLimitedError):
+    if isinstance(error, errors.RateLimitedError):
         return f"The quota of the API key is used up: {message}. Wait a minute and call again."
     if isinstance(error, _LOADING):
         return f"The model is not ready yet: {message}. Call again in a minute; loading goes on meanwhile."
-    if isinstance(error, ModelLoadFailedError):
+    if isinstance(error, errors.ModelLoadFailedError):
         return f"The model cannot be loaded: {message}. Use another model, and tell the operator."
-    if isinstance(error, RequestTimeoutError):
+    if isinstance(error, errors.RequestTimeoutError):
         return f"The answer took too long: {message}. Send less at once, or call again later."
     if isinstance(error, _BUSY):
         return f"The gateway has no capacity at the moment: {message}. Call again in a minute."
-    if isinstance(error, InvalidInputError) and not error.status:
+    if isinstance(error, errors.InvalidInputError) and not error.status:
         return f"The arguments do not fit: {message}. Change them and call again."
-    if isinstance(error, RequestError) or error.status == 400:
+    if isinstance(error, errors.RequestError) or error.status == 400:
         return f"The gateway refuses the input: {message}. Change it and call again."
     request = f" (request {error.request_id})" if error.request_id else ""
     return f"The gateway failed{request}: {message}. Call again; if it fails again, tell the operator."
 
 
-def _message(error: SIEError) -> str:
+def _message(error: errors.SIEError) -> str:
     """Return the error's message without its code and without a final stop, at most MAX_CHARS long."""
     message = " ".join(str(error).split()).removeprefix(f"{error.code}: ")
     return message[:MAX_CHARS].rstrip(". ")
