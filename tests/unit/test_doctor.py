@@ -20,19 +20,19 @@ from sie_cli.access import Access
 from sie_cli.cluster import Cluster
 from sie_cli.doctor import command
 from sie_cli.doctor.checks import config, drift, gateway, loads, models, queue, refusals, restored, skew, versions
-from sie_cli.doctor.command import BLIND, FINE, WRONG, CheckReport, faults_of, status_of
+from sie_cli.doctor.command import BLIND, FINE, WRONG, faults_of, status_of
 from sie_cli.doctor.machine import GpuDriver, TorchBuild, disk, gpu_faults, has_nvidia_card, ports, sockets
 from sie_cli.doctor.probe import (
     AdapterSocket,
     CheckSkipped,
     ClusterProbe,
-    Finding,
     Heartbeats,
     NotApplicable,
     open_probe,
     probe_socket,
 )
-from sie_contracts.api.views import ClusterFinding, ClusterView
+from sie_contracts.api.views import ClusterFinding, ClusterView, DoctorCheck
+from sie_contracts.api.views import DoctorFinding as Finding
 from sie_contracts.settings import load
 from sie_contracts.status import QueueInfo
 from sie_contracts.wire.configs import ConfigEpoch
@@ -172,7 +172,7 @@ def test_settings_that_contradict_each_other_or_a_default_are_all_told() -> None
 
 
 def test_the_status_is_that_of_the_worst_report() -> None:
-    fine, absent, blind, wrong = (CheckReport("c", state, "") for state in ("fine", "absent", "blind", "wrong"))  # type: ignore[arg-type]
+    fine, absent, blind, wrong = (DoctorCheck("c", state, "", []) for state in ("fine", "absent", "blind", "wrong"))  # type: ignore[arg-type]
     assert status_of([fine, absent]) == FINE
     assert status_of([fine, blind]) == BLIND
     assert status_of([blind, wrong, fine]) == WRONG

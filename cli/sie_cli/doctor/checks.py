@@ -21,9 +21,10 @@ import sie_contracts
 from sie_broker import BrokerError, BrokerUnavailable
 from sie_cli.cluster import BROKER_URL, GATEWAY_URL, SOURCE
 from sie_cli.display import counted
-from sie_cli.doctor.probe import CheckResult, CheckSkipped, ClusterProbe, Finding, NotApplicable, ProbeResult
+from sie_cli.doctor.probe import CheckResult, CheckSkipped, ClusterProbe, NotApplicable, ProbeResult
 from sie_cli.topology import steps_at
 from sie_contracts.api.views import ClusterView
+from sie_contracts.api.views import DoctorFinding as Finding
 from sie_contracts.errors import UNDECODABLE, SIEError
 from sie_contracts.models.trust import is_bucket
 from sie_contracts.settings import SettingError, public_url

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 import msgspec
@@ -18,24 +18,12 @@ import msgspec
 from sie_broker import BrokerError
 from sie_cli.cluster import SOURCE, Cluster, data_dir_option
 from sie_cli.display import counted
-from sie_cli.doctor.checks import (
-    broker,
-    clock,
-    config,
-    damage,
-    gateway,
-    loads,
-    models,
-    queue,
-    refusals,
-    remotes,
-    streams,
-    versions,
-)
-from sie_cli.doctor.machine import PROBE_S, disk, gpu, ports, sockets
-from sie_cli.doctor.probe import Check, CheckResult, CheckSkipped, ClusterProbe, Finding, NotApplicable, open_probe
+from sie_cli.doctor import checks, machine
+from sie_cli.doctor.probe import Check, CheckResult, CheckSkipped, ClusterProbe, NotApplicable, open_probe
 from sie_cli.options import ManyOptions, flags_of, refuse, settings_options
 from sie_contracts import client_environment
+from sie_contracts.api.views import DoctorCheck
+from sie_contracts.api.views import DoctorFinding as Finding
 from sie_contracts.settings import BY_NAME, Mode, SettingError, load
 
 # matches a `sie` command without --url and --data-dir in the text of a remedy, so that --data-dir can be added
@@ -110,45 +98,33 @@ def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Map
 # findings, and its findings. It raises NotApplicable if the thing to check does not exist here, and CheckSkipped if the
 # check is not possible.
 CHECKS: dict[str, Check] = {
-    "ports": ports,
-    "gateway": gateway,
-    "broker": broker,
-    "streams": streams,
-    "damage": damage,
-    "config": config,
-    "models": models,
-    "loads": loads,
-    "refusals": refusals,
-    "queue": queue,
-    "remotes": remotes,
-    "sockets": sockets,
-    "gpu": gpu,
-    "disk": disk,
-    "clock": clock,
-    "versions": versions,
+    "ports": machine.ports,
+    "gateway": checks.gateway,
+    "broker": checks.broker,
+    "streams": checks.streams,
+    "damage": checks.damage,
+    "config": checks.config,
+    "models": checks.models,
+    "loads": checks.loads,
+    "refusals": checks.refusals,
+    "queue": checks.queue,
+    "remotes": checks.remotes,
+    "sockets": machine.sockets,
+    "gpu": machine.gpu,
+    "disk": machine.disk,
+    "clock": checks.clock,
+    "versions": checks.versions,
 }
 
 
 CHECK_S = 30.0
 FINE, WRONG, BLIND = 0, 1, 2
-State = Literal["fine", "wrong", "absent", "blind"]
-_SHOWN: Mapping[State, tuple[str, str]] = {
+_SHOWN: Mapping[str, tuple[str, str]] = {
     "fine": ("ok", "green"),
     "wrong": ("WRONG", "red"),
     "absent": ("-", "bright_black"),
     "blind": ("not seen", "yellow"),
 }
-
-
-class CheckReport(msgspec.Struct, frozen=True):
-    """Report of one check. `state`: fine, wrong, absent (the thing to check does not exist here) or blind (the check
-    was not possible). `says`: the check's text for success, or why it is absent or blind.
-    """
-
-    check: str
-    state: State
-    says: str
-    findings: list[Finding] = []
 
 
 @click.command(cls=ManyOptions, short_help="What is wrong with a cluster, and what mends it.")
@@ -180,53 +156,50 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
         refuse(error)
     status = status_of(reports)
     if as_json:
-        document = {
-            "status": {FINE: "fine", WRONG: "wrong", BLIND: "blind"}[status],
-            "checks": reports,
-        }
+        document = {"status": {FINE: "fine", WRONG: "wrong", BLIND: "blind"}[status], "checks": reports}
         click.echo(msgspec.json.format(msgspec.json.encode(document)).decode())
     else:
         show(reports)
     sys.exit(status)
 
 
-async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: Path | None) -> list[CheckReport]:
+async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: Path | None) -> list[DoctorCheck]:
     """Run all checks and return their reports: that of the settings, then in the order of CHECKS. `named`: the data
     directory that the user named. Raises SettingError if the access file of a `sie serve` cannot be read.
     """
     faults, good_flags, good_environ = faults_of(flags, environ)
     cluster = Cluster.locate(load(flags=good_flags, environ=good_environ), named, required=False)
-    checks: dict[str, Check] = {"settings": check_settings(faults, good_flags, good_environ), **CHECKS}
+    every: dict[str, Check] = {"settings": check_settings(faults, good_flags, good_environ), **CHECKS}
     async with open_probe(cluster) as probe:
-        return list(await asyncio.gather(*(_report(name, check, probe) for name, check in checks.items())))
+        return list(await asyncio.gather(*(_report(name, check, probe) for name, check in every.items())))
 
 
-async def _report(name: str, check: Check, probe: ClusterProbe) -> CheckReport:
-    limit_s = PROBE_S + 1.0 if name == "gpu" else CHECK_S
+async def _report(name: str, check: Check, probe: ClusterProbe) -> DoctorCheck:
+    limit_s = machine.PROBE_S + 1.0 if name == "gpu" else CHECK_S
     try:
         async with asyncio.timeout(limit_s):
             says, findings = await check(probe)
     except NotApplicable as absent:
-        return CheckReport(name, "absent", str(absent))
+        return DoctorCheck(name, "absent", str(absent), [])
     except CheckSkipped as blind:
-        return CheckReport(name, "blind", str(blind))
+        return DoctorCheck(name, "blind", str(blind), [])
     except TimeoutError:
-        return CheckReport(name, "blind", f"no end within {limit_s:g} s")
+        return DoctorCheck(name, "blind", f"no end within {limit_s:g} s", [])
     except BrokerError as error:
-        return CheckReport(name, "blind", f"the broker failed meanwhile: {error}")
+        return DoctorCheck(name, "blind", f"the broker failed meanwhile: {error}", [])
     except OSError as error:  # such as a folder of another user
-        return CheckReport(name, "blind", f"{error.filename or name}: {error.strerror or error}")
+        return DoctorCheck(name, "blind", f"{error.filename or name}: {error.strerror or error}", [])
     option = probe.cluster.data_dir_option if SOURCE in probe.cluster.sources.values() else ""
     findings = [Finding(finding.wrong, _COMMAND.sub(rf"`\1{option}`", finding.fix)) for finding in findings]
-    return CheckReport(name, "wrong" if findings else "fine", "" if findings else says, findings)
+    return DoctorCheck(name, "wrong" if findings else "fine", "" if findings else says, findings)
 
 
-def status_of(reports: list[CheckReport]) -> int:
+def status_of(reports: list[DoctorCheck]) -> int:
     states = {report.state for report in reports}
     return WRONG if "wrong" in states else BLIND if "blind" in states else FINE
 
 
-def show(reports: list[CheckReport]) -> None:
+def show(reports: list[DoctorCheck]) -> None:
     width = max(len(report.check) for report in reports)
     for entry in reports:
         word, colour = _SHOWN[entry.state]

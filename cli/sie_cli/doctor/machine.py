@@ -15,8 +15,9 @@ import msgspec
 
 from sie_cli.display import counted, size
 from sie_cli.doctor.checks import READY_FIX
-from sie_cli.doctor.probe import CheckResult, CheckSkipped, ClusterProbe, Finding, NotApplicable
+from sie_cli.doctor.probe import CheckResult, CheckSkipped, ClusterProbe, NotApplicable
 from sie_cli.serve.preflight import held_bytes
+from sie_contracts.api.views import DoctorFinding as Finding
 from sie_contracts.errors import UNDECODABLE
 from sie_contracts.settings import BY_NAME, store_url
 from sie_store.weights.disk import usage

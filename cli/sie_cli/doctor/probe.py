@@ -28,7 +28,7 @@ import msgspec
 from sie_broker import BrokerUnavailable, CoreMessage
 from sie_cli.cluster import CONFIG_URL, SOURCE, Cluster
 from sie_cli.data_dir import sockets_folder
-from sie_contracts.api.views import ClusterView
+from sie_contracts.api.views import ClusterView, DoctorFinding
 from sie_contracts.errors import UNDECODABLE
 from sie_contracts.loopback import client_options
 from sie_contracts.settings import BY_NAME, MAX_DEVICES, Secret, public_url
@@ -416,12 +416,5 @@ async def open_probe(cluster: Cluster) -> AsyncIterator[ClusterProbe]:
         await probe.close()
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """Fault and remedy, one line each."""
-
-    wrong: str
-    fix: str
-
-
-CheckResult = tuple[str, list[Finding]]
+CheckResult = tuple[str, list[DoctorFinding]]
 Check = Callable[[ClusterProbe], Awaitable[CheckResult]]

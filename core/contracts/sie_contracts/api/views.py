@@ -122,14 +122,14 @@ class PlacementView(Struct, kw_only=True):
     lanes: list[PlacedLane]
 
 
-class DoctorFinding(Struct, kw_only=True):
+class DoctorFinding(Struct, frozen=True):
     """A fault that a check of `sie doctor` has detected, and its fix."""
 
     wrong: str
     fix: str
 
 
-class DoctorCheck(Struct, kw_only=True):
+class DoctorCheck(Struct, frozen=True):
     """Result of one check. `absent`: there is nothing to check. `blind`: the check could not run; `says` has the
     reason.
     """
