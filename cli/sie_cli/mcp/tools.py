@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_type_hints
 
 import msgspec
 import numpy as np
@@ -112,101 +112,71 @@ class AgentTools:
     def tools(self) -> list[AgentTool]:
         """All tools. `search` and `list_collections` are among them only if there are collections."""
         searching = [
-            AgentTool(
-                "search",
+            _tool(
                 "Search a collection",
                 "Find the passages of a collection that are closest in meaning to a query. Use it to look up what the "
                 f"user's documents say before you answer from memory. It changes nothing. {DATA}",
-                schemas.SearchArguments,
-                schemas.SearchAnswer,
                 self.search,
             ),
-            AgentTool(
-                "list_collections",
+            _tool(
                 "List collections",
                 "List the collections that search can search, and what is in them. Call it before the first search.",
-                schemas.ListCollectionsArguments,
-                schemas.ListCollectionsAnswer,
                 self.list_collections,
             ),
         ]
         return [
-            AgentTool(
-                "encode",
+            _tool(
                 "Encode texts",
                 "Turn texts into embedding vectors. The vectors stay on the server: the answer has a reference to "
                 "them, which similarity accepts. Use it when several queries are compared with the same texts. For "
                 "one query call similarity with the texts, and to rank candidates call rerank.",
-                schemas.EncodeArguments,
-                schemas.EncodeAnswer,
                 self.encode,
             ),
-            AgentTool(
-                "similarity",
+            _tool(
                 "Compare a text with others",
                 "Return how similar in meaning a text is to each of other texts, as cosine similarity, highest first. "
                 "Use it to find duplicates, to group texts or to choose the closest of several. For the question which "
                 "text answers a query, rerank is better. Results name texts by their index, which begins at 0.",
-                schemas.SimilarityArguments,
-                schemas.SimilarityAnswer,
                 self.similarity,
             ),
-            AgentTool(
-                "rerank",
+            _tool(
                 "Rank documents for a query",
                 "Rank candidate texts by how well they answer a query, best first. Use it when you have more passages "
                 "than you want to read, for example results of a keyword search. Results name documents by their "
                 "index, which begins at 0; scores of different models cannot be compared.",
-                schemas.RerankArguments,
-                schemas.RerankAnswer,
                 self.rerank,
             ),
-            AgentTool(
-                "extract",
+            _tool(
                 "Extract entities or values",
                 "Find entities, classes or values in texts with a small model: names, dates, amounts, or the fields "
                 "of a schema. Use it for many or long texts, where reading them yourself costs more. `start` and `end` "
                 f"are positions in characters. {DATA}",
-                schemas.ExtractArguments,
-                schemas.ExtractAnswer,
                 self.extract,
             ),
-            AgentTool(
-                "redact",
+            _tool(
                 "Remove personal data",
                 "Replace personal data in texts, such as names, addresses and card numbers, and return the texts "
                 "without them. Use it before a text is stored, logged or sent elsewhere. The replaced values are not "
                 "in the answer. Nothing guarantees that every value is found.",
-                schemas.RedactArguments,
-                schemas.RedactAnswer,
                 self.redact,
             ),
-            AgentTool(
-                "parse_document",
+            _tool(
                 "Parse a document to Markdown",
                 "Turn a document (PDF, Word, PowerPoint, Excel, OpenDocument, HTML, CSV) into Markdown. The answer has "
                 f"the first page of the Markdown; read_result returns the other pages. {DATA}",
-                schemas.DocumentArguments,
-                schemas.DocumentAnswer,
                 self.parse_document,
             ),
             *(searching if self._config.collections else ()),
-            AgentTool(
-                "list_models",
+            _tool(
                 "List models",
                 "List the models of the server with their tasks, inputs and limits. Call it only if you need another "
                 "model than the default one.",
-                schemas.ListModelsArguments,
-                schemas.ListModelsAnswer,
                 self.list_models,
             ),
-            AgentTool(
-                "read_result",
+            _tool(
                 "Read a page of a result",
                 "Return one page of a result that was too long for its answer. "
                 f"A result expires {TTL_S / 60:g} minutes after its last use. {DATA}",
-                schemas.ReadResultArguments,
-                schemas.ReadResultAnswer,
                 self.read_result,
             ),
         ]
@@ -495,6 +465,12 @@ class AgentTools:
         if self._documents is None:
             raise ToolRefused("This server reads no files by path: give `file` or `data`.")
         return await asyncio.to_thread(_read_below, self._documents, arguments.path or "")
+
+
+def _tool(title: str, description: str, call: Any) -> AgentTool:
+    """Return the tool that a method runs. Its name and its types are those of the method."""
+    _, arguments, answer = get_type_hints(call).values()
+    return AgentTool(call.__name__, title, description, arguments, answer, call)
 
 
 async def _vectors(
