@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections import UserDict
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar, cast
 
 import click
 
@@ -131,33 +132,17 @@ class ManyOptions(click.Command):
         return param.heading if isinstance(param, SettingOption) else self.OWN
 
 
-class Commands(MutableMapping[str, click.Command]):
-    """Commands of a group, by name. `places`: name -> `module:attribute`, which is imported when the command is first
-    used. So processes of the cluster do not import the modules of operators' commands.
+class Commands(UserDict[str, Any]):
+    """Commands of a group, by name: commands, or their places as `module:attribute`. A place is imported when its
+    command is first used. So processes of the cluster do not import the modules of operators' commands.
     """
 
-    def __init__(self, places: Mapping[str, str]) -> None:
-        self._places = dict(places)
-        self._commands: dict[str, click.Command] = {}
-
     def __getitem__(self, name: str) -> click.Command:
-        if name not in self._commands:
-            module, _, attribute = self._places[name].partition(":")
-            self._commands[name] = getattr(importlib.import_module(module), attribute)
-        return self._commands[name]
-
-    def __setitem__(self, name: str, command: click.Command) -> None:
-        self._commands[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        self._places.pop(name, None)
-        self._commands.pop(name, None)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self._places, **self._commands})
-
-    def __len__(self) -> int:
-        return len({**self._places, **self._commands})
+        command = self.data[name]
+        if isinstance(command, str):
+            module, _, attribute = command.partition(":")
+            command = self.data[name] = getattr(importlib.import_module(module), attribute)
+        return cast(click.Command, command)
 
 
 class AnyPosition(click.Group):
