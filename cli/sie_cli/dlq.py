@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 import msgspec
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sie_broker.nats import NatsBroker
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 NOTE_S = 5.0  # seconds between two lines that say that `replay` is still waiting
 
 

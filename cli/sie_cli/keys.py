@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import msgspec
@@ -23,7 +22,6 @@ from sie_runtime import keys as records
 from sie_runtime.http.routes import SCOPES
 from sie_runtime.keys import Key, KeyBuckets, KeyLimits
 
-F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_SCOPES = "infer,read,pools"
 MAX_KEYS = 10_000  # largest number of keys, because every gateway has all keys in memory
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}

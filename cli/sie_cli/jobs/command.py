@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -33,7 +33,6 @@ from sie_cli.options import AnyPosition
 if TYPE_CHECKING:
     from sie_client import Job
 
-F = TypeVar("F", bound=Callable[..., Any])
 SCOPE = "the scope infer"
 FAILED_ROWS = 20
 STATES = ("queued", "planning", "running", "paused", "finalizing", "completed", "failed", "cancelled", "expired")
