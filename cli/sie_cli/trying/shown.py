@@ -287,20 +287,20 @@ _COLOURS = ("green", "magenta", "cyan", "yellow", "blue", "red")
 _COLD, _WARM = (24, 44, 92), (250, 204, 92)  # RGB of the lowest and the highest value in a heat map
 
 
-def bar(share: float, colour: str = "cyan", cells: int = BAR) -> Text:
+def bar(share: float, colour: str = "cyan") -> Text:
     """Return a bar that fills this share of its cells. A value above 0 is always visible."""
-    eighths = max(0, min(cells * 8, round(share * cells * 8)))
+    eighths = max(0, min(BAR * 8, round(share * BAR * 8)))
     if share > 0:
         eighths = max(1, eighths)
     full, rest = divmod(eighths, 8)
     return Text("█" * full + (_EIGHTHS[rest] if rest else ""), colour)
 
 
-def shares(values: Sequence[float], least: float = 0.0, most: float | None = None) -> list[float]:
-    """Scale values so that `least` is 0 and `most` is 1. If a value is outside, the range is widened to include it.
+def shares(values: Sequence[float], most: float | None = None) -> list[float]:
+    """Scale values so that 0 stays 0 and `most` is 1. If a value is outside, the range is widened to include it.
     If `most` is None, the largest value is 1.
     """
-    low = min(least, *values) if values else least
+    low = min(0.0, *values) if values else 0.0
     high = max(values, default=0.0) if most is None else max(most, *values)
     width = high - low
     return [(value - low) / width if width > 0 else 0.0 for value in values]
