@@ -178,7 +178,12 @@ def list_command(cluster: Cluster, as_json: bool) -> None:
     """List all keys. The columns are id, name, scopes, times of creation and end, and limits. The tokens are not
     stored, so they are not shown.
     """
-    keys, now_s = _all(cluster)
+
+    async def body(broker: Broker) -> tuple[list[Key], float]:
+        buckets, now_s = await _opened(broker, cluster)
+        return [key for key, _ in await buckets.read()], now_s
+
+    keys, now_s = cluster.at_broker("sie-keys", body)
     listed = sorted(keys, key=lambda key: key.created_s)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode([_plain(key) for key in listed])))
@@ -251,14 +256,6 @@ async def _opened(broker: Broker, cluster: Cluster) -> tuple[KeyBuckets, float]:
     """Open the buckets of the keys. Return them and the broker's time, by which keys expire. Raises BrokerError."""
     buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
     return buckets, await broker.server_time(f"KV_{topology.KEYS_BUCKET}")
-
-
-def _all(cluster: Cluster) -> tuple[list[Key], float]:
-    async def body(broker: Broker) -> tuple[list[Key], float]:
-        buckets, now_s = await _opened(broker, cluster)
-        return [key for key, _ in await buckets.read()], now_s
-
-    return cluster.at_broker("sie-keys", body)
 
 
 def _plain(key: Key) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -214,9 +215,6 @@ def _migrate_live(
         until,  # type: ignore[arg-type]
     )
 
-    def echo_line(line: str) -> None:
-        click.echo(line, err=as_json)
-
     token = cluster.gateway_token
 
     def encoder() -> SIEAsyncClient:
@@ -224,6 +222,7 @@ def _migrate_live(
             cluster.gateway_urls[0], api_key=token.reveal() if token else None, connection_budget_s=None, progress=False
         )
 
+    echo_line = functools.partial(click.echo, err=as_json)
     report = MigrationReport(echo_line, LIVE_STEPS)
     try:
         with (
@@ -260,10 +259,7 @@ def _migrate_corpus(
     from sie_cli.migrating.quality import QuerySet
 
     write = WriteOptions(cluster)
-
-    def echo_line(line: str) -> None:
-        click.echo(line, err=as_json)
-
+    echo_line = functools.partial(click.echo, err=as_json)
     if until == BACK:
         with service_of(cluster, writes=True) as service:
             aliases = Aliases(service, write)
