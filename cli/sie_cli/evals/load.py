@@ -15,7 +15,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -159,11 +159,6 @@ class DeviceUsage:
     joules: float | None = None
 
 
-class UsageWatch(Protocol):
-    async def run(self, start_s: float, end_s: float) -> DeviceUsage:
-        """Watch from `start_s` to `end_s`, which are times of `time.perf_counter`. Return the usage in this time."""
-
-
 class WorkerWatch:
     """Watch of a worker's devices. It reads status frames from the WebSocket of the gateway at `url`."""
 
@@ -171,6 +166,7 @@ class WorkerWatch:
         self._url, self._token, self._is_local = url, token, is_local
 
     async def run(self, start_s: float, end_s: float) -> DeviceUsage:
+        """Watch from `start_s` to `end_s`, which are times of `time.perf_counter`. Return the usage in this time."""
         frames: list[dict[str, Any]] = []
         energy = Energy() if self._is_local else None
         await asyncio.sleep(max(0.0, start_s - time.perf_counter()))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sie_cli.evals.labelled import FactTask
-from sie_cli.evals.load import NOBODY, DeviceUsage, LoadLevel, LoadReply, LoadRequest, Send, UsageWatch
+from sie_cli.evals.load import NOBODY, DeviceUsage, LoadLevel, LoadReply, LoadRequest, Send, WorkerWatch
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.sources import EvalSource
 from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
@@ -105,7 +105,7 @@ def measure(
     task: Task,
     sources: Sequence[EvalSource],
     plan: LoadPlan,
-    watches: Mapping[str, UsageWatch],
+    watches: Mapping[str, WorkerWatch],
     advance: Callable[[], None],
 ) -> Iterator[list[LoadPoint]]:
     """Yield, for each level, a list with one point per source. `watches`: the source's name -> watch of its devices.
@@ -134,7 +134,7 @@ async def _point(
     requests: Iterator[LoadRequest],
     level: LoadLevel,
     plan: LoadPlan,
-    watch: UsageWatch | None,
+    watch: WorkerWatch | None,
 ) -> LoadPoint:
     start_s = time.perf_counter() + plan.warm_up_s
     end_s = start_s + plan.seconds
