@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sie_cli.main import main
 from sie_cli.replay.curve import percentile, svg
-from sie_cli.replay.replay import Machine, ReplayPlan, ReplayReport, replay
+from sie_cli.replay.replay import Machine, Replay, ReplayPlan, ReplayReport
 from sie_cli.replay.trace import MAX_TOKENS, Ran, Trace, TraceError, TraceRequest, fit, generate, read, write
 
 MACHINE = Machine(base_s=0.010, token_s=0.0001)
@@ -23,7 +23,7 @@ PLAN = ReplayPlan()
 
 
 def runs(requests: list[TraceRequest], plan: ReplayPlan = PLAN, machine: Machine = MACHINE) -> ReplayReport:
-    return replay(requests, plan, machine)
+    return Replay(requests, plan, machine).run()
 
 
 # results computed by hand

@@ -18,7 +18,7 @@ from inprocess import InProcess, settings_of, until
 
 from sie_broker import Delivery, Pulls
 from sie_broker.memory import MemoryBroker, MemoryServer
-from sie_cli.replay.replay import Machine, plan_of, replay
+from sie_cli.replay.replay import Machine, Replay, plan_of
 from sie_cli.replay.trace import read
 from sie_contracts.wire.heartbeats import Heartbeat
 from sie_contracts.wire.ipc import BatchDone
@@ -204,7 +204,7 @@ async def test_what_ran_is_recorded_as_lengths_and_times_and_can_be_replayed(
     plan = replace(plan_of(sidecar.settings), **trace.settings)
     assert plan == replace(plan_of(sidecar.settings), lanes=2)
     assert len(trace.settings) == 9
-    assert replay(trace.requests, plan, Machine(0.001, 0.0)).latency_s == pytest.approx([0.001, 0.001])
+    assert Replay(trace.requests, plan, Machine(0.001, 0.0)).run().latency_s == pytest.approx([0.001, 0.001])
 
 
 async def test_the_heartbeat_tells_what_is_held_for_how_long_and_how_fast_the_device_is(cluster: InProcess) -> None:

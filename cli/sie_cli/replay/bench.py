@@ -11,7 +11,7 @@ import click
 from sie_cli.options import loaded
 from sie_cli.replay import trace as traces
 from sie_cli.replay.curve import percentile, svg
-from sie_cli.replay.replay import Machine, ReplayPlan, ReplayReport, plan_of, replay
+from sie_cli.replay.replay import Machine, Replay, ReplayPlan, ReplayReport, plan_of
 from sie_cli.replay.trace import Trace, TraceError
 
 PLAN = tuple(field.name for field in dataclasses.fields(ReplayPlan))
@@ -109,7 +109,7 @@ def replay_command(
             "as it was": was,
             **{text: dataclasses.replace(was, **traces.numbers(text, PLAN)) for text in what_ifs},
         }
-        reports = {name: replay(trace.requests, plan, machine) for name, plan in plans.items()}
+        reports = {name: Replay(trace.requests, plan, machine).run() for name, plan in plans.items()}
         if plot is not None:
             plot.write_text(svg({name: report.latency_s for name, report in reports.items()}), "utf-8")
     except (TraceError, OSError) as error:

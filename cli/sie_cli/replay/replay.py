@@ -173,7 +173,7 @@ class _Feed:
 
 class Replay:
     """Simulation of one trace. `now_s`: the virtual time. Events of equal time run in the order in which they were
-    added.
+    added. The constructor raises TraceError for an invalid plan.
     """
 
     def __init__(self, requests: Sequence[TraceRequest], plan: ReplayPlan, machine: Machine) -> None:
@@ -378,8 +378,3 @@ class _ReplayWorker:
         for entry in batch.entries:
             self._quantum.answered(ended_s - entry.work.delivered_s, ended_s)
         self._dispatch()
-
-
-def replay(requests: Sequence[TraceRequest], plan: ReplayPlan, machine: Machine) -> ReplayReport:
-    """Simulate a trace. Raises TraceError for an invalid plan."""
-    return Replay(requests, plan, machine).run()
