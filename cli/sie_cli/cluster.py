@@ -167,11 +167,9 @@ class Cluster:
     def without_gateway(self, url: str, error: BaseException) -> str:
         """Return the error text for a failed connection to the gateway at `url`. `error`: the connection's error."""
         cause = "" if is_refused(error) else f" ({cause_of(error)})"
-        advice = (
-            f"start one with `{self.serve}`, or name another address with --url"
-            if self.local() is None and is_local(url)
-            else "is it running, and is that its address? --url names another one"
-        )
+        advice = "is it running, and is that its address? --url names another one"
+        if self.local() is None and is_local(url):
+            advice = f"start one with `{self.serve}`, or name another address with --url"
         return f"no gateway answers at {public_url(url)}{cause}: {advice}"
 
     def config_token(self, *, writes: bool) -> Secret | None:

@@ -39,12 +39,10 @@ async def _letter(letters: Letters, name: str) -> DeadLetterEntry:
     if not name:  # "$ID" with an empty variable must not select letters: every id begins with the empty text
         raise CommandRefused("the ID is empty: `sie dlq list` shows the ids")
     letter = await letters.named(name)
-    if len(letter) != 1:
-        raise CommandRefused(
-            f"{len(letter)} dead letters have an id that begins with {name}"
-            if letter
-            else f"there is no dead letter {name}"
-        )
+    if not letter:
+        raise CommandRefused(f"there is no dead letter {name}")
+    if len(letter) > 1:
+        raise CommandRefused(f"{len(letter)} dead letters have an id that begins with {name}")
     return letter[0]
 
 
@@ -79,18 +77,9 @@ def list_command(cluster: Cluster) -> None:
 
     rows = [("ID", "TIME (UTC)", "MODEL", "ERROR", "INPUTS", "DELIVERIES", "DEATHS")]
     for message in _on(cluster, body):
-        inputs = "?" if message.inputs is None else str(message.inputs)
-        rows.append(
-            (
-                message.letter.id,
-                _at(message),
-                message.model,
-                message.error,
-                inputs,
-                str(message.letter.deliveries),
-                str(message.letter.deaths),
-            )
-        )
+        letter, inputs = message.letter, "?" if message.inputs is None else str(message.inputs)
+        counts = inputs, str(letter.deliveries), str(letter.deaths)
+        rows.append((letter.id, _at(message), message.model, message.error, *counts))
     if len(rows) == 1:
         click.echo("no dead letters")
         return

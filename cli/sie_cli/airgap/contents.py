@@ -330,13 +330,9 @@ def _stated_licence(folder: Path) -> str:
 def _licence_page(entry: ModelEntry, files: Mapping[str, Path | bytes]) -> bytes:
     """Return the page about a model's licence: its name, the model's source, and the licence texts in its files."""
     weights = entry.weights
-    source = (
-        f"https://huggingface.co/{weights.hub}"
-        if weights.hub
-        else f"package {weights.package}"
-        if weights.package
-        else "a folder"
-    )
+    source = f"package {weights.package}" if weights.package else "a folder"
+    if weights.hub:
+        source = f"https://huggingface.co/{weights.hub}"
     licence = sbom.spdx(entry.license) if entry.license else "not stated"
     page = f"{entry.id}\nlicence: {licence}\nsource: {source}\n\n".encode()
     texts = {name: path for name, path in files.items() if sbom.is_licence(name) and isinstance(path, Path)}

@@ -224,8 +224,6 @@ def _licences(licence: str) -> list[dict[str, Any]]:
         expression = canonicalize_license_expression(licence)
     except InvalidLicenseExpression:
         return [{"license": {"name": licence}}]
-    return (
-        [{"expression": expression}]
-        if " " in expression or expression.startswith("LicenseRef-")
-        else [{"license": {"id": expression}}]
-    )
+    if " " in expression or expression.startswith("LicenseRef-"):
+        return [{"expression": expression}]
+    return [{"license": {"id": expression}}]

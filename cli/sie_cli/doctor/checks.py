@@ -66,11 +66,8 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
         elif reply.status in FORBIDDEN:
             findings.append(_refused(reply, await broker_options(probe)))
         elif reply.status != 200:
-            findings.append(
-                Finding(
-                    f"{reply.url}/health answers {reply.status}", "read the gateway's log: this route always answers"
-                )
-            )
+            fix = "read the gateway's log: this route always answers"
+            findings.append(Finding(f"{reply.url}/health answers {reply.status}", fix))
         # for a local cluster, the check `ports` reports a gateway that is not ready
         elif probe.cluster.local() is None:
             ready = await probe.get(url, "/readyz")
@@ -80,13 +77,11 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
     with contextlib.suppress(CheckSkipped):
         findings += _of_check("gateway", await probe.views())
     cluster = (await probe.health()).get("cluster", {})
-    return (
-        (
-            f"{counted(len(replies), 'gateway')}, {counted(cluster.get('worker_count', 0), 'healthy worker')}, "
-            f"{counted(cluster.get('models_loaded', 0), 'model')} loaded"
-        ),
-        findings,
+    says = (
+        f"{counted(len(replies), 'gateway')}, {counted(cluster.get('worker_count', 0), 'healthy worker')}, "
+        f"{counted(cluster.get('models_loaded', 0), 'model')} loaded"
     )
+    return says, findings
 
 
 def _refused(reply: ProbeResult, at_broker: str) -> Finding:
@@ -237,14 +232,8 @@ def _of_step(step: Step, where: str) -> Finding:
         changes = ", ".join(f"{change.field} is {change.actual}, wanted {change.expected}" for change in step.changes)
         wrong = f"{step.kind} {step.name} is not as wanted: {changes or step.reason}"
     if step.action == "refuse":
-        return Finding(
-            wrong,
-            (
-                step.reason
-                if step.changes
-                else f"`nats consumer rm {step.stream} {step.name}`, unless you know whose it is"
-            ),
-        )
+        removal = f"`nats consumer rm {step.stream} {step.name}`, unless you know whose it is"
+        return Finding(wrong, step.reason if step.changes else removal)
     return Finding(wrong, f"`sie topology migrate --yes{where}`, with the gateways' settings")
 
 
@@ -365,18 +354,11 @@ async def config(probe: ClusterProbe) -> CheckResult:
         return "", [Finding(f"the server at {reply.url} is no config service", f"set SIE_CONFIG_SERVICE_URL: {fix}")]
     if reply.status in FORBIDDEN and probe.config_token is not None:
         wrong = f"the config service at {reply.url} refuses this token (status {reply.status})"
-        return "", [
-            Finding(
-                wrong, "set SIE_CONFIG_READ_TOKEN (or SIE_ADMIN_TOKEN) to the value that it has at the config service"
-            )
-        ]
+        fix = "set SIE_CONFIG_READ_TOKEN (or SIE_ADMIN_TOKEN) to the value that it has at the config service"
+        return "", [Finding(wrong, fix)]
     if reply.status not in (200, *FORBIDDEN):
-        return "", [
-            Finding(
-                f"the config service at {reply.url} answers {reply.status}",
-                "its log says why; often it cannot reach the broker",
-            )
-        ]
+        wrong = f"the config service at {reply.url} answers {reply.status}"
+        return "", [Finding(wrong, "its log says why; often it cannot reach the broker")]
     beats = await probe.heartbeats()
     end_s = time.monotonic() + DRIFT_S
     while True:
@@ -399,13 +381,8 @@ async def config(probe: ClusterProbe) -> CheckResult:
         findings += await restored(probe, url)
     says = f"{counted(len(gateways), 'gateway')} and {counted(len(workers), 'worker')}"
     if epoch is None:
-        return (
-            (
-                f"{says} agree; to read the epoch at {public_url(url)}, set SIE_CONFIG_READ_TOKEN and "
-                "SIE_CONFIG_SERVICE_URL"
-            ),
-            findings,
-        )
+        says += f" agree; to read the epoch at {public_url(url)}, set SIE_CONFIG_READ_TOKEN and SIE_CONFIG_SERVICE_URL"
+        return says, findings
     return f"{says} serve by epoch {epoch.epoch}", findings
 
 

@@ -54,11 +54,8 @@ def alias(
             # PATCH keeps the alias's other fields, such as its description
             method, path, body = "PATCH", path_of(name), patch
         else:
-            method, path, body = (
-                "POST",
-                MODELS,
-                {"id": name, **{key: value for key, value in patch.items() if value is not None}},
-            )
+            method, path = "POST", MODELS
+            body = {"id": name, **{key: value for key, value in patch.items() if value is not None}}
         answer = service.write(method, path, msgspec.json.encode(body), how=replace(write, force=False))
     report_write(write, answer)
 

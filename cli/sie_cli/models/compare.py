@@ -370,11 +370,9 @@ def svg(agreement: Agreement) -> str:
     which models that score do not have.
     """
     title = " and ".join(agreement.names)
-    values, caption = (
-        (agreement.cosines, "texts by cosine")
-        if agreement.cosines
-        else (agreement.ranks, "queries by rank correlation")
-    )
+    values, caption = agreement.cosines, "texts by cosine"
+    if not values:
+        values, caption = agreement.ranks, "queries by rank correlation"
     panels = ([_histogram(values, caption)] if values else []) + ([_recall(agreement)] if agreement.recall else [])
     parts = [
         (

@@ -237,11 +237,9 @@ def answers(entry: ModelEntry, settings: Settings) -> list[str]:
         resident = engine.residency.ensure(entry.id, entry)
         weights = resident.weights
         tokenizer = ModelTokenizer(weights.tokenizer, min(entry.max_tokens, weights.max_tokens))
-        why = (
-            f" instead of {weights.requested_precision} ({weights.precision_reason})"
-            if weights.precision_reason
-            else ""
-        )
+        why = ""
+        if weights.precision_reason:
+            why = f" instead of {weights.requested_precision} ({weights.precision_reason})"
         lines = [f"loaded in {resident.load_s:.1f} s, {weights.precision}{why}, attention {weights.attention}"]
         for task in entry.tasks:
             lines += _sample(engine, entry, task, tokenizer)

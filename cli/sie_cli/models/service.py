@@ -129,19 +129,14 @@ class ConfigServiceClient:
                     return self._accepted(method, answer, body_type)
                 after = answer.headers.get("retry-after", "1")
                 # some proxies send a date as retry-after: then wait MAX_PAUSE_S
-                wait_s, trouble = (
-                    float(after) if after.isdecimal() else MAX_PAUSE_S,
-                    _message(answer),
-                )
+                wait_s = float(after) if after.isdecimal() else MAX_PAUSE_S
+                trouble = _message(answer)
             except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
                 raise CommandRefused(
                     f"{public_url(self.url)} is no URL of a service ({error}): expected http://host:port"
                 ) from error
             except httpx.TransportError as error:
-                wait_s, trouble = (
-                    pause_s,
-                    f"no answer from {public_url(self.url)} ({cause_of(error)})",
-                )
+                wait_s, trouble = pause_s, f"no answer from {public_url(self.url)} ({cause_of(error)})"
                 pause_s = min(MAX_PAUSE_S, 2 * pause_s)
             if time.monotonic() + wait_s > end_s:
                 raise CommandRefused(f"{trouble}\n{_NOBODY}")

@@ -66,11 +66,8 @@ def list_command(as_json: bool, **values: Any) -> None:
     settings = loaded(values).settings
     with _refusing(settings):
         local = {(stored.repository, stored.revision): stored for stored in _stored_here(settings)}
-        shared = (
-            {(stored.repository, stored.revision): stored for stored in _cluster(settings).listed()}
-            if settings.cluster_cache
-            else {}
-        )
+        in_bucket = _cluster(settings).listed() if settings.cluster_cache else []
+        shared = {(stored.repository, stored.revision): stored for stored in in_bucket}
     rows: list[dict[str, Any]] = []
     for repository, revision in sorted({*local, *shared}):
         here, there = local.get((repository, revision)), shared.get((repository, revision))
@@ -89,19 +86,10 @@ def list_command(as_json: bool, **values: Any) -> None:
         click.echo(msgspec.json.format(msgspec.json.encode(rows)))
         return
     states = {None: "-", True: "complete", False: "broken"}
-    shown: list[tuple[str, ...]] = [
-        ("REPOSITORY", "COMMIT", "SIZE", "DISK", "BUCKET"),
-        *(
-            (
-                row["repository"],
-                row["revision"],
-                display.size(row["bytes"]),
-                states[row["local"]],
-                states[row["cluster"]],
-            )
-            for row in rows
-        ),
-    ]
+    shown: list[tuple[str, ...]] = [("REPOSITORY", "COMMIT", "SIZE", "DISK", "BUCKET")]
+    for row in rows:
+        places = states[row["local"]], states[row["cluster"]]
+        shown.append((row["repository"], row["revision"], display.size(row["bytes"]), *places))
     if rows:
         display.table(shown)
     else:

@@ -211,18 +211,8 @@ class LocalCluster:
         if plan.standalone:
             self._flags |= {"SIE_WORKER_METRICS_PORT": str(worker_port), "SIE_GATEWAY_METRICS_PORT": str(gateway_port)}
             self._name_workers([worker_port + number for number in range(plan.workers)])
-            extra = [
-                "--host",
-                plan.host,
-                "--port",
-                str(plan.port),
-                "--data-dir",
-                str(plan.data_dir),
-                "--workers",
-                str(plan.workers),
-                "--drain-s",
-                str(_DRAIN_S),
-            ]
+            extra = ["--host", plan.host, "--port", str(plan.port), "--data-dir", str(plan.data_dir)]
+            extra += ["--workers", str(plan.workers), "--drain-s", str(_DRAIN_S)]
             alone = self._child("standalone", "standalone", extra, {}, _GATEWAY_GRACE_S + _WORKER_GRACE_S)
             self._await_gateway("gateway", plan.port)
             for number in range(plan.workers):
@@ -401,13 +391,10 @@ class LocalCluster:
     def _greet(self) -> None:
         plan = self._plan
         url = f"http://{_reachable(plan.host)}:{plan.port}"
-        broker = (
-            self._embedded.url
-            if self._embedded
-            else "in process"
-            if plan.standalone
-            else public_url(self._environ["SIE_NATS_URL"])
-        )
+        if self._embedded:
+            broker = self._embedded.url
+        else:
+            broker = "in process" if plan.standalone else public_url(self._environ["SIE_NATS_URL"])
         here = "" if plan.data_dir == default_data_dir() else f" --data-dir {shlex.quote(str(plan.data_dir))}"
         elsewhere = public_url(plan.settings.config_service_url or "")
         mode = plan.settings.auth_mode
