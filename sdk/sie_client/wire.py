@@ -36,12 +36,9 @@ def item(value: Any, path: str) -> Any:
     sent = mapped(value, path)
     if sent.get("images") is not None:
         images = sent["images"]
-        several = (
-            images
-            if isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray | memoryview)
-            else [images]
-        )
-        sent["images"] = [media(image, f"{path}.images[{number}]", urls=True) for number, image in enumerate(several)]
+        if not isinstance(images, Sequence) or isinstance(images, str | bytes | bytearray | memoryview):
+            images = [images]
+        sent["images"] = [media(image, f"{path}.images[{number}]", urls=True) for number, image in enumerate(images)]
     for name, read in FILES.items():
         if sent.get(name) is not None:
             sent[name] = read(sent[name], f"{path}.{name}")

@@ -339,10 +339,8 @@ class GlinerModel(Extractor[GlinerTexts]):
             own = [span for span in spans if begin <= span[0] < end]
             if any(span[1] >= begin for span in last):
                 settled = self._decoder.greedy_search(last + own, request.flat, multi_label=request.multi_label)
-                last, own = (
-                    [span for span in settled if span[0] < begin],
-                    [span for span in settled if span[0] >= begin],
-                )
+                last = [span for span in settled if span[0] < begin]
+                own = [span for span in settled if span[0] >= begin]
             joined += last
             last = own
         return joined + last

@@ -294,11 +294,9 @@ class Builder:
         )
 
     def _sequence_head(self, head: TransformersHead) -> Head:
-        return (
-            LastTokenHead(head, head.pad)
-            if head.is_decoder
-            else SequenceHead(head, self.config.hidden_size, self.compute.device)
-        )
+        if head.is_decoder:
+            return LastTokenHead(head, head.pad)
+        return SequenceHead(head, self.config.hidden_size, self.compute.device)
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
         """Reduce the output layer to the rows of the answers "no" and "yes", or to the row of "yes" if the score needs

@@ -94,11 +94,8 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
         first_numbers, numbers = _numbers(first, catalogue), _numbers(target, catalogue)
         if "encode" not in first.entry.tasks or (first_numbers == numbers and all(first_numbers.values())):
             continue
-        differ = (
-            "differ from those of"
-            if all((*first_numbers.values(), *numbers.values()))
-            else "are not known to equal those of"
-        )
+        are_known = all((*first_numbers.values(), *numbers.values()))
+        differ = "differ from those of" if are_known else "are not known to equal those of"
         message = (
             f"the vectors of {target.canonical} {differ} {first.canonical}, and an index must not mix vectors: {_FIX}; "
         )

@@ -89,11 +89,9 @@ def lacking(bundles: Mapping[str, BundleEntry], family: str, named: str = "") ->
         f"{bundle.id} has {', '.join(bundle.families) or 'every family'}" for bundle in ordered(bundles)
     )
     if able and named:
-        fault = (
-            f"bundle {named[:100]!r} has no family {family[:100]!r}"
-            if named in bundles
-            else f"there is no bundle {named[:100]!r}"
-        )
+        fault = f"there is no bundle {named[:100]!r}"
+        if named in bundles:
+            fault = f"bundle {named[:100]!r} has no family {family[:100]!r}"
         return "$.bundle", f"{fault}; name {' or '.join(able)}, or none"
     return "$.family", f"no bundle can serve the family {family[:100]!r}: {families_of_bundles}"
 

@@ -296,11 +296,9 @@ def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
     """Return the template of the prompt `name`. `path`: its field in the request. Raises InvalidInput if unknown."""
     prompts = templates(entry)
     if not isinstance(name, str) or name not in prompts:
-        expected = (
-            f"expected a prompt of {entry.id}: {', '.join(sorted(prompts))}"
-            if prompts
-            else f"{entry.id} has no prompts"
-        )
+        expected = f"{entry.id} has no prompts"
+        if prompts:
+            expected = f"expected a prompt of {entry.id}: {', '.join(sorted(prompts))}"
         raise InvalidInput.at(path, expected)
     return prompts[name]
 
@@ -538,12 +536,10 @@ def _cut(piece: str, instruction: str) -> tuple[str, ...]:
 def _outputs(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any, *, muvera: bool) -> tuple[str, ...]:
     vectors = [name for name in VECTORS if name in entry.outputs]
     allowed = ["dense", *(name for name in vectors if name != "dense")] if muvera else vectors
+    if value is None and muvera:
+        return ("dense",)
     if value is None:
-        return (
-            ("dense",)
-            if muvera
-            else tuple(defaults.output_types or (("dense",) if "dense" in vectors else vectors[:1]))
-        )
+        return tuple(defaults.output_types or (("dense",) if "dense" in vectors else vectors[:1]))
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise bad(path, value, "a list of output names")
     for name in value:
@@ -621,11 +617,9 @@ def _dimensions(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any)
 
 
 def _max_tokens(entry: ModelEntry, path: str, value: Any) -> int:
-    return (
-        0
-        if value is None
-        else integer(path, value, f"a whole number from 1 to {entry.max_tokens}", 1, entry.max_tokens)
-    )
+    if value is None:
+        return 0
+    return integer(path, value, f"a whole number from 1 to {entry.max_tokens}", 1, entry.max_tokens)
 
 
 def _is_query(defaults: RunDefaults, request: _Parameters) -> bool:

@@ -122,11 +122,9 @@ class Trust:
         return None if left is None else _refused(left)
 
     def _is_allowed(self, claim: Claim, *, is_here: bool) -> bool:
-        return (
-            self._allowed.code
-            if claim.kind == "code"
-            else is_below(claim.value, self._allowed.folders, is_here=is_here)
-        )
+        if claim.kind == "code":
+            return self._allowed.code
+        return is_below(claim.value, self._allowed.folders, is_here=is_here)
 
 
 def is_bucket(url: str) -> bool:

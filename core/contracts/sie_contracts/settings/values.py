@@ -139,9 +139,7 @@ def _hosts(text: str) -> tuple[str, ...]:
 
 
 def _secret(text: str) -> Secret:
-    if not text:
-        raise ValueError
-    return Secret(text)
+    return Secret(_text(text))
 
 
 def password(text: str) -> Secret:
