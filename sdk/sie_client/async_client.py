@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import Any, Unpack, cast, overload
 
 from numpy.typing import NDArray
 
@@ -40,9 +40,6 @@ from sie_client.types import (
 )
 from sie_contracts.api.batches import FileObject
 from sie_contracts.api.jobs import JobManifest
-
-if TYPE_CHECKING:
-    from typing import Unpack
 
 
 class AsyncJob(SeenJob):

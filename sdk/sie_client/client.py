@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import Any, Unpack, cast, overload
 
 from numpy.typing import NDArray
 
@@ -42,9 +42,6 @@ from sie_client.types import (
 )
 from sie_contracts.api.batches import FileObject
 from sie_contracts.api.jobs import JobManifest
-
-if TYPE_CHECKING:
-    from typing import Unpack
 
 
 class Job(SeenJob):
