@@ -16,7 +16,7 @@ import re
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, BinaryIO, Literal
+from typing import IO, Any, BinaryIO, Literal
 
 import msgspec
 
@@ -158,7 +158,7 @@ class ArchiveReader:
     CommandRefused, OSError.
     """
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self._at = 0
         self.raw = self._small(INDEX)

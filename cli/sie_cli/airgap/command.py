@@ -145,7 +145,7 @@ def load_command(file: Path, folder: Path, at: Path | None, expected: str | None
 
     folder = folder.absolute()
     place = (at or folder).absolute()
-    with _refusing(), _opened(file) as stream:
+    with _refusing(), click.open_file(str(file), "rb") as stream:
         reader = ArchiveReader(stream)
         _check_index(reader.digest, expected)
         if folder.is_dir() and any(folder.iterdir()):
@@ -210,7 +210,7 @@ def verify(path: Path, expected: str | None) -> None:
                 )
             name = digest(raw)
         else:
-            with _opened(path) as stream:
+            with click.open_file(str(path), "rb") as stream:
                 reader = ArchiveReader(stream)
                 _check_index(reader.digest, expected)
                 placing.check(reader.index)
@@ -265,15 +265,6 @@ def _refusing() -> Iterator[None]:
             yield
     except SettingError as error:
         raise CommandRefused(str(error)) from error
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[BinaryIO]:
-    if str(file) == "-":
-        yield sys.stdin.buffer
-        return
-    with file.open("rb") as stream:
-        yield stream
 
 
 @contextmanager
