@@ -149,7 +149,7 @@ class Awaited:
         asyncio.get_running_loop().add_reader(forked.status_file, self._end)
 
     @classmethod
-    async def started(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Awaited | supervisor.ChildProcess:
+    async def started(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Awaited | asyncio.subprocess.Process:
         """Start a process in place of `supervisor.started`."""
         if argv[0] != sys.executable:  # the broker
             return await _started(argv, environ)

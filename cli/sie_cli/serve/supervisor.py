@@ -13,9 +13,9 @@ import ctypes
 import signal
 import sys
 import time
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from sie_cli.refusal import CommandRefused
 from sie_runtime.process import EXIT_BAD_SETTING
@@ -29,28 +29,14 @@ STEADY_S = 30.0  # seconds; a child that ran longer than this is restarted after
 _PR_SET_PDEATHSIG = 1
 
 
-class ChildProcess(Protocol):
-    """Part of `asyncio.subprocess.Process` that the supervisor uses."""
-
-    @property
-    def returncode(self) -> int | None: ...
-
-    @property
-    def stdout(self) -> asyncio.StreamReader | None: ...
-
-    async def wait(self) -> int: ...
-
-    def send_signal(self, number: int) -> None: ...
-
-
-async def started(argv: Sequence[str], environ: Mapping[str, str]) -> ChildProcess:
+async def started(argv: Sequence[str], environ: Mapping[str, str]) -> Process:
     """Start a process in its own session. On Linux, the kernel kills it when this process ends. Raises OSError."""
     return await asyncio.create_subprocess_exec(
         *argv,
         env=dict(environ),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
+        stdin=DEVNULL,
+        stdout=PIPE,
+        stderr=STDOUT,
         start_new_session=True,
         preexec_fn=_die_with_parent(),
         limit=MAX_LINE_BYTES,
@@ -81,7 +67,7 @@ class Child:
     environ: Mapping[str, str]
     grace_s: float = 5.0
     once: Sequence[str] = ()
-    process: ChildProcess | None = None
+    process: Process | None = None
     keeper: asyncio.Task[None] | None = None
     output: set[asyncio.Task[None]] = field(default_factory=set)
     ending: bool = False
@@ -205,6 +191,6 @@ class Supervisor:
                 _signal(child.process, signal.SIGKILL)
 
 
-def _signal(process: ChildProcess, number: int) -> None:
+def _signal(process: Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(number)
