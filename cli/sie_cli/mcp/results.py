@@ -7,7 +7,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -30,17 +29,6 @@ class ResultTooLarge(Exception):
     """Raised for a result that alone exceeds OWNER_BYTES."""
 
 
-class Paged(Protocol):
-    """Content that is read in pages."""
-
-    @property
-    def size_bytes(self) -> int: ...
-    @property
-    def pages(self) -> int: ...
-    def page(self, number: int) -> str:
-        """Return a page; the first is number 1."""
-
-
 class PagedText:
     """Text in pages of at most PAGE_CHARS. A page ends at the last line break of its last quarter, if there is one."""
 
@@ -61,6 +49,7 @@ class PagedText:
         return len(self._starts)
 
     def page(self, number: int) -> str:
+        """Return a page; the first is number 1."""
         return self._text[self._starts[number - 1] : (*self._starts, len(self._text))[number]]
 
 
@@ -83,6 +72,9 @@ class PagedVectors:
     def page(self, number: int) -> str:
         rows = self.vectors[(number - 1) * self._per_page : number * self._per_page]
         return "\n".join(msgspec.json.encode(numbers(row)).decode() for row in rows)
+
+
+Paged = PagedText | PagedVectors  # content that is read in pages
 
 
 def numbers(vector: NDArray[np.float32]) -> list[float]:
