@@ -74,11 +74,6 @@ class TextTower(Protocol):
         """Return the vector of each sequence, float32 [sequences, width], from its states [tokens, hidden width]."""
 
 
-class _ImageTextTowers(TextTower, Protocol):
-    def image(self, pixels: Tensor) -> Tensor:
-        """Return vectors, float32 [images, width], from normalised pixels [images, 3, height, width]."""
-
-
 class _Clip:
     """CLIP, whose text vector is the state of the end token. Source: transformers, CLIPModel."""
 
@@ -111,6 +106,7 @@ class _Clip:
         return np.where(first < len(ids), first, starts)
 
     def image(self, pixels: Tensor) -> Tensor:
+        """Return vectors, float32 [images, width], from normalised pixels [images, 3, height, width]."""
         return self._of_image(self._vision(pixel_values=pixels).pooler_output.float())
 
 
@@ -256,8 +252,7 @@ class DualEncoder(TwoTowers):
             else:
                 model = load_model(AutoModel, folder, load, compute)
             self.memory_bytes = bytes_of(model)
-            towers: _ImageTextTowers = _TOWERS[kind](model)
-            self._towers = towers
+            towers = self._towers = _TOWERS[kind](model)
             block_linears(model.vision_model)
             self._check_positions(entry, model.config.text_config.max_position_embeddings)
             model.text_model.embeddings = _TextEmbeddings(model.text_model.embeddings)
