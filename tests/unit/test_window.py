@@ -10,13 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec import structs
 
 from sie_contracts.models.costs import BatchTimes
-from sie_gateway.admission.window import REMEMBERED_S, Host, KeyWindow, QueueBound, Shares, Ticket, bound
+from sie_contracts.wire.heartbeats import Heartbeat
+from sie_gateway.admission.window import REMEMBERED_S, KeyWindow, QueueBound, Shares, Ticket, bound
 
 QUANTUM = 4096
 BATCH = 16_384  # tokens of a batch
-FULL = Host(credit_cost=4 * BATCH, credit_items=48, batch_cost=BATCH, pipeline=2)
+UNKNOWN = Heartbeat("w0", "_default", "cpu", "default", ready=True, version="")
+FULL = structs.replace(UNKNOWN, credit_cost=4 * BATCH, credit_items=48, batch_cost=BATCH, pipeline=2)
 
 
 def window() -> KeyWindow:
@@ -70,12 +73,12 @@ def test_batches_that_take_the_same_whatever_they_hold_cost_by_number() -> None:
 
 def test_a_fast_device_gets_work_for_the_way_of_a_message() -> None:
     """Otherwise a device that runs two batches in less than the round trip of a message would stand still."""
-    fast = Host(1000, 4, rate=1_000_000.0)
+    fast = structs.replace(UNKNOWN, credit_cost=1000, credit_items=4, rate=1_000_000.0)
     assert bound([fast], cold_tokens=1, contested=False, mean_cost=10) == QueueBound(30_000, 3000)
 
 
 def test_what_is_not_known_does_not_bound_and_a_model_without_a_host_is_held_back() -> None:
-    assert bound([Host()], cold_tokens=8192, contested=False, mean_cost=0.0) == QueueBound(math.inf, math.inf)
+    assert bound([UNKNOWN], cold_tokens=8192, contested=False, mean_cost=0.0) == QueueBound(math.inf, math.inf)
     assert bound([], cold_tokens=8192, contested=True, mean_cost=0.0) == QueueBound(8192)
 
 
@@ -344,7 +347,7 @@ def simulate(
     free_s, done_tokens = 0.0, 0
 
     def pump(now_s: float) -> None:
-        host = Host(4 * BATCH, batch_cost=BATCH, pipeline=2)
+        host = structs.replace(FULL, credit_items=0)
         contested = shares.contested(now_s)
         most = (
             bound([host], cold_tokens=1, contested=contested, mean_cost=0.0, fixed_tokens=times.fixed_tokens())

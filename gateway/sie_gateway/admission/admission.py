@@ -40,11 +40,11 @@ from sie_contracts.errors import UNDECODABLE, QueueFull
 from sie_contracts.models.costs import ImageCost
 from sie_contracts.settings import Settings, default_worker_id
 from sie_contracts.wire import heartbeats, messages, topology
-from sie_contracts.wire.heartbeats import AnswerErasure, GatewayBeat, Heartbeat, LaneTraffic, QueuedWork
+from sie_contracts.wire.heartbeats import AnswerErasure, GatewayBeat, LaneTraffic, QueuedWork
 from sie_contracts.wire.messages import PRIORITIES, Priority, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.model_queue import LOOK_S, Entered, ModelQueue, WaitRefusal
-from sie_gateway.admission.window import Host, KeyWindow, Shares, Ticket, bound
+from sie_gateway.admission.window import KeyWindow, Shares, Ticket, bound
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.backlog import Backlog
@@ -261,10 +261,6 @@ def key_of(authorization: str) -> str:
     """
     token = authorization[7:] if authorization[:7].lower() == "bearer " else authorization
     return hashlib.blake2b(token.strip().encode(), digest_size=16).hexdigest()
-
-
-def host_of(beat: Heartbeat) -> Host:
-    return Host(beat.credit_cost, beat.credit_items, beat.rate, beat.batch_cost, beat.pipeline)
 
 
 class Permits:
@@ -593,7 +589,7 @@ class Admission:
         place.gateways = self.peers.count()
         place.crossover_tokens = self._fleet.crossover_tokens(place.residency)
         place.bound = bound(
-            [host_of(beat) for beat in place.hosts],
+            place.hosts,
             cold_tokens=COLD_CHUNKS * self._settings.chunk_cost,
             contested=place.window.shares.contested(now_s),
             mean_cost=mean_cost(self.peers.traffic(place.lane, place.priority)),

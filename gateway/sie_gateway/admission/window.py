@@ -23,27 +23,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from sie_contracts.wire.heartbeats import Heartbeat
 
 REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two keys had requests within this time
 # The limit on the work in the queue is at least this many seconds of work: ALONE_S with one key, CONTESTED_S with
 # several. With less work, a fast device would end a batch before the next message comes.
 ALONE_S, CONTESTED_S = 0.03, 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """Capacity that a worker with the model reports. `credit_cost` and `credit_items`: largest numbers of tokens and of
-    messages that it accepts. `rate`: tokens per second. `batch_cost`: tokens of a full batch. `pipeline`: largest
-    number of batches at its adapter. 0 means unknown.
-    """
-
-    credit_cost: int = 0
-    credit_items: int = 0
-    rate: float = 0.0
-    batch_cost: int = 0
-    pipeline: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +43,7 @@ class QueueBound:
 
 
 def bound(
-    hosts: Iterable[Host],
+    hosts: Sequence[Heartbeat],
     *,
     cold_tokens: int,
     contested: bool,
@@ -63,7 +51,8 @@ def bound(
     fixed_tokens: float = 0.0,
     replicas: int = 1,
 ) -> QueueBound:
-    """Return the bound of a model's work that this gateway, one of `replicas`, keeps in the queue.
+    """Return the bound of a model's work that this gateway, one of `replicas`, keeps in the queue. `hosts`: the last
+    reports of the workers with the model.
 
     With one key, the bound is the amount that the hosts accept, which fills their pipelines. With several keys it may
     be less, so that a request of another key does not wait for long. Let p be the number of batches at an adapter, and
@@ -79,7 +68,6 @@ def bound(
     that is not loaded must not fill the window of its key. If a host does not report how many tokens, or how
     many messages, it accepts, these have no bound.
     """
-    hosts = list(hosts)
     if not hosts:
         return QueueBound(cold_tokens)
     ahead = (CONTESTED_S if contested else ALONE_S) * sum(host.rate for host in hosts)
@@ -92,7 +80,7 @@ def bound(
     return QueueBound(tokens / replicas, max(1.0, items / replicas))
 
 
-def _contested(host: Host, fixed_tokens: float) -> float:
+def _contested(host: Heartbeat, fixed_tokens: float) -> float:
     full = host.pipeline * host.batch_cost
     return min(full, host.pipeline / (host.pipeline + 1) * (full + fixed_tokens)) if full else host.credit_cost
 
