@@ -22,6 +22,7 @@ from sie_contracts.models.entries import ModelEntry, RunDefaults, listed_outputs
 from sie_contracts.settings import Settings
 from sie_contracts.wire.topology import Lane
 from sie_runtime.http.asgi import App, Receive, Scope, Send, headers_of, refuse_upgrade
+from sie_runtime.http.routes import bearer
 from sie_runtime.http.server import probes
 from sie_runtime.http.websocket import Seats, ViewerFrames
 from sie_sidecar.batching.batch import BatchLimits
@@ -88,9 +89,8 @@ class WorkerStatus:
 
     def _admit(self, scope: Scope) -> None:
         """Check the token and the path of a websocket. Raises NotFound, Unauthenticated."""
-        expected, token = self._settings.config_read_token, headers_of(scope).get("authorization", "")
-        token = token[7:] if token[:7].lower() == "bearer " else token
-        if expected is not None and not expected.matches(token.strip()):
+        expected, token = self._settings.config_read_token, bearer(headers_of(scope).get("authorization", ""))
+        if expected is not None and not expected.matches(token):
             raise Unauthenticated(
                 "the config read token is needed" if not token else "this token is not the config read token"
             )

@@ -48,6 +48,7 @@ from sie_gateway.admission.window import KeyWindow, Shares, Ticket, bound
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.backlog import Backlog
+from sie_runtime.http.routes import bearer
 from sie_runtime.process import Stop
 
 EVERY_S = 1.0
@@ -259,8 +260,7 @@ def key_of(authorization: str) -> str:
     """Return the name by which this process knows an API key: a digest of the token, so that the token is not stored.
     `authorization` is the header of a request whose bearer token was accepted.
     """
-    token = authorization[7:] if authorization[:7].lower() == "bearer " else authorization
-    return hashlib.blake2b(token.strip().encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(bearer(authorization).encode(), digest_size=16).hexdigest()
 
 
 class Permits:
