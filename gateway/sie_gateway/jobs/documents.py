@@ -32,21 +32,15 @@ class DocumentReply(msgspec.Struct):
     page_starts: list[tuple[int, int]] = []
 
 
-class DocumentTexts:
-    """Parser of the documents of one job. `spec`: the name of the model that parses, with its profile. `fingerprint`:
-    fingerprint of the parser in the job's earlier answers; empty before the first.
+class DocumentTexts(RowValues):
+    """Parser of the documents of one job. Its answers are checked and reduced as soon as they arrive. `spec`: the name
+    of the model that parses, with its profile. `fingerprint`: fingerprint of the parser in the job's earlier answers;
+    empty before the first.
     """
 
     def __init__(self, client: JobClient, spec: str, fingerprint: str) -> None:
-        self._values = _ParserValues(client, spec, fingerprint)
-
-    @property
-    def fingerprint(self) -> str:
-        return self._values.fingerprint
-
-    def check(self, fingerprint: str) -> None:
-        """Check that the fingerprint is that of the parser in all earlier answers. Raises Halted."""
-        self._values.check(fingerprint)
+        super().__init__(client, spec, "extract", PARAMS, fingerprint)
+        self._turns = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
     async def parsed(self, rows: Sequence[InputRow]) -> list[InputRow]:
         """Return the rows with the texts of their documents. A row whose document cannot be parsed gets a fault. Raises
@@ -55,18 +49,10 @@ class DocumentTexts:
         parsed = list(rows)
         inputs = await asyncio.to_thread(_read, parsed)
         once = await asyncio.to_thread(unique, list(inputs.values()))
-        answers = await self._values.answers_of(once.inputs, lambda places, answers: None)
+        answers = await self.answers_of(once.inputs, lambda places, answers: None)
         for place, unique_place in zip(inputs, once.places, strict=True):
             parsed[place] = _with_text(parsed[place], answers[unique_place])
         return parsed
-
-
-class _ParserValues(RowValues):
-    """Answers of the parser, checked and reduced as soon as they arrive."""
-
-    def __init__(self, client: JobClient, spec: str, fingerprint: str) -> None:
-        super().__init__(client, spec, "extract", PARAMS, fingerprint)
-        self._turns = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
     async def _compute(self, inputs: Sequence[ModelInput]) -> list[RowAnswer]:
         async with self._turns:

@@ -71,13 +71,10 @@ class JobService:
 
     # jobs
 
-    async def submit(self, call: Call, request: api.JobRequest) -> api.JobInfo:
-        """Store a new job; for a repeated Idempotency-Key, return the earlier job. Raises SIEError."""
-        return await self._submitted(call, request)
-
-    async def _submitted(
-        self, call: Call, request: api.JobRequest, *, retry_of: str = "", **fields: str
-    ) -> api.JobInfo:
+    async def submit(self, call: Call, request: api.JobRequest, *, retry_of: str = "", **fields: str) -> api.JobInfo:
+        """Store a new job; for a repeated Idempotency-Key, return the earlier job. `retry_of`: the job whose failed
+        rows it retries. `fields`: further fields of its record. Raises SIEError.
+        """
         job_id = self._new_id(call, "job-")
         stands = self._existing(call, job_id)
         if stands is None:
@@ -137,7 +134,7 @@ class JobService:
         # The new job keeps the model of the answers that exist: the alias in the request may lead to another model now,
         # and vectors of two models do not fit together. The model's entry may have changed since, so rows that failed
         # may succeed.
-        return await self._submitted(call, job.request, retry_of=job.id, model=job.model, parser=job.parser)
+        return await self.submit(call, job.request, retry_of=job.id, model=job.model, parser=job.parser)
 
     async def delete(self, call: Call, job_id: str) -> api.JobDeleted:
         """Delete an ended job, with its output in the payload store. Output at another place is not deleted. Raises
