@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 # credit is a separate pull; in a large pool, the broker's default of 512 would be exceeded.
 _MAX_WAITING_PULLS = 8192
 
+Row = TypeVar("Row")
 _VERSION_KEY = "sie.topology"
 _STORE_FAILED = 10077
 NO_STREAM, NO_CONSUMER, NO_MESSAGE = 10059, 10014, (10037, 10043, 10057)
@@ -91,19 +92,12 @@ class ConsumerInfo(msgspec.Struct):
     delivered: Delivered = Delivered()
 
 
-class Streams(msgspec.Struct):
+class Page(msgspec.Struct, Generic[Row]):
+    """Part of a list of `total` streams or consumers."""
+
     total: int
-    streams: list[StreamInfo] | None = None
-
-
-class Consumers(msgspec.Struct):
-    total: int
-    consumers: list[ConsumerInfo] | None = None
-
-
-class ConsumerNames(msgspec.Struct):
-    total: int
-    consumers: list[str] | None = None
+    streams: list[Row] | None = None
+    consumers: list[Row] | None = None
 
 
 class ApiMessage(msgspec.Struct):

@@ -122,7 +122,7 @@ class NatsConnection:
         # client's subscription -> callback for a dropped message
         self._droppers: dict[Any, Callable[[str], None]] = {}
         self._answers = Answers("")
-        self._inboxes: set[PullInbox] = set()
+        self._inboxes: set[PullInbox] = set()  # they learn when the connection is lost, restored or closed
         self._reconnect_handlers = ReconnectHandlers()
         self._tasks = OwnedTasks(name)
 
@@ -255,10 +255,6 @@ class NatsConnection:
     def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run `work` as a task until the connection is closed. If it crashes, `connected` becomes False."""
         return self._tasks.start(work, name)
-
-    def attach(self, inbox: PullInbox) -> None:
-        """Register pull requests until `remove`. The connection tells them when it is lost, restored or closed."""
-        self._inboxes.add(inbox)
 
     def remove(self, inbox: PullInbox) -> None:
         self._inboxes.discard(inbox)

@@ -540,5 +540,5 @@ class JetStream(NatsBus):
         expires_s: float = PULL_EXPIRES_S,
     ) -> NatsPulls:
         pulls = NatsPulls(self, self._client, stream, handler, on_break, expires_s)
-        self.attach(pulls)
+        self._inboxes.add(pulls)
         return pulls

@@ -23,12 +23,11 @@ from sie_broker.nats.api import (
     NO_STREAM,
     ApiReply,
     ConsumerInfo,
-    ConsumerNames,
-    Consumers,
+    Page,
     Refusal,
+    Row,
     StoredAnswer,
     StreamInfo,
-    Streams,
     consumer_config,
     consumer_state_of,
     difference,
@@ -80,12 +79,16 @@ class NatsQueue(JetStream):
         return info.ts.timestamp()
 
     async def consumers(self, stream: str) -> list[str]:
-        names: list[str] = []
+        return await self._listed(f"CONSUMER.NAMES.{stream}", Page[str])
+
+    async def _listed(self, verb: str, kind: type[Page[Row]]) -> list[Row]:
+        rows: list[Row] = []
         while True:
-            page = await self.api(f"CONSUMER.NAMES.{stream}", {"offset": len(names)}, ConsumerNames)
-            names += page.consumers or []
-            if not page.consumers or len(names) >= page.total:
-                return names
+            page = await self.api(verb, {"offset": len(rows)}, kind)
+            more = page.streams or page.consumers or []
+            rows += more
+            if not more or len(rows) >= page.total:
+                return rows
 
     async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
         prefix = "$JS.EVENT.ADVISORY.CONSUMER"
@@ -176,17 +179,7 @@ class NatsAdministration(NatsQueue):
         return [consumer_state_of(info) for info in await self.consumer_infos(stream)]
 
     async def consumer_infos(self, stream: str) -> list[ConsumerInfo]:
-        infos: list[ConsumerInfo] = []
-        while True:
-            page = await self.api(f"CONSUMER.LIST.{stream}", {"offset": len(infos)}, Consumers)
-            infos += page.consumers or ()
-            if not page.consumers or len(infos) >= page.total:
-                return infos
+        return await self._listed(f"CONSUMER.LIST.{stream}", Page[ConsumerInfo])
 
     async def stream_infos(self) -> list[StreamInfo]:
-        infos: list[StreamInfo] = []
-        while True:
-            page = await self.api("STREAM.LIST", {"offset": len(infos)}, Streams)
-            infos += page.streams or ()
-            if not page.streams or len(infos) >= page.total:
-                return infos
+        return await self._listed("STREAM.LIST", Page[StreamInfo])
