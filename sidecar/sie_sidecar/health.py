@@ -18,6 +18,7 @@ from sie_contracts.wire.heartbeats import ON_DISK, DeviceBeat, Heartbeat
 from sie_contracts.wire.topology import Lane
 from sie_runtime.connection import because
 from sie_runtime.feed import CatalogueFeed
+from sie_runtime.process import wait_set
 from sie_sidecar.device.link import AdapterGone, AdapterLink, AdapterLinks
 from sie_sidecar.metrics import OomCounts, TowerCounts
 from sie_sidecar.worker import Worker
@@ -195,9 +196,7 @@ class WorkerHealth:
             await self.refresh()
             await self._examine_disk()
             await self.publish()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.health_publish_interval_ms / 1000):
-                    await self._change.wait()
+            await wait_set(self._change, self._settings.health_publish_interval_ms / 1000)
 
     async def _examine_disk(self) -> None:
         """Look up which models are on this disk, every _DISK_EVERY_S seconds and after changes of the catalogue."""

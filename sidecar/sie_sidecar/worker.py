@@ -28,7 +28,7 @@ from sie_contracts.wire.topology import Lane
 from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
-from sie_runtime.process import Stop, Tasks, retry
+from sie_runtime.process import Stop, Tasks, retry, wait_set
 from sie_sidecar.batching.batch import BatchLimits
 from sie_sidecar.batching.sizing import quantum_of
 from sie_sidecar.device.dispatch import DeviceQueue, DeviceQueues, Dispatch
@@ -257,10 +257,7 @@ class Worker:
         """Stop pulling and finish the work in flight. Return work that is unfinished after `grace_s` to the queue."""
         end_s = self._clock() + grace_s
         await self.source.stop()
-        try:
-            async with asyncio.timeout(max(0.0, end_s - self._clock())):
-                await self.leases.empty.wait()
-        except TimeoutError:
+        if not await wait_set(self.leases.empty, max(0.0, end_s - self._clock())):
             _logger.warning(
                 "not all work ended within %g s of draining: %d work items are returned to the queue",
                 grace_s,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from sie_broker import BrokerError, Queue
-from sie_runtime.process import Trouble
+from sie_runtime.process import Trouble, wait_set
 
 SAMPLES = 8
 EVERY_S = 30.0
@@ -98,9 +98,7 @@ class BrokerClock:
             except BrokerError as error:
                 trouble.met(error)
                 pause_s = RETRY_S if math.isinf(self.margin_s) else EVERY_S
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._again.wait()
+            await wait_set(self._again, pause_s)
 
     async def _reconnected(self) -> None:
         self._again.set()

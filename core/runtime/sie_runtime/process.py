@@ -151,6 +151,14 @@ def _uncaught(origin: str, kind: type[BaseException], error: BaseException | Non
         logging.getLogger("sie.process").critical("%s ends by an exception", origin, exc_info=(kind, error, trace))
 
 
+async def wait_set(event: asyncio.Event, seconds: float | None) -> bool:
+    """Wait until `event` is set, at most `seconds` (None: without a limit). Returns whether it is set."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
+
+
 class Stop:
     """Request to end the process. Every long-lived task waits for it, or is cancelled by the task that started it."""
 
@@ -175,18 +183,13 @@ class Stop:
         """Wait at most `seconds` until the end of the process is requested. Returns whether it was requested. Periodic
         tasks use this method to pause.
         """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._event.wait()
-        return self._event.is_set()
+        return await wait_set(self._event, seconds)
 
     async def lame_duck(self, seconds: float) -> None:
         """Wait at most `seconds`, while the process still serves and load balancers notice that it will end."""
         self._lame = asyncio.Event()
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._lame.wait()
+            await wait_set(self._lame, seconds)
         finally:
             self._lame = None
 
@@ -203,9 +206,7 @@ class Stop:
         """
         self._wakers.add(waker)
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0 if self.requested else seconds):
-                    await waker.wait()
+            await wait_set(waker, 0 if self.requested else seconds)
         finally:
             self._wakers.discard(waker)
         waker.clear()

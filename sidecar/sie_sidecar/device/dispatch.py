@@ -35,7 +35,7 @@ from sie_contracts.settings import Settings
 from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import BatchNote
 from sie_contracts.wire.trace_context import NONE, Context
-from sie_runtime.process import Tasks
+from sie_runtime.process import Tasks, wait_set
 from sie_sidecar.batching import batch as batches
 from sie_sidecar.batching.batch import Batch, BatchEntry, BatchKey, BatchLimits, Load, Waiting, WaitUntil
 from sie_sidecar.batching.sizing import DeviceForecast, Quantum, Rate
@@ -452,9 +452,7 @@ class Dispatch:
                 self._work.start(self._run(action), "batch")
                 continue
             timeout_s = max(0.0, action.until_s - self._clock()) if isinstance(action, WaitUntil) else None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await device.wake.wait()
+            await wait_set(device.wake, timeout_s)
 
     async def _run(self, batch: Batch[InFlight], *, in_turn: bool = False) -> bool:
         """Run a batch and answer its work items, or queue them again if the model or the adapter is gone. If the LoRA

@@ -17,7 +17,7 @@ import msgspec
 from sie_contracts.errors import PayloadTooLarge, SIEError
 from sie_contracts.wire import ipc
 from sie_contracts.wire.heartbeats import Fetched
-from sie_runtime.process import START_S, Stop, Trouble
+from sie_runtime.process import START_S, Stop, Trouble, wait_set
 
 CONTROL_TIMEOUT_S = 5.0
 CONNECT_PAUSE_S = 0.05
@@ -151,9 +151,7 @@ class AdapterLink:
 
     async def is_back(self) -> bool:
         """Wait for the adapter, at most until AWAY_S seconds after its loss. Return True if it is connected."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, self._lost_s + AWAY_S - self._clock())):
-                await self._up.wait()
+        await wait_set(self._up, max(0.0, self._lost_s + AWAY_S - self._clock()))
         return self.connected
 
     async def describe(self) -> ipc.Description | None:
@@ -234,11 +232,7 @@ class AdapterLink:
         self._lost_s = self._clock()
 
     async def _ping_until_lost(self) -> None:
-        while not self._lost.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._ping_s):
-                    await self._lost.wait()
-                return
+        while not await wait_set(self._lost, self._ping_s):
             try:
                 pong = await self.request(ipc.Ping())
             except AdapterGone:
