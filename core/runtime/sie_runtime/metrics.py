@@ -22,6 +22,7 @@ from sie_runtime.metrics_table import FOLDED, OTHER, TABLE, Kind, Metric, Proces
 
 Labels = TypeVar("Labels", bound=tuple[str, ...])
 Child = TypeVar("Child", Counter, Gauge, Histogram)
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 TURN_S = 60.0  # seconds between two rankings of the busiest names (models, keys)
 HALF_LIFE_S = 600.0
@@ -234,34 +235,28 @@ class Scrape:
 
     def gauge(self, name: str, values: Mapping[Labels, float] | float) -> GaugeMetricFamily:
         """Return a gauge with the present values, by label set. Values that are folded into one label set are added."""
-        if not isinstance(values, Mapping):
-            return GaugeMetricFamily(name, self._table[name].text, value=float(values))
-        metric, fold = self._table[name], self._folds[name]
-        fold.keep(values.keys())
-        family = GaugeMetricFamily(name, metric.text, labels=metric.labels)
-        for labels, value in _folded(fold, values).items():
-            family.add_metric(labels, value)
-        return family
+        if isinstance(values, Mapping):
+            self._folds[name].keep(values.keys())
+        return self._family(GaugeMetricFamily, name, values)
 
     def counter(self, name: str, values: Mapping[Labels, float] | float) -> CounterMetricFamily:
         """Return a counter for values that other objects count. Label sets that were once counted as `other` stay
         there, because a counter must never fall.
         """
+        return self._family(CounterMetricFamily, name, values)
+
+    def _family(self, kind: type[Family], name: str, values: Mapping[Labels, float] | float) -> Family:
+        metric, fold = self._table[name], self._folds[name]
         if not isinstance(values, Mapping):
-            return CounterMetricFamily(name, self._table[name].text, value=float(values))
-        metric = self._table[name]
-        family = CounterMetricFamily(name, metric.text, labels=metric.labels)
-        for labels, value in _folded(self._folds[name], values).items():
-            family.add_metric(labels, value)
+            return kind(name, metric.text, value=float(values))
+        totals: dict[tuple[str, ...], float] = {}
+        for labels, value in values.items():
+            folded = fold(labels)
+            totals[folded] = totals.get(folded, 0.0) + float(value)
+        family = kind(name, metric.text, labels=metric.labels)
+        for folded, value in totals.items():
+            family.add_metric(folded, value)
         return family
-
-
-def _folded(fold: Fold, values: Mapping[Labels, float]) -> dict[tuple[str, ...], float]:
-    totals: dict[tuple[str, ...], float] = {}
-    for labels, value in values.items():
-        folded = fold(labels)
-        totals[folded] = totals.get(folded, 0.0) + float(value)
-    return totals
 
 
 def exemplar() -> dict[str, str] | None:
