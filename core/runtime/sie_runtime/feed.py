@@ -18,7 +18,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import httpx
 import msgspec
@@ -65,7 +65,8 @@ class RawExport(msgspec.Struct, frozen=True):
 
 Export = ConfigExport | RawExport
 decode_export = msgspec.json.Decoder(RawExport).decode
-_epoch = msgspec.json.Decoder(ConfigEpoch)
+_decode_epoch = msgspec.json.Decoder(ConfigEpoch).decode
+R = TypeVar("R")
 
 
 class ConfigUnavailable(Exception):
@@ -92,7 +93,8 @@ class HttpConfigSource:
             base_url=url, headers=headers, timeout=5.0, trust_env=False, verify=verification(url)
         )
 
-    async def _get(self, path: str) -> bytes:
+    async def _read(self, name: str, decode: Callable[[bytes], R]) -> R:
+        path = f"/v1/configs/{name}"
         try:
             async with asyncio.timeout(READ_S):
                 answer = await self._client.get(path)
@@ -105,19 +107,16 @@ class HttpConfigSource:
                 else ""
             )
             raise ConfigUnavailable(f"{self._url}{path}: status {answer.status_code}{fix}")
-        return answer.content
+        try:
+            return decode(answer.content)
+        except UNDECODABLE as error:
+            raise ConfigUnavailable(f"{name}: {error}") from error
 
     async def export(self) -> RawExport:
-        try:
-            return decode_export(await self._get("/v1/configs/export"))
-        except UNDECODABLE as error:
-            raise ConfigUnavailable(f"export: {error}") from error
+        return await self._read("export", decode_export)
 
     async def epoch(self) -> ConfigEpoch:
-        try:
-            return _epoch.decode(await self._get("/v1/configs/epoch"))
-        except UNDECODABLE as error:
-            raise ConfigUnavailable(f"epoch: {error}") from error
+        return await self._read("epoch", _decode_epoch)
 
     async def close(self) -> None:
         await self._client.aclose()
