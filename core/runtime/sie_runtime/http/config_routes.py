@@ -44,7 +44,7 @@ def _write(method: str, endpoint: str, path: str, summary: str, body: Content | 
         tag=_TAG,
         endpoint=endpoint,
         body=body,
-        replies={200: _WRITTEN, **({status: _WRITTEN} if status != 200 else {})},
+        replies={200: _WRITTEN, status: _WRITTEN},
         parameters=_WRITE,
     )
 

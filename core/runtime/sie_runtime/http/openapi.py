@@ -135,14 +135,10 @@ def _parameter(parameter: Parameter, schemas: Schemas) -> Schema:
 def _content(content: Content, schemas: Schemas) -> Schema:
     schemas_by_media: Schema = {}
     for media in content.media:
-        if media == FORM:
-            schemas_by_media[media] = {"schema": schemas.schema_of(content.type)}
-            continue
-        if media != JSON:
-            schemas_by_media[media] = {"schema": _MEDIA.get(media, {"type": "string"})}
-            continue
-        schemas_by_media[media] = {"schema": schemas.schema_of(content.type)}
-        if (example := _example(content)) is not None:
+        is_typed = media in (FORM, JSON)
+        schema = schemas.schema_of(content.type) if is_typed else _MEDIA.get(media, {"type": "string"})
+        schemas_by_media[media] = {"schema": schema}
+        if media == JSON and (example := _example(content)) is not None:
             schemas_by_media[media]["example"] = example
     return schemas_by_media
 
