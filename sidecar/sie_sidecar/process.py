@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from sie_broker import Broker, BrokerError, Queue
+from sie_broker import Broker, BrokerError
 from sie_contracts.errors import BundleConflict, ModelNotFound, SIEError
 from sie_contracts.models.alias_checks import resolve_all
 from sie_contracts.models.catalogue import Catalogue, Resolved
@@ -144,7 +144,8 @@ async def serve(
             await with_broker(lambda: broker.subscribe(*hints), task="listening for changes of the assigned pool")
             tasks.start(admission.run(stop), "pool admission")
         stream = topology.stream_name(lane.pool)
-        await with_broker(lambda: _verified(broker, stream), task=f"waiting for {stream}")
+        # the state of a missing stream cannot be read; gateways request its creation, workers never do
+        await with_broker(lambda: broker.stream_state(stream), task=f"waiting for {stream}")
         try:
             if not stop.requested:
                 await worker.start(stop)
@@ -185,12 +186,6 @@ def _ledger_path(settings: Settings, worker_id: str) -> Path:
     outlives the container. Its name has the worker id, because several workers may use one folder.
     """
     return Path(f"{settings.ipc_socket_path}.{topology.token(worker_id)}.leases")
-
-
-async def _verified(queue: Queue, stream: str) -> bool:
-    """Raise BrokerError if the stream does not exist. Gateways request its creation; workers never do."""
-    await queue.stream_state(stream)
-    return True
 
 
 async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealth, stop: Stop) -> None:

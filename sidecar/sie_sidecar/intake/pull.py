@@ -490,26 +490,25 @@ class WorkSource:
         models = self._loading.models
         return self._inventory.is_coming(model) or models.holds(model) or models.is_closed(model)
 
-    async def pull(self) -> bool:
+    async def pull(self) -> None:
         """Watch the placement table and begin to pull from an existing stream; may be repeated. Raises BrokerError."""
         await self.assignment.start()
         await self.pulling.start()
         self.pool = self.lane.pool
-        return True
 
-    async def serve(self, pool: str | None) -> bool:
+    async def serve(self, pool: str | None) -> None:
         """Pull only from this pool (None: from none). Work that was already pulled is finished. Raises BrokerError,
         also if the pool has no stream yet. The worker then pulls nothing, and the call may be repeated.
         """
         if pool == self.pool:
-            return True
+            return
         self.pool = None
         await self.stop()
         if pool is None:
-            return True
+            return
         await self._broker.stream_state(topology.stream_name(pool))
         self._open(dataclasses.replace(self.lane, pool=pool))
-        return await self.pull()
+        await self.pull()
 
     async def stop(self) -> None:
         """Stop pulling. Returns when messages on their way have been delivered."""
