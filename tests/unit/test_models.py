@@ -74,7 +74,7 @@ def test_work_that_waits_before_a_gate_keeps_no_model(device: Device) -> None:
     device.models.add_items(a, 2)
     assert device.models.busy(b) == [a]
     waiting = 1
-    device.models.park(a, lambda: waiting)
+    a.before_gate.append(lambda: waiting)
     assert device.models.busy(b) == [a]
     waiting = 2
     assert (device.models.busy(b), device.evictable(0.0)) == ([], ["toy/b", "toy/a"])

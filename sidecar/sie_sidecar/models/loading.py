@@ -299,9 +299,8 @@ class Loading:
         """
         assert flight.hosted is not None
         count = functools.partial(unsettled, [flight])
-        device = self.models.device_of(flight.hosted)
-        device.park(flight.hosted, count)
-        return functools.partial(device.unpark, flight.hosted, count)
+        self.models.device_of(flight.hosted).park(flight.hosted, count)
+        return functools.partial(flight.hosted.before_gate.remove, count)
 
 
 class ResidencyRequests:

@@ -340,16 +340,6 @@ class ModelStates:
         hosted.add_items(-1, self._clock())
         self.held_cost -= cost
 
-    def park(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """Record that work items need the model later but not now, so that it may be evicted. `items()` returns their
-        number.
-        """
-        hosted.before_gate.append(items)
-
-    def unpark(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """Record that these parked work items need the model now."""
-        hosted.before_gate.remove(items)
-
     def idle(self, seconds: float) -> list[ModelState]:
         """Return the loaded models that no work item needs now, and whose last use was at least `seconds` ago."""
         before_s = self._clock() - seconds
@@ -532,7 +522,10 @@ class Hosting(ModelStates):
             self._look_again()
 
     def park(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        super().park(hosted, items)
+        """Record that work items need the model later but not now, so that it may be evicted. `items()` returns their
+        number. Remove `items` from `ModelState.before_gate` when they need the model.
+        """
+        hosted.before_gate.append(items)
         if hosted.is_quiet:
             self._look_again()
 
@@ -689,7 +682,7 @@ class Hosting(ModelStates):
         try:
             await self._gates[hosted.name].wait()
         finally:
-            self.unpark(hosted, items)
+            hosted.before_gate.remove(items)
 
     async def _wait_for_memory(
         self, hosted: ModelState, asked_s: float, closed: ModelState | None
