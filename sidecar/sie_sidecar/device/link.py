@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TypeVar
 
 import msgspec
 
@@ -22,6 +23,7 @@ from sie_runtime.process import START_S, Stop, Trouble, wait_set
 CONTROL_TIMEOUT_S = 5.0
 CONNECT_PAUSE_S = 0.05
 AWAY_S = 10.0  # seconds until work moves to another device, if the adapter of its device does not come back
+_R = TypeVar("_R", ipc.Ready, ipc.Done, ipc.BatchDone)
 _logger = logging.getLogger("sie.sidecar.link")
 
 
@@ -313,12 +315,7 @@ class AdapterLink:
 
     async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
         """Load a model, without a time limit. Raises AdapterGone, or the SIEError of a failed load."""
-        async with self._loads, self._borrowed() as connection:
-            answer = await self._exchange(connection, question)
-        ready = self._unwrapped(answer)
-        if not isinstance(ready, ipc.Ready):
-            raise AdapterGone(f"{self.path}: answered EnsureReady with {type(ready).__name__}")
-        return ready
+        return await self._load(question, ipc.Ready)
 
     async def relieve(self, may_drop: tuple[str, ...]) -> None:
         """Let the adapter evict some of these models, in this order, until its memory is below the threshold. This may
@@ -329,12 +326,12 @@ class AdapterLink:
 
     async def ensure_lora(self, question: ipc.EnsureLora) -> str:
         """Load a LoRA and return the digest of its files. Raises AdapterGone, or the SIEError of a failed load."""
+        return (await self._load(question, ipc.Done)).digest
+
+    async def _load(self, question: ipc.EnsureReady | ipc.EnsureLora, kind: type[_R]) -> _R:
         async with self._loads, self._borrowed() as connection:
             answer = await self._exchange(connection, question)
-        done = self._unwrapped(answer)
-        if not isinstance(done, ipc.Done):
-            raise AdapterGone(f"{self.path}: answered EnsureLora with {type(done).__name__}")
-        return done.digest
+        return self._expected(answer, question, kind)
 
     async def run_batch(
         self, batch: ipc.RunBatch, on_started: Callable[[], None], abandoned: asyncio.Event | None = None
@@ -359,10 +356,14 @@ class AdapterLink:
                 if isinstance(answer, ipc.BatchStarted):
                     on_started()
                     answer = await connection.receive()
-        done = self._unwrapped(answer)
-        if not isinstance(done, ipc.BatchDone):
-            raise AdapterGone(f"{self.path}: answered RunBatch with {type(done).__name__}")
-        return done
+        return self._expected(answer, batch, ipc.BatchDone)
+
+    def _expected(self, answer: ipc.Reply, question: ipc.Request, kind: type[_R]) -> _R:
+        """Return the reply like `_unwrapped`. Raises AdapterGone for a reply of another kind, SIEError."""
+        reply = self._unwrapped(answer)
+        if not isinstance(reply, kind):
+            raise AdapterGone(f"{self.path}: answered {type(question).__name__} with {type(reply).__name__}")
+        return reply
 
     def _unwrapped(self, answer: ipc.Reply) -> ipc.Reply:
         """Report the models that a reply names as evicted, and return the reply. Raises SIEError for a refusal."""
@@ -422,9 +423,6 @@ class AdapterLinks:
         return any(link.is_fresh() for link in self._all)
 
     async def wait_connected(self) -> None:
-        if len(self._all) == 1:
-            await self._all[0].wait_connected()
-            return
         waits = [asyncio.create_task(link.wait_connected()) for link in self._all]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
