@@ -28,7 +28,7 @@ from sie_contracts.errors import (
     SIEError,
 )
 from sie_contracts.wire import configs
-from sie_runtime.http.asgi import REQUEST_ID, TRACE_ID, App, Receive, Scope, Send, documented, headers_of
+from sie_runtime.http.asgi import REQUEST_ID, TRACE_ID, App, Receive, Scope, Send, documented, error_headers, headers_of
 from sie_runtime.http.coding import decoded
 from sie_runtime.http.routes import check_type, plain_path
 from sie_runtime.http.server import probes
@@ -128,12 +128,6 @@ def _answer_to(error: Exception, request_id: str) -> Response:
     if not isinstance(error, SIEError):
         _logger.error("request %s failed", request_id, exc_info=error)
         error = InternalFailure("the config service failed; its log has the details under this request id")
-    headers |= {"X-SIE-Error-Code": error.code, "x-should-retry": "true" if error.retryable else "false"}
-    if error.retryable:
-        headers["Retry-After"] = str(max(1, error.retry_after_s))
-    if error.reason == "content_encoding":
-        headers["Accept-Encoding"] = "gzip"  # RFC 7694: the reply to an unknown encoding names the supported ones
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
+    headers |= error_headers(error)
     status, body = configs.config_shape(error, request_id, None)
     return json_response(body, headers, status)

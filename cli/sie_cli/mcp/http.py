@@ -24,7 +24,7 @@ from sie_cli.mcp.server import AgentServer
 from sie_client import AuthenticationError, InvalidInputError
 from sie_client import SIEError as ClientError
 from sie_contracts.errors import NotReady, PermissionDenied, SIEError, Unauthenticated
-from sie_runtime.http.asgi import REQUEST_ID, Receive, Scope, Send, headers_of, refusal, reply
+from sie_runtime.http.asgi import Receive, Scope, Send, headers_of, refuse
 from sie_runtime.http.protocol import HostNames
 from sie_runtime.http.server import HttpServer, probes
 from sie_runtime.keys import digest_of
@@ -79,10 +79,7 @@ class HttpTransport:
         try:
             caller = await self._caller(scope)
         except SIEError as error:
-            body, headers = refusal(error, scope[REQUEST_ID])
-            if isinstance(error, Unauthenticated):
-                headers["WWW-Authenticate"] = "Bearer"
-            await reply(send, error.status, body, "application/json", headers)
+            await refuse(scope, send, error)
             return
         user = AuthenticatedUser(AccessToken(token="", client_id=caller.owner, scopes=[]))
         await self.sessions.handle_request({**scope, "user": user, _CALLER: caller}, receive, send)

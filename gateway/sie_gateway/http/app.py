@@ -58,6 +58,7 @@ from sie_runtime.http.asgi import (
     Scope,
     Send,
     documented,
+    error_headers,
     headers_of,
     reply,
 )
@@ -166,13 +167,7 @@ def error_response(error: Exception, call: Call) -> Response:
         error = InternalFailure("the server failed; its log has the details under this request id")
     call.code, call.message = error.code, error.message
     error = call.dialect.spoken(error) if call.shape is native_shape else error
-    headers |= {"X-SIE-Error-Code": error.code, "x-should-retry": "true" if error.retryable else "false"}
-    if error.retryable:
-        headers["Retry-After"] = str(max(1, error.retry_after_s))
-    if error.reason == "content_encoding":
-        headers["Accept-Encoding"] = "gzip"  # this header is defined in RFC 7694
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
+    headers |= error_headers(error)
     status, body = call.shape(error, call.id, errors)
     return JSONResponse(error.extras if status == 202 else body, status, headers)
 

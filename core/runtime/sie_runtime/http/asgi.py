@@ -89,15 +89,24 @@ def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) ->
     return [*merged, *(pair for pair in common if pair[0] not in names)]
 
 
-def refusal(error: SIEError, request_id: str) -> tuple[bytes, dict[str, str]]:
-    """Return the body and the headers of a reply with an error in the native format."""
+def error_headers(error: SIEError) -> dict[str, str]:
+    """Return the headers of a reply with an error."""
     headers = {
         "X-SIE-Error-Code": error.code,
         "x-should-retry": "true" if error.retryable else "false",
     }
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
-    return msgspec.json.encode(envelope(error, request_id)), headers
+    if error.reason == "content_encoding":
+        headers["Accept-Encoding"] = "gzip"  # RFC 7694: the reply to an unknown encoding names the supported ones
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return headers
+
+
+def refusal(error: SIEError, request_id: str) -> tuple[bytes, dict[str, str]]:
+    """Return the body and the headers of a reply with an error in the native format."""
+    return msgspec.json.encode(envelope(error, request_id)), error_headers(error)
 
 
 def documented(send: Send, elsewhere: str = "") -> Send:
@@ -170,7 +179,5 @@ async def refuse_upgrade(scope: Scope, send: Send, error: SIEError) -> None:
     body, own = refusal(error, scope[REQUEST_ID])
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(name.lower().encode(), value.encode()) for name, value in own.items()]
-    if error.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "websocket.http.response.start", "status": error.status, "headers": headers})
     await send({"type": "websocket.http.response.body", "body": body})
