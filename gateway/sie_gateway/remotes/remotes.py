@@ -139,13 +139,12 @@ class Remotes:
         metrics: Metrics,
         run: Callable[[Call, InferRequest], Awaitable[RequestResult]],
         now_s: Callable[[], float],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._feed = feed
         self._fleet = fleet
         self._metrics = metrics
         self._run = run
-        self._clock = clock
+        self._clock = time.monotonic
         bucket = RecordBucket(broker, REMOTES_BUCKET, replicas=settings.stream_replicas)
         self._record: Record[Stored] = Record(bucket, _decode, lambda key, value, revision: None)
         self._remotes = [

@@ -229,7 +229,7 @@ class MemoryServer(Exchange):
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(max_payload=max_payload, clock=clock, wall_clock=wall_clock)
+        super().__init__(max_payload, clock, wall_clock)
         self.buckets: dict[str, MemoryBucket] = {}
 
     def connect(self, name: str) -> MemoryBroker:

@@ -24,14 +24,8 @@ class Exchange(StreamServer):
     message is stored, but the publisher gets BrokerUnavailable instead of an answer.
     """
 
-    def __init__(
-        self,
-        *,
-        max_payload: int = 1 << 20,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        super().__init__(clock=clock, wall_clock=wall_clock)
+    def __init__(self, max_payload: int, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
+        super().__init__(clock, wall_clock)
         self.max_payload = max_payload
         self.lose_answers = 0
         self.inboxes: dict[str, asyncio.Future[bytes]] = {}

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -321,9 +320,7 @@ class StreamServer:
     clock calls `run_due` after each change of the clock.
     """
 
-    def __init__(
-        self, *, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
         self.clock = clock
         self.wall_clock = wall_clock
         self.timers = Timers(clock)
