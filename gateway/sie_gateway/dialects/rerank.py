@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from sie_contracts.errors import InvalidInput
 from sie_gateway.dialects import fields, multimodal, tei, voyage
-from sie_gateway.dialects.scores import scored
+from sie_gateway.dialects.scores import ranked, scored
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
@@ -85,19 +85,13 @@ async def ranking(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     infer_request = InferRequest("score", resolved, items, {"truncate": cut}, query, inputs_field="passages")
     finished = await scored(inference, call, infer_request, raw=True)
     began_s = time.perf_counter()
-    scores, order = _ranked(finished, "passages")
+    scores, order = ranked(finished, "passages")
     content = {
         "rankings": [{"index": index, "logit": scores[index]} for index in order],
         **finished.shared(explain=call.explains),
     }
     data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call.received_s, began_s))
     return EncodedReply(data, content_type, finished.headers(finished.reported_times))
-
-
-def _ranked(finished: RequestResult, name: str) -> tuple[list[float], list[int]]:
-    """Return the score of each document, and the indexes of the documents, best first. Raises FailedRequest."""
-    scores = [outcome.score or 0.0 for _, outcome in finished.succeeded(name)]
-    return scores, sorted(range(len(scores)), key=lambda index: (-scores[index], index))
 
 
 def _documents(body: fields.Body, limit: int, *, reads_images: bool) -> tuple[RequestItem, ...]:
@@ -143,15 +137,15 @@ def _answer(
     warnings: list[str],
 ) -> EncodedReply:
     began_s = time.perf_counter()
-    scores, order = _ranked(finished, "documents")
+    scores, order = ranked(finished, "documents")
     items, order = finished.request.items, order[:count]
-    ranked = [{"index": index, "relevance_score": scores[index]} for index in order]
-    results: list[dict[str, Any]] = ranked
+    entries = [{"index": index, "relevance_score": scores[index]} for index in order]
+    results: list[dict[str, Any]] = entries
     if with_documents:  # the reply repeats texts of documents, but not images
         texts = (items[index].text for index in order)
         results = [
             entry if text is None else {**entry, "document": text if root else {"text": text}}
-            for entry, text in zip(ranked, texts, strict=True)
+            for entry, text in zip(entries, texts, strict=True)
         ]
     shared = finished.shared(explain=call.explains)
     if warnings:
@@ -169,7 +163,7 @@ def _answer(
         "results": results,
         "meta": meta,
         **shared,
-        **({"data": ranked} if version == 1 else {}),  # Voyage's client reads `data`, and has the documents itself
+        **({"data": entries} if version == 1 else {}),  # Voyage's client reads `data`, and has the documents itself
     }
     data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call.received_s, began_s))
     return EncodedReply(data, content_type, finished.headers(finished.reported_times))

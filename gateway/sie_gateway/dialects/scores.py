@@ -25,3 +25,11 @@ async def scored(
     most = document_tokens if document_tokens < understood.resolved.entry.max_tokens else 0
     run = altered(run, parameters=parameters, document_tokens=most)
     return await inference.execute(call, understood.with_run(run))
+
+
+def ranked(finished: RequestResult, name: str) -> tuple[list[float], list[int]]:
+    """Return the score of each document, and the indexes of the documents, best first. `name`: field with the
+    documents. Raises FailedRequest.
+    """
+    scores = [outcome.score or 0.0 for _, outcome in finished.succeeded(name)]
+    return scores, sorted(range(len(scores)), key=lambda index: (-scores[index], index))

@@ -21,7 +21,7 @@ from sie_contracts.models import options
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import ModelEntry, classifies, widths
 from sie_gateway.dialects import fields
-from sie_gateway.dialects.scores import scored
+from sie_gateway.dialects.scores import ranked, scored
 from sie_gateway.dialects.selection import Capability, able, model_for, unable
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
@@ -204,17 +204,12 @@ async def rerank(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     """Answer with the texts in the order of their relevance to a query, best first."""
     body = await decode_body(call, raw)
     resolved = able(inference, call, "rerank", body.get("model"))
-    query, texts = body.get("query"), body.get("texts")
-    if not isinstance(query, str):
-        raise fields.refused("query", query, "a string")
-    items = _texts(texts, inference.max_items(call), "texts")
+    query = RequestItem(fields.text(body, "query"))
+    items = _texts(body.get("texts"), inference.max_items(call), "texts")
     is_raw, with_text = fields.flag(body, "raw_scores", default=False), fields.flag(body, "return_text", default=False)
-    request = InferRequest(
-        "score", resolved, items, _truncation(body), RequestItem(bodies.utf8(query, "query")), inputs_field="texts"
-    )
+    request = InferRequest("score", resolved, items, _truncation(body), query, inputs_field="texts")
     finished = await scored(inference, call, request, raw=is_raw)
-    scores = [outcome.score or 0.0 for _, outcome in finished.succeeded("texts")]
-    order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+    scores, order = ranked(finished, "texts")
     return _answer(
         call,
         finished,
