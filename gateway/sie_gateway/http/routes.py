@@ -39,7 +39,6 @@ from sie_gateway.inference.call import ErrorShape, family
 from sie_gateway.inference.handler import Handler, InferenceRoute
 from sie_gateway.jobs import file_routes, job_routes
 from sie_gateway.operations import cache_routes, configs, dead_letter_routes, handlers, overview, pools, whoami
-from sie_gateway.operations import configs as config_forward
 from sie_gateway.operations import ollama as ollama_models
 from sie_gateway.operations.status import CLUSTER_PATH, WORKER_PATH
 from sie_runtime.http import config_routes, openapi
@@ -460,7 +459,7 @@ ROUTES: tuple[GatewayRoute, ...] = (
     *ollama_models.MODELS,
     *handlers.RESIDENCY,
     *CATALOGUE,
-    *config_forward.CONFIG_FORWARD,
+    *configs.CONFIG_FORWARD,
     *overview.OVERVIEW,
     *cache_routes.CACHE,
     *dead_letter_routes.DEAD_LETTERS,

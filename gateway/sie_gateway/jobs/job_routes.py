@@ -9,6 +9,7 @@ A field without a counterpart is refused. The error names the field and an alter
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
@@ -100,12 +101,17 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
     input_map = _input(job, src, options)
     if options:
         params["options"] = options
-    output = _output(job.sink)
+    if job.sink.startswith(_UPLOADED) or (job.sink and "://" not in job.sink):
+        raise InvalidInput.at(
+            "sink",
+            "expected the URL of a folder, such as s3://bucket/folder; or leave it out, and read the output from "
+            "/v1/jobs/{job}/manifest",
+        )
     return {
         "model": job.model,
         "operation": job.operation,
         "input": input_map,
-        **({"output": output} if output else {}),
+        **({"output": {"url": job.sink}} if job.sink else {}),
         **({"params": params} if params else {}),
     }
 
@@ -133,18 +139,6 @@ def _input(job: _SubmittedJob, src: str, options: dict[str, Any]) -> dict[str, A
     if fields.carry:
         input_map["keep"] = list(fields.carry)
     return input_map
-
-
-def _output(sink: str) -> dict[str, Any]:
-    if not sink:
-        return {}
-    if sink.startswith(_UPLOADED) or "://" not in sink:
-        raise InvalidInput.at(
-            "sink",
-            "expected the URL of a folder, such as s3://bucket/folder; or leave it out, and read the output from "
-            "/v1/jobs/{job}/manifest",
-        )
-    return {"url": sink}
 
 
 def as_public(info: api.JobInfo) -> dict[str, Any]:
@@ -316,28 +310,25 @@ def _most(most: int, default: int) -> Parameter:
     return Parameter("limit", "query", kind, f"How many at most; {default} by default.")
 
 
-def _row(method: str, path: str, handler: Any, summary: str, reply: Any = api.JobInfo, **more: Any) -> GatewayRoute:
-    own = (_JOB,) if "{job}" in path else ()
-    parameters = (*own, *more.pop("parameters", ()))
-    names = ("Jobs", summary)
-    return control(method, PATH + path, "jobs", handler, names, reply, scope="infer", parameters=parameters, **more)
+def _row(
+    method: str,
+    path: str,
+    handler: Any,
+    summary: str,
+    reply: Any = api.JobInfo,
+    *,
+    prefix: str = PATH,
+    tag: str = "Jobs",
+    parameters: tuple[Parameter, ...] = (),
+    **more: Any,
+) -> GatewayRoute:
+    own = tuple(parameter for parameter in (_JOB, _BATCH) if f"{{{parameter.name}}}" in path)
+    parameters = (*own, *parameters)
+    names = (tag, summary)
+    return control(method, prefix + path, "jobs", handler, names, reply, scope="infer", parameters=parameters, **more)
 
 
-def _batch_row(method: str, path: str, handler: Any, summary: str, reply: Any, **more: Any) -> GatewayRoute:
-    own = (_BATCH,) if "{batch}" in path else ()
-    parameters = (*own, *more.pop("parameters", ()))
-    return control(
-        method,
-        BATCH_PATH + path,
-        "jobs",
-        handler,
-        ("OpenAI, batches", summary),
-        reply,
-        scope="infer",
-        parameters=parameters,
-        shape=family("openai"),
-        **more,
-    )
+_batch_row = functools.partial(_row, prefix=BATCH_PATH, tag="OpenAI, batches", shape=family("openai"))
 
 
 JOBS: tuple[GatewayRoute, ...] = (
