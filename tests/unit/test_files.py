@@ -307,7 +307,7 @@ async def test_an_upload_that_is_too_long_is_refused_and_an_output_is_not(cluste
     assert caught.value.extras["limit"] == 1000
     assert len(objects(tmp_path)) == len(records(cluster.server)) == 1
     # an output is longer than its input: the answers of a batch would be lost
-    output = await store.create("one", "out.jsonl", "batch_output", data(11), file=new_id())
+    output = await store.create("one", FileDescription("out.jsonl", "batch_output"), data(11), new_id())
     assert (output.bytes, output.state) == (1100, "ready")
 
 
@@ -347,14 +347,14 @@ async def test_files_have_bounds_of_a_key_and_of_all(
     """A refused upload leaves nothing. A removed file makes room. A batch output counts, and passes the bound."""
     store = await store_of(cluster, tmp_path / "store", usage=file_usage(**limits))
     first = await store.receive("one", pieces(1, 100), about)
-    output = await store.create("one", "b", "batch_output", pieces(1, 100), file=new_id())
+    output = await store.create("one", FileDescription("b", "batch_output"), pieces(1, 100), new_id())
     with pytest.raises(RateLimited, match=rf"\({setting}\): delete some") as caught:
         await store.receive("one", pieces(2, 50), about)
     assert (caught.value.reason, caught.value.retry_after_s) == ("files", 60)
     assert len(objects(tmp_path)) == len(records(cluster.server)) == 2
     if "of_key" in limits:
         await store.remove(await store.receive("two", pieces(1, 100), about))
-    await store.create("one", "c", "batch_output", pieces(1, 100), file=new_id())
+    await store.create("one", FileDescription("c", "batch_output"), pieces(1, 100), new_id())
     await store.remove(first)
     await store.remove(output)
     assert (await store.receive("one", pieces(1, 100), about)).bytes == 100
@@ -407,13 +407,13 @@ async def test_uploads_of_a_key_take_neither_the_places_of_others_nor_those_of_o
     with pytest.raises(RateLimited, match=f"this key has {UPLOADS_OF_A_KEY} uploads at once"):
         await store.receive("one", pieces(), about)
     assert (await store.receive("two", pieces(), about)).bytes == 1
-    assert (await store.create("one", "b", "batch_output", pieces(), file=new_id())).bytes == 1
+    assert (await store.create("one", FileDescription("b", "batch_output"), pieces(), new_id())).bytes == 1
     free_places = UPLOADS_AT_ONCE - UPLOADS_OF_A_KEY
     uploads += [asyncio.create_task(store.receive(f"key {number}", slow(), about)) for number in range(free_places)]
     await until(lambda: len(records(cluster.server)) == UPLOADS_AT_ONCE + 2, "all places are taken")
     with pytest.raises(ResourceExhausted, match=f"this gateway has {UPLOADS_AT_ONCE} uploads at once"):
         await store.receive("two", pieces(), about)
-    assert (await store.create("one", "b", "batch_output", pieces(), file=new_id())).bytes == 1
+    assert (await store.create("one", FileDescription("b", "batch_output"), pieces(), new_id())).bytes == 1
     ended = uploads.pop()
     ended.cancel()  # as the end of a connection does
     await asyncio.wait({ended})
@@ -666,16 +666,17 @@ async def test_a_writer_that_is_repeated_makes_a_file_once(cluster: InProcess, t
         reads += 1
         yield b"0123456789"
 
-    first = await store.create("one", "out.jsonl", "batch_output", data(), file=name)
-    assert await store.create("one", "out.jsonl", "batch_output", data(), file=name) == first
+    first = await store.create("one", FileDescription("out.jsonl", "batch_output"), data(), name)
+    assert await store.create("one", FileDescription("out.jsonl", "batch_output"), data(), name) == first
     assert reads == 1
     # two concurrent writers that both find no file
     name = new_id()
     first, again = await asyncio.gather(
-        *(store.create("one", "out.jsonl", "batch_output", data(), file=name) for _ in range(2)), return_exceptions=True
+        *(store.create("one", FileDescription("out.jsonl", "batch_output"), data(), name) for _ in range(2)),
+        return_exceptions=True,
     )
     first = first if isinstance(first, FileRecord) else again  # one may fail because the other has written the file
     assert isinstance(first, FileRecord)
-    assert await store.create("one", "out.jsonl", "batch_output", data(), file=name) == first
+    assert await store.create("one", FileDescription("out.jsonl", "batch_output"), data(), name) == first
     assert await store.range(first, 2, 5) == b"234"
     assert b"".join([piece async for piece in await store.open(first)]) == b"0123456789"

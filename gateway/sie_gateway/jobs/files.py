@@ -153,16 +153,7 @@ class FileStore:
 
     # creation and removal
 
-    async def create(
-        self,
-        owner: str,
-        name: str,
-        purpose: str,
-        data: AsyncIterator[bytes],
-        *,
-        expires_after_s: float = 0.0,
-        file: str,
-    ) -> FileRecord:
+    async def create(self, owner: str, about: FileDescription, data: AsyncIterator[bytes], file: str) -> FileRecord:
         """Store an output, of any length, as the file `file`. If that file exists, return its record without reading
         `data`.
         """
@@ -172,9 +163,7 @@ class FileStore:
         if existing is not None and existing.state == "ready":
             return existing
         async with self._outputs:
-            return await self._receive(
-                owner, data, lambda: FileDescription(name, purpose, expires_after_s), file, bounded=False
-            )
+            return await self._receive(owner, data, lambda: about, file, bounded=False)
 
     async def receive(self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription]) -> FileRecord:
         """Store a file that a client sends. `about` is called after the end of `data`, when all fields of the form are

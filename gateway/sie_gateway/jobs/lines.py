@@ -24,6 +24,7 @@ from sie_gateway.inference.results import FailedRequest
 from sie_gateway.jobs import envelope
 from sie_gateway.jobs.client import Halted, JobClient
 from sie_gateway.jobs.envelope import BadLine, BatchCut, BatchRow, LineRequest
+from sie_gateway.jobs.files import FileDescription
 from sie_gateway.jobs.run import JobRun, ShardBroken
 from sie_gateway.jobs.storage import JobStorage
 from sie_store.datasets.answers import most_frequent
@@ -159,17 +160,10 @@ class BatchJob:
         # begins with a time, so that ids of files sort by time.
         rest = uuid.uuid5(uuid.NAMESPACE_OID, f"{self._job.id} {kind}").hex[12:]
         file_id = f"file-{int(job.finalizing_s * 1000):012x}{rest}"
-        name = f"{self._job.id}_{kind}.jsonl"
         expires_after = self._batch.output_expires_after
-        record = await self._place.files.create(
-            self._job.owner,
-            name,
-            "batch_output",
-            data,
-            expires_after_s=0.0 if expires_after is None else expires_after.seconds,
-            file=file_id,
-        )
-        return record.id
+        expires_after_s = 0.0 if expires_after is None else expires_after.seconds
+        about = FileDescription(f"{self._job.id}_{kind}.jsonl", "batch_output", expires_after_s)
+        return (await self._place.files.create(self._job.owner, about, data, file_id)).id
 
     async def _line(self, shard: int, number: int, line: bytes) -> None:
         custom_id: str | None = None
