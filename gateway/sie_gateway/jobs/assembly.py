@@ -13,7 +13,8 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Charge, Grant, Quotas
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference.handler import Inference, InferenceRoute
-from sie_gateway.jobs.engine import Credentials, JobEngine
+from sie_gateway.jobs.client import JobIdentity
+from sie_gateway.jobs.engine import JobEngine
 from sie_gateway.jobs.files import FileStore
 from sie_gateway.jobs.ledger import JobLedger
 from sie_gateway.jobs.pace import workers_needed
@@ -75,7 +76,10 @@ def assembled(
     def charge(grant: Grant) -> Charge | None:
         return quotas.charge(grant.key, grant.limits)
 
-    engine = JobEngine(settings, inference, ledger, files, store, Credentials(grant_of_key, charge), route_of)
+    def identity(owner: str) -> JobIdentity:
+        return JobIdentity(owner, grant_of_key, charge)
+
+    engine = JobEngine(settings, inference, ledger, files, store, identity, route_of)
 
     def workers(job: JobRecord) -> int:
         return sum(str(beat.lane) == job.lane for beat in fleet.healthy())

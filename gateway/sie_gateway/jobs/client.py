@@ -219,14 +219,10 @@ class JobClient:
                 # gateway and worker read the catalogue at different moments: try again with the new entry
                 except EntryChanged:
                     pause_s = 1.0
-                except FailedRequest as error:
-                    exhausted += _is_exhausted(error)
-                    if not _passes(error.error) or exhausted == ATTEMPTS:
-                        raise
-                    pause_s, is_told = error.error.retry_after_s, True
-                    self._on_trouble(error.error)
-                except SIEError as error:
-                    if not _passes(error):
+                except (FailedRequest, SIEError) as failure:
+                    error = failure.error if isinstance(failure, FailedRequest) else failure
+                    exhausted += isinstance(failure, FailedRequest) and _is_exhausted(failure)
+                    if not _passes(error) or exhausted == ATTEMPTS:
                         raise
                     pause_s, is_told = error.retry_after_s, True
                     self._on_trouble(error)

@@ -7,7 +7,7 @@ JobRecord ──work──► NativeJob or BatchJob, for the gateway that leads 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -15,7 +15,6 @@ from sie_contracts.api.jobs import JobRequest
 from sie_contracts.errors import ErrorInfo, InvalidInput, NotReady, SIEError
 from sie_contracts.jobs import JobRecord
 from sie_contracts.settings import Secret, Settings
-from sie_gateway.admission.grant import Charge, Grant
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.cached import CachePolicy
 from sie_gateway.inference.call import Call, InferRequest
@@ -45,15 +44,10 @@ PARSER_FAMILY = DEFAULT_PARSER = "docling"
 SINK_DTYPES = ("float32", "float16")
 
 
-class Credentials(NamedTuple):
-    """Functions about a job's owner: `grant` returns the current rights, `charge` begins to count a call's tokens."""
-
-    grant: Callable[[str], Grant | None]
-    charge: Callable[[Grant], Charge | None]
-
-
 class JobEngine:
-    """Builder of jobs. `route_of` returns the route that answers POST of a path."""
+    """Builder of jobs. `identity` returns the identity of an owner. `route_of` returns the route that answers POST of a
+    path.
+    """
 
     def __init__(
         self,
@@ -62,7 +56,7 @@ class JobEngine:
         ledger: JobLedger,
         files: FileStore,
         store: ObjectStore | None,
-        credentials: Credentials,
+        identity: Callable[[str], JobIdentity],
         route_of: Callable[[str], InferenceRoute | None],
     ) -> None:
         self._settings = settings
@@ -70,7 +64,7 @@ class JobEngine:
         self._ledger = ledger
         self._files = files
         self._store = store
-        self._credentials = credentials
+        self._identity = identity
         self._route_of = route_of
 
     async def check(self, call: Call, job: JobRecord) -> JobRecord:
@@ -187,7 +181,6 @@ class JobEngine:
     def work(self, job: JobRecord, progress: JobRun) -> JobWork:
         """Build the JobWork of a job for the gateway that leads the job. Raises SIEError."""
         workplace = self.workplace(job)
-        identity = JobIdentity(job.owner, *self._credentials)
         request = job.request
 
         def trouble(error: SIEError | None) -> None:
@@ -195,7 +188,7 @@ class JobEngine:
 
         client = JobClient(
             self._inference,
-            identity,
+            self._identity(job.owner),
             headers_of(request) if request is not None else {},
             trouble,
             progress.until_open,
