@@ -43,14 +43,7 @@ WORKER: ContextVar[str | None] = ContextVar("sie_worker", default=None)
 
 
 # exceptions whose messages are left out of logged tracebacks, because they may quote a client's values
-QUOTING = (
-    LookupError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    SyntaxError,
-)
+QUOTING = (LookupError, ValueError, TypeError, AttributeError, AssertionError, SyntaxError)
 
 
 def end_signals() -> tuple[signal.Signals, ...]:

@@ -172,13 +172,7 @@ def _late(tokens: _TextTokens, spans: Spans, special: tuple[Ids, Ids], most: int
         row = int(np.searchsorted(owned, begin, side="right")) - 1
         while begin < end:
             shift, stop = len(before) - bounds[row][0], min(end, owned[row + 1])
-            segments.append(
-                (
-                    chunk,
-                    row,
-                    begin + shift if begin else 0,
-                    stop + shift if stop < count else len(rows[row]),
-                )
-            )
+            segment_end = stop + shift if stop < count else len(rows[row])
+            segments.append((chunk, row, begin + shift if begin else 0, segment_end))
             begin, row = stop, row + 1
     return ChunkContents([TokenRow(row, len(row)) for row in rows], spans, np.array(segments, np.int32))

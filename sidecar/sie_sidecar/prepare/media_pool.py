@@ -39,14 +39,7 @@ from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.wire.child_frames import Hello, Unusable
 from sie_contracts.wire.ipc import FrameError, read_frame
 from sie_sidecar.prepare import media_frames
-from sie_sidecar.prepare.media_frames import (
-    ImageJob,
-    Job,
-    PreparedFile,
-    PreparedImage,
-    SoundFeatures,
-    SoundJob,
-)
+from sie_sidecar.prepare.media_frames import ImageJob, Job, PreparedFile, PreparedImage, SoundFeatures, SoundJob
 
 DEADLINE_S = 10.0  # seconds that a process may take for one file
 MEMORY_BYTES = 2 << 30  # bytes of address space of a process: decoding 100 megapixels takes 1.3 GB
@@ -117,9 +110,6 @@ class _SoundFile:
         return reply
 
 
-NOUNS = (_ImageFile.noun, _SoundFile.noun)
-
-
 class _PendingFile(Generic[T]):
     """File that waits or is being decoded, with the future of its outcome."""
 
@@ -141,7 +131,7 @@ class _PendingFile(Generic[T]):
 
 class MediaPool:
     """Pool of at most `workers` processes, used by one event loop. A process is started if a file waits and none is
-    free. `count` is called for each file whose caller was not cancelled, with one of NOUNS and one of RESULTS.
+    free. `count` is called for each file whose caller was not cancelled, with its noun and one of RESULTS.
     """
 
     def __init__(
@@ -351,14 +341,8 @@ class _MediaProcess:
         with theirs:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *(
-                        sys.executable,
-                        "-P",
-                        "-m",
-                        "sie_sidecar.prepare.media_worker",
-                        str(os.getpid()),
-                        str(memory_bytes),
-                    ),
+                    *(sys.executable, "-P", "-m", "sie_sidecar.prepare.media_worker"),
+                    *(str(os.getpid()), str(memory_bytes)),
                     stdin=theirs.fileno(),
                     stdout=asyncio.subprocess.DEVNULL,
                     env={

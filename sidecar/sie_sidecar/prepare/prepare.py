@@ -190,13 +190,8 @@ class Prepare:
             effort, functools.partial(layouts.make, tokenizer, layout, inputs), together
         )
         for (flight, _), rows in zip(work, results, strict=True):
-            flight.layout, flight.rows, flight.shared, flight.refused = (
-                layout.layout,
-                rows.rows,
-                rows.shared,
-                rows.error,
-            )
-            flight.unfit, flight.chunked = rows.unfit, rows.chunked
+            flight.layout, flight.rows, flight.shared = layout.layout, rows.rows, rows.shared
+            flight.refused, flight.unfit, flight.chunked = rows.error, rows.unfit, rows.chunked
 
     async def _decoded(self, flight: InFlight, layout: Rows) -> tuple[InFlight, WorkItemInput] | None:
         """Return the data from which the rows of a work item are built. Its images and sounds are decoded if the model

@@ -42,10 +42,7 @@ _SPEC_FIELDS = {
 _NEVER_COMPARED = {"metadata", "mem_storage"}
 # Not updated: the filter, because some server versions accept one that overlaps another consumer's filter, and then
 # both consumers would get the same message; the ack policy, because the broker refuses another one.
-NEVER_UPDATED = {
-    "filter_subject",
-    "ack_policy",
-}
+NEVER_UPDATED = {"filter_subject", "ack_policy"}
 
 
 # With these settings, a stream would copy messages from other streams, or publish its messages again on other subjects.
