@@ -24,7 +24,7 @@ from sie_runtime.connection import connected
 from sie_runtime.feed import CatalogueFeed, ConfigSource, config_source, packaged_catalogue
 from sie_runtime.http.server import HttpServer
 from sie_runtime.http.websocket import WebSocketProtocol
-from sie_runtime.process import WORKER, Stop, Tasks, Trouble, retry
+from sie_runtime.process import WORKER, Stop, Tasks, Trouble, cancel_all, retry
 from sie_sidecar.batching.batch import BatchLimits
 from sie_sidecar.collector import WorkerCollector
 from sie_sidecar.device.link import AdapterGone, AdapterLinks
@@ -167,8 +167,7 @@ async def serve(
             health.leaving = True
             await health.publish()
             if following is not None:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
+                await cancel_all([following])
             await worker.drain(DRAIN_S if drain_s is None else drain_s)
             # if the broker is unreachable, it delivers the messages again later
             with contextlib.suppress(BrokerError):
@@ -256,8 +255,7 @@ async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, object]) -> None
     await asyncio.wait({doing, ending}, return_when=asyncio.FIRST_COMPLETED)
     ending.cancel()
     if not doing.done():
-        doing.cancel()
-        await asyncio.gather(doing, return_exceptions=True)
+        await cancel_all([doing])
         return
     doing.result()
 

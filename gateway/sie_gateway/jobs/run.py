@@ -34,6 +34,7 @@ from sie_gateway.jobs import pace
 from sie_gateway.jobs.client import Halted
 from sie_gateway.jobs.ledger import JobLedger
 from sie_gateway.jobs.pace import JobPace
+from sie_runtime.process import cancel_all
 from sie_store.datasets.answers import most_frequent
 from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
 
@@ -161,8 +162,7 @@ class JobRun:
             try:
                 await self._until_end()
             finally:
-                flushing.cancel()
-                await asyncio.gather(flushing, return_exceptions=True)
+                await cancel_all([flushing])
         except (BrokerError, NotFound, Replaced) as error:  # NotFound: the job was deleted in the meantime
             self._left(error)
         finally:

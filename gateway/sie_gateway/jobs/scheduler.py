@@ -17,7 +17,7 @@ from sie_contracts.errors import NotFound
 from sie_contracts.jobs import JobRecord
 from sie_gateway.jobs.ledger import JobLedger
 from sie_gateway.jobs.run import JobRun, JobWork, is_due, left
-from sie_runtime.process import Stop, Trouble
+from sie_runtime.process import Stop, Trouble, cancel_all
 
 EVERY_S = 1.0
 LEASE_S = 6.0
@@ -136,8 +136,7 @@ class JobScheduler:
         running, self._running = self._running, {}
         for entry in running.values():
             entry.fence.cancel()
-            entry.task.cancel()
-        await asyncio.gather(*(entry.task for entry in running.values()), return_exceptions=True)
+        await cancel_all(entry.task for entry in running.values())
         for job_id, entry in running.items():
             # without a release the lease expires, and this gateway is treated as dead
             with contextlib.suppress(BrokerError):

@@ -29,7 +29,7 @@ from sie_contracts.models.catalogue import Catalogue, Resolved
 from sie_contracts.wire import ipc, messages
 from sie_contracts.wire.messages import WorkItem
 from sie_runtime.feed import CatalogueFeed
-from sie_runtime.process import Tasks
+from sie_runtime.process import Tasks, cancel_all
 from sie_sidecar.device.in_flight import InFlight, Inventory, unsettled
 from sie_sidecar.device.link import AdapterGone, AdapterLinks
 from sie_sidecar.models.models import ModelState, WorkerModels
@@ -94,10 +94,7 @@ class LoraLoads:
 
     async def stop(self) -> None:
         """Cancel the running loads. The callers that wait for them are cancelled too."""
-        loads = list(self._loads.values())
-        for load in loads:
-            load.cancel()
-        await asyncio.gather(*loads, return_exceptions=True)
+        await cancel_all(self._loads.values())
 
     def _load_of(self, hosted: ModelState, name: str) -> asyncio.Task[None]:
         key = (hosted.device, hosted.name, name)

@@ -47,6 +47,7 @@ from sie_contracts.wire.heartbeats import (
     ServedPrecision,
 )
 from sie_contracts.wire.messages import RunOptions
+from sie_runtime.process import cancel_all
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.models import devices
 from sie_sidecar.models.devices import DeviceView, SecondCopies
@@ -580,10 +581,7 @@ class Hosting(ModelStates):
             await asyncio.shield(loading)
 
     async def stop(self) -> None:
-        loads = list(self._loading.values())
-        for load in loads:
-            load.cancel()
-        await asyncio.gather(*loads, return_exceptions=True)
+        await cancel_all(self._loading.values())
 
     async def _load(self, hosted: ModelState) -> None:
         resolved, asked_s = hosted.resolved, self._clock()

@@ -38,6 +38,7 @@ from sie_contracts.media.media import Cause, cause_of, fault
 from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.wire.child_frames import Hello, Unusable
 from sie_contracts.wire.ipc import FrameError, read_frame
+from sie_runtime.process import cancel_all
 from sie_sidecar.prepare import media_frames
 from sie_sidecar.prepare.media_frames import ImageJob, Job, PreparedFile, PreparedImage, SoundFeatures, SoundJob
 
@@ -211,9 +212,7 @@ class MediaPool:
     async def close(self) -> None:
         """End all processes. Files that wait or are being decoded get an error."""
         self._closed = True
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await cancel_all(self._keepers)
         while not self._queue.empty():
             self._queue.get_nowait().fail(ShuttingDown("the media workers have ended"))
 
