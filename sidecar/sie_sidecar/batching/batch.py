@@ -390,10 +390,7 @@ class Waiting(Generic[T]):
             and queue.binds(limits, begins_s, times)
         ):
             return WaitUntil(begins_s - LEAD_S) if times.is_known else None
-        return self._seal(queue, limits, begins_s)
-
-    def _seal(self, queue: _KeyQueue[T], limits: BatchLimits, begins_s: float) -> Batch[T]:
-        bulk, times = queue.entries[0].bulk, self._times_of(queue.key.residency)
+        bulk = queue.entries[0].bulk
         entries = tuple(
             sorted(self.lines[bulk].pop_batch(queue, limits, begins_s, times), key=lambda entry: entry.cost)
         )
