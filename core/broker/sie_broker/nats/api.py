@@ -89,7 +89,7 @@ class ConsumerInfo(msgspec.Struct):
     delivered: Delivered = Delivered()
 
 
-class Page(msgspec.Struct, Generic[Row]):
+class ListPage(msgspec.Struct, Generic[Row]):
     """Part of a list of `total` streams or consumers."""
 
     total: int

@@ -23,7 +23,7 @@ from sie_broker.nats.api import (
     NO_STREAM,
     ApiReply,
     ConsumerInfo,
-    Page,
+    ListPage,
     Refusal,
     Row,
     StoredAnswer,
@@ -79,9 +79,9 @@ class NatsQueue(JetStream):
         return info.ts.timestamp()
 
     async def consumers(self, stream: str) -> list[str]:
-        return await self._listed(f"CONSUMER.NAMES.{stream}", Page[str])
+        return await self._listed(f"CONSUMER.NAMES.{stream}", ListPage[str])
 
-    async def _listed(self, verb: str, kind: type[Page[Row]]) -> list[Row]:
+    async def _listed(self, verb: str, kind: type[ListPage[Row]]) -> list[Row]:
         rows: list[Row] = []
         while True:
             page = await self.api(verb, {"offset": len(rows)}, kind)
@@ -179,7 +179,7 @@ class NatsAdministration(NatsQueue):
         return [consumer_state_of(info) for info in await self.consumer_infos(stream)]
 
     async def consumer_infos(self, stream: str) -> list[ConsumerInfo]:
-        return await self._listed(f"CONSUMER.LIST.{stream}", Page[ConsumerInfo])
+        return await self._listed(f"CONSUMER.LIST.{stream}", ListPage[ConsumerInfo])
 
     async def stream_infos(self) -> list[StreamInfo]:
-        return await self._listed("STREAM.LIST", Page[StreamInfo])
+        return await self._listed("STREAM.LIST", ListPage[StreamInfo])
