@@ -122,6 +122,12 @@ async def test_pods_appear_and_disappear_with_the_events_of_the_api(
         api.change(endpoint("fd00::1"), kind="IPv6")
         await until(lambda: addresses() == ("http://[fd00::1]:8080",), "the other pod")
         assert {request[2] for request in api.asked} == {"Bearer pod-token", "Bearer renewed"}
+        pod = {"targetRef": {"kind": "Pod", "uid": "pod-1"}}
+        api.change({**endpoint("fd00::1"), **pod}, kind="IPv6")
+        api.slices.append({"addressType": "IPv4", "endpoints": [{**endpoint("10.0.0.1"), **pod}], "ports": []})
+        await until(lambda: addresses() == ("http://10.0.0.1:8080",), "the pod once, at its address of IPv4")
+        api.change(endpoint("fd00::1"), kind="IPv6")
+        await until(lambda: addresses() == ("http://[fd00::1]:8080",), "the pod at its address of IPv6")
         api.status = 500
         api.changed.set()
         before = len(api.asked)

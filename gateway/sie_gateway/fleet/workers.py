@@ -219,9 +219,14 @@ class _Conditions(msgspec.Struct, frozen=True):
     terminating: bool | None = None
 
 
-class _Endpoint(msgspec.Struct, frozen=True):
+class _Target(msgspec.Struct, frozen=True):
+    uid: str = ""
+
+
+class _Endpoint(msgspec.Struct, frozen=True, rename="camel"):
     addresses: list[str] | None = None
     conditions: _Conditions = _Conditions()
+    target_ref: _Target | None = None
 
 
 class _Slice(msgspec.Struct, frozen=True, rename="camel"):
@@ -296,14 +301,15 @@ class Endpoints:
         answer = await client.get(self._path, params=self._selected, headers=self._headers())
         answer.raise_for_status()
         slices = _slices.decode(answer.content)
-        addresses = {
-            f"[{endpoint.addresses[0]}]" if piece.address_type == "IPv6" else endpoint.addresses[0]
-            for piece in slices.items
-            for endpoint in piece.endpoints or ()
-            if endpoint.addresses and not endpoint.conditions.terminating
-        }
+        addresses: dict[str, str] = {}  # by pod: a service of both address families lists a pod once for each
+        for piece in sorted(slices.items, key=lambda piece: piece.address_type):
+            for endpoint in piece.endpoints or ():
+                if endpoint.addresses and not endpoint.conditions.terminating:
+                    first = endpoint.addresses[0]
+                    pod = endpoint.target_ref.uid if endpoint.target_ref is not None else ""
+                    addresses.setdefault(pod or first, f"[{first}]" if piece.address_type == "IPv6" else first)
         return tuple(
-            f"http://{address}:{self._port}" for address in sorted(addresses)
+            f"http://{address}:{self._port}" for address in sorted(set(addresses.values()))
         ), slices.metadata.resource_version
 
     async def _change(self, client: httpx.AsyncClient, version: str) -> None:
