@@ -79,7 +79,7 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
         models = [part.strip() for text in names for part in text.split(",") if part.strip()]
         chosen = choose(Overlay(settings).folders(), models)
         entries = with_profiles(chosen.entries, profiles) if profiles else chosen.entries
-        seeded({document.id: document for document in (*entries, *chosen.aliases)})
+        seeded({**{entry.id: entry for entry in entries}, **{alias.id: alias for alias in chosen.aliases}})
         told_by = logging.getLogger("sie.store")  # reports the progress of downloads, every few seconds
         told_by.setLevel(logging.INFO)
         told_by.addHandler(logging.StreamHandler())

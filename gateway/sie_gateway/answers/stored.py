@@ -120,7 +120,7 @@ def _halves(digests: bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
 def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -> dict[int, RowAnswer]:
     """Read values of a segment. `rows`: (index of a digest, row of its value). Returns the values by index."""
     answers: dict[int, RowAnswer] = {}
-    fault: ValueError | None = None
+    fault: Exception | None = None
     for place, row in rows:
         try:
             answers[place] = segment.value(row)
