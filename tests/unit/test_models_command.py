@@ -514,7 +514,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "a number with too many digits": (
         ("set", "org/one", f"family={'9' * 5000}"),
         2,
-        ("family: the value is not YAML",),
+        ("family: the value is a whole number of more than 100 digits",),
     ),
     "a field twice": (("set", "org/one", "a=1", "a=2"), 2, ("a: occurs twice",)),
     "both ways": (
