@@ -52,7 +52,7 @@ class ChunkPages:
         self._values = self.bytes = 0
 
     def note(self, at: int, data: bytes, fetch: Callable[[int, int], bytes]) -> None:
-        """Note the pages whose headers begin before the end of `data`, which was read at position `at`. `fetch`:
+        """Count the pages whose headers begin before the end of `data`, which was read at position `at`. `fetch`:
         returns the bytes between two positions, for a header that continues after `data`. Raises PageFault.
         """
         if not self._start <= at < self._end:
