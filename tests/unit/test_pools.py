@@ -706,14 +706,14 @@ async def test_after_a_loss_of_the_broker_reserved_workers_have_the_time_to_send
     def watched(keeper: PoolReconciler) -> Callable[[], Coroutine[Any, Any, None]]:
         step = keeper.step
 
-        async def look() -> None:
+        async def counted_step() -> None:
             is_connected = keeper._broker.connected
             try:
                 await step()
             finally:
                 looks.add((keeper, is_connected))
 
-        return look
+        return counted_step
 
     for keeper in keepers():
         keeper.step = watched(keeper)  # type: ignore[method-assign]

@@ -607,5 +607,5 @@ def test_a_damaged_listing_of_another_program_leaves_the_other_models(tmp_path: 
     (whole := tmp_path / "whole").mkdir()
     (whole / "config.json").write_text("{}")
     (whole / "model.safetensors").write_bytes(b"\0")
-    other = msgspec.structs.replace(damaged, id="my/other", weights=Weights(path=str(whole)))
-    assert on_disk([damaged, other], LocalCache(tmp_path)) == ("my/other",)
+    complete = msgspec.structs.replace(damaged, id="my/other", weights=Weights(path=str(whole)))
+    assert on_disk([damaged, complete], LocalCache(tmp_path)) == ("my/other",)

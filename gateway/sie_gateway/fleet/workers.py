@@ -219,14 +219,14 @@ class _Conditions(msgspec.Struct, frozen=True):
     terminating: bool | None = None
 
 
-class _Target(msgspec.Struct, frozen=True):
+class _PodReference(msgspec.Struct, frozen=True):
     uid: str = ""
 
 
 class _Endpoint(msgspec.Struct, frozen=True, rename="camel"):
     addresses: list[str] | None = None
     conditions: _Conditions = _Conditions()
-    target_ref: _Target | None = None
+    target_ref: _PodReference | None = None
 
 
 class _Slice(msgspec.Struct, frozen=True, rename="camel"):
