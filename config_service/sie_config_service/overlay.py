@@ -163,15 +163,11 @@ class Overlay:
         return {path: document for path, (_, document) in self._cached.items()}
 
     def _bodies(self, paths: Collection[str]) -> dict[str, bytes]:
-        """Read these files, each at most to one byte more than the limit: enough to refuse the file."""
+        """Read these files. From a bucket, read at most one byte more than the limit: enough to refuse the file."""
         if self._bucket is not None:
             return self._bucket.read(paths, MAX_FILE_BYTES + 1)
         root = Path(self.name).expanduser()
-        bodies = {}
-        for path in paths:
-            with (root / path).open("rb") as file:
-                bodies[path] = file.read(MAX_FILE_BYTES + 1)
-        return bodies
+        return {path: (root / path).read_bytes() for path in paths}
 
 
 def _document(path: str, body: bytes) -> ModelEntry | Alias | BundleEntry:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -150,17 +149,6 @@ def test_a_broken_folder_names_file_field_and_line(files: dict[str, str], says: 
     with pytest.raises(ValidationFailed) as caught:
         overlay(tmp_path).folders()
     assert caught.value.message.startswith(says), caught.value.message
-
-
-def test_a_large_file_is_not_read_as_a_whole(tmp_path: Path) -> None:
-    (tmp_path / "x.yaml").touch()
-    os.truncate(tmp_path / "x.yaml", 100 << 20)
-    tracemalloc.start()
-    with pytest.raises(ValidationFailed, match="expected at most 1048576 bytes"):
-        own(overlay(tmp_path))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 50 << 20
 
 
 async def test_a_broken_folder_ends_the_start_with_the_name_of_its_setting(tmp_path: Path) -> None:
