@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import measure
 import pytest
@@ -115,6 +116,21 @@ def test_docstrings_name_files_and_exceptions_that_exist() -> None:
         for place in measure.names_that_are_gone(module)
     ]
     assert places_gone == []
+
+
+def test_the_map_names_classes_and_methods_that_exist() -> None:
+    sources = "\n".join(module.text for package in measure.PACKAGES for module in measure.modules(package))
+    classes = set(re.findall(r"^ *class (\w+)", sources, re.MULTILINE))
+    architecture = (measure.ROOT / "ARCHITECTURE.md").read_text("utf-8")
+    names = set(re.findall(r"`([A-Z][a-z]+(?:[A-Z]\w+|\w*\.\w+))`", architecture))
+    assert len(names) > 20
+    absent = [
+        name
+        for name in sorted(names)
+        for class_name, _, member in [name.partition(".")]
+        if class_name not in classes or not re.search(rf"\b(def |self\.){member}\b|^ *{member}:", sources, re.MULTILINE)
+    ]
+    assert absent == []
 
 
 @pytest.mark.serial
