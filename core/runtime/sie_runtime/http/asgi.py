@@ -57,8 +57,8 @@ def uuid7() -> str:
 
 def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) -> list[tuple[bytes, bytes]]:
     """Return `headers` plus the headers of every reply, including probes, preflights and refusals: ids, trace,
-    versions, and security headers for browsers. A header in `headers` replaces the common one. Names have only the
-    characters a-z, 0-9 and -; with other ones a reply is sent in two writes.
+    versions, and security headers for browsers. A header in `headers` replaces the common one. Names should
+    have only the characters a-z, 0-9 and -: a reply with another name is sent in two writes.
 
     `x-request-id` repeats the client's id, if that has at most MAX_ID_CHARS characters of printable ASCII; otherwise it
     is the id of the server.
