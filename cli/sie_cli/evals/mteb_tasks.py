@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sie_cli.evals.steps import EvalStep, EvalWork
 from sie_cli.refusal import CommandRefused
+
+if TYPE_CHECKING:
+    from sie_cli.evals.steps import EvalStep, EvalWork
 
 PREFIX = "mteb/"
 CONNECT_S = 5.0  # seconds to connect to the hub
