@@ -107,12 +107,17 @@ def connection_of(data: bytes) -> Any:
     return MagicMock(
         roundtrip=AsyncMock(return_value=message),
         _bus=MagicMock(request=AsyncMock(return_value=data)),
-        _get=AsyncMock(return_value=data),
         _client=MagicMock(get=AsyncMock(return_value=answer), request=MagicMock(return_value=answer)),
         get=AsyncMock(return_value=answer),
         url="http://x",
         leases=MagicMock(left_s=lambda _: 1.0),
     )
+
+
+def config_source_of(data: bytes) -> feed.HttpConfigSource:
+    source = feed.HttpConfigSource("http://config", None)
+    source._client = connection_of(data)._client
+    return source
 
 
 def of_file(read: Callable[[Path], Any], name: str) -> Callable[[bytes, Path], Any]:
@@ -243,7 +248,7 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Excep
     "export": (
         {"epoch": MARK},
         json,
-        lambda data: feed.HttpConfigSource.export(connection_of(data)),
+        lambda data: config_source_of(data).export(),
         feed.ConfigUnavailable,
     ),
     "entry in an export": (
@@ -255,7 +260,7 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Excep
     "epoch": (
         {"epoch": MARK},
         json,
-        lambda data: feed.HttpConfigSource.epoch(connection_of(data)),
+        lambda data: config_source_of(data).epoch(),
         feed.ConfigUnavailable,
     ),
     "epoch, doctor": ({"epoch": MARK}, json, lambda data: ClusterProbe.epoch_of(ProbeResult("u", 200, data)), None),
