@@ -32,8 +32,12 @@ import numpy as np
 import psutil
 import torch
 import uvloop
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 from client import closed_loop, connect, percentile, request
 from report import Report
+from text_rows import text_rows
 from words import WORDS
 
 from sie_adapter.engine.device_threads import DeviceJob
@@ -81,19 +85,19 @@ class Alone:
 
     def one(self, text: str) -> None:
         """Tokenise and run one text on the calling thread."""
-        (tokens,) = self.tokenizer.encode([text], "END", 0)
-        done = self.engine.execute(self.batch([tokens.ids]))
+        (row,) = text_rows(self.tokenizer, [text])
+        done = self.engine.execute(self.batch([row.ids]))
         assert isinstance(done, ipc.BatchDone), done
 
     def batches(self, texts: list[str], most: int = 1 << 30) -> list[ipc.RunBatch]:
         """Return the texts in order, in batches within the token budget and of at most `most` texts."""
         run_batches: list[ipc.RunBatch] = []
         ids: list[np.ndarray] = []
-        for tokens in self.tokenizer.encode(texts, "END", 0):
-            if ids and (len(ids) == most or sum(map(len, ids)) + len(tokens.ids) > self.budget):
+        for row in text_rows(self.tokenizer, texts):
+            if ids and (len(ids) == most or sum(map(len, ids)) + len(row.ids) > self.budget):
                 run_batches.append(self.batch(ids))
                 ids = []
-            ids.append(tokens.ids)
+            ids.append(row.ids)
         return [*run_batches, self.batch(ids)]
 
     def rate(self, batches: list[ipc.RunBatch], seconds: float) -> float:

@@ -60,11 +60,14 @@ def medians(rows: dict[str, Callable[[], object]], rounds: int) -> dict[str, tup
 def inline(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEventLoop, rounds: int) -> None:
     pool = TokenizerPool(1)
 
+    def rows_of(text: str) -> None:
+        layouts.make(ours, Rows("text"), [WorkItemInput([Input(text)], None, RunOptions())])
+
     async def handed_over(text: str) -> None:
-        await asyncio.get_running_loop().run_in_executor(pool._executor, ours.encode, [text], "END", 0)
+        await asyncio.get_running_loop().run_in_executor(pool._executor, rows_of, text)
 
     async def here(text: str) -> None:
-        ours.encode([text], "END", 0)
+        rows_of(text)
 
     async def repeated(run: Callable[[str], object], texts: list[str]) -> None:
         for text in texts:
