@@ -30,7 +30,7 @@ import stack
 from sie_cli.replay import trace as traces
 from sie_cli.replay.bench import HOST, HOST_DEFAULT, PLAN
 from sie_cli.replay.curve import percentile
-from sie_cli.replay.replay import Machine, plan_of, replay
+from sie_cli.replay.replay import Machine, Replay, plan_of
 from sie_contracts.settings import load
 
 SPECIAL = 2  # tokens that the toy tokenizer adds to those of the bytes
@@ -112,9 +112,8 @@ def main() -> None:
         was = was or measurement
         machine = Machine(*traces.fit(was.trace.ran), *(host[key] / unit for key, unit in HOST.items()))
         settings = load(environ={"SIE_MACHINE_PROFILE": "cpu"}).settings
-        prediction = replay(
-            measurement.trace.requests[20:], replace(plan_of(settings), **{**was.trace.settings, **changes}), machine
-        )
+        plan = replace(plan_of(settings), **{**was.trace.settings, **changes})
+        prediction = Replay(measurement.trace.requests[20:], plan, machine).run()
         # the replay does not model HTTP and the broker: their time is that of a lone request beyond its forward pass
         beyond_s = measurement.lone_s - machine.batch_s(64, 64**2)
         cells = [name]

@@ -357,11 +357,12 @@ def _names(package: str, path: str) -> set[str]:
     return names
 
 
-def test_programs_in_strings_of_tests_import_names_that_exist() -> None:
-    """Neither ruff nor mypy reads these programs, and most run in the long lane only."""
+def test_benchmarks_and_programs_in_strings_of_tests_import_names_that_exist() -> None:
+    """mypy reads neither, and most of them do not run in CI."""
     unknown = [
         f"{path.relative_to(ROOT)}: {package}{module}.{name}"
-        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for folder in ("bench", "tests")
+        for path in sorted((ROOT / folder).rglob("*.py"))
         for package, module, names in _IMPORT.findall(path.read_text("utf-8"))
         if package in FOLDERS
         for name in re.findall(r"(\w+)(?: as \w+)?", names)
