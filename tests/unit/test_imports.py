@@ -348,12 +348,17 @@ def _names(package: str, path: str) -> set[str]:
     module = ROOT.joinpath(FOLDERS[package], package, *path.split(".")[1:])
     file = module.with_suffix(".py") if module.with_suffix(".py").exists() else module / "__init__.py"
     names = {entry.stem for entry in module.glob("*")}
-    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-        match node:
+    statements = list(ast.parse(file.read_text("utf-8")).body)
+    while statements:
+        match node := statements.pop():
+            case ast.If() | ast.Try():
+                statements += [*node.body, *node.orelse]
+            case ast.Import() | ast.ImportFrom():
+                statements += node.names
+            case ast.Assign() | ast.AnnAssign():
+                names |= {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.alias():
                 names |= {node.name, getattr(node, "asname", None) or node.name}
-            case ast.Name(ctx=ast.Store()):
-                names.add(node.id)
     return names
 
 
