@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,18 +16,22 @@ from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.packing import PackedBatch
 
 
-@dataclass(eq=False)
 class TorchTwin:
-    """Torch copy of a model of another engine. `_build_model` reads the weights again. `_add_bytes` gets the size of
-    the copy, in bytes. Thread-safe.
+    """Torch copy of a model of another engine. `build_model` reads the weights again. `add_bytes` gets the size of the
+    copy, in bytes. Thread-safe.
     """
 
-    _build_model: Callable[[], PreTrainedModel]
-    _compute: Compute
-    _max_tokens: int
-    _add_bytes: Callable[[int], None]
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _loaded: tuple[PreTrainedModel, Backbone] | None = None
+    def __init__(
+        self,
+        build_model: Callable[[], PreTrainedModel],
+        compute: Compute,
+        max_tokens: int,
+        add_bytes: Callable[[int], None],
+    ) -> None:
+        self._build_model, self._add_bytes = build_model, add_bytes
+        self._compute, self._max_tokens = compute, max_tokens
+        self._lock = threading.Lock()
+        self._loaded: tuple[PreTrainedModel, Backbone] | None = None
 
     def model(self) -> PreTrainedModel:
         """Return the model that LoRAs change. Loads the copy if it is not loaded."""

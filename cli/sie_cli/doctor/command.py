@@ -167,9 +167,9 @@ async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: 
     """
     faults, good_flags, good_environ = faults_of(flags, environ)
     cluster = Cluster.locate(load(flags=good_flags, environ=good_environ), named, required=False)
-    every: dict[str, Check] = {"settings": check_settings(faults, good_flags, good_environ), **CHECKS}
+    all_checks: dict[str, Check] = {"settings": check_settings(faults, good_flags, good_environ), **CHECKS}
     async with open_probe(cluster) as probe:
-        return list(await asyncio.gather(*(_report(name, check, probe) for name, check in every.items())))
+        return list(await asyncio.gather(*(_report(name, check, probe) for name, check in all_checks.items())))
 
 
 async def _report(name: str, check: Check, probe: ClusterProbe) -> DoctorCheck:

@@ -63,6 +63,18 @@ class Gate:
         assert self.opened.wait(WAIT_S)
 
 
+class GatedEncoder(FakeEncoder):
+    """An encoder whose passes wait at a gate."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, packed: PackedBatch) -> torch.Tensor:
+        self.gate()
+        return super().forward(packed)
+
+
 @pytest.fixture
 def engine() -> Iterator[AdapterEngine]:
     engine = AdapterEngine(Settings(device="cpu"))
@@ -121,17 +133,12 @@ def test_a_text_waits_for_no_more_than_the_step_that_runs(engine: AdapterEngine)
 def test_a_page_is_written_while_every_lane_is_taken(engine: AdapterEngine) -> None:
     gate = Gate()
 
-    class Slow(FakeEncoder):
-        def forward(self, packed: PackedBatch) -> torch.Tensor:
-            gate()
-            return super().forward(packed)
-
     put(engine, "reader", Reader(Sums()))
     texts = [message([[1, 2]], model=f"m{lane}") for lane in range(len(engine.device_threads))]
     with contextlib.ExitStack() as stack:
         lanes = [stack.enter_context(connection(engine)) for _ in texts]
         for text, batch in zip(lanes, texts, strict=True):
-            put(engine, batch.model, Slow())
+            put(engine, batch.model, GatedEncoder(gate))
             begins(text, batch)
             assert gate.reached.acquire(timeout=WAIT_S)
         page = stack.enter_context(connection(engine))
@@ -146,11 +153,6 @@ def test_texts_that_wait_for_a_lane_have_not_begun(engine: AdapterEngine) -> Non
     """The sidecar takes the inputs of a batch that has begun for a possible cause of the adapter's death."""
     gate = Gate()
 
-    class Slow(FakeEncoder):
-        def forward(self, packed: PackedBatch) -> torch.Tensor:
-            gate()
-            return super().forward(packed)
-
     class Static:
         rows: ClassVar = {"encode": Rows("raw")}
 
@@ -161,7 +163,7 @@ def test_texts_that_wait_for_a_lane_have_not_begun(engine: AdapterEngine) -> Non
     with contextlib.ExitStack() as stack:
         lanes = [stack.enter_context(connection(engine)) for _ in range(len(engine.device_threads))]
         for number, text in enumerate(lanes):
-            put(engine, f"m{number}", Slow())
+            put(engine, f"m{number}", GatedEncoder(gate))
             begins(text, message([[1, 2]], model=f"m{number}"))
             assert gate.reached.acquire(timeout=WAIT_S)
         waiting = stack.enter_context(connection(engine))
