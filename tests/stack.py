@@ -345,7 +345,9 @@ class Stack:
             **self.plan.environ,
         }
         if self.plan.code is not None:
-            folders = {package.parent for package in self.plan.code.glob("*/sie_*")}
+            folders = {
+                package.parent for pattern in ("*/sie_*", "core/*/sie_*") for package in self.plan.code.glob(pattern)
+            }
             environ["PYTHONPATH"] = os.pathsep.join(map(str, sorted(folders)))
         return environ
 

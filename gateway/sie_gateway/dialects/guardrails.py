@@ -43,7 +43,7 @@ async def extract(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     content |= finished.shared(explain=call.explains)
     late = finished.late(call.received_s, began_s)
     data, content_type = reply.body_of(content, VALUES_PER_ENTITY * content["total_entities"], msgpack=False, late=late)
-    return EncodedReply(data, content_type, finished.headers(finished.reported_times))
+    return EncodedReply(data, content_type, finished.headers(call.received_s))
 
 
 def _content(text: str, spans: Sequence[SensitiveSpan]) -> dict[str, Any]:

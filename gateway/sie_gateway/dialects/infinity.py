@@ -35,4 +35,4 @@ async def classify(inference: Inference, call: Call, raw: bytes) -> EncodedReply
         **finished.shared(explain=call.explains),
     }
     data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call.received_s, began_s))
-    return EncodedReply(data, content_type, finished.headers(finished.reported_times))
+    return EncodedReply(data, content_type, finished.headers(call.received_s))

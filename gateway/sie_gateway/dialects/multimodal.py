@@ -5,8 +5,9 @@ images or both, or a list of parts: texts, images and at most one sound.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from sie_gateway.dialects import fields
 from sie_gateway.inference import body as bodies
@@ -33,7 +34,7 @@ def sound(value: Any, path: str) -> RequestItem:
 def _with_audio(item: RequestItem, value: Any, path: str) -> RequestItem:
     """Add the sound `value`, from `path` in the body, to an input. Raises InvalidInput."""
     file, fault = images.read_sound(value, path)
-    return replace(item, modalities=(*item.modalities, "audio"), audio=file, unfit=item.unfit or fault)
+    return msgspec.structs.replace(item, modalities=(*item.modalities, "audio"), audio=file, unfit=item.unfit or fault)
 
 
 def parts(value: Any, path: str) -> RequestItem:

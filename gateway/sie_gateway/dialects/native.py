@@ -86,7 +86,7 @@ def raw_answer(call: Call, finished: RequestResult, name: str) -> EncodedReply:
     vectors = finished.succeeded(name)
     body = reply.Joined(vectors, "dense")
     width = vectors[0][1].outputs["dense"].shape[-1]
-    headers = finished.headers(finished.timing(call.received_s)) | {"Content-Length": str(body.nbytes)}
+    headers = finished.headers(call.received_s) | {"Content-Length": str(body.nbytes)}
     headers |= {"X-SIE-Shape": f"{len(vectors)},{width}", "X-SIE-Dtype": finished.request.options.run.dtype}
     return EncodedReply(body, reply.RAW, headers)
 
@@ -97,7 +97,7 @@ def arrow_answer(call: Call, finished: RequestResult) -> EncodedReply:
     return EncodedReply(
         arrow.ArrowRows(request.items, finished.outcomes, request.options.run),
         reply.ARROW,
-        finished.headers(finished.timing(call.received_s)),
+        finished.headers(call.received_s),
     )
 
 
@@ -131,4 +131,4 @@ def _answer(call: Call, finished: RequestResult, *, msgpack: bool) -> EncodedRep
     row = slot_of if request.operation == "extract" else None
     late = finished.late(call.received_s, began_s)
     data, content_type = reply.body_of(content, finished.values, msgpack=msgpack, row=row, late=late)
-    return EncodedReply(data, content_type, finished.headers(finished.reported_times))
+    return EncodedReply(data, content_type, finished.headers(call.received_s))

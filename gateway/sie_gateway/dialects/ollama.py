@@ -78,7 +78,7 @@ async def embed(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
         return b"]," + rest[1:-1] + b"," + orjson.dumps(durations)[1:]
 
     data = reply.listed(vectors, finished.values, b'{"embeddings":[', after)
-    return EncodedReply(data, "application/json", finished.headers(finished.reported_times))
+    return EncodedReply(data, "application/json", finished.headers(call.received_s))
 
 
 async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
@@ -91,9 +91,8 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
     parameters = {"truncate": "END", "normalize": False}
     finished = await _run(inference, call, body, resolved, "prompt", items, parameters)
     (vector,) = finished.arrays("prompt", "dense")
-    finished.timing(call.received_s)
     data = orjson.dumps({"embedding": vector}, option=orjson.OPT_SERIALIZE_NUMPY)
-    return EncodedReply(data, "application/json", finished.headers(finished.reported_times))
+    return EncodedReply(data, "application/json", finished.headers(call.received_s))
 
 
 def _model(inference: Inference, call: Call, body: fields.Body) -> Resolved:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import orjson
 
 from sie_contracts.errors import InvalidInput
@@ -228,7 +229,7 @@ async def check_tokens(inference: Inference, call: Call, request: PlannedRequest
     # with a separate id, a late reply to the count cannot be mistaken for a reply to the request; the key of the client
     # is not charged for the count
     counting = replace(call, id=f"{call.id}-count", charge=None)
-    whole = tuple(replace(item, chunks=None) for item in texts)
+    whole = tuple(msgspec.structs.replace(item, chunks=None) for item in texts)
     run = options.counting(run)
     counted = await inference.run(
         counting, InferRequest("tokenize", request.resolved, whole, {}, run=run, inputs_field=name)
@@ -290,4 +291,4 @@ def listed(call: Call, finished: RequestResult, data: list[dict[str, Any]], bega
         return b"]," + rest[1:-1] + b"," + orjson.dumps(late(spent_s))[1:]
 
     body = reply.listed(data, finished.values, b'{"object":"list","data":[', after)
-    return EncodedReply(body, "application/json", finished.headers(finished.reported_times))
+    return EncodedReply(body, "application/json", finished.headers(call.received_s))

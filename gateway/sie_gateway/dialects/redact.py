@@ -114,7 +114,7 @@ async def redact(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     values = sum(result.values for result in results) + size // _CODE_POINTS_PER_VALUE
     late = finished.late(call.received_s, began_s)
     data, content_type = reply.body_of(content, values, msgpack=format_ == "msgpack", late=late)
-    return EncodedReply(data, content_type, finished.headers(finished.reported_times))
+    return EncodedReply(data, content_type, finished.headers(call.received_s))
 
 
 def _plan(

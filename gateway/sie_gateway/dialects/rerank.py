@@ -91,7 +91,7 @@ async def ranking(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
         **finished.shared(explain=call.explains),
     }
     data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call.received_s, began_s))
-    return EncodedReply(data, content_type, finished.headers(finished.reported_times))
+    return EncodedReply(data, content_type, finished.headers(call.received_s))
 
 
 def _documents(body: fields.Body, limit: int, *, reads_images: bool) -> tuple[RequestItem, ...]:
@@ -166,4 +166,4 @@ def _answer(
         **({"data": entries} if version == 1 else {}),  # Voyage's client reads `data`, and has the documents itself
     }
     data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call.received_s, began_s))
-    return EncodedReply(data, content_type, finished.headers(finished.reported_times))
+    return EncodedReply(data, content_type, finished.headers(call.received_s))

@@ -95,8 +95,8 @@ def _truncation(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answer(call: Call, finished: RequestResult, body: Any) -> EncodedReply:
-    timing = finished.timing(call.received_s)
-    headers = finished.headers({**timing, "queue_time": timing["queue_ms"]})
+    headers = finished.headers(call.received_s)
+    headers["X-Queue-Time"] = str(finished.reported_times["queue_ms"])
     headers |= {name: str(int(float(value))) for name, value in headers.items() if name.endswith("-Time")}
     headers["X-Compute-Time"] = headers["X-Total-Time"]
     headers["X-Compute-Type"] = "cpu" if finished.request.lane.machine_profile == "cpu" else "gpu+optimized"

@@ -111,8 +111,7 @@ async def _transcribe(task: str, inference: Inference, call: Call, raw: bytes) -
             call, InferRequest("extract", resolved, (item,), parameters, inputs_field="file")
         )
     transcript, finished = await _read(inference, call, planned)
-    finished.timing(call.received_s)
-    headers = finished.headers(finished.reported_times) | {"X-SIE-Units-Input-Tokens": str(transcript.tokens)}
+    headers = finished.headers(call.received_s) | {"X-SIE-Units-Input-Tokens": str(transcript.tokens)}
     content, content_type = write(transcript, task, finished)
     return EncodedReply(content, content_type, headers)
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+import msgspec
 
 from sie_contracts import arrays, plain
 from sie_contracts.errors import ErrorInfo, InvalidInput, PayloadTooLarge
@@ -32,8 +33,7 @@ MAX_KEYS, MAX_KEY = 20, 64
 ID_BYTES = 4  # bytes that are assumed for a token id: about as many bytes as the text of a token
 
 
-@dataclass(frozen=True)
-class RequestItem:
+class RequestItem(msgspec.Struct, frozen=True, dict=True):
     """Input of a request in the form in which the client sent it: a text, token ids of the model, a multivector
     (float32 [tokens, width]), image files, a sound file or a document file.
 

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from sie_contracts import plain
 from sie_contracts.body_values import VALUE_BYTES
 from sie_contracts.errors import GatewayTimeout, InvalidInput, PayloadTooLarge, QueueFull, SIEError, envelope
@@ -168,8 +170,7 @@ def cache_mode(headers: Mapping[str, str]) -> str:
     return mode
 
 
-@dataclass(frozen=True)
-class EncodedReply:
+class EncodedReply(msgspec.Struct, frozen=True):
     """Reply to a request that succeeded. `body` is bytes, or pieces that can be iterated more than once."""
 
     body: Body
@@ -178,8 +179,7 @@ class EncodedReply:
     status: int = 200
 
 
-@dataclass(frozen=True)
-class InferRequest:
+class InferRequest(msgspec.Struct, frozen=True):
     """Request to a model, independent of the client's API. `parameters` has the same fields as the body of a native
     request.
 

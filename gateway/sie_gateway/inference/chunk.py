@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
+
+import msgspec
 
 from sie_contracts.errors import PayloadTooLarge
 from sie_contracts.media import documents
@@ -46,8 +47,7 @@ MAX_PIXELS = 400_000_000  # largest number of pixels in all images of a request
 PIXELS_STEP = 16  # number of images after whose headers the event loop may run other tasks
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """Inputs from `start` to before `stop` of a request. `cost`: estimated tokens in all rows (sequences) that the
     model runs for them. `squares`: sum of the squared token counts of the rows.
     """
@@ -166,7 +166,7 @@ def plan(
         )
         raise PayloadTooLarge(message, param=shared, extras={"limit": MAX_BODY_BYTES // len(chunks)})
     if operation in ("tokenize", "decode"):  # these operations do not use the device, so they have no cost
-        chunks = [replace(piece, cost=1, squares=0) for piece in chunks]
+        chunks = [msgspec.structs.replace(piece, cost=1, squares=0) for piece in chunks]
     return chunks, sum(item_sizes)
 
 

@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from sie_contracts.errors import (
     CONFIG_CHANGED,
     ErrorInfo,
@@ -323,10 +325,11 @@ class Inference:
         until_s = asyncio.get_running_loop().time() + left_s
         async with self._urls.fetched(items, until_s, call.key, request.inputs_field) as files:
             count = len(request.items)
-            request = replace(request, items=tuple(files[:count]), query=files[count] if request.query else None)
+            query = files[count] if request.query else None
+            request = msgspec.structs.replace(request, items=tuple(files[:count]), query=query)
             # copies of this request to a second model (shadows) use the fetched files too
             if call.infer_request is not None:
-                call.infer_request = replace(call.infer_request, items=request.items, query=request.query)
+                call.infer_request = msgspec.structs.replace(call.infer_request, items=request.items, query=query)
             return await self._execute(call, request)
 
     async def _execute(self, call: Call, request: PlannedRequest) -> RequestResult:

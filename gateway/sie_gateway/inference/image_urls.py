@@ -22,12 +22,13 @@ import socket
 import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
 import httpcore
 import httpx
+import msgspec
 
 import sie_contracts
 from sie_contracts.errors import ErrorInfo, InvalidInput, PayloadTooLarge, QueueFull
@@ -322,9 +323,9 @@ def _with(item: RequestItem, fetched: dict[str, bytes | _Unfetched]) -> RequestI
         file = fetched[link.url]
         if isinstance(file, _Unfetched):
             info = ErrorInfo("INVALID_INPUT", f"{link.path}: {file}", "invalid_media", link.path, extras=file.extras)
-            return replace(item, unfit=info)
+            return msgspec.structs.replace(item, unfit=info)
         files[link.place] = file
-    return replace(item, images=tuple(files), links=())
+    return msgspec.structs.replace(item, images=tuple(files), links=())
 
 
 def _joined(target: httpx.URL, answer: httpcore.Response) -> str:

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,8 +65,7 @@ _TIMING_HEADERS = (
 FOUND_VALUES = 20  # one entity or label takes as long to write in a reply as this many numbers
 
 
-@dataclass(frozen=True)
-class PlannedRequest:
+class PlannedRequest(msgspec.Struct, frozen=True):
     """Request with all parameters merged and its lane (pool, machine profile and bundle) chosen. `inputs_field`: field
     of the client's body with the inputs, for errors.
     """
@@ -81,10 +80,13 @@ class PlannedRequest:
     inputs_field: str = "items"
 
     def with_run(self, run: RunOptions) -> PlannedRequest:
-        return replace(self, options=replace(self.options, run=run))
+        return msgspec.structs.replace(self, options=replace(self.options, run=run))
 
     def with_warnings(self, *warnings: str) -> PlannedRequest:
-        return replace(self, options=replace(self.options, warnings=(*self.options.warnings, *warnings)))
+        if not warnings:
+            return self
+        options = replace(self.options, warnings=(*self.options.warnings, *warnings))
+        return msgspec.structs.replace(self, options=options)
 
 
 class RequestResult:
@@ -235,13 +237,12 @@ class RequestResult:
         """Return the milliseconds from the admission to the arrival of the last result."""
         return max(self._waits_ms.values(), default=0.0)
 
-    def timing(self, received_s: float, written_s: float = 0.0) -> dict[str, float]:
+    def timing(self, received_s: float) -> dict[str, float]:
         """Return the milliseconds by stage until now. They are stored, so that the log and the trace report the same
-        values as the reply. `written_s` is the time to build the reply from the results, and counts as postprocessing.
+        values as the reply.
         """
         wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
         total_ms = (time.perf_counter() - received_s) * 1000
-        self.written_ms = 1000 * written_s
         load_ms = max((result.stages.load_ms for result in self.worker_results), default=0.0)
         self.reported_times = times = stage_times(
             total_ms=total_ms, wait_ms=wait_ms, last=self.last, written_ms=self.written_ms, load_ms=load_ms
@@ -250,12 +251,15 @@ class RequestResult:
 
     def late(self, received_s: float, began_s: float) -> Callable[[float], dict[str, Any]]:
         """Return a function that builds the last entry of a reply, `timing`, from the seconds in which the other
-        entries were written. The time from `began_s` to the call of `late` is included. The times in headers lack the
-        time to write the body, because headers are sent before it.
+        entries were written. The time from `began_s` to the call of `late` is included.
         """
-        prepared_s = time.perf_counter() - began_s
-        self.timing(received_s, prepared_s)
-        return lambda spent_s: {"timing": self.timing(received_s, prepared_s + spent_s)}
+        self.written_ms = prepared_ms = 1000 * (time.perf_counter() - began_s)
+
+        def entry(spent_s: float) -> dict[str, Any]:
+            self.written_ms = prepared_ms + 1000 * spent_s
+            return {"timing": self.timing(received_s)}
+
+        return entry
 
     def item_timings(self) -> list[dict[str, float]]:
         """Return the stage times of each input, from the admission to the arrival of its result. The inputs of a chunk
@@ -297,7 +301,11 @@ class RequestResult:
         total = len(self.outcomes)
         return [f"images: {count} of {total} inputs have a file of several images, of which only the first was read"]
 
-    def headers(self, timing: Mapping[str, float]) -> dict[str, str]:
+    def headers(self, received_s: float) -> dict[str, str]:
+        """Return the headers of the reply. If the body is sent in pieces, the times in the headers lack the time to
+        write it, because headers are sent before it.
+        """
+        timing = self.reported_times or self.timing(received_s)
         resolved, truncated = self.request.resolved, len(self.usage["truncated_items"])
         failed = sum(isinstance(outcome, Failed) for _, outcome in self.outcomes)
         fetch_ms = self.last.stages.fetch_ms if self.last else 0.0

@@ -12,7 +12,8 @@ import heapq
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+import msgspec
 
 from sie_contracts.errors import CONFIG_CHANGED, ErrorInfo, GatewayTimeout, InternalFailure, InvalidInput, SIEError
 from sie_contracts.models import families
@@ -96,7 +97,7 @@ class Runner:
             return RequestResult(request, refused)
         items: Sequence[RequestItem] = [request.items[index] for index in runnable] if refused else request.items
         if _reads_mentions(request):
-            items = [replace(item, mentions=mentions(item)) for item in items]
+            items = [msgspec.structs.replace(item, mentions=mentions(item)) for item in items]
         if self._cached is not None:
             return await self._cached.run(call, request, refused, runnable, items, self._computed)
         if cache_mode(call.headers) == "only":

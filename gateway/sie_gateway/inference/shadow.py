@@ -18,9 +18,10 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from sie_contracts.errors import CONFIG_CHANGED, InvalidInput, ModelLoading, PayloadTooLarge, SIEError
@@ -179,7 +180,7 @@ class Shadows:
         headers = {"x-sie-pool": lane.pool, "x-sie-priority": "bulk", "x-sie-cache": "no-store"}
         headers |= {name: value for name, value in call.headers.items() if name == "x-sie-on-item-error"}
         own = Call(uuid7(), self._clock(), headers, grant=Grant(KEY, name=KEY), budget_s=BUDGET_S)
-        copied = replace(request, resolved=resolved, items=request.items[:MAX_ITEMS], priority="bulk")
+        copied = msgspec.structs.replace(request, resolved=resolved, items=request.items[:MAX_ITEMS], priority="bulk")
         task = asyncio.get_running_loop().create_task(
             self._measured(own, copied, finished, alias, figures), name="shadow"
         )

@@ -107,9 +107,11 @@ class _Minute:
 
     def places(self, owner: str) -> _SlowestNotes:
         """Return the list of records of a key. Separate lists keep one key from pushing out the records of another."""
-        if owner not in self.owners and len(self.owners) >= MAX_OWNERS:
-            return self.remaining
-        return self.owners.setdefault(owner, _SlowestNotes())
+        if owner not in self.owners:
+            if len(self.owners) >= MAX_OWNERS:
+                return self.remaining
+            self.owners[owner] = _SlowestNotes()
+        return self.owners[owner]
 
 
 class RequestHistory:

@@ -35,8 +35,7 @@ def packaged_folder() -> Path:
     return installed if installed.is_dir() else Path(__file__).parents[4] / "catalog"
 
 
-@dataclass(frozen=True)
-class Resolved:
+class Resolved(msgspec.Struct, frozen=True):
     """Result of resolving the model name of a request. `run`, `load`: options of the model, changed by the profile.
     `residency`: name of the model with these load options; profiles with equal load options share a residency.
     """
@@ -187,7 +186,7 @@ class Catalogue:
         if not able or (bundle and bundle not in able):
             why = "" if able else bundling.lacking(self.bundles, entry.family, entry.bundle)[1]
             raise bundling.conflict(entry.id, able, bundle, why)
-        return replace(resolved, bundles=(bundle,) if bundle else able)
+        return msgspec.structs.replace(resolved, bundles=(bundle,) if bundle else able)
 
     def find_alias(self, name: str) -> Alias | None:
         """Return the alias with this id, compared like in `find`; None if there is none."""
@@ -225,8 +224,10 @@ class Catalogue:
                 raise ModelNotFound(
                     message, reason="profile_not_found", param="model", extras={"profiles": [resolved.profile]}
                 )
-            resolved = replace(self.resolve_profile(resolved.entry, profile, rest), bundles=resolved.bundles)
-        return replace(resolved, requested=rest, alias=alias.id)
+            resolved = msgspec.structs.replace(
+                self.resolve_profile(resolved.entry, profile, rest), bundles=resolved.bundles
+            )
+        return msgspec.structs.replace(resolved, requested=rest, alias=alias.id)
 
     def _match(self, name: str) -> ModelEntry | None:
         """Return the entry for `model[@revision]`; None if there is no such model, or if it has another revision."""

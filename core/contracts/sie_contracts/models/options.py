@@ -13,7 +13,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -590,7 +590,7 @@ def _chosen_profile(resolved: Resolved, path: str, value: Any) -> Resolved:
     if value not in resolved.entry.profiles:
         names = ", ".join(["default", *resolved.entry.profiles])
         raise InvalidInput.at(path, f"unknown profile, {resolved.entry.id} has {names}", reason="unknown_profile")
-    return replace(
+    return msgspec.structs.replace(
         Catalogue.resolve_profile(resolved.entry, value, resolved.requested),
         alias=resolved.alias,
         bundles=resolved.bundles,

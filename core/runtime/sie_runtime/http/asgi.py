@@ -77,7 +77,7 @@ def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) ->
             client_id = sent_id
     trace_id = scope.get(TRACE_ID)
     merged = list(headers)
-    names = [name for name, _ in merged]
+    names = {name for name, _ in merged}
     common = (
         *(((b"x-trace-id", trace_id.encode()),) if trace_id else ()),
         (b"x-sie-request-id", request_id),

@@ -27,7 +27,6 @@ import contextlib
 import functools
 import ipaddress
 import os
-import re
 import select
 import socket
 import time
@@ -79,8 +78,8 @@ HALF_CLOSED_S = 1.0
 MIN_ASK_S, MAX_ASK_S = 0.001, 1.0
 MAX_PIPELINED = 128  # largest number of requests that a client may send before earlier ones are answered
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
-_NO_NAME = re.compile(rb"[^a-z0-9-]")
-_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_NAME_BYTES = b"abcdefghijklmnopqrstuvwxyz0123456789-"
+_CONTROL_BYTES = bytes([*range(0x09), *range(0x0A, 0x20), 0x7F])  # all but the tab
 _HEAD_TOO_LARGE = f"the head of this request, its trailers included, is larger than {MAX_HEAD_BYTES} bytes"
 
 
@@ -90,10 +89,12 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
     """
     header_values = dict(headers)
     length = header_values.get(b"content-length", b"")
-    if not length.isdigit() or not _FRAMING.isdisjoint(header_values) or _NO_NAME.search(b"".join(header_values)):
+    if not length.isdigit() or not _FRAMING.isdisjoint(header_values):
         return None
-    lines = [b"%b: %b" % pair for pair in headers]
-    if _CONTROL.search(b"".join(lines)):
+    lines = [b": ".join(pair) for pair in headers]
+    text = b"".join(lines)
+    # deleting bytes is twice as fast as a search with a regular expression
+    if b"".join(header_values).translate(None, _NAME_BYTES) or len(text.translate(None, _CONTROL_BYTES)) < len(text):
         return None
     return STATUS_LINE[status] + b"\r\n".join(lines) + b"\r\n\r\n", int(length)
 
