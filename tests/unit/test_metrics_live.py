@@ -112,6 +112,25 @@ async def test_what_cannot_be_asked_is_absent() -> None:
     await broker.close()
 
 
+async def test_lag_of_a_pool_is_known_while_the_stream_of_another_pool_is_lost() -> None:
+    server = MemoryServer()
+    broker = server.connect("gateway")
+    backlog = Backlog(broker, {"a", "b"}, lambda: 0.0)
+    queue_lag = lag.Lag(broker, backlog, {"a", "b"}, lambda: 0.0)
+    for pool in ("a", "b"):
+        stream = topology.work_stream(pool, storage="memory", replicas=1, max_bytes=1 << 20, max_age_s=60)
+        await broker.ensure_stream(stream, owner=True)
+        await broker.publish(topology.work_subject(Lane(pool, "cpu", "default"), "bulk", "m"), b"", pool)
+        await backlog.fresh(pool, 0)
+    await broker.delete_stream(topology.stream_name("a"))
+    with pytest.raises(BrokerError):
+        await queue_lag.refresh()
+    assert {labels[0] for labels in queue_lag.lanes()} == {"b"}
+    assert queue_lag.is_known
+    await backlog.stop()
+    await broker.close()
+
+
 @pytest.mark.parametrize("name", ["cpu", "l4-spot", "with.dots", "with_underscore", "Grün 1"])
 def test_the_lane_of_a_subject_is_read_back(name: str) -> None:
     lane = Lane("p_1", name, f"{name}-bundle")

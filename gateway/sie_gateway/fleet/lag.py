@@ -7,11 +7,13 @@ messages. If the broker does not answer, the lag is unknown, and not zero.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 
 from sie_broker import BrokerError, BrokerUnavailable, Queue, StreamMessage
+from sie_broker.independent import independently
 from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import PRIORITIES
@@ -65,21 +67,34 @@ class Lag:
                 await self.refresh()
                 trouble.passed()
             except BrokerError as error:
-                self._lanes, self._models, self.is_known = {}, {}, False
                 trouble.met(error)
 
     async def refresh(self) -> None:
-        """Read the lag of all pools from the broker. Raises BrokerError."""
-        if not self._queue.connected:
-            raise BrokerUnavailable("no connection to the broker")
-        lanes: dict[Labels, ModelBacklog] = {}
-        models: dict[Labels, ModelBacklog] = {}
+        """Read the lag of all pools from the broker. Raises BrokerError if the lag of a pool cannot be read; it is then
+        unknown, while the lag of the other pools is known.
+        """
         pools = sorted(self._pools)
         self._known = {lane: None for lane in self._known if lane.pool in pools}
-        counted = {pool: counts for pool in pools if (counts := self._backlog.by_subject(pool)) is not None}
-        for pool, counts in counted.items():
+        answered: list[tuple[dict[Labels, ModelBacklog], dict[Labels, ModelBacklog]]] = []
+
+        async def read(pool: str, counts: Mapping[str, int]) -> None:
+            lanes: dict[Labels, ModelBacklog] = {}
+            models: dict[Labels, ModelBacklog] = {}
             await self._refresh_pool(pool, counts, lanes, models)
-        self._lanes, self._models, self.is_known = lanes, models, bool(counted)
+            answered.append((lanes, models))
+
+        try:
+            if not self._queue.connected:
+                raise BrokerUnavailable("no connection to the broker")
+            await independently(
+                functools.partial(read, pool, counts)
+                for pool in pools
+                if (counts := self._backlog.by_subject(pool)) is not None
+            )
+        finally:
+            self._lanes = {labels: backlog for lanes, _ in answered for labels, backlog in lanes.items()}
+            self._models = {labels: backlog for _, models in answered for labels, backlog in models.items()}
+            self.is_known = bool(answered)
 
     async def _refresh_pool(
         self,
