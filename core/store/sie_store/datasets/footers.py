@@ -286,7 +286,11 @@ def _batches(
     )
     most = min(BATCH_ROWS, MAX_SPAN_VALUES * rows // max(1, values), MAX_DECODED_BYTES * rows // max(1, size))
     source.chunks = ()
-    dictionaries = {at: source.dictionary_bytes(column) for at, column in chunks.items()}
+    dictionaries = {
+        at: source.dictionary_bytes(column)
+        for at, column in chunks.items()
+        if schema.column(at).physical_type.endswith("BYTE_ARRAY")  # other values have a few bytes, whatever repeats them
+    }
     is_nested = any(size and schema.column(at).max_repetition_level > 0 for at, size in dictionaries.items())
     if is_nested or sum(dictionaries.values()) > MAX_DECODED_BYTES // MIN_BATCH_ROWS:
         compact = [at for at in chunks if schema.column(at).physical_type == "BYTE_ARRAY"]
