@@ -188,7 +188,7 @@ class WorkerHealth:
         try:
             await self._bus.send(topology.health_subject(self._id), messages.encode(self.heartbeat()))
         except BrokerError as error:
-            _logger.warning("a heartbeat could not be sent: %s", error)
+            _logger.warning("a heartbeat could not be sent; the next one is sent as usual: %s", error)
 
     async def run(self) -> None:
         while True:
@@ -211,7 +211,7 @@ class WorkerHealth:
         self._on_disk = models[:ON_DISK]
 
     async def refresh(self) -> None:
-        """Read the descriptions of connected adapters, with their used memory. A failed request is ignored."""
+        """Read the descriptions of connected adapters, with their used memory. If this fails, the last ones stay."""
         connected = [link for link in self.links if link.connected]
         if len(connected) > 1:  # concurrently, so that an adapter that hangs does not delay the others
             await asyncio.gather(*(self._refresh(link) for link in connected))

@@ -106,9 +106,7 @@ class SidecarMetrics:
 
 
 class _Counts:
-    """Counts of one device, summed over the adapter processes that it has had one after another. Each process counts
-    from zero.
-    """
+    """Counts of one device, summed over all its adapter processes so far. Each process counts from zero."""
 
     def __init__(self) -> None:
         self._before: Sum[tuple[str, ...]] = Sum()  # counts of earlier adapter processes
@@ -116,7 +114,7 @@ class _Counts:
         self._pid = 0
 
     def advance(self, pid: int, now: Mapping[tuple[str, ...], int]) -> None:
-        # in a container, a new adapter may have the same pid as the one before; then lower counts show that it is new
+        # in a container, a new adapter may have the pid of the previous one; then lower counts show that it is new
         if pid != self._pid or any(now.get(key, 0) < count for key, count in self._now.items()):
             self._before.update(self._now)
         self._pid, self._now = pid, now

@@ -50,8 +50,8 @@ _logger = logging.getLogger("sie.sidecar")
 
 
 def limits_of(settings: Settings, mode: Mode) -> BatchLimits:
-    """Return the limits of a batch. In the standalone mode, the largest number of work items and the waiting time come
-    from other settings than in the queue mode.
+    """Return the limits of a batch. The largest number of work items and the waiting time come from different settings
+    in standalone mode and in queue mode.
     """
     if mode == "standalone":
         requests, wait_ms = settings.max_batch_requests, settings.max_batch_wait_ms
@@ -229,7 +229,7 @@ async def _preload(
         left = ", ".join(entry.canonical for entry in resolved[index:])
         health.preloading = left
         while not stop.requested:
-            # the entry may have changed since `resolved` was made; the last known one is loaded if it was removed
+            # the entry may have changed since `resolved` was made; if it was removed, the last known entry is loaded
             with contextlib.suppress(ModelNotFound, BundleConflict):
                 model = feed.catalogue.resolve(f"{model.entry.id}:{model.profile}", follow=False)
             hosted = worker.models.obtain(model, feed.catalogue.revisions.get(model.entry.id, 0))
@@ -306,7 +306,7 @@ async def _upkeep(worker: Worker, stop: Stop) -> None:
         try:
             await worker.source.upkeep(is_check=rounds % 10 == 0)
         except BrokerError as error:
-            _logger.warning("the consumers could not be listed; this is tried again: %s", error)
+            _logger.warning("the consumers or the placement table could not be checked; trying again: %s", error)
 
 
 async def run(settings: Settings, stop: Stop, *, host: str, drain_s: float | None = None) -> int:

@@ -120,7 +120,7 @@ class Worker:
         results = ResultDelivery(broker, self.leases, metrics, clock)
         dead_letters = DeadLetterWriter(broker, lane.pool, worker_id, metrics, broker_s)
         fetching = PayloadFetching(identity.store, clock) if identity.store is not None else None
-        # created in reverse order, because each stage needs the later ones
+        # created in reverse order, because each stage needs the later stages
         self._settle = Settle(worker_id, results, dead_letters, self.inventory, fetching, metrics, self._work, clock)
         self._isolates: list[Isolate] = []  # the index is the number of the device
         self._dispatches: list[Dispatch] = []
@@ -175,8 +175,8 @@ class Worker:
         return len(self.leases)
 
     async def start(self, stop: Stop) -> None:
-        """Start all parts. First return to the queue the deliveries that an earlier process of this worker had when it
-        was killed. Wait for the broker without a time limit, until `stop`. No work arrives before `WorkSource.pull`.
+        """Start all parts. First, if an earlier process of this worker was killed, return its deliveries to the queue.
+        Wait for the broker without a time limit, until `stop`. No work arrives before `WorkSource.pull`.
         """
         with contextlib.suppress(BrokerError):  # without an answer, the clock of this machine is used at first
             await self.broker_clock.measure()

@@ -35,8 +35,8 @@ T = TypeVar("T")
 READY_PER_LANE = 2
 TIMES_OVER = 20  # the time of a model's next batch is predicted from this number of its last batches
 MAX_TIMES = 1024  # maximum number of models whose batch times are stored
-# for a model with padding, work items of similar length are looked for among the oldest ones, as many as this number of
-# batches can have
+# for a model with padding, a batch takes work items of similar length from the oldest ones: from as many as fit into
+# this number of batches
 LOOK_AHEAD = 4
 
 
@@ -119,7 +119,7 @@ class Batch(Generic[T]):
         """Return True if the answer is generated token by token. The batch then uses no lane of the device (see
         READY_PER_LANE).
         """
-        # all work items of a batch agree: work items with generated answers wait in a separate queue
+        # equal for all work items of a batch: work items with generated answers wait in a separate queue
         return bool(self.entries) and self.entries[0].writes
 
 
@@ -249,8 +249,8 @@ class _PriorityLine(Generic[T]):
         return (queue for model in self.models.values() for queue in model.queues.values())
 
     def add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
-        """Add a work item to its queue. With `in_order`, it is put at the end. Otherwise it was in the queue before,
-        and is put at its place by time of arrival.
+        """Add a work item to its queue. With `in_order`, put it at the end. Otherwise it was in the queue before:
+        insert it by its time of arrival.
         """
         model = self.models.get(entry.key.residency)
         if model is None:
@@ -359,7 +359,7 @@ class Waiting(Generic[T]):
         return times
 
     def add(self, entry: BatchEntry[T], *, back: bool = False) -> None:
-        """Add a work item behind all work items of its key; with `back` (it was sent but did not run), at its place by
+        """Add a work item behind all work items of its key; with `back` (it was sent but did not run), insert it by its
         time of arrival.
         """
         self.lines[entry.bulk].add(entry, in_order=not back)

@@ -33,15 +33,15 @@ from sie_contracts.settings import Settings
 
 SHARE = 0.4  # part of a work item's remaining time that its batch may take, so that there is time for about two batches
 MAX_LOSS = 0.5  # part of the tokens per second that may be lost if all work items of a full batch need a smaller one
-# seconds before the end of the running batch at which the next one is sent at the latest: the device must not idle
+# the next batch is sent at the latest this many seconds before the running one ends, so that the device does not idle
 LEAD_S = 0.01
 # seconds of budget below which a work item counts as urgent while the time of a full batch is unknown
 UNKNOWN_S = 10.0
 
 
 class Ask(NamedTuple):
-    """Time that a work item needs and has. `cost`: its computing time, in tokens of a short text (`costs`). `left_s`:
-    seconds from the start of the batch to its deadline. `budget_s`: seconds from its publication to its deadline.
+    """Times of a work item. `cost`: its computing time, in tokens of a short text (`costs`). `left_s`: seconds from the
+    start of the batch to its deadline. `budget_s`: seconds from its publication to its deadline.
     """
 
     cost: float
@@ -191,7 +191,7 @@ class Rate:
         self._running += 1
 
     def ended(self, tokens: int, now_s: float) -> None:
-        """Record the end of a batch with `tokens`. A failed batch counts its time, but 0 tokens."""
+        """Record the end of a batch with `tokens`. The time of a failed batch counts, but none of its tokens."""
         spent_s = now_s - self._since_s
         decay = math.exp(-spent_s / MEMORY_S)
         self._tokens = self._tokens * decay + tokens

@@ -1,8 +1,8 @@
-"""Running of tokenised work items: they wait for a device, are sent in batches, and are answered. If the model, its
-LoRA or the adapter is gone when their batch runs, they are queued again.
+"""Running of tokenised work items: they wait for a device, are sent in batches, and are answered. If their model or
+LoRA was evicted, or the adapter is lost, when their batch runs, they are queued again.
 
     add ──► DeviceQueue ──► batch ──► adapter ──► answered
-             ▲                          ├──► model evicted, or adapter gone: load it, then put back ──┐
+             ▲                          ├──► model evicted, or adapter lost: load it, then put back ──┐
              └──────────────────────────┼─────────────────────────────────────────────────────────────┘
                                         ├──► LoRA evicted: load it, and run before another LoRA replaces it
                                         └──► adapter died during the batch: `isolate` runs the inputs one by one
@@ -14,7 +14,7 @@ sent next.
        └──► writing ──► next: one work item ──► run ──► end
 
 Some work items generate text: their answer is computed token by token. They wait in a separate queue (`writing`). They
-use no lane of the device (each runs one batch at a time), because the adapter runs all of them together. They do not
+use no lane of the device (a lane runs one batch at a time), because the adapter runs all of them together. They do not
 lower the credit, which is the number of deliveries that the broker may still send.
 
 Each device has its own queue and its own dispatch. `DeviceQueues` has the queues of all devices. If the adapter of a
@@ -323,14 +323,14 @@ class DeviceQueues:
         return sum(rates) * len(queues) / len(rates) if rates else 0.0
 
     def backlog(self, bulk: bool) -> Load | None:
-        """Return the work at this worker that comes before a new work item of this priority: for an interactive one,
+        """Return the work at this worker that runs before a new work item of this priority. For an interactive item,
         bulk work does not count. None while no device is connected.
         """
         queues = self.connected
         return Load(*self._inventory.load(bulk=bulk), sum(queue.lanes for queue in queues)) if queues else None
 
     def narrowed(self, load: Load, bulk: bool, models: Collection[str]) -> Load:
-        """Return the part of `load` that waits for the devices that run these models."""
+        """Return the part of `load` for devices on which one of these models accepts work; `load` if there are none."""
         if len(self.all) == 1:
             return load
         able = [
@@ -455,8 +455,8 @@ class Dispatch:
             await wait_set(device.wake, timeout_s)
 
     async def _run(self, batch: Batch[InFlight], *, in_turn: bool = False) -> bool:
-        """Run a batch and answer its work items, or queue them again if the model or the adapter is gone. If the LoRA
-        was evicted, start `_run_in_turn`, which loads it and runs the batch. With `in_turn`, the caller is
+        """Run a batch and answer its work items, or queue them again if the model was evicted or the adapter is lost.
+        If the LoRA was evicted, start `_run_in_turn`, which loads it and runs the batch. With `in_turn`, the caller is
         `_run_in_turn`: return False instead, so that it loads the LoRA again.
         """
         sent, batch = batch, self._fit(batch)
@@ -528,7 +528,7 @@ class Dispatch:
             fill = batch.cost / device.limits.cost
             hosted.filled(fill)
             self._metrics.ran(hosted.name, note, done, fill)
-        # the time of generated text depends on its length, so it says nothing about how long to gather deliveries
+        # the time of generated text depends on its length, so it must not affect how long deliveries are gathered
         if batch.writes:
             return
         answered_s = self._clock()

@@ -2,7 +2,7 @@
 
     preparing ──► waiting ──► sealed (in a batch) ──► running ──► settled
         ▲                                             │   ▲
-        └── model evicted, or adapter gone ◄──────────┘   └── isolated: it runs alone, because a batch with it
+        └── model evicted, or adapter lost ◄──────────┘   └── isolated: it runs alone, because a batch with it
                                                               crashed an adapter
 
 A work item may become settled from every stage: answered, cancelled, refused or late. A work item that is cancelled
@@ -90,7 +90,7 @@ class InFlight:
     stage: Stage = "preparing"
     settled: bool = False  # true as soon as it is answered, cancelled or handed back to the queue
     batch_entry: BatchEntry[InFlight] | None = None  # set only while it waits in the queue of a device
-    given_up: SIEError | None = None  # error if the worker gave the item up; the item is written to the dead letters
+    given_up: SIEError | None = None  # error of work that was given up: its message becomes a dead letter
     dead: list[Mark] = field(default_factory=list)  # marks of its inputs that are known to crash adapters
     payload_bytes: int = 0  # bytes of its inputs in memory that were read from the payload store
     counted: int = 0  # number of its tokens that are counted now as waiting for a device
@@ -252,10 +252,10 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
     tokenised_s = flight.tokenised_s or loaded_s
     dispatched_s = flight.dispatched_s or tokenised_s
     inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)
-    # time of tokenising in the adapter, for model families that are tokenised there
+    # time of tokenising in the adapter, which some model families do
     tokenised_there_ms = done.preprocess_ms if done else 0.0
-    # the message that the batch has started may be read only together with the result. So the waiting time is limited
-    # to the total time without the times that the adapter measured
+    # `started_s` may be too late, because BatchStarted may be read only together with the result. So the waiting time
+    # is at most the total time less the times that the adapter measured
     max_ms = (now_s - dispatched_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
     # a batch that is tokenised in the adapter has started before it waits for the device
     started_ms = math.inf if tokenised_there_ms else (flight.started_s - dispatched_s) * 1000
@@ -282,7 +282,7 @@ class Inventory:
         clock: Callable[[], float],
     ) -> None:
         """`on_less` is called when fewer tokens wait for a device. `on_free` is called with the name of a consumer that
-        was held back and may deliver again.
+        may deliver again.
         """
         self._models = models
         self._on_less = on_less
@@ -308,7 +308,7 @@ class Inventory:
         return model in self._coming
 
     def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
-        """Assign a work item to a device. Until `let_model_go`, its model is evicted only while the item is parked."""
+        """Assign a work item to a device. Until `let_model_go`, only `Loading.park` allows its model's eviction."""
         flight.entry = hosted.resolved.entry
         self._assign(flight, hosted)
         self._arrived(flight)
@@ -336,7 +336,7 @@ class Inventory:
         """Record that a work item no longer needs its model."""
         if flight.hosted is not None:
             self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)
-            # the model is not loaded, so its consumer waited for this work item, and may deliver the next one
+            # a consumer delivers only one work item of a model that is not loaded: it may deliver the next one now
             if flight.hosted.state != "loaded":
                 self._on_free(flight.lease.delivery.consumer)
             flight.hosted = None
@@ -382,8 +382,8 @@ class Inventory:
         return cost, items
 
     def ages(self) -> tuple[int, dict[str, float]]:
-        """Return the number of tokens of all work here (estimates until it is tokenised), and by model the age in
-        seconds of its oldest work item that is assigned to a device.
+        """Return the number of tokens of all work at this worker (estimates until it is tokenised), and by model the
+        age in seconds of its oldest work item that is assigned to a device.
         """
         cost, oldest_s = 0, dict[str, float]()
         now_s = self._clock()

@@ -79,7 +79,7 @@ class Isolate:
             self.add(flight)
 
     def add(self, flight: InFlight) -> None:
-        """Add a work item whose inputs run one at a time, behind those added before."""
+        """Add a work item whose inputs run one at a time, after the inputs of the items that were added before."""
         if flight.settled:
             return
         flight.move("isolated")
@@ -136,7 +136,7 @@ class Isolate:
                 return Failed(refusal().info()), b"", None
             try:
                 if self._clock() >= flight.deadline_s:
-                    raise GatewayTimeout("the time limit of the request was over before it could run")
+                    raise GatewayTimeout("the time limit of the request passed before its work could run")
                 if hosted.state != "loaded" or (lora and lora not in hosted.loras):
                     self._device.end_reservation()
                 await self._loading.ensure(hosted, [flight], past_gate=True)

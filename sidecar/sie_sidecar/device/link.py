@@ -28,9 +28,9 @@ _logger = logging.getLogger("sie.sidecar.link")
 
 
 class AdapterGone(Exception):
-    """Raised if the adapter closed the connection, accepts none, does not answer a short request in time, or answers
-    with an unexpected message. Work that was sent may have run, but is not answered. `died` False: this process closed
-    the connection, so the work may not have crashed the adapter.
+    """Raised if the adapter closed the connection, accepts no connection, does not answer a short request in time, or
+    answers with an unexpected message. Work that was sent may have run, but is not answered. `died` False: this process
+    closed the connection, so the work may not have crashed the adapter.
     """
 
     def __init__(self, message: str, *, died: bool = True) -> None:
@@ -96,8 +96,8 @@ async def _connect(path: str) -> _AdapterConnection:
 
 
 class AdapterLink:
-    """Connections to one adapter. If one is lost, all are closed, and the adapter's process with its models counts as
-    gone. Each of `listeners` is called with True when the adapter is connected and with False when it is lost.
+    """Connections to one adapter. If one connection is lost, all are closed, and the adapter counts as lost, with its
+    models. Each of `listeners` is called with True when the adapter is connected and with False when it is lost.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class AdapterLink:
         self._up.set()
 
     def _close(self) -> None:
-        """Close all connections, because the adapter counts as gone."""
+        """Close all connections, because the adapter counts as lost."""
         self._up.clear()
         for connection in [*self._all, *([self._control] if self._control else [])]:
             connection.close(given_up=self._given_up)
@@ -240,7 +240,7 @@ class AdapterLink:
             except AdapterGone:
                 return
             except SIEError as error:  # the adapter answers, so its batches go on; without a Pong, `is_fresh` is false
-                _logger.warning("the adapter failed a health check: %s", error)
+                _logger.warning("the adapter refused a health check; its batches go on: %s", error)
                 continue
             if isinstance(pong, ipc.Pong):
                 self._last_pong_s = self._clock()
@@ -288,7 +288,7 @@ class AdapterLink:
 
     @contextlib.asynccontextmanager
     async def _borrowed(self, *, more: bool = False) -> AsyncIterator[_AdapterConnection]:
-        """Context manager that lends a connection. `more`: one for text generation, which is opened if none is free."""
+        """Context manager that lends a free connection. `more`: one for text generation, opened if none is free."""
         if not self.connected:
             raise AdapterGone(f"{self.path}: not connected")
         pool = self._more if more else self._idle
@@ -306,7 +306,7 @@ class AdapterLink:
             self._lost.set()
             raise
         except BaseException:
-            # the request was interrupted: its late answer would be taken for the answer to the next request
+            # the request was interrupted: its late answer would count as the answer to the next request
             connection.close()
             self._given_up = True
             self._lost.set()

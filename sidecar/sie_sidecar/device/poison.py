@@ -36,7 +36,7 @@ _logger = logging.getLogger("sie.sidecar.poison")
 
 class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
     """Number of deaths of adapters while an input with this content ran, counted up to POISON_DEATHS. `at_s`: time of
-    the last death by the broker's clock. `workers`: workers whose adapters died last, the same number at most.
+    the last death by the broker's clock. `workers`: the last POISON_DEATHS workers whose adapters died.
     """
 
     model: str

@@ -41,8 +41,8 @@ class Recording:
         }
 
     def ran(self, batch: Batch[InFlight], note: BatchNote, done: BatchDone, lanes: int) -> None:
-        """Write a line for each work item of a batch, and one for its time. `lanes`: number of lanes of the
-        device.
+        """Write a line for each work item of a batch, and a line for the time of the batch. `lanes`: number of lanes of
+        the device.
         """
         if self._file is None:
             return
@@ -54,7 +54,7 @@ class Recording:
             item = entry.work.item
             line = {
                 "at": round(entry.work.lease.delivery.sent_s, 6),
-                "tokens": [max(1, row.cost) for row in runnable(entry.work)[0]],  # an empty text may have none
+                "tokens": [max(1, row.cost) for row in runnable(entry.work)[0]],  # an empty text may have no token
                 "model": batch.key.residency,
                 "priority": item.priority,
             }

@@ -30,8 +30,8 @@ from sie_sidecar.results.settle import Leases, Settle
 if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
-CHARACTERS_PER_TOKEN = 4  # characters for each token that a gateway assumes when it estimates the cost of a text
-# a work item counts as late only this many seconds after its time limit, and after the possible error of the clock
+CHARACTERS_PER_TOKEN = 4  # a gateway estimates the tokens of a text as its characters divided by this
+# a work item counts as late this many seconds after its time limit plus the possible error of the broker's clock
 LATE_S = 0.25
 _logger = logging.getLogger("sie.sidecar.intake")
 
@@ -80,7 +80,7 @@ class WorkIntake:
         self._metrics.deliveries.labels("true" if delivery.delivered > 1 else "false").inc()
         if (lease_in_hand := self._leases.adopt(delivery)) is not None:
             _logger.info(
-                "delivery %d of a work item that is still in flight here: its lease had ended and is renewed",
+                "a work item in flight here was delivered again (delivery %d): its lease had ended and is renewed",
                 lease_in_hand.delivery.delivered,
             )
             return None
@@ -119,7 +119,7 @@ class WorkIntake:
             self.cancel(notice.requests)
 
     def cancel(self, requests: Collection[str]) -> None:
-        """Drop the work items of these requests; running ones only if they generate text."""
+        """Drop the work items of these requests. A running work item is dropped only if it generates text."""
         dropped = [
             flight
             for flight in self._inventory
@@ -141,9 +141,9 @@ class WorkIntake:
         return self._quantum.p50_s, self._quantum.seconds(self._clock())
 
     async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> Gathered:
-        """Wait for a delivery, then a short time for more, and return all that are not settled. More are awaited only
-        while the gathered work items do not fill a batch, and earlier work items are being tokenised (`is_tokenising`)
-        or the broker may send more messages (`more_expected`).
+        """Wait for a delivery, then a short time for more. Return the work items that are not settled. The wait ends
+        when they fill a batch, or when neither earlier work items are being tokenised (`is_tokenising`) nor more
+        messages may come from the broker (`more_expected`).
         """
         await self._arrival.wait()
         began_s = last_s = self._clock()
@@ -159,7 +159,7 @@ class WorkIntake:
             last_s = self._clock()
         self._arrival.clear()
         arrived, self.arrived = [flight for flight in self.arrived if not flight.settled], []
-        if arrived:  # not if all were cancelled meanwhile
+        if arrived:  # empty if all were cancelled meanwhile
             self._metrics.gathered.observe(len(arrived))
         gathered = _grouped(arrived)
         if len(self._queues.all) == 1:

@@ -38,7 +38,7 @@ from sie_sidecar.models.loading import Loading
 
 FIRST_S = 5.0
 OLD_S = 15.0
-# smallest number of seconds between two attempts to load a model in advance, which may be evicted after the first one
+# seconds until another attempt to load a model in advance, if the first one failed or the model was evicted
 AHEAD_AGAIN_S = 60.0
 Role = Literal["pull", "probe", "ahead", "none"]
 _ORDER: dict[Role, int] = {"none": 0, "ahead": 1, "probe": 2, "pull": 3}
@@ -47,11 +47,11 @@ _logger = logging.getLogger("sie.sidecar.pull")
 
 def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits: bool) -> Role:
     """Return the role of `worker` for a model with these hosts. `held`: the worker should pull no more of the model's
-    work, because some waits here already, or because the model makes room for another one, so that new work would wait
-    for two loads. `waits`: work of the model waits in the stream, and no gateway runs that could place the model.
+    work, because some waits here already, or because the model is closed to new work to make room for another model.
+    `waits`: work of the model waits in the stream, and no gateway runs that could place the model.
 
     A host with the model loaded pulls. Otherwise, only the first host pulls one message, which waits for the load: the
-    table puts hosts with a loaded model first. The other hosts load the model in advance, then pull.
+    table puts hosts that have loaded the model first. The other hosts load the model in advance, then pull.
     """
     if worker not in hosts:
         return "pull" if loaded and waits else "none"
@@ -76,9 +76,9 @@ class HostAssignment:
         on_change: Callable[[], None],
         is_up: Callable[[], bool],
     ) -> None:
-        """Create the assignment without a table. `now_s`: the broker's clock. `loaded(model)`: the model is open here.
-        `held(model)`: no more of its work should wait here, as in `role`. `on_change` is called after a change of the
-        table. `is_up()`: an adapter is connected; gateways place models only on workers with one.
+        """Create the assignment without a table. `now_s`: the broker's clock. `loaded(model)`: the model is loaded here
+        and accepts work. `held(model)`: no more of its work should wait here, as in `role`. `on_change` is called after
+        a change of the table. `is_up()`: an adapter is connected; gateways place models only on workers with one.
         """
         self._broker = broker
         self._lane = lane
@@ -181,7 +181,7 @@ class HostAssignment:
         return self.table is not None and self._now_s() - self.table.at_s > OLD_S
 
     def role(self, consumer: str) -> Role:
-        """Return the highest role of this worker for the models of a consumer: pull, probe, ahead or none."""
+        """Return the highest role of this worker for a consumer's models, in the order pull, probe, ahead, none."""
         if self.table is None:
             return "pull" if self._first is None else "none"
         return max(
@@ -245,7 +245,7 @@ ACTIVE_S = 1.0  # seconds after its last delivery during which a consumer counts
 
 
 class _DeliveryStatistics:
-    """Recent deliveries of one durable consumer. `mean_cost`: mean tokens. `delivered_s`: time of the last one."""
+    """Recent deliveries of one durable consumer. `mean_cost`: mean tokens. `delivered_s`: time of the last delivery."""
 
     def __init__(self) -> None:
         self.mean_cost = 0.0
@@ -354,7 +354,7 @@ class Pulling:
             consumer.mean_cost = cost
 
     def weigh(self, name: str, cost: int) -> None:
-        """Add a delivery that was tokenised to its consumer's mean. `cost`: its tokens; estimates may be far off."""
+        """Add a tokenised delivery to the mean cost of its consumer. `cost`: its exact number of tokens."""
         if (consumer := self._consumers.get(name)) is not None:
             consumer.mean_cost += 0.1 * (cost - consumer.mean_cost)
 
@@ -367,7 +367,7 @@ class Pulling:
             self._refill([consumer])
 
     def refill(self) -> None:
-        """Raise the number of messages that consumers may deliver, where it may be too low."""
+        """Raise the number of messages that may be delivered by the consumers for which it may be too low."""
         self._refill(list(self._short))
 
     def level(self) -> None:
@@ -445,7 +445,7 @@ class WorkSource:
         self._inventory = inventory
         self._accept = accept
         self.pool: str | None = None  # pool from which it pulls now, None if it does not pull
-        self._paused: Counter[str] = Counter()  # by name of a consumer: number of blocks of `paused` that it is in
+        self._paused: Counter[str] = Counter()  # by name of a consumer: number of `paused` blocks that pause it now
         self._refilling = False
         self._open(lane)
 
@@ -484,8 +484,8 @@ class WorkSource:
         return self._queues.narrowed(load, is_bulk, self.assignment.models_of(consumer))
 
     def _holds(self, model: str) -> bool:
-        """Return True if no more work of this model should wait here: some does already, or the model is closed to new
-        work.
+        """Return True if no more work of this model should wait here: some work waits here already, or the model is
+        closed to new work.
         """
         models = self._loading.models
         return self._inventory.is_coming(model) or models.holds(model) or models.is_closed(model)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MEMORY_STEPS = 8  # free memory is compared in eighths of the usable memory; smaller differences are ignored
-# checks in a row (one per second) in which a model is behind, until it gets a second copy
+# a model gets a second copy after this many checks in a row (one per second) in which its work waited
 CHECKS_BEHIND = 3
 
 
@@ -24,10 +24,10 @@ class DeviceView:
     """Facts about one device for the choice of a device for one model.
 
     `loaded`: the model is loaded and accepts work. `coming`: a caller waits for its load here, or the model is loaded
-    but closed to new work. `refused`: loading it here failed, and must not be tried again yet. `gives_up`: in addition,
-    the error class of the failed load is one of `models.PERMANENT`. `held_cost`: tokens of the work for this device.
-    `models`: number of models that are loaded or being loaded. `size_bytes`: memory of the model, 0 if unknown.
-    `idle_since_s`: time of the last use of the model that would be evicted first; infinite if none may be.
+    but closed to new work. `refused`: loading it here failed, and must not be tried again yet. `gives_up`: the load was
+    refused with an error class in `models.PERMANENT`. `held_cost`: tokens of the work for this device. `models`: number
+    of models that are loaded or being loaded. `size_bytes`: memory of the model, 0 if unknown. `idle_since_s`: time of
+    the last use of the model that would be evicted first; infinite if no model may be evicted.
     """
 
     connected: bool
@@ -53,8 +53,8 @@ def choose(views: Sequence[DeviceView]) -> int:
     for able in (
         [number for number in numbers if views[number].loaded],
         [number for number in numbers if views[number].coming],
-        # if the error class of a failed load is permanent, choose the device of this load, and the work gets the stored
-        # error: on the other devices the load would probably fail too
+        # after a failed load with a permanent error class, choose its device, so that the work gets the stored error:
+        # on the other devices the load would probably fail too
         [number for number in numbers if views[number].gives_up],
     ):
         if able:

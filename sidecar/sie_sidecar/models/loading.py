@@ -36,14 +36,14 @@ from sie_sidecar.models.models import ModelState, WorkerModels
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0
-# largest number of LoRAs remembered as failed, and for each model as loaded; without a limit, clients could fill the
-# memory with new names
+# maximum number of stored failures of LoRAs, and of stored loaded LoRAs of each model: clients must not fill the memory
+# with new names
 MAX_REMEMBERED = 1000
 _Key = tuple[int, str, str]  # number of the device, residency (a model with one set of load options), LoRA
 
 
 class LoraLoads:
-    """Loads LoRAs into loaded models. `ModelState.loras` has the loaded LoRAs; the adapter may have dropped some."""
+    """Loads LoRAs into loaded models, and lists them in `ModelState.loras`. The adapter may unload some again."""
 
     def __init__(self, links: AdapterLinks, clock: Callable[[], float]) -> None:
         self._links = links
@@ -181,9 +181,8 @@ class Loading:
         return self.models.obtain(resolved, self.revision(item.model))
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
-        """Return True if the config service has replaced the revision that could not be loaded. If an earlier revision
-        was loaded before, the config service writes it again. Wait for this until RESTORED_S seconds after the failed
-        load.
+        """If a revision of the model could not be loaded but an earlier one was, the config service writes the earlier
+        one again. Wait for this until RESTORED_S seconds after the failed load. Return True if it has happened.
         """
         left_s = hosted.failed_s + RESTORED_S - self._clock()
         if hosted.refusal(self._clock()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:
@@ -209,8 +208,8 @@ class Loading:
         self._work.start(self._load(hosted), "load of a copy")
 
     async def _obtain_and_load(self, resolved: Resolved) -> None:
-        # `obtain` chooses the device by its free memory; it is called in this task, after the earlier loads have begun,
-        # so that their memory counts
+        # `obtain` chooses a device with free memory. It is called in this task, and not in `ahead`, because the memory
+        # of loads that began earlier must count
         await self._load(self.models.obtain(resolved, self.revision(resolved.entry.id)))
 
     async def _load(self, hosted: ModelState) -> None:
@@ -269,16 +268,16 @@ class Loading:
                         await (link.wait_connected() if past_gate else self._links.wait_connected())
             except ModelLoadFailed:
                 chosen = self.models.obtain(hosted.resolved, hosted.revision)
-                # without a device where the model may fit, the chosen one has a failed load too
+                # `obtain` chooses a device with a failed load only if other devices would probably fail too
                 if past_gate or chosen.refusal(self._clock()) is not None:
                     raise
                 hosted = self._move(flights, chosen)
             except ModelLoading:  # the model was evicted before its LoRA was loaded
                 hosted.mark_unloaded()
             else:
-                if hosted.state == "loaded":  # else it was evicted meanwhile: model and LoRA are loaded again
+                if hosted.state == "loaded":  # otherwise it was evicted meanwhile, and is loaded again
                     return
-        raise GatewayTimeout("the time limit of the request was over before its model was loaded")
+        raise GatewayTimeout("the time limit of the request passed before its model was loaded")
 
     def moved(self, hosted: ModelState, flights: Sequence[InFlight]) -> ModelState:
         """Assign these work items to another device. Return the state of their model there."""

@@ -55,8 +55,8 @@ from sie_sidecar.prepare.tokens import ModelTokenizer, without_panic
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]
 
-# seconds until a failed load may be tried again, by error class; after a permanent failure, the entry must change, or
-# an operator must request the load
+# seconds until a failed load may be tried again, by error class. After a permanent failure, it is tried again only if
+# the entry changes or an operator requests the load
 COOL_DOWN_S = {"OOM": 60.0}
 OTHER_COOL_DOWN_S = 30.0
 PASSING = ("OOM", "NETWORK")  # error classes that never become permanent, however often the load fails
@@ -67,9 +67,9 @@ RATE_OVER_S = 10.0
 FILL_WEIGHT = 0.1  # weight of the newest batch in the moving mean `fill_ratio`
 # estimated bytes of memory that the tokenizers of models that are not loaded may use together
 SPARE_TOKENIZER_BYTES = 1 << 30
-# maximum number of seconds after its load for which a model with work is not closed to new work, unless `swap_after_s`
-# is longer. It is short, because a request for another model waits until then, and after that for its own load: at most
-# SIE_LOAD_HOLD_S in all
+# for at most this many seconds after its load (or for `swap_after_s`, if that is longer), a model with work is not
+# closed to new work. The time is short, because a request for another model first waits for it and then for its own
+# load, together at most SIE_LOAD_HOLD_S
 MAX_TURN_S = 5.0
 
 
@@ -103,8 +103,8 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # one function for each group of parked work items; it returns the number of these. Parked work items wait, and
-        # the model may be evicted meanwhile
+        # one function for each group of parked work items, which returns their number. Parked work items wait, and the
+        # model may be evicted meanwhile
         self.before_gate: list[Callable[[], int]] = []
         self.arriving = False  # true during the adapter's load call; `state` is "loading" for longer
         self.leaves = False  # true if an operator wants it unloaded as soon as it is idle
@@ -116,13 +116,13 @@ class ModelState:
         self.swapped = False  # true if another model was closed to new work to make room for the last load of this one
         self.load_s = 0.0  # seconds that its last load took
         self.memory_bytes = 0  # bytes of the copy that was loaded last
-        # mean fill of recent batches: their tokens divided by those of a full batch; None before the first
+        # mean fill of recent batches: tokens of a batch divided by those of a full batch; None before the first batch
         self.fill_ratio: float | None = None
         self._cost_rate = 0.0
         self._cost_s = 0.0
         # one function for each caller that waits for the model; it returns the number of work items that still need it
         self.waiting_counts: list[Callable[[], int]] = []
-        # LoRAs that were loaded into this copy; the adapter may have dropped some since then
+        # LoRAs that were loaded into this copy; the adapter may have unloaded some since then
         self.loras: set[str] = set()
         self.lora_digests: dict[str, str] = {}  # by name of each LoRA that was loaded: digest of its files
         self._fingerprints: dict[tuple[str, str], str] = {}
@@ -172,7 +172,7 @@ class ModelState:
 
     def fingerprint(self, profile: str, options: RunOptions) -> str:
         """Return the fingerprint of answers with this profile and these options. Empty if the model is not loaded, or
-        if its present entry lacks the profile: such work is of an earlier entry and will not run.
+        if its present entry lacks the profile: work for this profile was sent for an earlier entry, and does not run.
         """
         entry = self.resolved.entry
         if self.ready is None or (profile != "default" and profile not in entry.profiles):
@@ -241,7 +241,7 @@ class ModelState:
         self.reset_failure()
 
     def reset_loras(self) -> None:
-        """Mark all LoRAs as not loaded. Each is requested again at its next use: fast, if the adapter still has it."""
+        """Mark all LoRAs as not loaded. The next use of a LoRA requests it again: fast, if the adapter still has it."""
         self.loras.clear()
         self.lora_digests.clear()
 
@@ -305,7 +305,7 @@ class ModelStates:
     def slots(self, device: ipc.Description) -> int:
         """Return how many models of mean size fit into the memory that is left for models; 0 if unknown."""
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
-        # the adapter does not report the bytes of a model that is being loaded, so they would count as use by others
+        # the adapter does not report the bytes of a model that is being loaded: they would count as other programs'
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):
             beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
             self._usable_bytes = usable_bytes(device) - beside_bytes
@@ -376,9 +376,9 @@ class ModelStates:
 
     def next_to_close(self, had_work: list[ModelState], asked_s: float) -> tuple[ModelState | None, float | None]:
         """Choose a model to close to new work, for a load that began at `asked_s` and needs memory. Return it, and the
-        seconds until it may be closed: the load must have waited for `swap_after_s`, and the model's protection must
-        have ended (`_turn_ends_s`). `had_work`: the models that could not be evicted because they had work. Return
-        (None, None) if each of them is closed or unloaded already.
+        seconds until it may be closed: the load must have waited for `swap_after_s`, and the time until which the model
+        stays open must have passed (`_turn_ends_s`). `had_work`: the models that could not be evicted because they had
+        work. Return (None, None) if all of these are closed or unloaded already.
         """
         able = [state for state in had_work if state.state == "loaded" and not state.is_closed]
         first = min(able, key=self._turn_ends_s, default=None)
@@ -387,15 +387,15 @@ class ModelStates:
         return first, max(asked_s + self._swap_after_s, self._turn_ends_s(first)) - self._clock()
 
     def _turn_ends_s(self, hosted: ModelState) -> float:
-        """Return the time at which a model's protection ends. After its load it is protected for as long as the load
-        took: at most MAX_TURN_S, but at least `swap_after_s`. Otherwise models would be evicted before they ever run.
+        """Return the time from which a model may be closed. After its load it stays open for as long as the load took:
+        at most MAX_TURN_S, but at least `swap_after_s`. Otherwise models would be evicted before they run.
         """
         return hosted.loaded_s + max(self._swap_after_s, min(hosted.load_s, MAX_TURN_S))
 
     def _tokenizer_of(self, ready: ipc.Ready) -> ModelTokenizer:
-        """Return the tokenizer of a model that the adapter has loaded. An equal one of any model is used again: to
-        create one takes up to a second, in which the event loop runs nothing, because the library does not release the
-        interpreter lock. Raises ModelLoadFailed if the tokenizer cannot be used.
+        """Return the tokenizer of a model that the adapter has loaded. An equal tokenizer of any model is used again,
+        because creating one stops the event loop for up to a second: the library does not release the interpreter lock.
+        Raises ModelLoadFailed if the tokenizer cannot be used.
         """
         states = list(self._everywhere())
         for state in states:
@@ -439,8 +439,8 @@ class ModelStates:
 
 
 def _drop_spare_tokenizers(states: Iterable[ModelState]) -> None:
-    """Drop tokenizers of models that are not loaded, the least recently used first, until the rest of these tokenizers
-    need at most SPARE_TOKENIZER_BYTES. The next request to tokenize loads the model again.
+    """Drop tokenizers of models that are not loaded, the least recently used first, until the remaining ones need at
+    most SPARE_TOKENIZER_BYTES. The next request to tokenize loads the model again.
     """
     having = sorted((state for state in states if state.tokenizer), key=lambda state: state.used_s, reverse=True)
     retained = {id(state.tokenizer) for state in having if state.state == "loaded"}
@@ -456,8 +456,8 @@ def _drop_spare_tokenizers(states: Iterable[ModelState]) -> None:
             state.tokenizer = None
 
 
-# seconds without use until a batch or `relieve` may evict a model, so that a model in steady use is not loaded again
-# and again; a load may evict any model that no work item needs
+# seconds without use until a batch or `relieve` may evict a model, because a model in steady use must not be loaded
+# again and again. A load may evict any model that no work item needs
 IDLE_S = 1.0
 RELIEVE_S = 1.0
 EARLIER_LOAD_S = 0.5
@@ -504,9 +504,8 @@ class Hosting(ModelStates):
         self._asked = 0  # loads that were requested from the adapter since the start
         # loads that wait for memory: time at which each began, and the future that wakes it
         self._waiters: list[tuple[float, asyncio.Future[None]]] = []
-        self._gates: dict[
-            str, asyncio.Event
-        ] = {}  # by name of a closed model: event that is set when it accepts new work again
+        # by name of a closed model: event that is set when it accepts new work again
+        self._gates: dict[str, asyncio.Event] = {}
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self.link = link
@@ -597,11 +596,11 @@ class Hosting(ModelStates):
                 began_s = self._clock()
             if ready is None:
                 return
-            # if the catalogue entry has changed meanwhile, the adapter has loaded the old one: do not use it
+            # if the catalogue entry has changed meanwhile, the adapter has loaded the old entry: do not use the result
             if hosted.resolved.entry == resolved.entry:
                 self._ready(hosted, ready, ready.load_s or self._clock() - began_s)
         except SIEError:
-            # if the catalogue entry has changed meanwhile, the error is about the old one; the new one is loaded next
+            # if the catalogue entry has changed meanwhile, the error is about the old entry; the new one is loaded next
             if hosted.resolved.entry == resolved.entry:
                 raise
         finally:
@@ -618,9 +617,9 @@ class Hosting(ModelStates):
         return hosted.has_waiters and hosted.resolved.entry == resolved.entry
 
     async def _asked_to_load(self, hosted: ModelState, resolved: Resolved) -> ipc.Ready | None:
-        """Let the adapter load a model. Return the adapter's report. Return None if the model did not fit beside models
-        that had work or were being loaded, or that got work meanwhile. Raises AdapterGone, ModelLoadFailed; another
-        SIEError if the catalogue entry has changed meanwhile.
+        """Let the adapter load a model, and return its report. Return None if the model did not fit into memory beside
+        models that were in use or being loaded, or that came into use meanwhile. Raises AdapterGone, ModelLoadFailed;
+        another SIEError if the catalogue entry has changed meanwhile.
         """
         offered = [candidate for candidate in self.evictable(0.0) if candidate is not hosted]
         left_over = self.left_over(self._described())
@@ -635,7 +634,7 @@ class Hosting(ModelStates):
                 beside or came or self.busy(hosted) or await self._went_to_earlier_loads(error, left_over)
             ):
                 return None
-            # if the model has a new catalogue entry now, the error is about the old one, and is not recorded
+            # if the model has a new catalogue entry now, the error is about the old entry, and is not recorded
             if hosted.resolved.entry != resolved.entry:
                 raise
             raise self._load_failed(hosted, error) from error
@@ -664,8 +663,8 @@ class Hosting(ModelStates):
         await self.link.describe()
         there = {loaded.model for loaded in self._described()}
         finding = [load for name, load in self._loading.items() if name in there]
-        # the adapter already has these models from the earlier process, so their loads by this process end at once;
-        # after that, each model has work or can be evicted
+        # the adapter has these models from the earlier process, so their loads by this process end at once. After that,
+        # each of them has work or can be evicted
         if finding:
             await asyncio.wait(finding, timeout=EARLIER_LOAD_S)
             return True
@@ -686,8 +685,8 @@ class Hosting(ModelStates):
         self, hosted: ModelState, asked_s: float, closed: ModelState | None
     ) -> ModelState | None:
         """Wait until one of the models in use has no more work, or no caller needs `hosted` any more. When `hosted` has
-        waited for `swap_after_s`, choose the model whose protection ends first: that model accepts no new work until
-        `hosted` is loaded. `closed`: the model that was closed in an earlier call. Return the closed model, or None.
+        waited for `swap_after_s`, close the model that may be closed first: it accepts no new work until `hosted` is
+        loaded. `closed`: the model that was closed in an earlier call. Return the closed model, or None.
         """
         had_work = self.busy(hosted)
         while hosted.has_waiters and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):
@@ -722,8 +721,8 @@ class Hosting(ModelStates):
             self._waiters.remove(waiter)
 
     def _look_again(self) -> None:
-        """Wake the loads that wait for memory, the longest waiting first. Without this order, two models could replace
-        each other for ever while a third one waits.
+        """Wake the loads that wait for memory, the oldest load first. Without this order, two models could replace each
+        other for ever while a third one waits.
         """
         for _, waiter in sorted(self._waiters, key=lambda entry: entry[0]):
             if not waiter.done():
@@ -847,7 +846,7 @@ class WorkerModels:
         return states[devices.choose([self._view(hosted, weighs_memory=not is_loaded) for hosted in states])]
 
     def _view(self, hosted: ModelState, *, weighs_memory: bool) -> DeviceView:
-        """Return a device's facts for `choose`. `weighs_memory`: also `models` and `idle_since_s`, which are slow."""
+        """Return a device's facts for `choose`. `weighs_memory`: with `models` and `idle_since_s`, which is slow."""
         device, now_s = self.device_of(hosted), self._clock()
         description = device.link.description
         usable = usable_bytes(description) if description else 0.0
@@ -870,7 +869,7 @@ class WorkerModels:
         )
 
     def second_copies(self, is_behind: Callable[[ModelState], bool]) -> list[ModelState]:
-        """Return models to load on one more device, as states there. `is_behind(state)`: work waits for its device."""
+        """Return the models to load on one more device, as states on it. `is_behind`: work waits for its device."""
         if len(self.devices) == 1:
             return []
         loaded: dict[str, list[ModelState]] = {}

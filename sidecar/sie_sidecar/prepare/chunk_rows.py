@@ -29,7 +29,7 @@ from sie_contracts.wire.messages import Input, RunOptions, TextChunks
 from sie_sidecar.prepare.rows import MAX_CHARACTERS, TokenRow, bad_chunks, prompted, too_many
 from sie_sidecar.prepare.tokens import Ids, ModelTokenizer
 
-MAX_CHUNKS = 4096  # chunks of one text
+MAX_CHUNKS = 4096  # maximum number of chunks of one text
 MAX_TOKENS = 1 << 16  # maximum number of tokens of a text with chunks, without special tokens and prompt
 LEAST_WINDOW = 16  # minimum number of tokens of the text in a window, besides special tokens and prompt
 OVERLAP_SHARE = 8  # windows overlap by this fraction of the longest window: 1 / 8
@@ -76,7 +76,7 @@ def contents_of(
 
 
 def _read_spans(chunks: TextChunks, text: str) -> Spans:
-    """Return the chunks that the client sent, with 0 as their token counts. Raises InvalidInput for invalid ones."""
+    """Return the chunks that the client sent, with 0 as their token counts. Raises InvalidInput for invalid chunks."""
     spans = np.frombuffer(chunks.spans, "<i4")
     if not len(spans) or len(spans) % 2 or len(spans) > 2 * MAX_CHUNKS:
         raise bad_chunks(f"expected 1 to {MAX_CHUNKS} spans", "schema")
@@ -96,8 +96,8 @@ def _alone(text: str, spans: Spans, options: RunOptions) -> ChunkContents:
 
 
 class _TextTokens:
-    """Tokens of a text with its prompt. `ids`: all of them. The first `before` and the last `after` ids belong to the
-    prompt. `ends`: for each token of the text, its end in code points, ascending.
+    """Tokens of a text with its prompt. `ids`: the ids of all tokens. The first `before` and the last `after` ids
+    belong to the prompt. `ends`: for each token of the text, its end in code points, ascending.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, source: Input, options: RunOptions) -> None:
@@ -116,7 +116,7 @@ class _TextTokens:
             raise InvalidInput("text: it has no token of the model", reason="no_tokens", param="text")
 
     def spans(self, chunks: TextChunks, text: str) -> Spans:
-        """Return the chunks with their numbers of tokens. Raises InvalidInput for too many, or one without a token."""
+        """Return the chunks with their numbers of tokens. Raises InvalidInput for too many, and for an empty chunk."""
         if chunks.rule is None:
             spans = _read_spans(chunks, text)
         else:

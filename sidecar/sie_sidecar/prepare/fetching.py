@@ -19,11 +19,11 @@ from sie_sidecar.device.in_flight import InFlight
 from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing, PayloadStore
 
-# maximum number of bytes of inputs in memory at a time; a larger input is read only while no other one is in memory
+# maximum number of bytes of inputs in memory at a time; a larger input is read only while no other input is in memory
 MAX_BYTES = 512 << 20
 ATTEMPT_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-# attempts that do not find an object before the request fails; a shared folder may show a new file late
+# the request fails after this many attempts that do not find the object; a shared folder may show a new file late
 MAX_MISSES = 3
 _logger = logging.getLogger("sie.sidecar.fetching")
 
@@ -37,7 +37,7 @@ class PayloadFetching:
         self._clock = clock
         self._max_bytes = max_bytes
         self._freed = asyncio.Event()
-        self._turn = asyncio.Lock()  # held while one input waits for memory: otherwise small ones would overtake it
+        self._turn = asyncio.Lock()  # held while one input waits for memory: otherwise small inputs would overtake it
 
     async def fetch(self, flight: InFlight) -> None:
         """Read the inputs and the query of `flight`. They stay in memory until `let_go`. Raises QueueUnavailable,

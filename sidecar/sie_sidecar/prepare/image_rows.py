@@ -41,8 +41,8 @@ def alone(images: PreparedImages, layout: Rows) -> TokenRow:
 def beside(
     tokenizer: ModelTokenizer, content: Beside, around: tuple[Ids, Ids], most: int, truncate: Truncate
 ) -> TokenRow:
-    """Return the row of a text with images. To have at most `most` tokens, the text after the images is truncated;
-    the text before them only if it alone has more. If the other parts are longer, the row has more tokens.
+    """Return the row of a text with images. If it has more than `most` tokens, the text after the images is cut. The
+    text before them is cut only if it alone has more, so the row may still be too long.
     """
     first, last = around
     before = tokenizer.contents([content.before], most, "END")[0].ids

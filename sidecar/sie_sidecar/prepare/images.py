@@ -51,13 +51,13 @@ _FILTERS: Mapping[Filter, Image.Resampling] = {
     "box": Image.Resampling.BOX,
     "hamming": Image.Resampling.HAMMING,
 }
-# pixels that are laid over a white background at a time; they are few, because this needs five times their memory
+# pixels that are laid over a white background at a time, which needs five times their memory
 _STRIP_PIXELS = 1 << 20
 _LEVELS_16 = [round(level / 257) for level in range(1 << 16)]
 _LEVELS_12 = [min(255, round(level * 255 / 4095)) for level in range(1 << 16)]
 _BITS, _WHITE = 0x0102, 0x0106  # numbers of the TIFF tags for the bits of a sample, and for the meaning of 0
-# Pillow does not convert the transparent level of a PNG file when it converts the samples to 8 bits: raw mode of the
-# samples -> the conversion. Of 16 bits only the upper 8 can be compared.
+# raw mode of a PNG file's samples -> conversion of its transparent level to 8 bits. Pillow converts only the samples,
+# not this level. Of 16 bits only the upper 8 can be compared.
 _CLEAR_LEVELS: Mapping[object, Callable[[int], int]] = {
     "L;2": lambda level: level % 4 * 85,
     "L;4": lambda level: level % 16 * 17,
@@ -65,7 +65,7 @@ _CLEAR_LEVELS: Mapping[object, Callable[[int], int]] = {
 }
 
 Image.MAX_IMAGE_PIXELS = None  # disables Pillow's limit: `check` has its own limits, which are tested before decoding
-# threads of the AVIF decoder: several media workers run at once, and each thread needs memory, which is limited
+# one thread for the AVIF decoder: several media workers run at once, and each thread needs memory, which is limited
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 
 
@@ -134,7 +134,7 @@ def _opened(data: bytes) -> ImageFile.ImageFile:
 
 
 def _convert_clear_level(image: ImageFile.ImageFile) -> None:
-    """Convert the transparent level of a PNG file, as `load` converts its samples. Call it before `load`."""
+    """Convert the transparent level of a PNG file like the samples, which `load` converts. Call this before `load`."""
     clear = image.info.get("transparency")
     convert = _CLEAR_LEVELS.get(image.tile[0].args) if image.format == "PNG" and image.tile else None
     if convert is not None and clear is not None:
@@ -169,8 +169,8 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _of_16_bits(image: Image.Image) -> Image.Image:
-    """Convert a 16 bit grey image to RGB. Pillow's own conversion would turn every value above 255 into white. Samples
-    of 12 bits, and a TIFF file in which 0 is white, get this mode too.
+    """Convert a 16 bit grey image to RGB. Pillow's own conversion would turn every value above 255 into white. Pillow
+    opens images of 12 bits, and TIFF files in which 0 is white, in the same mode, so they are converted here too.
     """
     tags, clear = getattr(image, "tag_v2", {}), image.info.get("transparency")
     levels = _LEVELS_12 if tags.get(_BITS) == (12,) else _LEVELS_16

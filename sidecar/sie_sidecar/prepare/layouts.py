@@ -41,14 +41,14 @@ from sie_sidecar.prepare.tokens import Ids, ModelTokenizer, PairTemplate, Tokens
 
 # part of a pair's tokens that the query may always use; the query may use more if the document is short
 QUERY_SHARE = 0.75
-NOWHERE = -1  # offset that is given to a special token, which is not in the text
-# maximum number of tokens of a work item with labels or questions: each text counts once with each of them
+NOWHERE = -1  # offset of a special token, which is not in the text
+# maximum number of tokens of a work item with labels or questions: each text counts once for each label or question
 MAX_TOKENS = 8 << 20
 _NONE = np.zeros(0, np.int32)
 
 
 def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput]) -> list[WorkRows]:
-    """Return the rows of each work item. All are of one model and have the same limit of tokens, so they are tokenised
+    """Return the rows of each work item. All work items have the same model and limit of tokens, so they are tokenised
     in one call.
     """
     options = items[0].options
@@ -295,13 +295,13 @@ def _hypothesis_texts(options: RunOptions) -> list[str]:
 def _joined(
     template: PairTemplate, left: Tokens, right: Tokens, room: int, truncate: Truncate, *, cut_first: bool
 ) -> TokenRow:
-    """Return the row of a pair in the tokenizer's template. If it is too long, the second text (with `cut_first` the
-    first) is truncated first. The other text may always use QUERY_SHARE of `room` (`_share_ids`).
+    """Return the row of a pair in the tokenizer's template. If the row is too long, the second text (with `cut_first`
+    the first) is truncated before the other, which may always use QUERY_SHARE of `room` (`_share_ids`).
     """
     whole, shortened = (right, left) if cut_first else (left, right)
-    kept_ids = _share_ids(whole, shortened, room, truncate)
-    given_ids = cut(shortened.ids, room - len(kept_ids), truncate)
-    left_ids, right_ids = (given_ids, kept_ids) if cut_first else (kept_ids, given_ids)
+    whole_ids = _share_ids(whole, shortened, room, truncate)
+    shortened_ids = cut(shortened.ids, room - len(whole_ids), truncate)
+    left_ids, right_ids = (shortened_ids, whole_ids) if cut_first else (whole_ids, shortened_ids)
     parts = (template.first, left_ids, template.middle, right_ids, template.last)
     ids = np.concatenate(parts)
     types = (
@@ -376,8 +376,8 @@ def _text_pieces(
     for item in items:
         place, query = _place(item.options), query_of(item)
         is_beside = "query" in item.options.pieces[place][1::2] and truncate != "NONE"
-        # a character has at most four bytes, and a token at least one: so a query of at most share / 4 characters has
-        # no more than `share` tokens, and is not cut
+        # a character has at most four bytes and a token at least one byte. So a query of at most share / 4 characters
+        # has at most `share` tokens, and need not be cut
         shown = tokenizer.prefix_of(query, share) if is_beside and 4 * len(query) > share else query
         shortened.append(shown != query)
         read = [_document(tokenizer, source.text or "", item.options.document_tokens) for source in item.inputs]
@@ -474,7 +474,7 @@ def _raw(
     tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
     """Return rows for a model that tokenises in the adapter. The ids are zeros: only their number is used, to estimate
-    the cost. Texts and documents are sent as they are. A work item with more than MAX_TOKENS tokens together with its
+    the cost. Texts and documents are sent unchanged. A work item with more than MAX_TOKENS tokens together with its
     questions is refused.
     """
     results = []

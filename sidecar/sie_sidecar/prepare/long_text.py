@@ -39,25 +39,25 @@ from tokenizers import Encoding, Tokenizer
 
 from sie_contracts.errors import InvalidInput
 
-# characters that are read first for each needed token: English has 4 to 5, so one piece is nearly always enough
+# characters in the first piece for each needed token: English has 4 to 5, so one piece is nearly always enough
 FIRST_CHARACTERS_PER_TOKEN = 8
 GROWTH = 4
-# number of characters up to which later pieces grow, to limit memory: the tokenizer needs some 100 bytes for a token. A
-# piece may be longer: it ends at a position for a cut, and the first piece is as long as the needed tokens require
+# number of characters up to which later pieces grow, to limit memory: the tokenizer needs about 100 bytes for a token.
+# A piece may be longer: it ends where a cut is allowed, and the first piece must have enough tokens
 MAX_PIECE_CHARACTERS = 1 << 18
 # maximum number of characters that are tokenised in one call, to limit memory: a token needs up to 500 bytes
 MAX_CALL_CHARACTERS = 4 << 20
 
 SENTINEL = "x"
 _CLAUSE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
-# characters that may stand before a cut; U+0D4E and some above U+FFFF combine with the next one, so they may not
+# characters that may stand before a cut; not U+0D4E and those above U+FFFF, which may combine with the next one
 _LEFT = rf"[!-~{_CLAUSE_MARKS}]|[^\W\u0d4e\U00010000-\U0010ffff]"
 _SPACE = rf"(?<={_LEFT})(?= )"
 _WHITE_SPACE = rf"(?<={_LEFT})(?=[ \t\r\n])"
 _IDEOGRAPHS = r"(?<=[\u4e00-\u9fff])(?=[\u4e00-\u9fff])"
 _CLAUSE = rf"(?<=[A-Za-z\u4e00-\u9fff])(?=[\r\n{_CLAUSE_MARKS}])"
-# a cut only between a space and a letter or digit that no Unicode normalization turns into punctuation, because an
-# added token may end with punctuation
+# cuts only between a letter or digit and a space. The letter or digit is one that no Unicode normalization turns into
+# punctuation, because an added token may end with punctuation
 _NARROW = r"(?<=[^\W_\u0080-\u00bf\u0d4e\u2000-\u303f\u3200-\u33ff\ua000-\uabff\ud7a4-\U0010ffff])(?= )"
 
 _LOCAL_NORMALIZERS = {
@@ -105,15 +105,15 @@ HARD_TEXT = (
 
 
 class LongTexts:
-    """Token ids of long texts, read in pieces by one tokenizer without truncation. The first use takes tens of ms."""
+    """Token ids of long texts, read in pieces by one tokenizer without truncation. The first use takes 10 to 100 ms."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     @cached_property
     def places(self) -> re.Pattern[str] | None:
-        """Return a pattern with empty matches: a cut there does not change the ids. None if no pattern is known, or if
-        the pattern fails the test (`_holds`).
+        """Return a pattern that matches at the positions where a cut does not change the ids (the matches are empty).
+        None if no pattern is known, or if the pattern fails the test (`_holds`).
         """
         pattern = _pattern(self._tokenizer)
         if pattern is None or not self._holds(pattern):
@@ -224,7 +224,7 @@ def encodings(tokenizer: Tokenizer, texts: Sequence[str], *, offsets: bool = Fal
 
 
 def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each piece, from the start of the text. Only the last one may be shorter than `size`."""
+    """Yield start and end of each piece, from the start of the text. Only the last piece may be shorter than `size`."""
     start = 0
     while start < len(text):
         match = places.search(text, start + size)

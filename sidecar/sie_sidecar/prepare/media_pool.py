@@ -124,7 +124,7 @@ class _PendingFile(Generic[T]):
             self.done.set_exception(error)
 
     def succeed(self, reply: PreparedFile) -> None:
-        """Give the caller the outcome of a worker's answer. Raises _WorkerLost if the answer does not fit the file."""
+        """Pass a worker's answer to the caller. Raises _WorkerLost if the answer does not fit the file."""
         outcome = self.file.outcome(reply)
         if not self.done.done():
             self.done.set_result(outcome)
@@ -221,7 +221,7 @@ class MediaPool:
         try:
             while True:
                 job = await self._next()
-                if job.done.done():  # its caller was cancelled, so nobody waits for the outcome
+                if job.done.done():  # its caller was cancelled, so no caller waits for the outcome
                     continue
                 try:
                     if worker is not None and worker.is_gone:
@@ -236,12 +236,12 @@ class MediaPool:
                     _logger.error("a media worker process could not be started: %s", error)
                     job.fail(ResourceExhausted("the process that decodes files could not be started: try again later"))
                 except Exception as error:  # catches everything, because the caller must get an outcome in any case
-                    _logger.exception("preparing a file failed")
+                    _logger.exception("decoding a file (%s) failed; its request gets an error", job.noun)
                     job.fail(InternalFailure(f"preparing the {job.noun} failed: {type(error).__name__}"))
                     if worker is not None:
                         await self._end(worker)
                     worker = None
-                finally:  # has an effect only if this task was cancelled: otherwise there is an outcome already
+                finally:  # has no effect if the file has an outcome; without one, this task was cancelled
                     job.fail(ShuttingDown("the media workers have ended"))
         finally:
             if worker is not None:
@@ -270,7 +270,7 @@ class MediaPool:
         except _WorkerLost as error:
             status = await worker.ended()
             how = f"was killed by signal {-status}" if status < 0 else f"ended, or sent no usable answer: {error}"
-            # this pool did not kill it, so the kernel probably did, for lack of memory: the file may be valid
+            # this pool did not kill the process, so the kernel probably did, for lack of memory: the file may be valid
             if status == -signal.SIGKILL:
                 job.fail(
                     ResourceExhausted(
@@ -285,7 +285,7 @@ class MediaPool:
         await self._end(worker)
         try:
             return await self._start()
-        except _WorkerNotStarted as error:  # starting a process is tried again for the next file
+        except _WorkerNotStarted as error:  # the next file starts a process again
             _logger.error("a media worker could not be started: %s", error)
             return None
 
@@ -400,7 +400,7 @@ class _MediaProcess:
         return status
 
     async def end(self) -> None:
-        """Kill the process, whatever it does: it has no data that could be lost."""
+        """Kill the process, even while it runs a job: no data can be lost."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._writer.close()

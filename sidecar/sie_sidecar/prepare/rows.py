@@ -38,7 +38,7 @@ MAX_VECTOR_BYTES = 64 << 20
 VECTOR_BYTES = 512  # bytes of token vectors that count as one token: 128 numbers, the usual width
 # number of characters whose tokenising takes as long as building one row; used to estimate the time of a call
 ROW_CHARACTERS = 24
-# number of characters that count as one token of cost, for models that get the text besides the ids
+# number of characters that count as one token of cost, for models that get the text in addition to the ids
 COST_CHARACTERS = 64
 
 
@@ -314,18 +314,18 @@ def effort_of(layout: Rows, item: WorkItemInput) -> int:
 
 
 def prompted(source: Input, options: RunOptions, empty: str = "") -> str:
-    """Return the text of an input between its prompts. `empty` replaces a missing text."""
+    """Return the text of an input with its prompt before and after it. `empty` replaces a missing text."""
     return options.prefix + (source.text or empty) + options.suffix
 
 
 def texts_of(item: WorkItemInput) -> list[str]:
-    """Return the texts of a work item, one for each row, for a model that needs them besides the token ids."""
+    """Return the texts of a work item, one for each row, for a model that gets them in addition to the token ids."""
     query = [item.query.text or ""] if item.query else []
     return [*query, *(prompted(source, item.options) for source in item.inputs)]
 
 
 def reached(texts: Sequence[str], rows: Sequence[TokenRow]) -> list[str]:
-    """Return each text up to the end of the last token in its row: a truncated text is shorter than before."""
+    """Return each text up to the end of the last token in its row, so that truncated texts are cut."""
     return [
         text if row.offsets is None or not row.truncated else text[: int(row.offsets.max(initial=0))]
         for text, row in zip(texts, rows, strict=True)
@@ -389,15 +389,13 @@ def to_batch(
     mentions: list[tuple[Mention, ...]] = []
     keys: list[bytes] = []
     for part in parts:
-        options = _answered(part.work.options)
+        options = _adapter_options(part.work.options)
         stop = len(rows) + len(part.rows)
         groups.append(Group(len(rows), stop, options, len(part.work.inputs), *part.context, part.chunked))
         if layout in ("raw", "spans", "passages"):
             texts += reached(texts_of(part.work), part.rows)
         if layout == "raw":
-            mentions += [()] * (part.work.query is not None) + [
-                vector_blocks.mentions for vector_blocks in part.work.inputs
-            ]
+            mentions += [()] * (part.work.query is not None) + [source.mentions for source in part.work.inputs]
         rows += part.rows
         keys.append(part.image_keys())
     files = tuple(row.document for row in rows)
@@ -440,7 +438,7 @@ def to_batch(
     )
 
 
-def _answered(options: RunOptions) -> RunOptions:
+def _adapter_options(options: RunOptions) -> RunOptions:
     """Return the options that the adapter needs. Prompts are removed, because they are in the ids; `variant` is
     removed, because only the fingerprint of results needs it.
     """

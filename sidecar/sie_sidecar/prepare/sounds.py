@@ -37,7 +37,7 @@ _UNKNOWN_LENGTH = 1 << 62  # samples per channel; libsndfile reports this number
 _BLOCK_FRAMES = 4096  # number of frames of a spectrogram that are transformed at a time, which takes 50 MB
 _LEAST_POWER = 1e-10
 _ADDED_POWER = 2.0**-24  # added to powers before the natural logarithm
-_RANGE = 8.0  # dynamic range in powers of ten: lower levels are raised to this distance below the loudest one
+_RANGE = 8.0  # dynamic range in powers of ten: a level is at least the loudest level less this range
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
@@ -64,7 +64,7 @@ def prepare(data: bytes, recipe: SoundRecipe, from_s: float | None = None) -> Sp
     Raises InvalidInput with the reason invalid_media; its message begins with too_large or undecodable.
     """
     try:
-        with np.errstate(over="ignore", invalid="ignore"):  # the results are checked
+        with np.errstate(over="ignore", invalid="ignore"):  # `isfinite` below checks the results
             samples, seconds = _decoded(data, recipe.rate, from_s)
             values = features(samples, recipe)
         if not np.isfinite(values).all():
@@ -105,7 +105,7 @@ def _decoded(data: bytes, rate: int, from_s: float | None) -> tuple[Float32, flo
     samples = own if header.rate == rate else soxr.resample(own, header.rate, rate, quality="HQ")
     if not len(samples):
         raise fault("undecodable", "the sound file holds no samples")
-    # the file may be shorter than its header says: if its end was read, count the samples
+    # the file may be shorter than its header says, so if its end was read, the length is the number of samples
     is_cut = len(channels) == most
     return samples, header.seconds if is_cut else (first + len(channels)) / header.rate
 

@@ -20,7 +20,7 @@ from sie_sidecar.prepare.rows import MAX_CHARACTERS, WorkItemInput, bad_token
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 OPERATIONS: tuple[Operation, ...] = ("tokenize", "decode")
-# maximum number of characters of a work item: each token needs some 500 bytes in this process, and 40 in the result
+# maximum number of characters of a work item: each token needs about 500 bytes in this process, and 40 in the result
 MAX_TOLD_CHARACTERS = 4 << 20
 
 
@@ -97,7 +97,7 @@ def _tokenized(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[
 
 
 def _columns(text: str, encoding: Encoding) -> Ok:
-    """Convert an encoding to the answer. A token's text is the part of `text` it covers, a special token's its name."""
+    """Convert an encoding to the answer. A token's text is its part of `text`; a special token's text is its name."""
     data: dict[str, Any] = {"ids": encoding.ids, "texts": [], "special": [], "starts": [], "stops": []}
     places = range(len(text) + 1) if text.isascii() else _byte_places(text)
     for token, (start, stop), is_special in zip(

@@ -26,12 +26,12 @@ from sie_sidecar.prepare.long_text import FIRST_CHARACTERS_PER_TOKEN, GROWTH, SE
 Ids = NDArray[np.int32]
 T = TypeVar("T")
 # texts that were gathered together are tokenised on the event loop if they have at most this number of characters. This
-# takes up to 1.5 ms. A thread would take longer, and hold the interpreter lock as long (bench/results/tokens.md).
+# takes up to 1.5 ms. In a thread it would take longer, and stop the event loop as long (bench/results/tokens.md).
 INLINE_CHARACTERS = 4096
-# characters that are read first for each token of a prefix: nearly all texts have fewer
+# number of characters that are read first for each token of a prefix: nearly all texts have fewer for a token
 _CHARACTERS_PER_TOKEN = 64
 THREAD_CHARACTERS = 65536  # characters of short texts that one thread tokenises in one call
-LONG_CHARACTERS = 4096  # characters; a text of at most this length is always tokenised as a whole
+LONG_CHARACTERS = 4096  # a text of at most this number of characters is always tokenised as a whole
 # bytes of memory for each byte of a tokenizer's JSON: 26 to 37 for a Unigram model, 8 for the others
 _MEMORY_PER_BYTE = 32
 
@@ -68,8 +68,8 @@ class PairTemplate:
 
 class ModelTokenizer:
     """Tokenizer of one loaded model, from JSON bytes (`serialised`). Texts of more than `long_characters` characters
-    may be read in pieces. `first` and `last`: special tokens before and after a text. `pair`: those around two texts.
-    Raises ValueError if `first` and `last` cannot be found.
+    may be read in pieces. `first` and `last`: special tokens before and after a text. `pair`: special tokens around two
+    texts. Raises ValueError if `first` and `last` cannot be found.
     """
 
     def __init__(self, serialised: bytes, max_tokens: int, long_characters: int = LONG_CHARACTERS) -> None:
@@ -98,24 +98,24 @@ class ModelTokenizer:
         Raises InvalidInput for a text that is too long to be tokenised as a whole and cannot be cut.
         """
         from_end = truncate == "START"
-        least = self._least(room)
-        long = [text for text in texts if len(text) > least]
+        whole_limit = self._whole_limit(room)
+        long = [text for text in texts if len(text) > whole_limit]
         read = iter(self._long.read(long, room, from_end=from_end, count_all=truncate == "NONE") if long else ())
-        short = [text for text in texts if len(text) <= least]
+        short = [text for text in texts if len(text) <= whole_limit]
         if sum(map(len, short)) <= INLINE_CHARACTERS:
             whole = iter(self._tokenizer.encode_batch_fast(short, add_special_tokens=False))
         else:
             whole = encodings(self._tokenizer, short)
         contents = []
         for text in texts:
-            if len(text) > least:
+            if len(text) > whole_limit:
                 contents.append(Tokens(*next(read)))
             else:
                 ids = np.array(next(whole).ids, np.int32)
                 contents.append(Tokens(cut(ids, room, truncate), len(ids)))
         return contents
 
-    def _least(self, room: int) -> int:
+    def _whole_limit(self, room: int) -> int:
         """Return the largest length, in characters, of a text that is tokenised as a whole."""
         return max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
 
@@ -173,11 +173,11 @@ class ModelTokenizer:
 
     def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
         """Return the ids of each text as in `contents`, and each token's offsets, int32 [length, 2], in code points."""
-        least = self._least(room)
-        whole = encodings(self._tokenizer, [text for text in texts if len(text) <= least], offsets=True)
+        whole_limit = self._whole_limit(room)
+        whole = encodings(self._tokenizer, [text for text in texts if len(text) <= whole_limit], offsets=True)
         spans = []
         for text in texts:
-            if len(text) > least:
+            if len(text) > whole_limit:
                 spans.append(self._long_spans(text, room, truncate))
             else:
                 ids, offsets = _ids_and_offsets(next(whole))
@@ -252,8 +252,8 @@ def _special(tokenizer: Tokenizer) -> tuple[Ids, Ids]:
 
 
 def without_panic(work: Callable[[], T]) -> T:
-    """Return the result of `work`. A panic of the Rust tokenizer, which is no Exception, becomes a RuntimeError. So
-    does StopIteration, which no future accepts. The message of a panic is left out, because it may quote the text.
+    """Return the result of `work`. Raises RuntimeError for a panic of the Rust tokenizer, which is no Exception, and
+    for StopIteration, which no future accepts. The message of a panic is left out, because it may quote the text.
     """
     try:
         return work()
@@ -276,7 +276,7 @@ class _ThreadWork(NamedTuple):
 class TokenizerPool:
     """Threads that tokenise the texts of all models, for one event loop. Short calls that come in the same iteration of
     the loop share a thread: moving a call to a thread and back takes as long as tokenising 500 characters. Also, many
-    threads with short calls would wait for each other, and the event loop for them, at the interpreter lock.
+    threads with short calls would wait for each other at the interpreter lock, and the event loop would wait for them.
     """
 
     def __init__(self, workers: int) -> None:
@@ -284,8 +284,8 @@ class TokenizerPool:
         self._parts: list[_ThreadWork] = []
 
     async def run(self, characters: int, work: Callable[[], T], together: int = 0) -> T:
-        """Return the result of `work`, which tokenises `characters` characters. `together`: characters of everything
-        that was gathered with it. `work` is called in a thread, unless both are so few that a thread would take longer.
+        """Return the result of `work`, which tokenises `characters` characters. `together`: characters of all work
+        gathered with it. `work` is called in a thread if either is above INLINE_CHARACTERS, otherwise at once.
         """
         if max(characters, together) <= INLINE_CHARACTERS:
             return without_panic(work)
@@ -349,7 +349,7 @@ def _on_run(parts: Sequence[_ThreadWork], running: asyncio.Future[list[Any]]) ->
 
 def _hand_out(parts: Sequence[_ThreadWork], results: Sequence[Any]) -> None:
     for part, result in zip(parts, results, strict=True):
-        if part.done.done():  # its caller was cancelled, so nobody waits for the result
+        if part.done.done():  # its caller was cancelled, so no caller waits for the result
             continue
         if isinstance(result, Exception):
             part.done.set_exception(result)

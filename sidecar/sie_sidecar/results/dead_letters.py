@@ -37,8 +37,8 @@ class DeadLetterWriter:
     async def write(
         self, delivery: Delivery, error: ErrorInfo, *, deaths: int = 0, workers: tuple[str, ...] = ()
     ) -> bool:
-        """Store the message of a delivery once, with the error for which it was given up. After ATTEMPTS failures, the
-        letter is lost: return False. The caller acknowledges the message even then, or it would be delivered for ever.
+        """Store the message of a delivery once, with the error of its work. After ATTEMPTS failures, the letter is
+        lost: return False. Even then the caller acknowledges the message, or it would be delivered for ever.
         """
         name = letter_id(topology.stream_name(topology.pool_of(delivery.subject)), delivery)
         letter = DeadLetter(

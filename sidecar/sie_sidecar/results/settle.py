@@ -16,8 +16,8 @@ returns these deliveries to the queue at once, before their leases have ended.
     process killed  ──► the next process reads the slots and returns the deliveries
 
 The file is mapped into memory and has its full size from the start. A record is at most 512 bytes and is written
-without a system call. The kernel keeps it if the process dies, and a disk that becomes full later does no harm. The
-file need not survive a crash of the machine, as the leases have ended when the machine runs again.
+without a system call. If the process dies, the kernel keeps the record. A disk that becomes full later does no harm.
+The file need not survive a crash of the machine, as the leases have ended when the machine runs again.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ResultDelivery:
         if len(data) <= min(MAX_BYTES, self._bus.max_payload):
             try:
                 verdict = await self._deliver(item, data, deadline_s, fence)
-            except PayloadTooBig:  # the broker's limit has become lower with a reconnect: send it in parts
+            except PayloadTooBig:  # after a reconnect, the broker's limit is lower: send the result in parts
                 verdict = "part"
         if verdict == "part":
             verdict = await self._deliver_parts(item, data, deadline_s, fence)
@@ -113,7 +113,7 @@ class ResultDelivery:
         return await self._send(lease, item, failed(result, error), deadline_s)
 
     async def _deliver_parts(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
-        """Send a result in parts. Return the verdict of `_deliver`; `part` if parts are lacking after MAX_ROUNDS."""
+        """Send a result in parts. Return the verdict of `_deliver`; `part` if parts are missing after MAX_ROUNDS."""
         digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         view = memoryview(data)
         verdict = "part"
@@ -128,7 +128,7 @@ class ResultDelivery:
                     verdict = await self._deliver(item, messages.encode(part), deadline_s, fence)
                     if verdict != "part":
                         return verdict
-            except PayloadTooBig:  # the broker's limit has become lower with a reconnect: send smaller parts
+            except PayloadTooBig:  # after a reconnect, the broker's limit is lower: send smaller parts
                 continue
             _logger.error(
                 "request %s: its result of %d bytes did not arrive complete at the gateway",
@@ -139,8 +139,8 @@ class ResultDelivery:
 
     async def _deliver(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
         """Send one message until the gateway confirms it, and return its verdict. Return `unconfirmed` at the deadline,
-        for an unreadable verdict, or if `item.reply` is not a subject; `fenced` if the lease `fence` is lost first.
-        Raises PayloadTooBig.
+        for an unreadable verdict, or if `item.reply` is not a subject. With `fence`, return `fenced` if this lease is
+        lost first. Raises PayloadTooBig.
         """
         pause_s = FIRST_PAUSE_S
         while True:
@@ -172,7 +172,7 @@ class ResultDelivery:
 def part_bytes(item: WorkItem, digest: str, size_bytes: int, message_bytes: int) -> int:
     """Return how many bytes of a result fit into a message of this size, besides the fields that identify the part."""
     frame = Fragment(item.request, item.chunk, item.attempt, size_bytes, size_bytes, digest, b"")
-    # msgpack writes the length before the bytes: this takes up to four bytes more than the length 0 in `frame`
+    # msgpack writes the length of `data` before it, in up to four bytes more than the length 0 in `frame`
     return max(1, message_bytes - len(messages.encode(frame)) - 4)
 
 
@@ -234,7 +234,7 @@ class Settle:
         late = [flight for flight in flights if not flight.settled and now_s >= flight.deadline_s]
         if late:
             self._metrics.settlements.labels("late").inc(len(late))
-            self.answer_all(late, GatewayTimeout("the time limit of the request was over before it could run"))
+            self.answer_all(late, GatewayTimeout("the time limit of the request passed before its work could run"))
         return [flight for flight in flights if not flight.settled and now_s < flight.deadline_s]
 
     def answer_changed(self, flights: Collection[InFlight]) -> None:
@@ -288,7 +288,7 @@ class Settle:
             stages,
             batch,
         )
-        self._inventory.let_model_go(flight)  # the model is not needed while the result is sent, but the lease is
+        self._inventory.let_model_go(flight)  # sending the result needs the lease, but not the model
         self._work.start(self._answer(flight, result, hosted.name if hosted else "other"), "answer")
 
     async def _answer(self, flight: InFlight, result: WorkResult, name: str) -> None:
@@ -312,7 +312,7 @@ class Settle:
         return None
 
     def bury(self, lease: Lease, error: SIEError) -> None:
-        """Store an undecodable message as a dead letter, and end its delivery."""
+        """Store an undecodable message as a dead letter, and terminate the message."""
         self._work.start(self._bury(lease, error), "bury")
 
     async def _bury(self, lease: Lease, error: SIEError) -> None:
@@ -348,8 +348,8 @@ class Settle:
         self._inventory.remove(flight)
 
 
-# maximum number of leases in the file; if the process is killed, deliveries without a record come back only when their
-# leases end
+# maximum number of leases in the file; if the process is killed, deliveries without a record return to the queue only
+# when their leases end
 SLOTS = 4096
 SLOT_BYTES = 512
 _MAGIC = b"SIElease"
@@ -509,7 +509,7 @@ class Leases:
         return lease
 
     async def hand_back_left(self, queue: Queue) -> int:
-        """Hand the deliveries of this worker's killed process back to the queue. Return how many were handed back."""
+        """Return the deliveries of this worker's killed process to the queue. Return how many were returned."""
         left = self._ledger.take_over(FENCE * self._ack_wait_s) if self._ledger else []
         count = 0
         for reply in left:
@@ -534,7 +534,7 @@ class Leases:
         return len(self._held)
 
     def is_mine(self, lease: Lease) -> bool:
-        """Return True if certainly no other worker has got this delivery meanwhile."""
+        """Return True if certainly no other worker has got this message meanwhile."""
         return self.left_s(lease) > 0
 
     def left_s(self, lease: Lease) -> float:
@@ -542,7 +542,7 @@ class Leases:
         return lease.renewed_s + FENCE * self._ack_wait_s - self._clock()
 
     def drop(self, lease: Lease) -> None:
-        """Remove a lease here; nothing is sent to the broker."""
+        """Remove a lease from this object. Nothing is sent to the broker."""
         if self._ledger:
             self._ledger.clear(lease.slot)
             lease.slot = 0
@@ -577,13 +577,13 @@ class Leases:
             await results
         except BrokerError as error:
             _leases_logger.warning(
-                "the broker was not told that a delivery has ended, so its message will be delivered again: %s", error
+                "the end of a delivery was not sent to the broker, so its message will be delivered again: %s", error
             )
 
     async def renew_all(self) -> None:
         """Renew all leases if the adapter answers; otherwise other workers must get the work. When the broker has
         confirmed that it received the renewals, the leases count as renewed from the time of sending. Without this
-        confirmation they do not, because a dead connection loses renewals.
+        confirmation they do not count, because a dead connection loses renewals.
         """
         if not self._held or not self._is_alive():
             return

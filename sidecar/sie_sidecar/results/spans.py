@@ -49,7 +49,7 @@ def of_work(tracer: Tracer, delivery: Delivery, item: WorkItem) -> Span | None:
 
 @contextlib.contextmanager
 def batch(tracer: Tracer, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
-    """Yield the span of a batch of these work items, None if none is traced. The span ends with the context."""
+    """Context manager with the span of a batch of these work items, None if none is traced. It ends with the block."""
     traced = [flight.span for flight in jobs if flight.span is not None and flight.span.is_recording]
     if not traced:
         yield None
