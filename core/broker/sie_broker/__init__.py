@@ -246,11 +246,11 @@ class KeyValue(Protocol):
         """
 
     async def reaches(self, revision: int) -> bool:
-        """Return whether the leader still has an entry of this or a later revision. Entries can expire or be lost."""
+        """Return whether the broker still has an entry of this or a later revision. Entries can expire or be lost."""
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
         """Call `handler` once for each write after revision `after`, in order, also across reconnects. If a key was
-        written several times, all but the last write may be skipped, because a bucket keeps only that one.
+        written several times, all but the last write may be skipped, because a bucket keeps only the last write.
         """
 
 
@@ -329,8 +329,8 @@ class Queue(Connection, Protocol):
         """Deliver a leased message again at once, like `nak`. This has no effect if the message was already
         acknowledged. Raises ValueError for a `reply` that identifies no delivery.
 
-        Use it for leases of an earlier run of the same process. If another process has leased the message meanwhile,
-        two processes then have it.
+        Use this only for leases of an earlier run of this process. If another process has leased the message meanwhile,
+        two processes then work on it.
         """
 
     async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> StreamMessage | None:
@@ -350,9 +350,9 @@ class Administration(Queue, Protocol):
     """Queue whose streams and consumers this process may create, update and delete."""
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
-        """Ensure that a stream exists with these settings. With `owner`, the stream is created, or updated from an
-        older topology version; the owner of streams does this if one is connected. Otherwise the settings are only
-        compared. Raises TopologyMismatch, UnsafeUpdate, and BrokerError if there is no stream after that.
+        """Ensure that a stream exists with these settings. With `owner`, create it, or update it from an older topology
+        version; if the component that owns the streams is connected, it does this. Otherwise only compare the settings.
+        Raises TopologyMismatch, UnsafeUpdate, and BrokerError if there is no stream after that.
         """
 
     async def delete_stream(self, stream: str) -> bool:
@@ -388,7 +388,7 @@ class Store(Connection, Protocol):
 
         `storage`, `replicas` and `max_age_s` apply only to a new bucket; `removed_age_s` has no effect on a bucket that
         was created without it. A key expires `max_age_s` seconds after its last write (0: never). The marker of a
-        removed key expires after `removed_age_s` seconds (0: like any key). Watches report neither expiry.
+        removed key expires after `removed_age_s` seconds (0: like any key). Watches report no expiry.
         """
 
 

@@ -2,8 +2,8 @@
 
     sidecar ──► DEAD_{pool} ──► Letters: read, find, remove
 
-A letter contains the client's inputs, or the keys of those in the payload store. The caller decides which inputs are
-shown.
+A letter contains the client's inputs, or the keys of inputs that are in the payload store. The caller decides which
+inputs are shown.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import DeadLetter, WorkItem
 
-# `newest` reads the stream in ranges of sequences. The first range has this length, and at most this number of letters
-# is in memory.
+# `newest` reads the stream in ranges of sequences. The first range has this length. At most this number of letters is
+# in memory at a time.
 SPAN = 16
 
 

@@ -76,7 +76,7 @@ async def own(broker: Broker) -> Subscription:
                 raise ValueError(f"{request.name[:70]!r} must not be requested on {message.subject}")
             await make(broker, request)
         except (*UNDECODABLE, BrokerError) as error:
-            _logger.warning("the request of a process for a stream or bucket failed: %s", error)
+            _logger.warning("a stream or bucket that a process requested was not created or updated: %s", error)
             await broker.send(message.reply, str(error).encode()[:1000])
         else:
             await broker.send(message.reply, b"")

@@ -39,7 +39,7 @@ from sie_contracts.wire import messages
 from sie_contracts.wire.topology import LEASES_BUCKET
 
 MAX_ATTEMPTS = 16  # maximum number of attempts at one change, if other writers always change the same key first
-# upper limits of the random pause between two attempts, in seconds: of the first pause, and of any later one
+# upper limits, in seconds, of the random pause between two attempts: of the first pause, and of later pauses
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1
 LEASE_S = 30.0  # seconds after which an unchanged lease is lost; its leader must renew it more often
 RELEASED_AGE_S = 60.0
@@ -109,7 +109,7 @@ class RecordBucket:
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
         """Context manager that stores a BrokerError in `Connection.troubles`; the next operation then opens the bucket
-        again. WrongRevision and PayloadTooBig are only raised, because they are no fault of the bucket.
+        again. WrongRevision and PayloadTooBig are raised but not stored, because they are no fault of the bucket.
         """
         try:
             yield
@@ -237,7 +237,7 @@ class Record(Generic[T]):
         self.is_stale = True
 
     async def _on_entry(self, entry: Entry) -> None:
-        if entry.revision <= self._last:  # revisions in a bucket always increase, so this is a new bucket
+        if entry.revision <= self._last:  # revisions of a bucket always increase, so this entry is from a new bucket
             self._created, self.is_stale = "", True
             self._on_lost()
         self._last = entry.revision
@@ -271,8 +271,8 @@ class Record(Generic[T]):
         """Call `make` with the current value of a key (None if there is none), write the value that it returns, and
         return the stored value.
 
-        If another writer was faster, `make` is called again. If it returns None or an equal value, nothing is written.
-        Raises BrokerError, UnreadableRecord, WrongRevision after MAX_ATTEMPTS, and any exception of `make`.
+        If another writer was faster, `make` is called again. If `make` returns None or an equal value, nothing is
+        written. Raises BrokerError, UnreadableRecord, WrongRevision after MAX_ATTEMPTS, and any exception of `make`.
         """
 
         async def attempt() -> T | None:
@@ -304,7 +304,7 @@ async def _read_all(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
 def leases_of(broker: Store, *, storage: str, replicas: int) -> RecordBucket:
     """Return the bucket of all leases: one for each job, and one for each task that one gateway does for all gateways.
 
-    A released lease leaves a marker for RELEASED_AGE_S seconds. No process watches this bucket, so none needs the
+    A released lease leaves a marker for RELEASED_AGE_S seconds. No process watches this bucket, so no process needs the
     marker.
     """
     return RecordBucket(broker, LEASES_BUCKET, storage=storage, replicas=replicas, removed_age_s=RELEASED_AGE_S)

@@ -59,7 +59,7 @@ def decode(entry: Entry) -> StoredPart:
 
 async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
     """Read the table of one lane. Return its entries and a revision. The entry of the lane's key is the last one. A
-    watch that starts after this revision delivers every entry that is newer than those returned. Raises BrokerError.
+    watch that starts after this revision delivers every entry that is newer than the returned ones. Raises BrokerError.
     """
     head = await bucket.get(lane_key)
     if head is None:
@@ -185,7 +185,7 @@ class StoredTable:
         """Set this object to the result of a change that was stored with this revision."""
         self.table, self._head = change.table, change.head
         self._parts, self._sizes = change.parts, change.sizes
-        # nobody else wrote within the batch, so the revision of its last write stands for all of them
+        # no other write came between those of the batch, so the revision of its last write is used for all of them
         self._revisions.update(dict.fromkeys((write.key for write in change.writes), revision))
 
     def _split(self, table: Placement, limit: int) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:

@@ -40,7 +40,7 @@ class OwnedTasks:
 
 
 class ReconnectHandlers:
-    """Handlers that are called after each reconnect. The task `run` calls them one after the other."""
+    """Handlers that are called after each reconnect, one after the other, by the task `run`."""
 
     def __init__(self) -> None:
         self._handlers: list[Callable[[], Awaitable[None]]] = []

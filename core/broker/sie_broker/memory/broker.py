@@ -13,7 +13,7 @@ from sie_broker.memory.connection import Exchange, MemoryConnection, WatchReader
 from sie_broker.memory.queue import MemoryAdministration
 from sie_broker.tasks import guarded
 
-# While so many entries wait for the handler of a watch, new entries are not queued, but read from the bucket later.
+# While this number of entries waits for the handler of a watch, new entries are not queued, but read later.
 _HELD_ENTRIES = 4096
 
 

@@ -1,4 +1,4 @@
-"""Connections to the in-process server, each of which a test can lose and restore, and messages that are not stored."""
+"""Connections to the in-process server, which tests can lose and restore, and messages that are not stored."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Exchange(StreamServer):
         self._turn = 0
 
     def loses_answer(self) -> bool:
-        """Return whether the answer to this publish must be lost; if so, decrease `lose_answers`."""
+        """Return whether this publish must not get its answer; if so, decrease `lose_answers`."""
         if not self.lose_answers:
             return False
         self.lose_answers -= 1

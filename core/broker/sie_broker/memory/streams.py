@@ -334,7 +334,7 @@ class StreamServer:
         self.timers.run_due()
 
     def stamp(self) -> str:
-        """Return a creation time for a stream or bucket, as a text that is never the same twice."""
+        """Return a creation time for a stream or bucket, as a text that is unique in this server."""
         self._stamps += 1
         return f"{self.wall_clock():.6f}-{self._stamps}"
 

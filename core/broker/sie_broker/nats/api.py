@@ -40,8 +40,8 @@ _SPEC_FIELDS = {
 # Not compared: metadata, because the broker adds its own; mem_storage, because the broker does not let an older
 # consumer change from files to memory.
 _NEVER_COMPARED = {"metadata", "mem_storage"}
-# Not updated: the filter, because some server versions accept one that overlaps another consumer's filter, and then
-# both consumers would get the same message; the ack policy, because the broker refuses another one.
+# Not updated: the filter, because some server versions accept a filter that overlaps that of another consumer, so that
+# both get the same message; the ack policy, because the broker refuses another one.
 NEVER_UPDATED = {"filter_subject", "ack_policy"}
 
 
@@ -110,8 +110,8 @@ class StoredAnswer(msgspec.Struct):
 
 
 class Refusal(BrokerError):
-    """Refusal of a request by the JetStream API, except those for which `error_of` has another class. `number`: the
-    API's error code.
+    """Refusal of a request by the JetStream API, if `error_of` has no other class for it. `number`: the API's error
+    code.
     """
 
     def __init__(self, act: str, error: ApiError) -> None:

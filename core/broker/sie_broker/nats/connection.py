@@ -50,7 +50,7 @@ class PullInbox(Protocol):
         """Discard all pulls without sending a message, because the connection was closed."""
 
     async def retire(self) -> None:
-        """Give up the inbox, because the connection was lost."""
+        """Stop using the inbox, because the connection was lost."""
 
     def wake(self) -> None:
         """Send the pull requests again after a reconnect."""
@@ -77,7 +77,7 @@ class Answers:
         del self._waiting[token], self._subjects[token]
 
     def refused(self, subject: str) -> bool:
-        """Fail the requests in flight on a subject that this user may not use. Return whether there were any."""
+        """Fail the requests in flight on a subject that this user may not use. Return True if there were any."""
         tokens = [token for token, subscribed in self._subjects.items() if subscribed.lower() == subject.lower()]
         for token in tokens:
             if not self._waiting[token].done():
@@ -122,7 +122,7 @@ class NatsConnection:
         # client's subscription -> callback for a dropped message
         self._droppers: dict[Any, Callable[[str], None]] = {}
         self._answers = Answers("")
-        self._inboxes: set[PullInbox] = set()  # they learn when the connection is lost, restored or closed
+        self._inboxes: set[PullInbox] = set()  # they are called when the connection is lost, restored or closed
         self._reconnect_handlers = ReconnectHandlers()
         self._tasks = OwnedTasks(name)
 
@@ -142,8 +142,8 @@ class NatsConnection:
             except (TimeoutError, NatsError, OSError) as error:
                 last = self._client.last_error
                 if reason is None or last or not isinstance(error, TimeoutError):
-                    # A mere time-out does not replace an earlier error, which says more: the deadline may have cut the
-                    # attempt short.
+                    # A time-out does not replace an earlier error, which has more information: the deadline may have
+                    # ended the attempt.
                     reason = last or error
                 await self._hang_up()
                 if loop.time() + FIRST_RETRY_S >= deadline_s:
@@ -311,7 +311,7 @@ class NatsConnection:
 
     async def _on_closed(self) -> None:
         if self._opened and not self._closed:  # during `open`, its caller gets the error
-            log.critical("%s: the connection is closed for good: %s", self.name, self._client.last_error)
+            log.critical("%s: the connection is closed and is not restored: %s", self.name, self._client.last_error)
             self._closed = True
             self._up.set()
 
@@ -378,8 +378,8 @@ def _pattern(subject: str) -> re.Pattern[str]:
     """Return a pattern for the subjects that a subscription may receive.
 
     A user that may pull from a stream chooses the subject to which the broker sends the deliveries, and no permission
-    limits that choice. So it could direct messages of the stream at this subscription. But such a delivery keeps the
-    subject on which it was first published. That subject does not fit the pattern, and the message is dropped.
+    limits that choice. So such a user could send messages of the stream to this subscription. But they keep the subject
+    on which they were published. This subject does not fit the pattern, so they are dropped.
     """
     wild = {"*": r"[^.]+", ">": ".+"}
     return re.compile(r"\.".join(wild.get(part) or re.escape(part) for part in subject.split(".")))

@@ -51,7 +51,7 @@ WORK_EXPIRES_S = 1.0
 # If 200 pulls wake the loop one by one, this costs 1.5 % of a core; together 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
 # Limit in bytes for a pull of several deliveries: a server closes a connection with 64 MiB unsent (its `max_pending`).
-# The limit must be at least the size of the largest message with its subjects, which the server counts too.
+# The limit must be at least the size of the largest message, with its subjects: the server counts them too.
 PULL_BYTES = 4 << 20
 _SUBJECT_BYTES = 64 << 10
 # seconds after its expiry at which a pull counts as lost; the broker reports an expired pull within milliseconds
@@ -117,9 +117,9 @@ class _PullCredit:
     """Counts of the open pulls of one consumer.
 
     `issued`: number of deliveries that were ever requested. `settled`: number of requested deliveries that arrived,
-    that the broker reported as not delivered, or that were given up as lost. All other deliveries may still arrive. The
-    broker fills several pulls of a consumer in turn, so it is unknown which pull a delivery belongs to, but the sums
-    are exact.
+    that the broker reported as not delivered, or that count as lost. All other deliveries may still arrive. The broker
+    fills several pulls of a consumer in turn, so it is unknown which pull a delivery belongs to, but the sums are
+    exact.
     """
 
     __slots__ = ("consumer", "credit", "index", "issued", "retry", "retry_s", "settled", "single", "written_off")
@@ -132,7 +132,7 @@ class _PullCredit:
         self.settled = 0
         # True if the next message exceeds the byte limit: it is then pulled alone and without a limit
         self.single = False
-        # value of `issued` when pulls were last given up as lost; later statuses of those pulls are ignored
+        # value of `issued` when pulls were last counted as lost; later statuses of those pulls are ignored
         self.written_off = 0
         self.retry: asyncio.TimerHandle | None = None
         self.retry_s = 0.0
@@ -158,8 +158,8 @@ class NatsPulls:
     """Open pull requests of one connection to the consumers of a stream. One task sends them. One timer finds lost
     pulls, whose end the broker did not report.
 
-    `on_break` is called when deliveries may have been lost, or when a consumer is gone. A watch needs this. A queue
-    does not, because its lost deliveries are delivered again after the ack wait.
+    `on_break` is called when deliveries may have been lost, or when a consumer does not exist any more. Only a watch
+    needs this: the lost deliveries of a queue come again after the ack wait.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class NatsPulls:
         self._bus.remove(self)
 
     async def retire(self) -> None:
-        """Give up the inbox after the deliveries that have arrived on it are handled. Later ones may be lost."""
+        """Stop using the inbox after its arrived deliveries are handled. Later deliveries may be lost."""
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             for _ in range(10):
@@ -262,9 +262,9 @@ class NatsPulls:
             self._by_index.pop(entry.index, None)
 
     def _renew(self, entry: _PullCredit) -> None:
-        # Each increase of the credit opened a small pull of its own. Wait until fewer than half of the credit is open,
-        # and renew it by one pull. With 200 consumers and a credit of 16, separate renewals of the small pulls cost 5 %
-        # of an idle core.
+        # Each increase of the credit opened a separate small pull. Wait until less than half of the credit is open,
+        # then renew it by one pull. With 200 consumers and a credit of 16, separate renewals of the small pulls cost
+        # 5 % of an idle core.
         if entry.open * 2 < entry.credit or not entry.open:
             self._consider(entry)
 
@@ -300,7 +300,7 @@ class NatsPulls:
             if missing <= 0 or entry.retry is not None:
                 continue
             if self._stopping or self._subscription is not subscription:
-                # the inbox was given up meanwhile; the next inbox requests all missing deliveries again
+                # the inbox was replaced meanwhile; the next inbox requests all missing deliveries again
                 return
             if entry.single:
                 missing, entry.single = 1, False
@@ -327,7 +327,7 @@ class NatsPulls:
             self._watchdog = asyncio.get_running_loop().call_at(deadline_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Give up expired pulls as lost if their deliveries neither arrived nor were reported as undelivered."""
+        """Count expired pulls as lost if their deliveries neither arrived nor were reported as undelivered."""
         loop = asyncio.get_running_loop()
         self._watchdog = None
         ages = self._ages
@@ -366,8 +366,8 @@ class NatsPulls:
             log.exception("pulls on stream %s: the handler of a delivery failed", self._stream)
 
     def _ended(self, token: str, headers: dict[str, str]) -> None:
-        """Handle the status message of a pull. 408: the pull expired. 404: there are no messages. 409: the consumer is
-        gone or moves, or the byte limit of the pull is used up. 503: no server has the consumer. 100: only a heartbeat.
+        """Handle the status message of a pull. 408: the pull expired. 404: there are no messages. 409: the consumer was
+        deleted or moves, or the byte limit of the pull is reached. 503: no server has the consumer. 100: a heartbeat.
         """
         parts = token.split("_")
         status = headers.get("Status", "")
@@ -378,7 +378,7 @@ class NatsPulls:
         if entry is None or issued <= entry.written_off:
             return
         reason = headers.get("Description", "").strip()
-        # There is nothing to count: only a pull with a byte limit gets this status, after its last delivery.
+        # Nothing is settled: only a pull with a byte limit gets this status, after its last delivery.
         if reason == "Batch Completed":
             return
         left = headers.get("Nats-Pending-Messages")
@@ -511,9 +511,9 @@ class JetStream(NatsBus):
         return info or await self.stream_info(name)
 
     async def ask_owner(self, request: StreamRequest) -> bool:
-        """Ask the owner of streams to create or update a stream. Return False if this process must do it itself: it is
-        the owner, no owner is connected (as on a broker without users), or this user may not send such requests (a user
-        of an older version). Raises BrokerError.
+        """Request from the owner of streams that it creates or updates a stream. Return False if this process must do
+        it itself: it is the owner, no owner is connected (as on a broker without users), or this user may not send such
+        requests (a user of an older version). Raises BrokerError.
         """
         if self.owns_streams:
             return False

@@ -30,14 +30,14 @@ log = logging.getLogger("sie.broker")
 
 _WATCH_CREDIT = 256  # largest number of entries that a watch has requested and not handled yet
 _WATCH_KEPT_S = 30.0  # seconds without a pull after which the broker deletes a reader (consumer of a read or watch)
-_READ_CHECK_S = 1.0  # seconds without entries after which a read asks the broker whether it has all
-_WATCH_CHECK_S = 2.0  # seconds without entries after which a watch asks the broker whether it missed any
+_READ_CHECK_S = 1.0  # seconds without entries after which a read asks the broker whether it has all entries
+_WATCH_CHECK_S = 2.0  # seconds without entries after which a watch asks the broker whether it missed entries
 _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
 
 class NatsKeyValue:
     """Bucket, stored in the stream `KV_<bucket>` with one message per key. The message of a removed key marks the
-    removal. This marker is kept for `removed_age_s` seconds, or as long as any message of the bucket if that is 0.
+    removal. This marker is kept for `removed_age_s` seconds; 0: as long as other messages of the bucket.
     """
 
     def __init__(self, jetstream: JetStream, bucket: str, removed_age_s: float = 0.0) -> None:
@@ -102,8 +102,8 @@ class NatsKeyValue:
 
     async def _progress(self, reader: str, complete: asyncio.Future[bool], arrived: Callable[[], int]) -> None:
         """Wait until a read is complete. `arrived` returns the number of its deliveries. An entry that expires or is
-        purged during the read never arrives, so a quiet broker is asked what is left. Raises BrokerUnavailable after
-        API_TIMEOUT_S seconds without a delivery, or if the pulls break.
+        purged during the read never arrives, so if none arrives, ask the broker how many are left. Raises
+        BrokerUnavailable after API_TIMEOUT_S seconds without a delivery, or if the pulls break.
         """
         quiet_s = 0.0
         while not complete.done():
@@ -337,7 +337,7 @@ class _KeyValueWatch:
                 self._last,
             )
             await self._pulls.retire()  # the present inbox may never get these entries
-        # a watch may be behind for a moment, so only two checks with the same result are a fault
+        # a watch may be behind for a moment; it has missed entries only if two checks have the same result
         self._checked = (self._last, state.last_sequence)
 
     async def _reopen(self) -> None:

@@ -3,7 +3,7 @@ differences. Commands of operators use it.
 
     look ──► Facts ──► plan (pure) ──► Steps ──► apply
 
-A change that this version cannot make in place, or that could lose work now, is a step that refuses it with a reason.
+For a change that this version cannot make in place, or that could lose work now, the step is a refusal with a reason.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ async def damage(broker: NatsBroker, info: StreamInfo) -> str:
             await NatsKeyValue(broker, bucket).entries()
         except BrokerUnavailable as error:
             fault = str(error)
-            await broker.stream_state(name)  # raises if the broker does not answer: then this is no damage
+            await broker.stream_state(name)  # raises if the broker does not answer: that is no damage
         else:
             return ""
     return fault

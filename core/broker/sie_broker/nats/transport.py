@@ -41,7 +41,7 @@ class Transport(TcpTransport):  # type: ignore[misc]
     async def wait_closed(self) -> None:
         if self._io_writer is None:
             return
-        # wait in a separate task: if the wait were cancelled here, all other waiters would be too (Python 3.11)
+        # wait in a separate task: cancelling the wait here would also cancel all other waits (Python 3.11)
         closed = asyncio.get_running_loop().create_task(super().wait_closed())
         await asyncio.wait({closed}, timeout=HANG_UP_S)
         self.abort()
