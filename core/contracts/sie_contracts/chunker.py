@@ -123,9 +123,8 @@ def _places(text: str, token_ends: Places, boundary: Boundary) -> list[Places]:
 
 def _add_blocks(text: str, levels: list[set[int]]) -> None:
     starts = np.array([0, *(match.end() for match in _LINE_END.finditer(text)), len(text)])
-    whole = np.zeros(
-        len(text) + 1, bool
-    )  # true: the end of a sentence at this position is not a cut, for example inside a code block
+    # true at each position where the end of a sentence is not a cut, for example inside a code block
+    whole = np.zeros(len(text) + 1, bool)
     heading: int | None = None  # start of the heading before this block
     for token in _markdown().parse(text):
         if token.map is None:

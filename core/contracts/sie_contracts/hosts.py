@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 UNLIMITED = 1 << 30
-_LOAD_STEPS = 10  # number of steps of planned use: workers whose use is in the same step (here a tenth) count as equal
+_LOAD_STEPS = 10  # planned use is compared in tenths: workers whose use is in the same tenth count as equal
 _NEAR = 16  # number of neighbours on a ring among which a model chooses, see `Order`
 # order of workers: first those with room, then by planned use in tenths, then by number of models
 Key = tuple[bool, int, int]

@@ -12,7 +12,7 @@ import re
 _AT = re.compile(r"\(byte (\d+)\)")
 _HIGH = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 # Bytes of one escape \uXXXX. At a lone half of a surrogate pair, the decoder reports the position after that half, or
-# after the next escape if it read that one as the second half.
+# after the next escape if it took this escape for the second half.
 _ESCAPE_BYTES = 6
 _NO_NUMBERS = (b"-Infinity", b"Infinity", b"NaN")
 _MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}

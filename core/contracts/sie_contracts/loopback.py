@@ -1,4 +1,4 @@
-"""Addresses of this machine. No proxy is used for them: to a proxy on another machine, they would mean that machine.
+"""Addresses of this machine. No proxy is used for them: a proxy on another machine would connect to itself.
 
 a client of httpx    ──► client_options(url, transport)  used by SIEClient and by the commands of `sie`
 a process of `sie`   ──► bypass_proxies(environ)         once, for the other libraries in it and in its child processes

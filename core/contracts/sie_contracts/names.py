@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import accumulate
 
-# a name is compared with all ids, or with the MAX_COMPARED most promising ones if there are more than ALL_COMPARED; one
-# comparison takes up to 0.1 ms
+# A name is compared with all ids; if there are more than ALL_COMPARED, with the MAX_COMPARED most promising ones. One
+# comparison takes up to 0.1 ms.
 MAX_COMPARED = 20
 ALL_COMPARED = 150
 # The promising ids are those that share the most pieces of three letters with the name. Rare pieces are looked up

@@ -1,4 +1,4 @@
-"""Keys of inputs. An input that has killed adapters is recognised by its key and refused. A key is a digest of all
+"""Keys of inputs. An input that has crashed adapters is recognised by its key and refused. A key is a digest of all
 data on which the result of an input depends, so the key does not reveal the text.
 """
 

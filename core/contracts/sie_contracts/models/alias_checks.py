@@ -72,7 +72,7 @@ def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolve
         resolved = catalogue.resolve(model)
     except SIEError as error:
         hints = error.extras.get("suggestions") or error.extras.get("revisions") or ()
-        hint = f"; there is {', '.join(map(str, hints))}" if hints else "; `sie models list` shows what is there"
+        hint = f"; there is {', '.join(map(str, hints))}" if hints else "; `sie models list` shows all models"
         if error.extras.get("profiles"):  # the message already lists the profiles
             hint = ""
         raise faulty(loc, f"{error.message}{hint}") from error
@@ -103,7 +103,7 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
 
 
 def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:
-    """Return `Resolved.numbers` for each profile that a request to the alias may name; the key "" is for none."""
+    """Return `Resolved.numbers` for each profile that a request to the alias may name; "" is for no profile."""
     names = resolved.entry.profiles if resolved.profile == "default" else ()
     return {
         "": resolved.numbers,

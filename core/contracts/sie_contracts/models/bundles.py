@@ -81,8 +81,8 @@ def serving(bundles: Mapping[str, BundleEntry], family: str, named: str = "") ->
 
 
 def lacking(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, str]:
-    """Return why no bundle can serve a model: the path of the wrong field, and a sentence with the fault and the names
-    that are possible.
+    """Return why no bundle can serve a model: the path of the wrong field, and a sentence with the fault and the
+    possible names.
     """
     able = [bundle.id for bundle in ordered(bundles) if bundle.serves(family)]
     families_of_bundles = "; ".join(

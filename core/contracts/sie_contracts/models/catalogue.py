@@ -189,7 +189,7 @@ class Catalogue:
         return msgspec.structs.replace(resolved, bundles=(bundle,) if bundle else able)
 
     def find_alias(self, name: str) -> Alias | None:
-        """Return the alias with this id, compared like in `find`; None if there is none."""
+        """Return the alias with this id, found by the rule of `find`; None if there is none."""
         return self.aliases.get(name) or self.aliases.get(self._names.same(name) or "")
 
     def _through_alias(self, rest: str, key: str) -> Resolved | None:
@@ -297,7 +297,7 @@ def _overlay(base: RunDefaults, layer: RunDefaults) -> RunDefaults:
 
 
 def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
-    """Override load options. A profile cannot clear a flag, because false means unset (in `causal`, only None does)."""
+    """Override load options. A profile cannot clear a flag, because false means unset (`causal`: only None does)."""
     if layer is None:
         return base
     layer_options = ((name, getattr(layer, name)) for name in LoadOptions.__struct_fields__)

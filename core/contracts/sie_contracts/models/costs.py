@@ -69,8 +69,8 @@ class BatchTimes:
 
     A device may suddenly become slower or faster, for example when its processor is throttled. For any values of the
     two parts, a batch with n times as many tokens takes between 1 and n times as long. A result far outside this range
-    is an outlier. A single outlier is ignored, because it may be a stall. After two outliers in a row in the same
-    direction, the device has changed: all earlier times are multiplied by the factor of the smaller change.
+    is an outlier. A single outlier is ignored, because it may be a stall. Two outliers in a row in the same direction
+    show that the speed of the device has changed: all earlier times are multiplied by the factor of the smaller change.
     """
 
     __slots__ = ("_fixed", "_keep", "_n", "_odd", "_x", "_xx", "_xy", "_y")

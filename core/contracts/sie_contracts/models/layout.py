@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sie_contracts.hosts import UNLIMITED, Holdings, HostWorker, Order, lot_of, pair
 
 HOT = 0.8  # planned use of a worker (share of its time, 0 to 1) above which a model is moved away from it
-# a model is moved only if the planned use of both workers is then at least this much below the highest use before
+# a model is moved only if both workers then have a planned use at least this much below the highest use before
 MOVE_GAIN = 0.1
 PAUSE_EVERY = 16  # number of models that are placed between two calls of `pause`
 _FIRST_MODELS = 64  # length of the arrays that are indexed by model, until more models come

@@ -69,8 +69,8 @@ def parse(raw: Mapping[str, Any] | Literal[True], defaults: Muvera | None, path:
     """Return the parameters `defaults` (`Muvera()` if None), overridden by the keys in `raw`.
 
     A null value keeps the default; for the two projection sizes, null means no projection. Raises InvalidInput with the
-    path of a key that is unknown or has a wrong value. If even the narrowest tokens would give too wide an encoding,
-    the error has the path of `raw` itself.
+    path of a key that is unknown or has a wrong value. If the encoding would be too wide even for token vectors of
+    width 1, the error has the path of `raw`.
     """
     if raw is not True and not isinstance(raw, Mapping):
         raise _bad(path, "true, false, null or a map", _got(raw))

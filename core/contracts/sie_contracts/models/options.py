@@ -104,7 +104,7 @@ _USED: dict[str, frozenset[str]] = {
     "score": _EVERYWHERE,
     "extract": _EVERYWHERE | {"labels"},
 }
-_NEEDS = {"relation_threshold": "relation_labels"}  # parameter -> another one, without which it has no effect
+_NEEDS = {"relation_threshold": "relation_labels"}  # parameter -> the parameter that it needs to have an effect
 _TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
 _KNOWN = _TOP_LEVEL.union(*_USED.values())
 # all parameters that at least one model reads
@@ -257,7 +257,7 @@ def run_options(
 
 
 def _lacking(request: _Parameters, run: RunOptions) -> dict[str, str]:
-    """Return each parameter of the request that lacks another one and so has no effect, with the missing parameter."""
+    """Return the parameters of the request that have no effect, each with the missing parameter that it needs."""
     return {name: needed for name, needed in _NEEDS.items() if request.is_set(name) and not run.parameters.get(needed)}
 
 
@@ -445,7 +445,7 @@ def _schema_parts(
 ) -> tuple[output_schemas.SchemaPart, ...]:
     schema, groups = parameters.pop("output_schema", None), parameters.pop("label_groups", None)
     path, _ = request.get("label_groups")
-    if request.is_set("label_groups") != request.is_set("output_schema"):  # the other one is only a default
+    if request.is_set("label_groups") != request.is_set("output_schema"):  # only the one in the request counts
         schema, groups = (schema, None) if request.is_set("output_schema") else (None, groups)
     if schema is not None and groups is not None:
         raise InvalidInput.at(path, "expected label_groups or output_schema, got both")

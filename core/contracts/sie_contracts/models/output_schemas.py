@@ -399,7 +399,7 @@ def _shown(name: Any) -> str:
 
 def questions_of(options: RunOptions) -> list[str]:
     """Return the questions of a request, for a model that reads a text once for each question. All labels are one
-    question, or with `multi_label` each label is one. The same holds for each decision of a schema, with `is_many`.
+    question, or with `multi_label` each label is a question. The same holds for a decision of a schema, with `is_many`.
     """
     groups = [(options.labels, options.instruction, options.parameters.get("multi_label"))]
     groups += [

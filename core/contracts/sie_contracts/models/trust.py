@@ -111,8 +111,8 @@ class Trust:
         self._own = own
 
     def refused(self, entry: ModelEntry, *, is_here: bool) -> TrustRefusal | None:
-        """Return why the entry is refused; None if it is allowed. `is_here`: its files are on this machine. Then links
-        to files outside of the allowed folders are refused, too.
+        """Return why the entry is refused; None if it is allowed. `is_here`: its files are on this machine. If so,
+        links to files outside of the allowed folders are refused, too.
         """
         wanting = [claim for claim in claims(entry, self._families) if not self._is_allowed(claim, is_here=is_here)]
         if not wanting:
@@ -132,7 +132,7 @@ def is_bucket(url: str) -> bool:
 
 
 def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
-    """Return whether a path (with links resolved) is in one of the folders; no path with the character NUL is. With
+    """Return whether a path (with links resolved) is in one of the folders; False for a path with a NUL. With
     `is_here`, each file and folder below the path must be there too, and the path must have at most MAX_FILES files.
     """
     if "\0" in path:

@@ -106,9 +106,9 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     `pool`: pool from which the worker takes work now. `own_pool`: pool to which the worker belongs, if gateways may
     assign it to another pool; empty if it always serves `pool`. `clock_ahead_s`: its wall clock minus the broker's
     clock (None: unknown). `listens`: the worker subscribes to its assignment subject; if this subject has no
-    subscriber, the worker is gone. `on_disk`: ids of models whose weights are on its disk, at most ON_DISK. `device`:
-    names of its devices, separated by commas. `devices`: state of each device, if there are several; memory and
-    capacity above are then sums.
+    subscriber, the worker is not connected. `on_disk`: ids of models whose weights are on its disk, at most ON_DISK.
+    `device`: names of its devices, separated by commas. `devices`: state of each device, if there are several; memory
+    and capacity above are then sums.
     """
 
     worker: Name

@@ -55,7 +55,7 @@ BUCKETS = frozenset(
         REMOTES_BUCKET,
     }
 )
-POISON_LIFETIME_S = 3600.0  # seconds after which the mark of an input that killed an adapter expires
+POISON_LIFETIME_S = 3600.0  # seconds after which the mark of an input that crashed an adapter expires
 DEAD_LETTER_BYTES = 256 << 20
 DEAD_LETTER_AGE_S = 14 * 86400.0
 HEALTH_SUBJECT = "sie.health"
@@ -80,8 +80,8 @@ _DIGEST = re.compile(r"_z[0-9a-f]{32}")
 
 SLOTS = 16  # number of shared consumers of each lane and priority
 OWN_CONSUMERS = 4096  # largest number of consumers of one stream without replicas, except shared ones
-# The same for a stream with replicas. It is lower, because there each consumer is a Raft group, which sends heartbeats
-# and writes files even when it is idle.
+# The same number for a stream with replicas. It is lower, because each of these consumers is a Raft group, which sends
+# heartbeats and writes files even when it is idle.
 OWN_CONSUMERS_REPLICATED = 256
 # assumed bytes of a message: a chunk of SIE_CHUNK_COST tokens with four bytes per token
 _USUAL_MESSAGE_BYTES = 16 << 10
