@@ -457,6 +457,17 @@ async def test_the_inline_limit_decides_what_goes_through_the_store(
         assert len(stored(tmp_path)) == 1
 
 
+async def test_a_message_leaves_room_for_the_error_of_its_dead_letter(tmp_path: Path) -> None:
+    url = str(tmp_path / "payloads")
+    async with cluster(tmp_path, url) as running:
+        gateway = await running.gateway(SIE_PAYLOAD_STORE_URL=url)
+        await running.sidecar(SIE_PAYLOAD_STORE_URL=url)
+        body = {"items": ["x" * 48_000], "options": {"instruction": "i" * 7_750}}
+        answer = await gateway.client.post("/v1/encode/toy/one", json=body)
+        assert answer.status_code == 200, answer.text
+        assert len(stored(tmp_path)) == 1
+
+
 async def test_ten_megabytes_give_the_vector_of_what_is_left_of_them(tmp_path: Path) -> None:
     """The text is as long as a book, at a broker of 1 MiB."""
     url = str(tmp_path / "payloads")

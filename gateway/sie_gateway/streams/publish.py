@@ -378,7 +378,9 @@ LAST_ATTEMPT_S = 0.1
 UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
 HEADROOM_BYTES = 16 << 10  # bytes reserved in a message for all fields except the inputs
-HEADER_BYTES = 256  # bytes of the NATS headers of a publish, which hold the message id
+# bytes reserved beside a message: for the NATS headers of its publish, and for the error and the ids of the dead letter
+# that contains the message if workers give it up
+ENVELOPE_BYTES = 4 << 10
 # smallest limit of a broker for the bytes of a message that SIE accepts: the result of one input of the widest model
 # fits, and the heartbeat of a worker with a few hundred models
 MIN_PAYLOAD_BYTES = 64 << 10
@@ -656,8 +658,8 @@ class WorkQueue:
             await self.withdraw(pool, [StreamPosition(created, sequence)], request)
 
     def _is_too_large(self, item: WorkItem, message_bytes: int) -> bool:
-        """Return True if the inputs exceed the inline limit, or the whole message exceeds the broker's limit."""
-        if message_bytes > self._broker.max_payload - HEADER_BYTES:
+        """Return True if the inputs exceed the inline limit, or a dead letter with the message the broker's limit."""
+        if message_bytes > self._broker.max_payload - ENVELOPE_BYTES:
             return True
         return sum(entry.nbytes for entry in _inputs(item)) > self.payload_bytes
 
