@@ -29,7 +29,9 @@ _TYPES = {"<f4": na.float32, "<f2": na.float16, "|i1": na.int8, "|u1": na.uint8,
 
 
 class ArrowRows:
-    """Arrow stream of one reply, in pieces. Each iteration builds the stream again, so several may run."""
+    """Arrow stream of one reply, in pieces. Each iteration builds the stream again, so several iterations may run at
+    once.
+    """
 
     def __init__(self, items: Sequence[RequestItem], outcomes: Sequence[Placed], run: RunOptions) -> None:
         """At least one of the outcomes must be an Ok."""
@@ -79,10 +81,10 @@ class ArrowRows:
         }
 
 
-Given = list[arrays.Array | None]
+Rows = list[arrays.Array | None]
 
 
-def _rows(outcomes: Iterable[Placed], name: str) -> Given:
+def _rows(outcomes: Iterable[Placed], name: str) -> Rows:
     """Return one array per input, or None if the input failed."""
     return [array_of(result, outcome, name) if isinstance(outcome, Ok) else None for result, outcome in outcomes]
 
@@ -93,7 +95,7 @@ def _valid(rows: Sequence[Any]) -> tuple[Any, int]:
     return (np.packbits([row is not None for row in rows], bitorder="little") if nulls else None), nulls
 
 
-def _joined(rows: Given, dtype: str, fill: int = 0) -> arrays.Array:
+def _joined(rows: Rows, dtype: str, fill: int = 0) -> arrays.Array:
     pieces = [np.zeros(fill, dtype) if row is None else row.reshape(-1) for row in rows]
     return np.concatenate(pieces).astype(dtype, copy=False) if pieces else np.zeros(0, dtype)
 
@@ -102,12 +104,12 @@ def _numbers(values: arrays.Array) -> Any:
     return na.c_array_from_buffers(_TYPES[values.dtype.str](), len(values), [None, values])
 
 
-def _column(kind: Any, rows: Given) -> Any:
+def _column(kind: Any, rows: Rows) -> Any:
     valid, nulls = _valid(rows)
     return na.c_array_from_buffers(kind, len(rows), [valid, _joined(rows, "<f4", 1)], null_count=nulls)
 
 
-def _vectors(rows: Given, dtype: str, width: int) -> Any:
+def _vectors(rows: Rows, dtype: str, width: int) -> Any:
     valid, nulls = _valid(rows)
     child = _numbers(_joined(rows, dtype, width))
     kind = na.fixed_size_list(na.Schema(child.schema), width)
@@ -118,7 +120,7 @@ def _offsets(counts: Sequence[int]) -> arrays.Array:
     return np.concatenate([[0], np.cumsum(counts)]).astype("<i4")
 
 
-def _lists(rows: Given, dtype: str) -> Any:
+def _lists(rows: Rows, dtype: str) -> Any:
     valid, nulls = _valid(rows)
     child = _numbers(_joined(rows, dtype))
     offsets = _offsets([0 if row is None else row.size for row in rows])
@@ -127,7 +129,7 @@ def _lists(rows: Given, dtype: str) -> Any:
     )
 
 
-def _matrices(rows: Given, dtype: str, width: int) -> Any:
+def _matrices(rows: Rows, dtype: str, width: int) -> Any:
     valid, nulls = _valid(rows)
     values = _numbers(_joined(rows, dtype))
     counts = [0 if row is None else len(row) for row in rows]

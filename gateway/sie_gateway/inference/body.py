@@ -37,11 +37,11 @@ class RequestItem(msgspec.Struct, frozen=True, dict=True):
     """Input of a request in the form in which the client sent it: a text, token ids of the model, a multivector
     (float32 [tokens, width]), image files, a sound file or a document file.
 
-    `pair`: second text of a pair. An item without any of these has no content for a model; then `instead` is a hint for
-    the error message: an unknown field that the client may have meant as content. `unfit`: reason why no model can run
-    the item. `unknown`: its fields that the API does not define. `mentions`: entities (parts of the text) that the
-    client lists in its metadata, if the model reads them. `links`: its images that are not fetched yet. `chunks`: parts
-    of its text that get vectors of their own.
+    `pair`: second text of a pair. `instead`: if the item has no content for a model, a hint for the error message: an
+    unknown field that the client may have meant as content. `unfit`: reason why no model can run the item. `unknown`:
+    its fields that the API does not define. `mentions`: entities (parts of the text) that the client lists in its
+    metadata, if the model reads them. `links`: its images at URLs that are not fetched yet. `chunks`: parts of its text
+    that get vectors of their own.
     """
 
     text: str | None
@@ -170,9 +170,9 @@ def query(body: Mapping[str, Any]) -> RequestItem:
 
 
 def in_its_place(body: Mapping[str, Any], name: str, fields: Collection[str]) -> str:
-    """Return the end of the error text for a missing `name`. The text names an unknown field with a similar name or
-    with the name that another API uses, for example "; unknown field `content`; did you mean `text`?". No error
-    repeats any other name, because it may be a part of the client's data.
+    """Return the end of the error text for the missing field `name`: an unknown field of the body whose name is similar
+    or is the name in another API, for example "; unknown field `content`; did you mean `text`?". No other name is
+    repeated, because an unknown name may be a part of the client's data.
     """
     unknown = (str(key)[:MAX_KEY] for key in itertools.islice((key for key in body if key not in fields), MAX_KEYS))
     elsewhere = _ELSEWHERE.get(name, {})
@@ -234,7 +234,7 @@ def _item(value: Any, path: str) -> RequestItem:
     parsable = read_document(value["document"], f"{path}.document") if "document" in used else Parsable()
     chunks = chunk_fields.read(value, text, path) if "chunks" in value else None
     if chunks is not None and used:
-        raise InvalidInput.at(f"{path}.chunks", f"only an item without {used[0]} has chunks: send the text alone")
+        raise InvalidInput.at(f"{path}.chunks", f"not allowed in an item with {used[0]}: send the text alone")
     instead = in_its_place(value, "text", _ITEM) if text is None and not used else ""
     unknown = () if value.keys() <= _ITEM else tuple(str(key)[:MAX_KEY] for key in value if key not in _ITEM)[:MAX_KEYS]
     return RequestItem(
@@ -342,7 +342,7 @@ def utf8(text: str, path: str) -> str:
             utf8_bytes(text)
         except UnicodeEncodeError as error:
             raise InvalidInput.at(
-                path, "holds a lone surrogate, which is not valid Unicode", reason="malformed"
+                path, "has a lone surrogate, which is not valid Unicode", reason="malformed"
             ) from error
     return text
 
@@ -361,7 +361,7 @@ def token_ids(value: Any, path: str) -> tuple[int, ...]:
     if min(value) < 0 or max(value) >= 1 << 31:
         index, wrong = next((index, token) for index, token in enumerate(value) if not 0 <= token < 1 << 31)
         raise InvalidInput(
-            f"{path}[{index}]: expected an id of a token, got {wrong}", reason="bad_token_id", param=path
+            f"{path}[{index}]: expected a token id from 0 to 2147483647, got {wrong}", reason="bad_token_id", param=path
         )
     return tuple(value)
 
@@ -370,7 +370,7 @@ def sizes(items: Sequence[RequestItem], *, limit: int, name: str, positions: Seq
     """Return the bytes of each item in a message. Raises PayloadTooLarge for an item above `limit` bytes. `name`: name
     of the field with the inputs. `positions`: indices of `items` in this field.
     """
-    remedy = "" if limit >= MAX_BODY_BYTES else "; with SIE_PAYLOAD_STORE_URL it may have more"
+    remedy = "" if limit >= MAX_BODY_BYTES else "; if SIE_PAYLOAD_STORE_URL is set, larger items are allowed"
     lengths = [item.size for item in items]
     for position, size in zip(positions, lengths, strict=True):
         if size > limit:

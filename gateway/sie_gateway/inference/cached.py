@@ -7,9 +7,9 @@ several requests have at the same time are computed once.
                               └ no ──► Runner computes it ◄────────┘ ───┘
 
 The key of an answer has the fingerprint that the workers of the lane (pool, machine profile and bundle) report now, so
-a change of the entry, the precision or a LoRA changes the key. The cache is not used if they report no fingerprint,
-different ones, or the fingerprint of an entry that is not the entry of the request. If a computed answer has another
-fingerprint than the cached answers of the same request, all inputs of the request are computed.
+a change of the entry, the precision or a LoRA changes the key. The cache is not used if these workers report no
+fingerprint, different fingerprints, or the fingerprint of another entry than that of the request. If a computed answer
+has another fingerprint than the cached answers of the same request, all inputs of the request are computed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_FINGERPRINTS = 1024
 SHORTEST_WAIT_S = 0.25
 LONGEST_WAIT = 0.25  # share of its remaining time that a request waits for inputs of other requests
 OnChunk = Callable[[int, WorkResult], None]
-"""Function that is called when the result of a chunk arrives, with the index of its first input, and the result."""
+"""Function that is called with each result of a chunk: the index of the chunk's first input, and the result."""
 Compute = Callable[[Call, list[int], Sequence[RequestItem], RequestResult, OnChunk | None], Awaitable[list[WorkResult]]]
 """Function that computes inputs (given their positions), adds the results to the RequestResult, and returns them."""
 
@@ -60,15 +60,17 @@ class CachePolicy(NamedTuple):
         return cls(settings.cache_shared, frozenset(settings.cache_excluded_models or ()))
 
     def owner(self, grant: Grant, model: str) -> str | None:
-        """Return the owner under which the answers for a credential are cached; None if they are not cached."""
+        """Return the owner of the cached answers to a credential: its key, or the empty string if all keys share
+        answers. None if answers to this credential are not cached.
+        """
         if not grant.caches or model in self.excluded:
             return None
         return "" if self.is_shared else grant.key
 
 
 FlightKey = tuple[Lane, Priority, int, bytes]
-"""Key of an input that a request computes now: only requests in the same queue wait for it, and only those that began
-after the same number of erasures.
+"""Key of an input that a request computes now: lane, priority, number of cache erasures when the request began, and key
+of the answer. Only requests with an equal key wait for the input.
 """
 Flight = asyncio.Future[tuple[WorkResult, Ok] | Failed | None]
 """Outcome of an input that a request computes now. It is None if the request ended without an outcome that other
@@ -330,8 +332,8 @@ class _CachedRun:
         return is_uniform
 
     def _arrived(self, key: bytes, result: WorkResult, outcome: Outcome) -> None:
-        """Give the outcome of an input to the requests that wait for it. Later requests find it in the flight, which
-        ends when the answer is cached. An outcome that they cannot use ends the flight now.
+        """Give the outcome of an input to the requests that wait for it. Later requests find the outcome in the flight,
+        which ends when the answer is cached. If the outcome is useless for other requests, the flight ends now.
         """
         flight_key = self._flight_key(key)
         flight = self._flights.get(flight_key)
@@ -353,8 +355,8 @@ class _CachedRun:
         keys: Sequence[bytes],
     ) -> list[int]:
         """Wait for the outcomes of other requests until `_left_s` is 0, and add them to the result. Return the indices
-        of the inputs without an outcome. An input that this request has computed without success is not computed again
-        for its second occurrence.
+        of the inputs without an outcome. If this request failed to compute an input, a second occurrence of the input
+        gets the same failure.
         """
         missing = []
         for number, (place, flight) in enumerate(joined):

@@ -79,7 +79,7 @@ class Call:
     path: str = ""
     receive: Receive | None = None  # ASGI receive of the connection; it also reports that the client has disconnected
     grant: Grant = ANYBODY  # rights of the request's credential
-    # account with which the request uses the quota of its key; None if the key has no quota
+    # what this request uses of its key's quota; None if the key has no quota
     charge: Charge | None = None
     shape: ErrorShape = native_shape
     dialect: Dialect = NATIVE
@@ -184,9 +184,9 @@ class InferRequest(msgspec.Struct, frozen=True):
     request.
 
     `run`: options that replace `parameters`, for operations without parameters of a model (tokenize, decode). `side`:
-    whether the texts of an encode are queries or documents if no parameter says it. `side` is empty for routes of other
-    servers, so that they return the same vectors as the model's own library. `inputs_field`: field of the client's body
-    with the inputs, for errors.
+    whether the texts of an encode are queries or documents if no parameter says it. `side` is empty for routes in the
+    API format of another server, so that they return the same vectors as the model's own library. `inputs_field`: field
+    of the client's body with the inputs, for errors.
     """
 
     operation: Operation

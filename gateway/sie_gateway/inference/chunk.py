@@ -44,7 +44,7 @@ BARE_OPTIONS_BYTES = 64
 STORED_CHUNK_BYTES = 8 << 20
 MAX_RESULT_BYTES = 1 << 30  # largest number of bytes of all results of a request
 MAX_PIXELS = 400_000_000  # largest number of pixels in all images of a request
-PIXELS_STEP = 16  # number of images after whose headers the event loop may run other tasks
+PIXELS_STEP = 16  # number of image headers that are read before the event loop may run other tasks
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -171,9 +171,8 @@ def plan(
 
 
 def _rows(entry: ModelEntry, run: RunOptions) -> int:
-    """Return how many times the model reads the text of an input. By its family, it reads the text once per question;
-    or once per label, with the hypothesis (a shared text about the label); or once per part of an extraction schema and
-    once for all labels.
+    """Return how many times the model reads the text of an input. The family of the model decides: once per question;
+    once per label; or once per part of an extraction schema, and once for all labels together.
     """
     parts = len(run.parameters.get("parts", ()))
     if not parts and not run.labels:
@@ -261,7 +260,7 @@ def _check_reply(expected_bytes: int, name: str) -> None:
     if expected_bytes > MAX_RESULT_BYTES:
         limit = MAX_RESULT_BYTES >> 20
         message = (
-            f"{name}: the reply would hold about {expected_bytes >> 20} MiB of results, at most {limit} are allowed: "
+            f"{name}: the reply would have about {expected_bytes >> 20} MiB of results, at most {limit} are allowed: "
             "send fewer inputs"
         )
         raise PayloadTooLarge(message, param=name, extras={"limit": MAX_RESULT_BYTES})

@@ -35,7 +35,7 @@ def read(item: Mapping[str, Any], text: str | None, path: str) -> TextChunks | N
     if not isinstance(context, bool):
         raise _bad(f"{path}.context", f"expected a boolean, got {describe(context)}")
     if not text:
-        raise _bad(where, "only an item with a text has chunks")
+        raise _bad(where, "only an item with a text can have chunks")
     if len(text) > MAX_TEXT:
         message = f"it has {len(text)} code points, a text with chunks at most {MAX_TEXT}"
         raise InvalidInput.at(f"{path}.text", message, reason="too_long", extras={"limit": MAX_TEXT})

@@ -15,14 +15,14 @@ _PATH = "metadata.entities"
 
 
 def mentions(item: RequestItem) -> tuple[Mention, ...]:
-    """Return the entities that the client names for a text, in its order. Raises InvalidInput with their path."""
+    """Return the entities that the client names for a text, in the client's order. Raises InvalidInput."""
     entities = item.metadata.get("entities") if isinstance(item.metadata, dict) else None
     if entities is None:
         return ()
     if not isinstance(entities, list):
         raise bad(_PATH, entities, "a list of entities")
     if len(entities) > MAX_MENTIONS:
-        message = f"got {len(entities)} entities, at most {MAX_MENTIONS} are paired"
+        message = f"got {len(entities)} entities, at most {MAX_MENTIONS} are allowed"
         raise InvalidInput.at(_PATH, message, extras={"limit": MAX_MENTIONS})
     return tuple(_mention(entity, f"{_PATH}[{index}]", len(item.text or "")) for index, entity in enumerate(entities))
 

@@ -134,9 +134,9 @@ class Inference:
 
     def resolve(self, spec: str, call: Call | None = None, able: Able = any_model) -> Resolved:
         """Return the model that a request names. The key of the call selects the target of an alias. The error for an
-        unknown name suggests models that are `able`: models with similar names, or loaded models if the name begins
-        like a model that only a company serves. Raises NotReady before the catalogue is loaded, InvalidInput,
-        ModelNotFound, BundleConflict.
+        unknown name suggests models for which `able` returns True: loaded models if the name begins like that of a
+        model that only a company serves, otherwise models with similar names. Raises NotReady before the catalogue is
+        loaded, InvalidInput, ModelNotFound, BundleConflict.
         """
         catalogue = self.catalogue
         if ".." in spec.split("/"):
@@ -211,7 +211,7 @@ class Inference:
 
     def _watch_later(self, task: asyncio.Task[Any], call: Call) -> None:
         """Schedule the watch of a run's client. The watch begins after one to two times `watch_after_s`, if the run is
-        still in progress: a shorter run needs no task and no digest.
+        still in progress, so a shorter run needs no task that waits for a disconnect.
         """
         loop = asyncio.get_running_loop()
         self._unwatched[task] = call, loop.time()
@@ -449,7 +449,7 @@ def _error_mode(call: Call) -> str:
     return mode
 
 
-# permitted values of headers whose other values would be ignored without an error
+# permitted values of headers; without this check, any other value would be ignored without an error
 _HEADER_VALUES = {"X-SIE-Remote": ("forbid",), "X-SIE-Strict": ("true", "false"), "X-SIE-Explain": ("1", "0")}
 
 

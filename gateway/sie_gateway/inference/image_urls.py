@@ -62,9 +62,9 @@ _HEADERS = (
     (b"accept-encoding", b"identity"),
     (b"user-agent", f"sie/{sie_contracts.__version__}".encode()),
 )
-# Addresses from which nothing is fetched: all of IANA's special-purpose registries, multicast, and host services of a
-# cloud. Some of these ranges are globally reachable, but have no images. Python's own table differs from version to
-# version, so it is not used.
+# Addresses from which nothing is fetched: all ranges of IANA's special-purpose registries, multicast, and host services
+# of a cloud. Some of these ranges are globally reachable, but have no images. Python's own table differs from version
+# to version, so it is not used.
 _INSIDE_V4 = tuple(
     map(
         ipaddress.IPv4Network,
@@ -294,7 +294,7 @@ class ImageUrls:
         if not host:
             raise _Unfetched("the URL names no host")
         if target.userinfo:
-            raise _Unfetched("the URL holds a user name or password")
+            raise _Unfetched("the URL has a user name or password: remove it")
         if not self._is_listed(host.removesuffix("."), port or _PORTS[target.scheme]):
             raise _Unfetched("images are fetched only from hosts and ports that SIE_IMAGE_URL_HOSTS names")
         return target

@@ -20,8 +20,8 @@ _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # channels of a PNG by colour ty
 _NO_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # JPEG markers that lie in the range of the frame markers, but begin no frame
 _STANDALONE = frozenset({0x01, *range(0xD0, 0xD9)})  # JPEG markers without a length field
 _FILL = re.compile(rb"\xff+")
-# largest number of JPEG segments that are read until the first frame: a segment can have 4 bytes, and the gateway's
-# event loop stands still meanwhile
+# largest number of JPEG segments that are read until the first frame: a segment can be as short as 4 bytes, and reading
+# the segments blocks the gateway's event loop
 MAX_SEGMENTS = 1024
 
 
@@ -217,7 +217,7 @@ def gather(entries: Sequence[tuple[str, Any]], path: str) -> Images:
     files: list[bytes] = []
     links: list[Link] = []
     fault = None
-    for where, entry in entries:  # no end of the loop after a fault: a later entry may fail the whole request
+    for where, entry in entries:  # the loop goes on after a fault, because a later entry may fail the whole request
         try:
             file = _file(entry, where, len(files))
         except _Undecodable as error:

@@ -28,7 +28,7 @@ MAX_AWAY = 256
 MAX_AWAY_BYTES = 256 << 20  # largest number of bytes of the bodies of all runs whose client has disconnected
 # headers that distinguish requests, in addition to path, body and all headers of SIE but _ID_HEADER
 _HEADERS = ("authorization", "content-type", "accept")
-_ID_HEADER = "x-sie-request-id"  # another one in each attempt
+_ID_HEADER = "x-sie-request-id"  # each attempt has another id
 Identity = tuple[str, str, int, tuple[tuple[str, str], ...]]
 A = TypeVar("A")
 _logger = logging.getLogger("sie.gateway.attach")
@@ -52,9 +52,7 @@ class Caller(Protocol):
     def key(self) -> str: ...
 
     def follow(self, previous: Any) -> None:
-        """Take over the data of the caller that started a run, which this caller joins: its logs and errors then show
-        these data.
-        """
+        """Take over the data of the caller that started the run, so that logs and errors show these data."""
 
 
 class Attachments(Generic[A]):

@@ -6,7 +6,8 @@
     all chunks arrived ──► RequestResult: the outcome of each input, in order, usage, timing, errors, headers
 
 A gateway has one subscription, which decodes results, passes them on and confirms them. Each request has its own
-subject below the subject of the inbox, so that a message still names its request if the NATS client library drops it.
+subject below the subject of the inbox, so that the subject of a message that the NATS client library drops still names
+the request.
 """
 
 from __future__ import annotations
@@ -653,7 +654,7 @@ class ResultInbox:
             )
             verdict = "part"
         except Exception:  # outermost handler of a task: the waiting request must get a reply
-            _logger.exception("a result could not be joined from its parts")
+            _logger.exception("request %s failed: a result could not be joined from its parts", assembly.request)
             collector = self._open.get(assembly.request)
             if collector is not None:
                 collector.fail(InternalFailure("the gateway could not process a result"))
@@ -665,4 +666,4 @@ class ResultInbox:
                 await self._bus.send(reply, _CONFIRMATIONS[verdict])
             # without a confirmation, the sender repeats the last part, and the reply to it is the confirmation
             except BrokerError as error:
-                _logger.warning("the confirmation of a result could not be sent to its worker: %s", error)
+                _logger.warning("request %s: a result could not be confirmed: %s", assembly.request, error)

@@ -203,8 +203,7 @@ class Runner:
                 await collector.wait(max(0.0, until_s - time.perf_counter()))
                 return
             except TimeoutError as error:
-                # also after `load_hold_s`, the start of a load or the loss of the last worker ends the wait with an
-                # error
+                # raises an error if a worker loads the model or if the lane has lost its last worker
                 was_hosted = self._cold.check(request.lane, request.resolved.residency, was_hosted=was_hosted)
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
@@ -354,23 +353,23 @@ class _Takers:
     def __init__(self, feed: CatalogueFeed, operation: Operation) -> None:
         self._feed = feed
         self._operation = operation
-        self._told: dict[str, str] = {}
+        self._texts: dict[str, str] = {}
 
     def models_of(self, modality: str) -> str:
         """Return text for the end of an error message: the first few models that accept the modality."""
-        if modality not in self._told:
+        if modality not in self._texts:
             able = (
                 entry.id
                 for entry in self._feed.catalogue.entries.values()
                 if modality in entry.inputs and self._operation in entry.tasks
             )
             models = heapq.nsmallest(MAX_TAKERS, able)
-            self._told[modality] = (
+            self._texts[modality] = (
                 f"; models that take it: {', '.join(models)}"
                 if models
                 else f"; no model here takes it for {self._operation}"
             )
-        return self._told[modality]
+        return self._texts[modality]
 
     def models_with_chunks(self) -> str:
         """Return text for the end of an error message: the first few models whose dense vectors are a mean or a maximum

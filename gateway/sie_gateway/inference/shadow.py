@@ -5,8 +5,8 @@ copy is only measured.
     ──► copy runs at priority bulk ──► results are compared, then discarded
     no room ──► no copy: counted as dropped, with the reason
 
-A lane is a pool, a machine profile and a bundle. No request waits for a copy or is billed for it, and no failure of a
-copy reaches a client. If no worker has the second model, one copy at a time may cause its load, and only while a worker
+A lane is a pool, a machine profile and a bundle. No request waits for a copy or is billed for it, and no client sees
+the failure of a copy. If no worker has the second model, one copy at a time may cause its load, and only while a worker
 of the lane has memory for one more model of the usual size, so that no other model has to be unloaded.
 """
 
@@ -158,7 +158,9 @@ class Shadows:
     def _copy(
         self, call: Call, request: InferRequest, finished: RequestResult, alias: Alias, figures: ShadowStatistics
     ) -> None:
-        """Start a copy. It keeps its `figures`: after a change of the shadow, it counts nothing for the new model."""
+        """Start a copy, or count why none is sent. A copy adds to `figures` only, so if the alias gets another shadow
+        model, a running copy is not counted for the new model.
+        """
         try:
             resolved = self._catalogue().resolve(figures.model, follow=False)
             pool = finished.request.lane.pool
@@ -176,7 +178,7 @@ class Shadows:
             return
         if not self._fleet.hosts(lane, resolved.residency):
             self._opening.add(resolved.residency)
-        # of the client's headers only the error mode remains: no identity, budget or machine profile
+        # the copy has only the error mode of the client's headers, not its identity, budget or machine profile
         headers = {"x-sie-pool": lane.pool, "x-sie-priority": "bulk", "x-sie-cache": "no-store"}
         headers |= {name: value for name, value in call.headers.items() if name == "x-sie-on-item-error"}
         own = Call(uuid7(), self._clock(), headers, grant=Grant(KEY, name=KEY), budget_s=BUDGET_S)
