@@ -13,11 +13,11 @@ when the request ends.
 window. To predict a wait, a gateway also counts the work that the other gateways have in the queue.
 
     each second, every gateway ──► sie.gateway.{id} ──► every gateway, the sender included
-                                       └── five times a second while there are other gateways and it has work in the
-                                           queue, or retry times of refused clients, to announce
+                                       └── five times a second while there are other gateways and the sender has work in
+                                           the queue, or retry times of refused clients, to announce
 
 For the traffic of lanes and the rate of answers, a gateway uses the last announcement of itself, not its newer figures.
-So all gateways compute these with equal figures.
+So all gateways compute with equal figures.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def key_of(authorization: str) -> str:
 
 
 class Permits:
-    """Permits of one request for its chunks. `is_cold`: no worker of its lane had the model loaded when it arrived."""
+    """Permits of one request for its chunks. `is_cold`: no worker of the lane had the model loaded at its arrival."""
 
     def __init__(
         self,
@@ -284,12 +284,12 @@ class Permits:
         self.on_refused: Callable[[QueueFull], None] | None = None
         self._granted: list[int] = []
         self._wake: asyncio.Event | None = None
-        self.size_bytes = size_bytes  # bytes of the inputs; `_waiting_bytes` has them while chunks wait
+        self.size_bytes = size_bytes  # bytes of the inputs; part of `Admission._waiting_bytes` while chunks wait
         self.is_cold = not place.hosts
 
     @property
     def complete(self) -> bool:
-        """Return True if every chunk has had its permit, and `pop` has returned all of them."""
+        """Return True if every chunk has got its permit and was returned by `pop`."""
         return not self._ticket.waiting and not self._granted
 
     def pop(self) -> list[int]:
@@ -602,14 +602,14 @@ class Admission:
         self._pump_all(list(self._crowded))
 
     def _pump_all(self, places: Sequence[ModelQueue]) -> None:
-        """Grant permits until none is possible: one for a model may be the turn of another model of the same key."""
+        """Grant permits until none is possible: a permit for one model may pass the turn to another model of its key."""
         has_granted = True
         while has_granted:
             granted = [self._pump(place) for place in places]
             has_granted = len(places) > 1 and any(granted)
 
     def _pump(self, place: ModelQueue) -> bool:
-        """Grant the permits that are possible now. Return True if there was one."""
+        """Grant the permits of this queue that are possible now. Return True if one was granted."""
         now_s = self._clock()
         self._refresh(place, now_s)
         granted = place.window.grant(place.bound, self._key_limit())

@@ -42,8 +42,8 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.retry_slots import MAX_RETRY_S, RetrySlots
 from sie_gateway.admission.window import KeyWindow, QueueBound, Ticket
 
-# the time of a batch is the mean of the last samples, until there are MIN_SAMPLES of them for each batch that runs at
-# the same time, and they cover MIN_SPAN_S seconds
+# the time of a batch is the mean of the newest samples: at least MIN_SAMPLES for each batch that runs at the same time,
+# and as many as cover MIN_SPAN_S seconds
 MIN_SAMPLES, MIN_SPAN_S = 4, 1.0
 MAX_SAMPLES = 64
 # a sample is used for EXPIRY_S seconds plus EXPIRY_BATCHES times the seconds that its batch took
@@ -58,7 +58,7 @@ CHANGED_SAMPLES = 2
 OUTLIER = 4.0
 STALL_S = 0.25  # seconds without a result after which the queue may be stalled
 UNKNOWN_STALL_S = 5.0  # seconds without a result, in place of STALL_S, until a first batch is measured
-STALL_BATCHES = 3.0  # a queue has stalled only after this many times the longest time of a batch without a result
+STALL_BATCHES = 3.0  # a queue counts as stalled after this many times the longest batch time without a result
 # seconds for which a computed `MeasuredBatch` is reused, and shortest time between two checks for late requests
 LOOK_S = 0.1
 # limit of the extrapolation, a factor: a batch with more than MAX_GROWTH times the measured tokens is assumed to take
@@ -514,7 +514,7 @@ class ModelQueue:
         self._stalled_until_s = -math.inf
         self._others: dict[str, _PeerQueue] = {}  # by id of the gateway
 
-    # events
+    # ---- changes: hosts, chunks that enter or leave the queue, results, announcements
 
     def hosted_by(self, hosts: list[Heartbeat]) -> None:
         self.hosts = hosts
@@ -647,7 +647,7 @@ class ModelQueue:
             claimed,
         )
 
-    # conclusions
+    # ---- predictions and decisions
 
     def wait(
         self, now_s: float, ahead: float, cost: float, budget_s: float = math.inf, promised: float = 0.0
@@ -773,8 +773,8 @@ class ModelQueue:
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         late_candidates: list[tuple[Entered, float]] = []
-        # Requests that the running batch contains only if it is larger than earlier batches. With each request, the
-        # tokens of the queue up to the end of the request.
+        # Requests that the running batch contains only if it is larger than earlier batches. The number beside each
+        # request: tokens in the queue up to the end of this request.
         growing: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():

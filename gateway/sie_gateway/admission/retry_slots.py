@@ -187,8 +187,8 @@ class RetrySlots:
                 self._next(client)
 
     def claim(self, now_s: float, client: bytes) -> bool:
-        """Return True if this client has a turn now, and end it. A client may be early only if it has a single turn:
-        with several, its first turn must be due.
+        """Return True if this client has a turn now, and end the turn. A client may be early only if it has a single
+        turn: with several, its first turn must be due.
         """
         self.promised(now_s)
         turns = self._next(client)

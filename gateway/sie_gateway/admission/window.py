@@ -170,7 +170,7 @@ class _KeyFlow:
         self.cost = 0
         self.tokens = 0
         self.turn = False  # true if the next chunk is from `begun`, false if it is from `fresh`
-        self.granted = 0  # `Shares.grants` at its last permit, or at its begin
+        self.granted = 0  # value of `Shares.grants` at the last permit of this flow, or when the flow was created
         # true if the next chunk had space in the queue at the last check, but not in the window of its key
         self.is_limited = False
 

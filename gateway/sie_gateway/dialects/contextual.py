@@ -53,10 +53,10 @@ def _rule(body: fields.Body, side: str) -> ChunkRule | None:
     if not fields.flag(body, "enable_auto_chunking"):
         for name in ("chunk_size", "chunk_overlap"):
             if body.get(name) is not None:
-                raise InvalidInput.at(name, "only with enable_auto_chunking")
+                raise InvalidInput.at(name, "allowed only with enable_auto_chunking")
         return None
     if side != "document":
-        raise InvalidInput.at("enable_auto_chunking", "only with the input_type document")
+        raise InvalidInput.at("enable_auto_chunking", "allowed only with the input_type document")
     size = fields.whole(body, "chunk_size", 1, MAX_RULE_TOKENS) or CHUNK_TOKENS
     return ChunkRule(size, fields.whole(body, "chunk_overlap", 0, size // 2) or 0)
 

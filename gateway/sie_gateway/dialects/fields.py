@@ -111,7 +111,7 @@ def named(**names: str) -> Iterator[None]:
         if (name := names.get(error.param)) is None:
             raise
         message = error.message
-        if message.startswith(error.param):  # the message about a model of another task begins with its name instead
+        if message.startswith(error.param):  # a message about an unsuitable model begins with the model's name
             message = name + message.removeprefix(error.param)
         raise InvalidInput(message, reason=error.reason, param=name, extras=error.extras) from error
 

@@ -54,7 +54,7 @@ def parts(value: Any, path: str) -> RequestItem:
         elif kind in ("input_audio", "audio_url") and not sounds:
             sounds.append(_sound(part, kind, where))
         else:
-            raise fields.refused(f"{where}.type", kind, "text, image_url, or input_audio or audio_url once")
+            raise fields.refused(f"{where}.type", kind, "text, image_url, or at most one input_audio or audio_url")
     text = "\n".join(texts) if texts else None
     item = pictured(text, images, path) if images else RequestItem(text)
     return _with_audio(item, *sounds[0]) if sounds else item

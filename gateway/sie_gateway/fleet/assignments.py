@@ -89,7 +89,7 @@ def assign(
         addition = _addition(spec, present, workers, reserved, takes_last=reservation.takes_last)
         held[spec.name] = _needed(spec, [*held[spec.name], *addition], workers)
     assigned = {name: pool for pool, names in held.items() for name in names}
-    # a new worker may make another one unnecessary, which an older reservation may wait for
+    # a new worker may make another one of its reservation unnecessary, and an older reservation may need that one
     return assigned if assigned == before else assign(order, workers, assigned)
 
 
@@ -105,8 +105,8 @@ def is_held_back(
 
 
 def _needed(spec: ReservationSpec, names: Sequence[str], workers: Mapping[str, AssignableWorker]) -> Sequence[str]:
-    """Return these workers of a reservation, without those that it does not need; all of them while the GPUs of one
-    are unknown.
+    """Return the workers `names` without those that the reservation does not need; all of them while the GPUs of one
+    worker are unknown.
     """
     if not all(workers[name].is_heard for name in names):
         return names
@@ -145,7 +145,7 @@ def _addition(
     if not all(worker.is_heard for worker in held):
         return []
     free = [name for name, worker in workers.items() if name not in assigned and worker.fits(spec)]
-    # the usual case of a pending reservation; all of them together must not take long
+    # checked first, because it is fast and usually true of a pending reservation
     if not is_met(spec, itertools.chain(held, map(workers.__getitem__, free))):
         return []
     short, count = lacking(spec, held)

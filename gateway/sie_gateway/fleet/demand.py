@@ -106,7 +106,7 @@ class DemandRecords:
         try:
             return is_live(records.decode_demand(entry.value).at_s, self._now_s())
         except UNDECODABLE as error:
-            _logger.warning("the record of demand for lane %s could not be read: %s", lane, error)
+            _logger.warning("the record of demand for lane %s could not be decoded and is ignored: %s", lane, error)
             return False
 
 

@@ -240,10 +240,10 @@ class Fleet:
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
     def is_lane_alive(self, lane: Lane) -> bool:
-        """Return whether a live worker may have work of this lane: its next heartbeat, ready or not, is less than
-        LOST_S seconds overdue. A worker that was moved to another pool first finishes its work. So its earlier lanes
-        count until it reports no work, and then for as long as after a last heartbeat. After a loss of the connection
-        to the broker, the result is True for the same time.
+        """Return whether a live worker may have work of this lane. A worker, ready or not, counts as live until its
+        next heartbeat is LOST_S seconds overdue. A worker that was moved to another pool first finishes its work, so
+        its earlier lanes count until it reports no work, and after this report for the same time as after a last
+        heartbeat. After a loss of the connection to the broker, the result is True for this time too.
         """
         now_s = self._clock()
         since_s = now_s - self._timeout_s - LOST_S
@@ -516,7 +516,7 @@ def _configured(requested: str, configured: tuple[str, ...]) -> str:
     if profile is None:
         raise InvalidInput.at(
             "X-SIE-MACHINE-PROFILE",
-            f"{key[:60]!r} is not configured",
+            f"expected one of {', '.join(configured)}, got {key[:60]!r}",
             reason="gpu_not_configured",
             extras={"status": "gpu_not_configured", "gpu": key[:60], "configured_gpu_types": list(configured)},
         )

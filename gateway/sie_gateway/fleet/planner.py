@@ -178,7 +178,7 @@ class Planner:
 
     def _remember(self, table: Placement | None, backlog: Mapping[str, ModelBacklog], now_s: float) -> None:
         if table is not None and table is not self._table:
-            # another gateway placed the model, or this one before its restart: it counts as used now
+            # another gateway, or this gateway before its restart, placed the model: the model counts as used now
             for model in table.hosts:
                 if model not in self._wanted_s:
                     self._touch(model, now_s)

@@ -51,7 +51,7 @@ class PoolReconciler:
         metrics: Metrics,
         on_gone: Callable[[str], None],
     ) -> None:
-        """`on_gone` is called with the name of each ended reservation, before its stream is forgotten."""
+        """`on_gone` is called with the name of each ended reservation, before the gateway stops using its stream."""
         self._settings = settings
         self._broker = broker
         self._pools = pools
@@ -160,7 +160,7 @@ class PoolReconciler:
     async def _assign(self) -> None:
         """Write the assignment of workers to reservations, if it has changed."""
         live, before = self._record.live(), self._record.assigned.workers
-        # in a thread: with many reservations and workers, it takes longer than the event loop may stand still
+        # in a thread, because with many reservations and workers it would block the event loop for too long
         assigned = await asyncio.to_thread(assignments.assign, live.values(), self._candidates(), before)
         if assigned != before:
             if not await self._record.assign(assigned):

@@ -20,7 +20,7 @@ from sie_gateway.admission.grant import Grant
 MAX_RESERVATIONS = 64
 MAX_RESERVATIONS_OF_A_KEY = 16
 HELD_BACK = "it would take the last worker of a bundle from all other clients, which requires the scope admin"
-TOO_FEW = "not as many workers are free as it asks for"
+TOO_FEW = "fewer workers are free than it requests"
 HIDDEN = "reserved"  # text in place of the name of a reservation that the reader may not see
 ON_THEIR_WAY = "its workers do not serve it yet"
 
@@ -52,10 +52,12 @@ def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: fl
     if name in record.ended or (present is not None and now_s >= present.expires_s):
         raise QueueUnavailable(f"an earlier pool {name!r} is being removed: try again")
     if present is None and len(record.pools) >= MAX_RESERVATIONS:
-        raise PoolOperationForbidden(f"{MAX_RESERVATIONS} reservations exist, which is the limit")
+        raise PoolOperationForbidden(f"{MAX_RESERVATIONS} reservations exist, the limit of all keys: delete one")
     own = sum(reservation.owner == grant.key for reservation in record.pools.values())
     if present is None and grant.key and own >= MAX_RESERVATIONS_OF_A_KEY:
-        raise PoolOperationForbidden(f"this key has {own} reservations, the limit is {MAX_RESERVATIONS_OF_A_KEY}")
+        raise PoolOperationForbidden(
+            f"this key has {own} reservations, the limit is {MAX_RESERVATIONS_OF_A_KEY}: delete one"
+        )
     if present is None:
         present = Reservation(spec, now_s, now_s, owner=grant.key)
     # only a key with the scope admin may reserve the last worker of a bundle (`takes_last`); if a key without this

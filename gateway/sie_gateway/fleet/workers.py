@@ -88,7 +88,7 @@ class WorkerSocket:
         self._frame: str | None = None
         self._heard_s = 0.0
         self._first = asyncio.Event()
-        self._trouble = Trouble(_logger, f"{public_url(url)}/ws/status")
+        self._trouble = Trouble(_logger, f"cannot read the status of the worker at {public_url(url)}")
         self.watchers = 0
         self.task: asyncio.Task[None] | None = None
 

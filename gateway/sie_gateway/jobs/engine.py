@@ -102,8 +102,8 @@ class JobEngine:
         return resolved.canonical
 
     def _pinned(self, call: Call, request: JobRequest, model: str) -> PlannedRequest:
-        """Return the plan of a sample request. It has the model to which the name `model` resolves now, and the job
-        keeps this model. Raises SIEError if the model cannot serve such a request.
+        """Return the plan of a sample request to the model to which the name `model` resolves now. The job keeps this
+        model. Raises SIEError if the model cannot serve such a request.
         """
         resolved = self._inference.resolve(model, call)
         reads_images = templates.reads_images(request.input)
@@ -127,7 +127,7 @@ class JobEngine:
         understood = self._inference.understand(probe, infer_request)
         if source.chunks is not None:
             if understood.options.run.is_query:
-                raise InvalidInput.at("params.is_query", "a query has no chunks")
+                raise InvalidInput.at("params.is_query", "a query cannot have chunks: leave out input.chunks")
             if (fault := self._inference.fault_of(understood)) is not None:
                 raise InvalidInput(f"input.{fault.message}", reason=fault.reason, param=f"input.{fault.param}")
         return understood
@@ -140,7 +140,7 @@ class JobEngine:
             names = ", ".join(self._sinks) or "none"
             raise InvalidInput.at("output.sink", f"expected a name of SIE_JOBS_SINKS, which has {names}")
         if not output.collection:
-            raise InvalidInput.at("output.collection", "expected a name")
+            raise InvalidInput.at("output.collection", "expected the name of a collection")
         try:
             checked_name(output.collection)
         except CollectionRefused as error:
@@ -218,7 +218,7 @@ class JobEngine:
         if request.output.sink:
             url = self._sinks.get(request.output.sink)
             if url is None:
-                raise InvalidInput("output.sink: SIE_JOBS_SINKS does not have it any more", param="output.sink")
+                raise InvalidInput.at("output.sink", f"SIE_JOBS_SINKS no longer has {request.output.sink}")
             sink = opening.opened(url.reveal(), "SIE_JOBS_SINKS")
         return JobPlaces(source, self.output(job), sink, self._before)
 

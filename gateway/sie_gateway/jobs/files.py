@@ -245,7 +245,7 @@ class FileStore:
         try:
             await self._erase(file)
         except (BrokerError, StoreError) as error:
-            _logger.warning("a file could not be removed, so it is removed later: %s", error)
+            _logger.warning("file %s could not be removed now and is removed later: %s", file, error)
 
     async def remove(self, record: FileRecord) -> None:
         """Remove a file. From now on requests cannot read it, even if its bytes are removed later."""
@@ -355,5 +355,5 @@ def _unavailable() -> Iterator[None]:
     except StoreFull as error:
         raise ResourceExhausted("the payload store has no room for this file", reason="store_full") from error
     except StoreError as error:
-        _logger.warning("the payload store, which holds files, did not answer: %s", error)
-        raise QueueUnavailable("the payload store, which holds files, did not answer: try again") from error
+        _logger.warning("a call of the payload store for a file failed: %s", error)
+        raise QueueUnavailable("the payload store, where files are stored, did not answer: try again") from error

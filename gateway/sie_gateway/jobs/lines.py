@@ -111,7 +111,7 @@ class BatchJob:
         return fields
 
     async def _left(self, number: int, span: RowSpan, state: str) -> ShardRecord | None:
-        """Store the answers that a shard has when its batch ends early. Return its record; None without answers."""
+        """Store the answers of a shard whose batch ends early. Return the shard's record; None without answers."""
         data = await self._place.existing(_part(number))
         # an earlier leader stored the part, and died before it wrote the record
         if data is not None:
@@ -140,7 +140,7 @@ class BatchJob:
             elif expected:
                 data = await self._place.existing(shard.name)
                 if data is None:
-                    raise NotFound("a part of the output does not exist any more")
+                    raise NotFound(f"{shard.name}, a part of the output, no longer exists")
                 if expected < shard.rows:
                     data = await asyncio.to_thread(_some, data, failures=failures)
                 yield data

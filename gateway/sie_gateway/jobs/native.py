@@ -180,7 +180,7 @@ class NativeJob:
             earlier = plan.again[number].parts if plan.again else ()
             rows = shard.failed if shard.error is None else shard.rows
             again.append(Again((*earlier, (before.job.id, shard.name)), rows))
-        # without the part of a deleted job, a shard could never run
+        # raises NotFound for a deleted job: without its part, a shard could never run
         for job_id in sorted({job_id for rows_again in again for job_id, part in rows_again.parts if part}):
             await self._before(job_id)
         return Plan(tuple(plan.spans[number] for number in failed), again=tuple(again))
@@ -371,7 +371,7 @@ class NativeJob:
             try:
                 await self._upserted(rows)
             except CollectionMissing as error:
-                _logger.warning("job %s: %s", self._job.id, error)
+                _logger.warning("job %s: the collection is created again: %s", self._job.id, error)
                 self._is_prepared = False
                 await self._upserted(rows)
         except REFUSALS as error:
@@ -416,7 +416,7 @@ class NativeJob:
 
 
 async def outcomes_of(name: str, data: bytes, format: api.OutputFormat) -> list[parts.Outcome]:
-    """Return the result of each row of the part `name`. Raises ContentConflict if somebody has damaged it."""
+    """Return the result of each row of the part `name`. Raises ContentConflict if the part is damaged."""
     try:
         return await asyncio.to_thread(parts.outcomes, data, format)
     except parts.PartFault as error:

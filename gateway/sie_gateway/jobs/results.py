@@ -49,7 +49,7 @@ class JobResults:
 
     async def rows(self, job: JobRecord, limit: int, *, only_failed: bool) -> api.JobRows:
         """Return id, tokens and error of up to `limit` rows in at most SAMPLED parts. Raises NotFound,
-        QueueUnavailable, and ContentConflict for a part that somebody has damaged.
+        QueueUnavailable, and ContentConflict for a damaged part.
         """
         assert job.request is not None
         async with broker_errors_mapped():

@@ -38,7 +38,7 @@ from sie_runtime.process import cancel_all
 from sie_store.datasets.answers import most_frequent
 from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
 
-SHARDS_AT_ONCE = 3  # shards in work at once: while one is read, another can be computed and another written
+SHARDS_AT_ONCE = 3  # shards that are processed at once: while one is read, another can be computed and another written
 FLUSH_S = 1.0  # seconds between two writes of the progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # seconds before the first retry; longest pause between retries
 MAX_LOST = 3
@@ -435,7 +435,7 @@ class JobRun:
                 self._pace.rest()
             elif fields:
                 self._pace.note(self._now_s(), fields["done"])
-            rate = self._pace.rate  # it falls while no row is done, and the forecast must follow
+            rate = self._pace.rate  # also without progress: the rate falls then, and the forecast must show it
             if (state := (fields, self._trouble, rate)) != before:
                 try:
                     await self._note(rows_per_s=rate, spread=self._pace.spread)

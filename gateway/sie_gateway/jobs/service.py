@@ -111,7 +111,7 @@ class JobService:
 
         def changed(job: JobRecord) -> JobRecord:
             if job.ended:
-                raise ContentConflict(f"the job is {job.state}", param="job")
+                raise ContentConflict(f"the job is {job.state} and cannot be changed any more", param="job")
             if desired == "run" and job.state == "paused":
                 job = replace(job, state="queued", error=None)
                 # an administrator who resumes a job becomes its owner: the owner's key may have been removed, and the
@@ -223,7 +223,7 @@ class JobService:
 
         def changed(job: JobRecord) -> JobRecord:
             if job.ended:
-                raise ContentConflict(f"the batch is {job.state}", param="batch")
+                raise ContentConflict(f"the batch is {job.state} and cannot be cancelled any more", param="batch")
             return replace(job, wanted="cancel", cancelling_s=job.cancelling_s or self._now_s())
 
         async with broker_errors_mapped():
