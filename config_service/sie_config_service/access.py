@@ -79,5 +79,7 @@ class ConfigGate:
         if why := self._keys.ended(key):
             raise Unauthenticated(f"this key {why}: `sie keys create` makes another")
         if scope not in key.scopes:
-            raise PermissionDenied(f"this needs a key with scope {scope}, this one has {', '.join(key.scopes)}")
+            raise PermissionDenied(
+                f"this call needs a key with the scope {scope}, this one has {', '.join(key.scopes)}"
+            )
         return key

@@ -124,8 +124,8 @@ def _value_at(value: Any, path: str, message: str) -> str:
 
 
 def _narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
-    """Replace each `[...]` in the path of a fault by the faulty map key. Keys are parsed in order, so the faulty key is
-    the last one of the shortest beginning of its map that has the fault; a bisection finds it.
+    """Replace each `[...]` in the path of a fault by the faulty map key. Keys are parsed in order. So a bisection finds
+    the faulty key: the last key of the shortest beginning of its map that has the fault.
     """
     loc = message
 
@@ -149,8 +149,8 @@ def _narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
 
 
 def _maps(value: Any, path: str) -> Iterator[tuple[list[Any], Callable[[int], Any]]]:
-    """Yield the keys of each map that `path` may name, with a function that returns `value` with only a number of first
-    keys of that map.
+    """Yield the keys of each map that `path` may name, with a function that returns `value` with only the first n keys
+    of that map.
     """
     if not isinstance(value, dict):
         return

@@ -214,8 +214,8 @@ async def _body(request: Request) -> bytes:
                 data += piece
                 if len(data) > MAX_BODY_BYTES:
                     message = (
-                        f"body: expected at most {MAX_BODY_BYTES} bytes, got more; the configuration of a model has "
-                        "some thousand"
+                        f"body: expected at most {MAX_BODY_BYTES} bytes, got more; the configuration of a model "
+                        "usually has a few thousand"
                     )
                     raise PayloadTooLarge(message, param="body", extras={"limit": MAX_BODY_BYTES})
     except TimeoutError:

@@ -176,7 +176,7 @@ class Mirror:
         self._now = CatalogueSnapshot()
         self._read = 0  # number of the last write in the bucket that was applied
         self._created = ""  # time when the bucket was created; empty before the first read
-        self.is_lost = False  # True after the broker lost this bucket: a new one has its name now
+        self.is_lost = False  # True after the broker lost this bucket; another bucket may have its name now
         self.suspect = asyncio.Event()  # set if the bucket may be lost; `CatalogueStore.lost` then calls `check`
         self.before = CatalogueSnapshot()  # last snapshot that `invalidate` discarded
 

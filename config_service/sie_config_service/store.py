@@ -281,7 +281,9 @@ class CatalogueStore:
         try:
             return ReplySlot(number, _replies.decode(entry.value), entry.revision)
         except UNDECODABLE as error:
-            _logger.warning("bucket %s: key %s cannot be decoded: %s", self._bucket.name, entry.key, error)
+            _logger.warning(
+                "bucket %s: key %s cannot be decoded and counts as empty: %s", self._bucket.name, entry.key, error
+            )
             return ReplySlot(number, (), entry.revision)
 
     async def remember(self, reply: Write) -> None:
@@ -405,7 +407,8 @@ class CatalogueStore:
         ]
         for start in range(0, len(lost), SEED_BATCH):
             await self.write(lost[start : start + SEED_BATCH], tell=False)
-        # the index first: an alias that another replica writes in between is then a conflict, and not dropped from it
+        # read the index before the snapshot: an alias that another replica adds in between then causes a conflict, and
+        # is not dropped from the index
         index, read = await self._index_to_correct(), await self.snapshot()
         for model, held in read.held.items():
             if model not in copies or copies[model].revision < held.revision:
@@ -418,7 +421,7 @@ class CatalogueStore:
     async def _index_to_correct(self) -> AliasIndex:
         try:
             return await self.alias_index()
-        except NotReady as error:  # it is made anew from the aliases
+        except NotReady as error:  # the index is then built from the stored aliases
             _logger.warning("%s", error.message)
             entry = await self._bucket.get(INDEX_KEY)
             return AliasIndex({}, 0 if entry is None else entry.revision)

@@ -194,7 +194,9 @@ class CatalogueWriter:
         }
 
     async def _stale(self, model: str, held: HeldModel, expected: int) -> ContentConflict:
-        """Return the error for an outdated If-Match. Its `diff` has the changes since that revision, if stored."""
+        """Return the error for an outdated If-Match. Its `diff` has the changes since that revision; empty if that
+        revision is not stored any more.
+        """
         base = await self._store.revision(model, expected)
         return ContentConflict(
             f"{model} is at revision {held.revision}, not {expected}; read it again and repeat the change",
@@ -286,7 +288,7 @@ class Edits:
 
     def put(self, model: str, document: ParsedDocument, sent: ParsedDocument) -> Edit:
         """Return an edit that replaces a model by `document`. If `sent`, the document of the request, is a public file,
-        the edit translates it for the model as it is then.
+        the edit translates it again, for the model as it is at the time of the write.
         """
 
         def desired(document: ParsedDocument) -> dict[str, Any]:

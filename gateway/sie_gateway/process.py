@@ -237,8 +237,8 @@ async def serve(
         raise
     tasks = Tasks(_logger, stop.request)
     drained_s = 0.0
-    # ends the background tasks, except those of jobs, which `stop` ends, and the measurement of the broker's clock. Set
-    # only after the drain, because open requests need these tasks
+    # Ends most background tasks. Requested only after the drain, because open requests need these tasks. The tasks of
+    # jobs end at `stop` already; the measurement of the broker's clock is cancelled.
     drained = Stop()
     measuring: asyncio.Task[None] | None = None
     owning: asyncio.Task[None] | None = None

@@ -602,7 +602,7 @@ class Admission:
         self._pump_all(list(self._crowded))
 
     def _pump_all(self, places: Sequence[ModelQueue]) -> None:
-        """Grant permits until none is possible: a permit for one model may pass the turn to another model of its key."""
+        """Grant permits until none is possible: each permit may pass the turn to another model of its key."""
         has_granted = True
         while has_granted:
             granted = [self._pump(place) for place in places]

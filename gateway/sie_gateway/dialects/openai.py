@@ -38,7 +38,7 @@ MAX_TOKENS = 300_000  # largest number of tokens of all inputs of a request
 SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to a text
 DEFAULT_ENCODING = "cl100k_base"  # vocabulary that OpenAI's clients use for a model that they do not know
 _ENCODINGS = ("model", *vocabulary.NAMES)
-_CHUNK = re.compile(r"input\[0\]: chunks\[(\d+)\]")  # begin of an error about a chunk of the document
+_CHUNK = re.compile(r"input\[0\]: chunks\[(\d+)\]")  # beginning of an error about a chunk of the document
 _UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, because no encoding was named; {vocabulary.OWN_IDS}"
 
 
@@ -55,7 +55,7 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
         items = (_document(items),)
     format_ = reply.requested_format(call.headers.get("accept", ""), raw=True, msgpack=False)
     if format_ in ("raw", "arrow") and kind != "float":
-        message = f"{format_} replies of this route hold float32; /v1/encode also returns other types"
+        message = f"{format_} replies of this route have float32; /v1/encode also returns other types"
         raise InvalidInput.at("Accept", message, reason="unsupported_dtype")
     if format_ != "json" and is_late:
         message = f"{format_} replies cannot contain chunks, but JSON can"
@@ -72,7 +72,7 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
     if format_ == "raw":
         native.check_raw(understood.options.run)
     if is_late and understood.options.run.is_query:
-        raise InvalidInput.at("late_chunking", "a query has no chunks")
+        raise InvalidInput.at("late_chunking", "a query cannot have chunks: send documents")
     await check_tokens(inference, call, understood, "input", MAX_TOKENS)
     finished = await inference.execute(call, understood)
     if format_ == "raw":
@@ -150,7 +150,7 @@ async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestI
         path = f"input[{index}]"
         if isinstance(entry, str) != isinstance(first, str) or not isinstance(entry, str | list):
             raise fields.refused(
-                path, entry, "a string as the first" if isinstance(first, str) else "a list of token ids as the first"
+                path, entry, "a string like input[0]" if isinstance(first, str) else "a list of token ids like input[0]"
             )
         if isinstance(entry, str):
             _check_text(entry, path)

@@ -306,7 +306,7 @@ def model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:
     if not isinstance(outcome, Ok) or "entities" not in (outcome.data or {}):
         raise InferenceFailed("the model returned no list of entities")
     if outcome.truncated:
-        raise InvalidInput.at(path, "longer than the model reads", reason="input_too_long")
+        raise InvalidInput.at(path, "the text is longer than the model can read: split it", reason="input_too_long")
     spans = []
     for entity in (outcome.data or {})["entities"]:
         start, end = entity.get("start"), entity.get("end")

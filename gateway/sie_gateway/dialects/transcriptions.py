@@ -120,7 +120,7 @@ transcriptions = functools.partial(_transcribe, "transcribe")
 translations = functools.partial(_transcribe, "translate")
 
 
-# how a recording is read
+# reading of the recording
 
 
 async def _read(inference: Inference, call: Call, planned: PlannedRequest) -> tuple[Transcript, RequestResult]:
@@ -214,7 +214,7 @@ def _writer(form: Form) -> Write:
         if value not in ("segment", "word"):
             raise fields.refused(GRANULARITIES, value, "segment or word")
     if granularities and format_ != "verbose_json":
-        raise fields.refused(GRANULARITIES, granularities, "response_format verbose_json beside it")
+        raise fields.refused(GRANULARITIES, granularities, "this field only with response_format verbose_json")
     return functools.partial(_verbose, granularities) if granularities else _WRITERS[format_]
 
 

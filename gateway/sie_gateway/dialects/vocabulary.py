@@ -52,12 +52,12 @@ def load(name: str) -> dict[int, bytes]:
     if file is None:
         message = (
             f"this gateway cannot read ids of {name}: send texts, or install sie-cluster[openai-tokens]"
-            f" there; {OWN_IDS}"
+            f" beside it; {OWN_IDS}"
         )
         raise InvalidInput.at("token_encoding", message, reason="unsupported_modality")
     data = gzip.decompress(file.read_bytes())
     if hashlib.sha256(data).hexdigest() != _DIGESTS[name]:
-        message = f"the {name} that is installed at this gateway differs from the published file"
+        message = f"the installed vocabulary {name} differs from the published file: install {_PACKAGE} again"
         raise InvalidInput.at("token_encoding", message, reason="unsupported_modality")
     pairs = (line.split() for line in data.splitlines())
     return {int(number): base64.b64decode(token) for token, number in pairs} | _SPECIAL[name]

@@ -91,9 +91,9 @@ class Gate:
         """Return the grant of a call that is allowed. The handshake of a websocket counts as a GET.
 
         Raises Unauthenticated, PermissionDenied, and NotReady until the keys are read, and for a key that expires also
-        until the broker's time is read. For a caller that passes this check (scope read if no row fits): raises
-        NotFound if no row has the path, and HTTPException 405 with `Allow` if this gateway serves no row with the path
-        and the method.
+        until the broker's time is read. A path or method without a row requires the scope read. A caller with this
+        scope gets NotFound for an unknown path, and HTTPException 405 with `Allow` for a method that this gateway does
+        not serve.
         """
         match = TABLE.match(path)
         row = match.route(method)
@@ -124,9 +124,9 @@ class Gate:
         return grant
 
     def of_key(self, key: str) -> Grant | None:
-        """Return the current grant of the credential with this key, for work that runs after its call has ended; None
-        if the credential is no longer valid. Raises NotReady until the keys are read, and for a key that expires also
-        until the broker's time is read.
+        """Return the current grant of the credential with this key, for work that goes on after its call has ended,
+        such as a job; None if the credential is no longer valid. Raises NotReady until the keys are read, and for a key
+        that expires also until the broker's time is read.
         """
         if not key and not self._guarded:
             return replace(ANYBODY, scopes=self._usable(frozenset()))

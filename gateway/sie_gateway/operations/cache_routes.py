@@ -57,8 +57,8 @@ async def erase(gateway: Gateway, request: Request) -> Response:
     except BrokerError as error:
         message = f"{count} answers are erased here, but the other gateways cannot be reached: send the request again"
         raise QueueUnavailable(message) from error
-    selected = ", ".join(name for name in ("model", "key", "digest") if getattr(erasure, name)) or "everything"
-    _logger.info("%s erased %d cached answers by %s", call_of(request).grant.name, count, selected)
+    selected = ", ".join(name for name in ("model", "key", "digest") if getattr(erasure, name)) or "all"
+    _logger.info("%s erased %d cached answers, selected by: %s", call_of(request).grant.name, count, selected)
     return json_response(api.CacheErased(answers=count, gateways=gateway.peers.count()))
 
 

@@ -48,7 +48,7 @@ async def _forward(gateway: Gateway, request: Request, after: str = "") -> Respo
     url = gateway.settings.config_service_url
     if url is None:
         raise NotFound("this gateway has no config service: set SIE_CONFIG_SERVICE_URL to its URL")
-    # as the bytes of the caller's header: for texts, the HTTP client accepts only ASCII
+    # as bytes, because the HTTP client accepts only ASCII in text headers
     headers = {name.encode(): request.headers[name].encode("latin-1") for name in _SENT if name in request.headers}
     reader = gateway.settings.config_read_token
     # this gateway has checked that the caller may read, so it replaces the caller's token by its own
@@ -65,7 +65,7 @@ async def _forward(gateway: Gateway, request: Request, after: str = "") -> Respo
                 content=await request.body(),
             )
     except httpx.HTTPError as error:
-        _logger.warning("the config service does not answer: %s", type(error).__name__)
+        _logger.warning("a request of the console got no answer of the config service: %s", type(error).__name__)
         raise NotReady("the config service does not answer; its earlier writes stay in use") from error
     forwarded = {name: answer.headers[name] for name in _TOLD if name in answer.headers}
     return Response(answer.content, answer.status_code, forwarded)

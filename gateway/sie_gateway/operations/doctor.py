@@ -50,7 +50,7 @@ class Doctor:
             if time.monotonic() - self._at_s >= FRESH_S:
                 try:
                     self._last = await self._examined()
-                except NotReady as error:  # kept for the requests that waited: each would run the command again
+                except NotReady as error:  # stored, or each waiting request would run the command again
                     self._last = error
                 self._at_s = time.monotonic()
             last = self._last

@@ -51,7 +51,7 @@ _REFUSALS = {
     "RESOURCE_EXHAUSTED": "free memory of the workers or space of the payload store; `sie doctor` on its machine tests "
     "the disk",
     "GATEWAY_TIMEOUT": _CAPACITY,
-    "MODEL_LOAD_FAILED": "the models that failed are loaded now, or their worker is gone: `sie models list` shows each",
+    "MODEL_LOAD_FAILED": "the models are loaded now, or the worker that failed has left: `sie models list` shows each",
     "INFERENCE_ERROR": "the log of the adapter has the traceback",
     "INTERNAL_ERROR": "the log of the gateway has the traceback",
 }
@@ -67,7 +67,7 @@ _LOADS: Mapping[LoadErrorClass, str] = {
     "NETWORK": "let the worker reach the source of the weights that the reason names and write them to its disk, or "
     "put the model into SIE_LOCAL_CACHE; the worker tries again by itself, or at once after `sie models load {name}`",
     "GATED": "accept the licence at the hub, set HF_TOKEN of the workers to a token of that account, start them again",
-    "NOT_FOUND": "put its weights where the reason says that they were looked for, then `sie models load {name}`; if "
+    "NOT_FOUND": "put its weights at a place that the reason names, then `sie models load {name}`; if "
     "they are elsewhere, name that place in its entry (`sie models set {name}`)",
     "DEPENDENCY": "install the package that the reason names beside the adapter, and start the adapter again",
     "INCOMPATIBLE": "the reason names the file or the field that does not fit: mend that file, then `sie models load "

@@ -167,7 +167,7 @@ async def load(gateway: Gateway, request: Request) -> Response:
 
 
 async def unload(gateway: Gateway, request: Request) -> Response:
-    """Request the unload of a model. Answer 200 if no worker holds it, else 202. Raises SIEError."""
+    """Request the unload of a model. Answer 200 if no worker has it loaded, else 202. Raises SIEError."""
     models, headers = _resolved_models(gateway, request), request.headers
     places: list[Where] = []
     for resolved in models:

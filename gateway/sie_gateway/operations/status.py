@@ -392,7 +392,7 @@ class ClusterStatus:
         }
 
     def placed(self, text: str, grant: Grant) -> dict[str, Any]:
-        """Return for each lane which workers hold which models: at most MAX_SHOWN models with `text` in their name,
+        """Return for each lane which workers host which models: at most MAX_SHOWN models with `text` in their name,
         those with waiting work first.
         """
         visible = self._visible(grant)
@@ -422,7 +422,7 @@ class ClusterStatus:
     async def _show_worker(self, query: str, grant: Grant, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.sockets.watched(self._asked_for(query)) as socket:
             if not await socket.wait_for_frame(FIRST_FRAME_S):
-                raise NotReady("the worker does not answer")
+                raise NotReady(f"the worker sent no status within {FIRST_FRAME_S:g} s")
 
             def frame() -> str | None:
                 status = socket.status

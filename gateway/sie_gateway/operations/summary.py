@@ -96,7 +96,7 @@ class Waitings:
 
 @dataclass(frozen=True)
 class LaneTable:
-    """Models of a lane with the workers that hold them, one row for each model. Models with waiting work come first."""
+    """Models of a lane with the workers that host them, one row for each model. Models with waiting work come first."""
 
     lane: Lane
     age_s: float

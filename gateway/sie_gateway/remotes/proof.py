@@ -167,7 +167,7 @@ def has_plain_spaces(text: str) -> bool:
 
 
 def source_of(entry: ModelEntry) -> str:
-    """Return the digest of all on which reference vectors depend: the entry and the probe texts."""
+    """Return the digest of everything that determines reference vectors: the entry and the probe texts."""
     return hashlib.sha256(msgspec.json.encode([entry, PROBES], order="sorted")).hexdigest()[:32]
 
 

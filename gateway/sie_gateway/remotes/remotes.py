@@ -50,7 +50,7 @@ from sie_runtime.feed import CatalogueFeed
 from sie_runtime.http.asgi import uuid7
 from sie_runtime.process import Stop, Trouble
 
-# codes of refusals that mean: no capacity of this cluster can answer now
+# codes of errors for a lack of capacity in this cluster
 REFUSALS = frozenset({"PROVISIONING", "MODEL_LOADING", "QUEUE_FULL", "QUEUE_UNAVAILABLE"})
 MAX_FAILURES = 2
 CHECK_S = 1.0
@@ -95,7 +95,7 @@ class Remote:
         self.probed_s = -AGAIN_S  # time of the last probe
         self.models: set[str] = set()  # models that it reported in proofs for the same entry
         self.pause_s = FIRST_PAUSE_S
-        self.shortage = Trouble(_logger, f"the monthly budget of remote {server.name}")
+        self.shortage = Trouble(_logger, f"remote {server.name} gets no requests because of its monthly budget")
 
     def accept(self, proof: Proof, due_s: float) -> None:
         """Store a new proof. The next probe is due at `due_s`."""
@@ -200,7 +200,7 @@ class Remotes:
             return None
         except (BrokerError, TimeoutError) as error:  # without the broker, the rest of the budget is unknown
             self._count(remote, "budget")
-            remote.shortage.met(f"the broker did not answer how much is left: {error or type(error).__name__}")
+            remote.shortage.met(f"the broker did not report the rest: {error or type(error).__name__}")
             return None
         remote.shortage.passed()
         left_s = call.received_s + call.budget_s - time.perf_counter()

@@ -65,7 +65,7 @@ class Offload:
         except StoreError as error:
             _logger.warning("request %s: %d bytes of input could not be stored: %s", item.request, len(data), error)
             if isinstance(error, StoreFull):
-                message = "the payload store, which holds large inputs, has no room left: send fewer items in a request"
+                message = "the payload store, where large inputs are stored, is full: send fewer items in a request"
                 raise QueueUnavailable(message, reason="store_full") from error
             raise QueueUnavailable("large inputs could not be written to the payload store: try again later") from error
         self._metrics.payload_offloads.inc()

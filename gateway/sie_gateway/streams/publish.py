@@ -99,9 +99,9 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """Return the consumers to delete. First, all that were unused for `idle_s`. If the consumers of single models that
-    are left would then be more than 15/16 of `limit`, also the excess, so that there is room for further models: the
-    longest unused first, but none that was used within CROWDED_IDLE_S.
+    """Return the consumers to delete: all that were unused for `idle_s` seconds. If more than 15/16 of `limit`
+    consumers of single models would then remain, the excess is deleted too: the longest unused ones, but none that was
+    used within CROWDED_IDLE_S.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -551,7 +551,7 @@ class WorkQueue:
         first = items[0]
         is_followed = self.consumers.follows(lane.pool)
         if not is_followed:
-            self._require(lane.pool)  # nothing may be noted of an ended reservation: it would never be forgotten
+            self._require(lane.pool)  # nothing may be stored for an ended reservation: nothing would remove it again
         self._on_publish(lane, items)
         started_s = time.perf_counter()
         if not is_followed:
@@ -715,7 +715,10 @@ class WorkQueue:
                 await self._remove(topology.stream_name(pool), stored)
             except BrokerError as error:
                 _logger.warning(
-                    "some of the %d messages of an ended request could not be removed: %s", len(stored), error
+                    "request %s has ended, but some of its %d messages could not be removed: %s",
+                    request,
+                    len(stored),
+                    error,
                 )
         if request:
             failpoint("publish.before_cancel")
