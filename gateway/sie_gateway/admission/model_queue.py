@@ -7,11 +7,10 @@ Rules of `judge`, in this order:
 2. A `Throughput` (`drain`) predicts the wait. The wait is multiplied by MARGIN (a safety factor) and by
 n^2 / (n^2 + DOUBT), where n is the number of samples: without samples only a stalled queue refuses.
 3. If the queue has stalled, the time since its last result is added, because the stall may last as long again.
-4. A refused client gets a turn (`turns`): the time at which it may try again. The queue reserves space for its work. A
+4. A refused client gets a turn (`turns`): a time at which it may try again, and for which the queue reserves space. A
 client without a turn is admitted if its response would be in time even after the work of all turns that are due before
 its deadline, or if the workers would have too little work. If workers form each batch only when the device is free,
-fewer turns count: those that are due before the batch of this request is formed. Later work runs in later batches.
-Too little work is then no reason to admit.
+only the turns that are due before the batch of this request is formed count, and too little work is no reason to admit.
 
 `Throughput` measures how fast the work leaves the queue while there is work, and predicts the wait from it.
 
@@ -418,8 +417,7 @@ BUSY_BATCHES = 1.5
 # of one second return at once. The queue must be able to run their work in this share of a second, or of the time that
 # a request has left after a running batch if that is shorter.
 TURN_PACE = 0.4
-# The limit TURN_PACE is never below the work that the queue runs in this share of the time in which a request must be
-# answered.
+# The limit is at least the work that the queue runs in this share of the time in which a request must be answered.
 MIN_BUNCH = 0.1
 # factor: after a stall of t seconds, clients return STALL_TURN * t seconds later at the earliest, up to MAX_RETRY_S
 STALL_TURN = 4.0

@@ -237,7 +237,7 @@ class Planner:
         else:
             statuses = {model_of(status): status for status in ordered}
             self._changed(self._layout.set_worker(beat.worker, holdings(statuses), beat.slots), now_s)
-            accepted = dict.fromkeys(statuses, 0.0)  # tokens per second of a model, in all its profiles
+            accepted = dict.fromkeys(statuses, 0.0)  # tokens per second that the worker accepts of a model
             for status in ordered:
                 accepted[model_of(status)] += status.cost_rate
             served = [
@@ -288,7 +288,7 @@ class Planner:
         self._table = table
 
     def _replicas(self, model: str, table: Placement | None) -> Replicas | None:
-        """Return the number of hosts of a model, from memory unless another gateway has changed it since."""
+        """Return the number of hosts of a model as this planner set it, or as another gateway has changed it since."""
         ours = self._scales.get(model)
         if table is None or model not in table.hosts:
             return ours

@@ -118,7 +118,7 @@ class PoolReconciler:
             await self._remove()
 
     async def _leads(self) -> bool:
-        """Return whether this gateway leads. It does not try while there is nothing to do. Raises BrokerError."""
+        """Return whether this gateway leads; False while the leader would have nothing to do. Raises BrokerError."""
         record = self._record
         if not (record.reservations.pools or record.reservations.ended or record.assigned.workers):
             return False

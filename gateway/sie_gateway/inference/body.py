@@ -213,7 +213,7 @@ def _item(value: Any, path: str) -> RequestItem:
         return RequestItem(utf8(value, path))
     if not isinstance(value, dict):
         raise InvalidInput.at(path, f"expected a map or a string, got {describe(value)}")
-    # shortcut for the most common item, a map with only a text: it takes a third of the time
+    # shortcut for the most common item, a map with only a text; the full check takes three times as long
     if len(value) == 1 and isinstance(text := value.get("text"), str):
         return RequestItem(utf8(text, path))
     text = _optional_text(value, "text", path)

@@ -167,7 +167,7 @@ class ImageUrls:
         self._hosts = tuple(host.strip().lower() for host in hosts or ())
         self._count = count
         self._network = network
-        # built at the first URL, because it reads some hundred certificates
+        # built at the first URL, because this reads some hundred certificates
         self._make_tls = functools.cache(network.tls)
         self._slots = asyncio.Semaphore(AT_ONCE)
         # slots of each key with a running request: a key whose servers are slow leaves slots to other keys

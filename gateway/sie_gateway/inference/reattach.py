@@ -214,7 +214,7 @@ class Run(Generic[A]):
             self._window.cancel()
 
     def give_up(self) -> None:
-        """Cancel the run because no client joined it. Its resources are released as at any other end."""
+        """Cancel the run because no client joined it. Its resources are released as at the end of any run."""
         if self._is_kept:
             self._unkeep()
         self._is_given_up = True

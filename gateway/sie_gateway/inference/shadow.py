@@ -3,7 +3,7 @@ copy is only measured.
 
     answered ──► in the share? ──► room: few copies in flight, a lane without a queue, a known model
     ──► copy runs at priority bulk ──► results are compared, then discarded
-    no room ──► no copy: counted as dropped, with the reason
+    no room ──► no copy: counted with the reason
 
 A lane is a pool, a machine profile and a bundle. No request waits for a copy or is billed for it, and no client sees
 the failure of a copy. If no worker has the second model, one copy at a time may cause its load, and only while a worker

@@ -223,7 +223,7 @@ def _source(span: RowSpan) -> str:
 
 
 def _some(data: bytes, *, failures: bool) -> bytes:
-    """Return the output lines of a part with errors (`failures`), or those without errors."""
+    """Return the lines of a part that have an error (`failures`), or those that have none."""
     return b"".join(row.text + b"\n" for row in envelope.written(data) if (row.code is not None) == failures)
 
 

@@ -112,7 +112,7 @@ class NativeJob:
         self._kept_bytes = 0  # bytes written to the cache since the last trim
         self._opening = asyncio.Lock()
         self._count = 0  # number of parts that the complete output has
-        self._planned_rows: tuple[int, ...] = ()  # rows of each part
+        self._planned_rows: tuple[int, ...] = ()  # planned number of rows of each part
         self._again: tuple[Again, ...] = ()
         # true after the collection of the database was created, or was found to fit the vectors
         self._is_prepared = False

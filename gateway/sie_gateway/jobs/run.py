@@ -253,7 +253,7 @@ class JobRun:
                 if ended == "pause" and not works:
                     await self._pause(None, is_asked=True)
                     return None
-            if not works:  # the job ends early, so nothing is waited for
+            if not works:  # the job ends early: try once, without waiting
                 await attempt()
         except SIEError as error:  # for example, an input or output folder is no longer allowed
             if (end := self._early_end) is None:

@@ -85,7 +85,7 @@ class Replays:
             self._inbox.close(collector)
 
     async def _forgive(self, item: WorkItem) -> None:
-        """Remove the poison marks of the work's inputs, which make workers refuse them."""
+        """Remove the poison marks of the work's inputs, because workers refuse marked inputs."""
         marks = await self._broker.key_value(topology.POISON_BUCKET, max_age_s=topology.POISON_LIFETIME_S)
         for key in dict.fromkeys(content_keys(item)):
             if await marks.get(key) is not None:

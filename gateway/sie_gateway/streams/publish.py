@@ -87,8 +87,9 @@ def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[W
 
 
 def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: float) -> dict[str, Rest]:
-    """Return for each consumer since when it has been unused: it delivered nothing, and no message waits or is leased.
-    A consumer in use gets `now_s`. `before`: the previous result, because the broker does not store these times.
+    """Return for each consumer the time since which it has been unused: it has delivered nothing, and no message waits
+    or is leased. A consumer in use gets `now_s`. `before`: the previous result, because the broker does not store these
+    times.
     """
     resting = {}
     for state in states:
