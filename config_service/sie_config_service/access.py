@@ -49,7 +49,7 @@ class ConfigGate:
             if not self._by_key and self._admin is None and (not reads or self._reader is None):
                 names = "neither SIE_ADMIN_TOKEN nor SIE_CONFIG_READ_TOKEN is" if reads else "no SIE_ADMIN_TOKEN is"
                 raise PermissionDenied(
-                    f"{names} configured at the config service, so nobody may make this call: start the service with such a token"
+                    f"{names} configured at the config service, so nobody may do this: start it with such a token"
                 )
             needed = "SIE_ADMIN_TOKEN or SIE_CONFIG_READ_TOKEN" if reads else "SIE_ADMIN_TOKEN"
             if self._by_key:

@@ -510,7 +510,7 @@ class ModelQueue:
         # set when all requests of a stalled queue have ended without a result: until this time, the queue counts as
         # stalled for new work
         self._stalled_until_s = -math.inf
-        self._others: dict[str, _PeerQueue] = {}  # by id of the gateway
+        self._others: dict[str, _PeerQueue] = {}  # queues of the other gateways, by id of the gateway
 
     # ---- changes: hosts, chunks that enter or leave the queue, results, announcements
 
@@ -810,8 +810,8 @@ class ModelQueue:
         return self.drain.last_s + self.batches.seconds(tokens / self._lanes * (self.scale or 1.0) / entered.scale)
 
     def shed(self, now_s: float) -> Iterator[tuple[Entered, WaitRefusal, float]]:
-        """Yield each of the `late` requests with its refusal and its current cost. Its turn is due after all work that
-        stays in the queue.
+        """Yield each of the `late` requests with its refusal and its current cost. The turn of its client is due after
+        all work that stays in the queue.
         """
         late = self.late(now_s)
         for entered, _ in late:

@@ -263,7 +263,9 @@ class Endpoints:
             )
 
     async def run(self, on_found: Callable[[tuple[str, ...]], None]) -> None:
-        """List the endpoints at the start and after each change, until cancelled. An error keeps the last list."""
+        """List the endpoints at the start and after each change, until cancelled. After an error, the last list stays
+        in use.
+        """
         trouble = Trouble(_logger, f"cannot read the endpoints of {self._namespace}/{self._service}")
         verify = (
             ssl.create_default_context(cafile=str(self._account / "ca.crt"))

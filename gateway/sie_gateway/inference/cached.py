@@ -153,7 +153,7 @@ class CachedRuns:
             cached = self._fingerprints[key] = entry, own
         return answer_fingerprint(cached[1], lora, run.variant) if cached[1] else ""
 
-    # flights
+    # flights: inputs that requests compute now
 
     def patience_s(self, request: PlannedRequest, left_s: float) -> float:
         """Return how long a request waits for inputs of other requests: the expected wait of its own computation, at

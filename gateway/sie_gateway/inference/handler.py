@@ -124,7 +124,7 @@ class Inference:
 
     @property
     def default_models(self) -> Mapping[str, str]:
-        """Return the model by capability, for requests that name no model."""
+        """Return the default model of each capability, for requests that name no model."""
         return self._default_models
 
     def max_items(self, call: Call) -> int:

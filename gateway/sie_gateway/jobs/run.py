@@ -239,8 +239,8 @@ class JobRun:
             await work.close()
 
     async def _opened(self, fingerprint: str) -> JobWork | None:
-        """Return the work of the job. Wait for a place that cannot be opened for now. If the job ends or pauses before
-        that, write this to its record and return None.
+        """Return the work of the job. If the place of its input or output cannot be opened for now, wait. If the job
+        ends or pauses meanwhile, write this to its record and return None.
         """
         works: list[JobWork] = []
 
