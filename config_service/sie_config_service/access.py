@@ -45,7 +45,7 @@ class ConfigGate:
             key = self._key_with(token, "read" if row is None else row.scope, is_reader)
         if not (is_admin or (is_reader and reads) or key):
             if is_reader:
-                raise PermissionDenied("the read token permits only reads; this needs SIE_ADMIN_TOKEN")
+                raise PermissionDenied("the read token permits only reads; this call needs SIE_ADMIN_TOKEN")
             if not self._by_key and self._admin is None and (not reads or self._reader is None):
                 names = "neither SIE_ADMIN_TOKEN nor SIE_CONFIG_READ_TOKEN is" if reads else "no SIE_ADMIN_TOKEN is"
                 raise PermissionDenied(

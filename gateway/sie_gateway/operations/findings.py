@@ -104,8 +104,8 @@ def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
     if not workers:
         return [ClusterFinding(check="gateway", wrong="no worker is there: requests wait or are refused", fix=_START)]
     on_cpu = (
-        "`nvidia-smi` has to work where it runs, and `sie doctor` there compares driver and torch; with "
-        "SIE_DEVICE=cuda it refuses to start without a GPU"
+        "`nvidia-smi` has to work where the worker runs, and `sie doctor` there compares driver and torch; with "
+        "SIE_DEVICE=cuda the worker refuses to start without a GPU"
     )
     named = [(f"worker {info.name} ({info.pool}.{info.gpu}.{info.bundle})", info) for info in workers]
     return [

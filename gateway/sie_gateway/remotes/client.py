@@ -23,7 +23,7 @@ MAX_TEXTS = 32  # largest number of texts of one call: the default limit of TEI
 VALUE_BYTES, ENVELOPE_BYTES = 32, 64 << 10
 _UNFIT = frozenset({400, 413, 422})  # statuses that a request causes, not a fault of the server
 
-MAX_NAME = 200  # characters of a reported model that are compared
+MAX_NAME = 200  # largest number of characters of a reported model name that are compared
 Vectors = NDArray[np.float32]
 
 
