@@ -39,7 +39,7 @@ MODELS = f"{config_routes.PREFIX}models"
 OWN = "/console/configs"
 LIMIT_S = 30.0
 _SENT = ("content-type", "accept", "if-match", "idempotency-key", "authorization")
-_TOLD = ("content-type", "etag", "location", "retry-after")
+_RETURNED = ("content-type", "etag", "location", "retry-after")
 _logger = logging.getLogger("sie.gateway.configs")
 
 
@@ -67,7 +67,7 @@ async def _forward(gateway: Gateway, request: Request, after: str = "") -> Respo
     except httpx.HTTPError as error:
         _logger.warning("a request of the console got no answer of the config service: %s", type(error).__name__)
         raise NotReady("the config service does not answer; its earlier writes stay in use") from error
-    forwarded = {name: answer.headers[name] for name in _TOLD if name in answer.headers}
+    forwarded = {name: answer.headers[name] for name in _RETURNED if name in answer.headers}
     return Response(answer.content, answer.status_code, forwarded)
 
 

@@ -263,7 +263,7 @@ class RequestLogger:
     """Log lines of answered requests. Only the gateway's event loop uses it."""
 
     def __init__(self) -> None:
-        self._told = 0  # number of requests that were refused in this interval, with or without a log line
+        self._refused = 0  # number of requests that were refused in this interval, with or without a log line
         # number of refused requests without a log line, by endpoint, status and code, which have few values
         self._left_out: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None  # timer for the end of the interval; None while no interval runs
@@ -273,14 +273,14 @@ class RequestLogger:
         if call.code in REFUSED:
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._summarise)
-            self._told += 1
-            if self._told > MAX_REFUSED_LINES:
+            self._refused += 1
+            if self._refused > MAX_REFUSED_LINES:
                 self._left_out[f"{endpoint} {status} code={call.code}"] += 1
                 return
         log_request(call, endpoint, status, seconds)
 
     def _summarise(self) -> None:
-        left_out, self._left_out, self._told, self._timer = self._left_out, Counter(), 0, None
+        left_out, self._left_out, self._refused, self._timer = self._left_out, Counter(), 0, None
         if left_out:
             kinds = ", ".join(f"{kind} {count}" for kind, count in left_out.most_common())
             _logger.info("%d more requests were refused in %.0f s: %s", left_out.total(), INTERVAL_S, kinds)
