@@ -27,7 +27,7 @@ from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, end_signals
 
 STEADY_S = 5.0  # a child that lived longer than these seconds is forked again without a pause
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pause before a fork after an early death; the next one doubles it
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pause before a fork after an early death; it doubles up to the second
 SIGNALS = frozenset({*end_signals(), signal.SIGCHLD})
 _PR_SET_PDEATHSIG = 1
 _TASKS = Path("/proc/self/task")
@@ -56,7 +56,7 @@ def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: No
 
     Call this while the process has only one thread, with SIGNALS blocked; they are blocked in the children too.
     """
-    # this process may have inherited that SIGCHLD is ignored; it could then not wait for its children
+    # this process may have inherited that it ignores SIGCHLD; then it could not wait for its children
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parent, children = os.getpid(), _Children(count, died)
     while children.are_left:

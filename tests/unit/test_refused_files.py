@@ -245,7 +245,7 @@ CASES = [
     *((kind, cut_off, [WEIGHTS, "is cut off or damaged: it has", "download it again"]) for kind in ("dense", "gliner")),
     ("cross", cut_off_in_the_header, [WEIGHTS, "is cut off or damaged: it has 100 bytes", "download it again"]),
     *(
-        (kind, with_nan, [WEIGHTS, "holds NaN in 1 of its tensors"])
+        (kind, with_nan, [WEIGHTS, "contains NaN in 1 of its tensors"])
         for kind in ("dense", "sparse", "gliner", "gliner2", "gliclass")
     ),
     *((kind, without_a_tensor, ["1 missing"]) for kind in ("dense", "cross", "gliner", "gliner2", "gliclass")),
@@ -292,7 +292,7 @@ def test_weights_that_change_after_a_load_are_checked_again(
     resolved = Catalogue.resolve_profile(parsed, "default", parsed.id)
     loader.load(resolved)
     torch.save({"weight": torch.tensor([[1.0, float("nan")]])}, folder / "sparse_linear.pt")
-    with pytest.raises(ModelLoadFailed, match=r"sparse_linear\.pt holds NaN"):
+    with pytest.raises(ModelLoadFailed, match=r"sparse_linear\.pt contains NaN"):
         loader.load(resolved)
 
 

@@ -14,7 +14,7 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.media.media import fault
 
 FORMATS = ("pdf", "docx", "pptx", "xlsx", "odt", "ods", "odp", "html", "md", "csv")
-# limit for the bytes of an archive after unpacking, computed from the sizes in its directory
+# largest allowed sum of the unpacked sizes that the directory of an archive states
 MAX_UNPACKED_BYTES = 512 << 20
 MAX_MEMBERS = 10_000
 _TEXTS = {
@@ -61,9 +61,9 @@ def format_of(document: DocumentFile) -> str:
     if format_name in ("", *_TEXTS) and _HTML.match(head.removeprefix(_MARKS[0])):
         return "html"
     if format_name not in ("", *_TEXTS):
-        raise fault(
-            "undecodable", f"the document is said to be {_named(format_name)}, its content is not; supported: {_READ}"
-        )
+        named = f"the document is said to be {format_name}, its content is not"
+        cause = named if format_name in FORMATS else "the format that the request names is not supported"
+        raise fault("undecodable", f"{cause}; supported: {_READ}")
     text_format = _TEXTS.get(format_name, "md")
     if text_format != "html" and not _is_text(data):  # HTML need not be UTF-8: a page may declare another encoding
         raise fault("undecodable", f"the content has no supported format and is not UTF-8 text, supported: {_READ}")
@@ -80,10 +80,6 @@ def _only_mentions_pdf(document: DocumentFile) -> bool:
     return _HTML.match(head) is not None or (document.format in _TEXTS and _is_text(document.data))
 
 
-def _named(format_name: str) -> str:
-    return format_name if format_name in FORMATS else "of another format"
-
-
 def _is_text(data: bytes) -> bool:
     if b"\0" in data:
         return False
@@ -98,7 +94,7 @@ def _of_archive(data: bytes) -> str:
     """Return the format of a zip archive, by the names in its directory and the content of its member `mimetype`."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            parts = archive.infolist()  # with several parts of one name, a parser may read each of them
+            parts = archive.infolist()  # all count: of several parts with one name, a parser may read each
             if len(parts) > MAX_MEMBERS:
                 raise fault("too_large", f"the document has {len(parts)} parts, at most {MAX_MEMBERS} are read")
             members = {member.filename: member for member in parts}

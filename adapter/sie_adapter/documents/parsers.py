@@ -4,7 +4,7 @@ documents need them, and all end with the model.
     extract (any thread) ──► a thread of the pool ──► its process ──► Parsed, or the reason why the document is unusable
                                    ├── the process died or took too long: the document fails
                                    └── no client waits any more: the process is killed
-    After both, the next document of the thread starts a new process.
+    In both cases the next document of the thread starts a new process.
 
 Documents are parsed in separate processes, one for each thread of the pool, because the parsers are native code that
 reads files of clients: a crash fails only one document, and a process can be killed at a time limit.
@@ -274,7 +274,7 @@ class _ParserProcess:
         return answer
 
     def _waited(self, deadline_s: float, parts: Sequence[bytes] = ()) -> parser_frames.Answer:
-        """Send these bytes, and return the answer. At the deadline the process is killed, which ends the wait."""
+        """Send `parts`, and return the answer. At the deadline the process is killed, which ends the wait."""
         timer = threading.Timer(deadline_s, self._expire)
         timer.daemon = True
         timer.start()

@@ -61,7 +61,7 @@ class DeviceThreads:
 
     Torch computes a batch with one thread. If no other batch runs or waits, the first device thread computes its batch
     with `count` torch threads, at most 8. The other device threads never do: each would get torch threads of its own,
-    and if there are more of them than cores, libgomp puts them to sleep at each barrier.
+    and if a process has more torch threads than cores, libgomp puts them to sleep at each barrier.
     """
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply]) -> None:
@@ -107,7 +107,7 @@ class DeviceThreads:
 
     def stop(self, timeout_s: float) -> bool:
         """Let running batches end, and refuse waiting ones. Return whether all threads ended within the time limit."""
-        with self._choice:  # so that each job was queued before the end of its queue, or is refused by `submit`
+        with self._choice:  # a job is then either queued before the None that ends its queue, or refused by `submit`
             self._stopping.set()
         self._job_of_first.put(None)
         for _ in self._threads:

@@ -80,8 +80,8 @@ class AdapterEngine:
     """One device with its models and device threads. Owns the device threads until `stop`. Raises SettingError for a
     device that is absent.
 
-    `on_device_lost` is called when the device context is lost, on the thread that met the error. The default ends the
-    process, so that the supervisor restarts it.
+    `on_device_lost` is called when the device context is lost, on the thread in which the error occurred. The default
+    ends the process, so that the supervisor restarts it.
     """
 
     def __init__(
@@ -576,7 +576,7 @@ class BatchRun:
         due = group.due - len(shared) if group.inputs < 0 else group.due
         rows_per_input = (group.stop - first) // due if due else 0
         if due * rows_per_input != group.stop - first or (due and not rows_per_input):
-            raise InternalFailure(f"{group.stop - first} rows do not belong to {due} inputs", reason="malformed_batch")
+            raise InternalFailure(f"{group.stop - first} rows do not divide by {due} inputs", reason="malformed_batch")
         units = [list(range(first + unit * rows_per_input, first + (unit + 1) * rows_per_input)) for unit in range(due)]
         faults = [next((self._errors[row] for row in (*shared, *unit) if row in self._errors), None) for unit in units]
         good = [unit for unit, fault in zip(units, faults, strict=True) if fault is None]
@@ -654,7 +654,7 @@ def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np
         or not width
         or counts[rows].sum() * width != len(vectors)
     ):
-        raise InternalFailure("the given vectors do not belong to the rows of the batch", reason="malformed_batch")
+        raise InternalFailure("the vectors of clients do not match the rows of the batch", reason="malformed_batch")
     if not len(rows):
         return {}
     ends = np.cumsum(counts[rows])

@@ -150,8 +150,8 @@ class Graph:
 
 @contextmanager
 def _scratch(place: Path | None) -> Iterator[Path]:
-    """Yield a new temporary folder in `place`. Remove the folders there that killed processes left, each as large as a
-    model. The lock of such a folder is free, and a process writes its graph only under the lock.
+    """Yield a new temporary folder in `place`. First remove the folders that killed processes left there, each as large
+    as a model: folders with a graph whose lock is free. A process writes its graph only under the lock.
     """
     for left in place.glob(f"{_SCRATCH}*") if place is not None else ():
         with suppress(OSError):  # another process may remove the folder at the same time
@@ -234,7 +234,7 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
 
 def filled_length(length: int, max_tokens: int, max_filling: int = sys.maxsize) -> int:
     """Return the length to which a text is padded: one of a few lengths, as OpenVINO caches kernels for each shape, or
-    `length` if that would take more than `max_filling` tokens.
+    `length` if the padding would exceed `max_filling` tokens.
     """
     filled = min(length + missing(length, _STEPS), max_tokens)
     return max(length, filled) if filled - length <= max_filling else length

@@ -280,11 +280,11 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     unit = _unit_rows(query)
     if not len(unit):
         return unit.new_zeros(len(documents))
-    # on CUDA all documents at once: a kernel for each document would take longer to start than to run
+    # on CUDA all documents run at once: a kernel for each document would take longer to start than to run
     if unit.device.type == "cuda":
         return _late_scores_at_once(unit, documents)
     scores = []
-    # elsewhere one by one: if documents were padded, each would need the memory of the longest
+    # on other devices they run one by one: if documents were padded, each would need the memory of the longest
     for document in documents:
         best = unit @ _unit_rows(document).T
         scores.append(best.amax(1).sum() if best.shape[1] else best.new_zeros(()))
@@ -337,7 +337,7 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
     if unknown := [label for label in options.labels if label not in names]:
         listed = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
         raise InvalidInput(
-            f"labels: {len(unknown)} of them are not classes of the model, which are {listed}",
+            f"labels: {len(unknown)} of them are no classes of the model, whose classes are {listed}",
             reason="labels",
             param="labels",
         )
@@ -365,7 +365,7 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
     """Return scores from float32 logits [no, yes]; if they are only [yes], the logit of no is 0. A score is P(yes) by
-    softmax. With `raw_scores` it is yes - no instead, and also with `difference` unless the client requested relevance.
+    softmax. Instead it is yes - no with `raw_scores`, and with `difference` unless the client requested relevance.
     """
     # float64, see `class_scores`
     stacked = torch.stack(list(logits)).double()

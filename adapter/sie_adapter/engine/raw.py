@@ -80,7 +80,7 @@ def run_raw(
     operation, InternalFailure if the batch is malformed or the model does not return one result for each text, and the
     error of a lost device.
 
-    `preparation`: the result of the model's own `prepare` for this batch. None: a model with `prepare` tokenises here.
+    `preparation`: the result of the model's own `prepare` for this batch. If None, the model tokenises now.
     """
     started = time.perf_counter()
     if preparation is None and hasattr(model, "prepare"):

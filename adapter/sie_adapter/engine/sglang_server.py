@@ -144,7 +144,7 @@ class SGLang:
         self._width = 0
         # the process ends with the thread that started it, so a thread that stays alive starts it
         self._thread = ThreadPoolExecutor(1, "sglang")
-        # a list with the server in use, so that the finalizer below can end it after this object is gone
+        # a list with the server in use, so that the finalizer below can end it after this object was freed
         self._servers: list[_SglangProcess] = []
         self._end = weakref.finalize(self, _end, self._servers, self._thread)
         self._start()
@@ -287,8 +287,8 @@ class _SglangProcess:
         return used_bytes
 
     def end(self) -> None:
-        """Kill the processes of the session, which have no data to lose. A second call does nothing: the session's id
-        may have a new owner.
+        """Kill the processes of the session, which have no data to lose. A second call does nothing, because the id may
+        belong to another session by then.
         """
         if self._is_over:
             return

@@ -107,8 +107,8 @@ def _encode_block(
 def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: int) -> Tensor:
     """Return the partition of each token in each repetition, int64 [tokens, repetitions].
 
-    Signs come from a product in float64 (float32 on MPS). In float32 the shape of a batch selects the kernel, and its
-    rounding could move a token to the other side of a plane. So other items of the batch could change its partition.
+    Signs come from a product in float64 (float32 on MPS). In float32 the shape of a batch selects the kernel, whose
+    rounding may move a token to the other side of a plane, so other items of the batch could change its partition.
     """
     repetitions, projections = parameters.num_repetitions, parameters.num_simhash_projections
     encoded = []
@@ -124,12 +124,12 @@ def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: i
 def _aggregate(
     vectors: Tensor, bag_of: Tensor, bags: int, repeats: int, parameters: Muvera, *, is_query: bool
 ) -> Tensor:
-    """Return one vector for each bag, [bags, columns of `vectors`]. A bag has the tokens of one item that are in one
-    partition of one repetition. Its vector is the sum of the token vectors for a query, their mean for a document. With
-    `fill_empty_partitions` an empty bag of a document gets the vector of the nearest token of its item. An entry is one
-    token in one repetition; entries are ordered by token, then by repetition. `bag_of` [entries]: the bag of each
-    entry. The vector of entry e is row e // `repeats` of `vectors`. `repeats` is 1 if each entry has a row, and the
-    number of repetitions if all entries of a token share one.
+    """Return one vector for each bag, [bags, columns of `vectors`]. An entry is one token in one repetition; entries
+    are ordered by token, then by repetition. A bag has the entries of one item in one partition of one repetition. Its
+    vector is the sum of their token vectors for a query, the mean for a document. With `fill_empty_partitions` an empty
+    bag of a document gets the vector of the nearest entry of its item. `bag_of` [entries]: the bag of each entry. The
+    vector of entry e is row e // `repeats` of `vectors`: `repeats` is 1 if each entry has a row, and the number of
+    repetitions if all entries of a token share a row.
     """
     order = bag_of.sort(stable=True)[1]
     counts = torch.zeros(bags, dtype=torch.int64, device=bag_of.device).index_add_(0, bag_of, torch.ones_like(bag_of))

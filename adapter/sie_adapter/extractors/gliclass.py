@@ -110,7 +110,7 @@ class GliclassModel(Extractor[GliclassTexts]):
         for index, text in enumerate(texts):
             if self._reserved(text):
                 results[index] = InvalidInput(
-                    "text: it holds a token that the model reserves for labels", reason="reserved_token"
+                    "text: it contains a token that the model reserves for labels", reason="reserved_token"
                 )
             elif text.strip():
                 places.append(index)
@@ -148,10 +148,10 @@ class GliclassModel(Extractor[GliclassTexts]):
         if len(labels) > limit:
             raise labels_refused(f"got {len(labels)}, expected at most {limit}")
         if any(self._reserved(label) for label in labels):
-            raise labels_refused("one of them holds a token that the model reserves")
+            raise labels_refused("one of them contains a token that the model reserves")
         for name, text in (("instruction", around.instruction), *(("examples", text) for text in around.texts())):
             if self._reserved(text):
-                message = f"{name}: it holds a token that the model reserves"
+                message = f"{name}: it contains a token that the model reserves"
                 raise InvalidInput(message, reason="reserved_token", param=name)
         self._check_room(len(self._counter.encode(self._prompt("", labels, around)).ids))
 
@@ -164,8 +164,8 @@ class GliclassModel(Extractor[GliclassTexts]):
         return prompt
 
     def _encoded(self, texts: list[str], labels: list[str], around: _Around) -> list[list[int]]:
-        """Return the ids of each text with its labels, at most `max_tokens`. A text before labels or examples is
-        truncated here, because the package would truncate the labels or examples.
+        """Return the ids of each text with its labels, at most `max_tokens`. A text that precedes labels or examples in
+        the prompt is truncated here, because the package would truncate the labels or examples.
         """
         if not texts:
             return []
@@ -178,8 +178,8 @@ class GliclassModel(Extractor[GliclassTexts]):
         return rows
 
     def _cut(self, text: str, labels: list[str], around: _Around) -> str:
-        """Cut a text whose prompt has more tokens than the model reads. The tokens are counted inside the prompt, where
-        the first word has others if an instruction is directly before it.
+        """Cut a text whose prompt has more tokens than the model reads. The tokens are counted inside the prompt,
+        because an instruction directly before the text changes the tokens of its first word.
         """
         offsets = self._counter.encode(self._prompt(text, labels, around)).offsets
         beyond = len(offsets) - self.max_tokens
@@ -187,7 +187,7 @@ class GliclassModel(Extractor[GliclassTexts]):
             return text
         begin = len(self._prompt("", labels, replace(around, examples=()))) if self._model.config.prompt_first else 0
         own = [(start, end) for start, end in offsets if begin <= start < end <= begin + len(text)]
-        # one token more is cut, because white space that is now at the end may be a token
+        # one more token is cut, because white space at the new end of the text may be a token
         head, tail = own[: -1 - beyond], own[-1 - beyond :]
         # a character may have several tokens, of which all or none stay
         return text[: min(head[-1][1], tail[0][0]) - begin] if head else ""

@@ -253,7 +253,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         for mark, count in marks.items():
             if encoding.ids.count(mark) != count:
                 token = self._counter.id_to_token(mark)
-                raise labels_refused(f"one of them holds {token}, which the model reserves")
+                raise labels_refused(f"one of them contains {token}, which the model reserves")
         self._check_room(len(encoding.ids))
         return len(encoding.ids)
 

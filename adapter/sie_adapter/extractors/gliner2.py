@@ -162,8 +162,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     A result is `{"entities": [{text, label, score, start, end}]}` in order of start and end. Offsets are code points of
     the text, `end` is exclusive. Entities of two labels may overlap. Entities of one label may overlap only with the
     boundary architecture, by the model's overlap policy. A text without words has no entities. An input gets an
-    InvalidInput if the labels or the task cannot be used, or if the text holds a token that the model reserves. It gets
-    an InferenceFailed if a state or score is not finite. With the output `classifications`, a result is that of
+    InvalidInput if the labels or the task cannot be used, or if the text contains a token that the model reserves. It
+    gets an InferenceFailed if a state or score is not finite. With the output `classifications`, a result is that of
     GliclassModel. With the output `relations` and `relation_labels`, a result has `relations` [{head, tail, relation,
     score}], best first; a relation in a long text is found within one window.
 
@@ -209,7 +209,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         prompt = self._prompt(labels, relations, options)
         words = [self._words(text) for text in texts]
         errors: dict[int, SIEError] = {
-            index: InvalidInput("text: it holds a token that the model reserves", reason="reserved_token")
+            index: InvalidInput("text: it contains a token that the model reserves", reason="reserved_token")
             for index, own in enumerate(words)
             if np.isin(own.ids, self._reserved).any()
         }
@@ -240,7 +240,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         least, by_label = options.threshold_or(LEAST), options.parameters.get("label_thresholds", {})
         thresholds = [by_label.get(label, least) for label in prepared.labels]
         least_relation = float(options.parameters.get("relation_threshold", least))
-        first = 1 if prepared.labels else 0  # place of the first relation among the tasks
+        first = 1 if prepared.labels else 0  # index of the first relation among the tasks
 
         def read(logits: _Logits, at: TextWindow) -> _WindowAnswer | SIEError:
             spans = _above(logits[0] if first else None, at, thresholds)
@@ -407,7 +407,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         if not all(map(len, labels)):
             raise labels_refused("one of them is empty after tokenisation")
         if any(np.isin(ids, self._reserved).any() for ids in labels):
-            raise labels_refused("one of them holds a token that the model reserves")
+            raise labels_refused("one of them contains a token that the model reserves")
         mark = self._counter.token_to_id(self._processor.DESC_TOKEN)
         if len(name) and name[np.isin(name, self._reserved)].tolist() == [mark] * descriptions:
             return

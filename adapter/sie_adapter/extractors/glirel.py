@@ -128,7 +128,7 @@ class GlirelModel(Extractor[GlirelTexts]):
         if len({word for word in encoding.word_ids if word is not None}) < len(prompt):
             raise labels_refused("one of them is empty after tokenisation")
         if sum(number in self._reserved for number in encoding.ids) != len(labels) + 1:
-            raise labels_refused("one of them holds a token that the model reserves")
+            raise labels_refused("one of them contains a token that the model reserves")
         self._check_room(tokens)
         return tokens
 

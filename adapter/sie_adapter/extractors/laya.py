@@ -224,8 +224,8 @@ class LayaModel(Extractor[LayaTexts]):
             alone, _, _ = self._parts("noul", label, _TRUTH)
             if len(alone) >= room:
                 most = room - len(self._parts("noul", "", _TRUTH)[0])
-                raise labels_refused(f"each is a statement, which may have {most} tokens")
-            message = f"together with the description it may have {room - len(alone)} tokens before a statement"
+                raise labels_refused(f"each is a statement of at most {most} tokens")
+            message = f"together with the description it may have at most {room - len(alone)} tokens before a statement"
             raise InvalidInput.at("instruction", message, reason="labels")
         return self._question_ids(words, marked)
 

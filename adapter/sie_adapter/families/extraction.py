@@ -491,7 +491,7 @@ def check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOp
         return
     without_remote_code(config, trusted=load.trust_remote_code)
     if (kind := config.get("model_type", "deberta-v2")) not in CONFIG_MAPPING:
-        raise incompatible(f"{entry.id}: transformers knows no encoder {kind}")
+        raise incompatible(f"{entry.id}: transformers has no encoder {kind}")
 
 
 def read_weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
@@ -505,7 +505,7 @@ def read_weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
         try:
             weights = torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            raise incompatible(f"{entry.id}: pytorch_model.bin holds more than tensors") from error
+            raise incompatible(f"{entry.id}: pytorch_model.bin contains objects other than tensors") from error
         return weights
     raise incompatible(f"{entry.id}: its folder has neither model.safetensors nor pytorch_model.bin")
 

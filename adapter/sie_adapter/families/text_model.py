@@ -209,7 +209,7 @@ class Builder:
         table = torch.zeros(self.backbone.get_input_embeddings().num_embeddings)
         if stored is not None:
             if stored.ndim != 1 or len(stored) > len(table):
-                raise incompatible(f"{self.entry.id}: {len(stored)} query weights for a vocabulary of {len(table)}")
+                raise incompatible(f"{self.entry.id}: {len(stored)} query weights, but only {len(table)} token ids")
             table[: len(stored)] = stored
         else:
             weights = read_json(self.folder / "idf.json")
@@ -401,7 +401,7 @@ def _saved_layer(path: Path) -> nn.Linear:
     """Read a linear layer from a file of torch.save, without running code from the file."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if set(state) - {"bias"} != {"weight"}:
-        raise incompatible(f"{path.name} holds {', '.join(sorted(state))}, expected weight and bias")
+        raise incompatible(f"{path.name} contains {', '.join(sorted(state))}, expected weight and bias")
     return checkpoint.linear(state["weight"], state.get("bias"))
 
 

@@ -35,12 +35,12 @@ class KeepHead:
         try:
             tensors = torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            raise incompatible(f"{model}: best.pt holds more than tensors") from error
+            raise incompatible(f"{model}: best.pt contains objects other than tensors") from error
         layers = _layers(tensors, width)
         if layers is None:
             content = ", ".join(sorted(map(str, tensors))[:6]) if isinstance(tensors, dict) else type(tensors).__name__
             expected = f"weight and bias of two layers, from {width} to any width and from that to 1"
-            raise incompatible(f"{model}: best.pt holds {content}; expected {expected}")
+            raise incompatible(f"{model}: best.pt contains {content}; expected {expected}")
         first, last = layers
         return cls(nn.Sequential(first, nn.GELU(), last), device)
 

@@ -126,8 +126,8 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
     declared, measured = resolved.load.causal, model.backbone.is_causal()
     if measured is None:
         cause = (
-            "is_causal changes its attention for a text alone, and not beside a longer one: neither load.causal nor "
-            "config.json may set it"
+            "is_causal changes the attention of a text that runs alone, but not beside a longer text: neither "
+            "load.causal nor config.json may set it"
         )
         raise _refuse(resolved.entry, cause)
     if declared is not None and measured != declared:
@@ -137,7 +137,8 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
 
 def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, float]:
     """Run test sequences on the packed path. Compare each output except token states with the output of the unchanged
-    transformers model, which ran the same sequences with padding during the load. Return the lowest cosine of each.
+    transformers model, which ran the same sequences with padding during the load. Return the lowest cosine of each
+    output.
     """
     packed, reference = model.backbone.take_trial()
     states = model.backbone.forward(packed)

@@ -30,7 +30,7 @@ def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
         return [f"its files: the family {entry.family} comes from another package"]
     check_weights(folder)
     if entry.load.trust_remote_code:
-        return ["its tensors and its tokenizer: load.trust_remote_code needs code that no inspection runs"]
+        return ["its tensors and its tokenizer: load.trust_remote_code is set, and an inspection runs no such code"]
     try:
         with quiet():
             cause = family_of(entry.family).fault_of_files(folder, entry)

@@ -30,7 +30,7 @@ def check(settings: Settings) -> None:
         _logger.warning("bundle %s has no description here, so its requirements are not checked", settings.bundle)
         return
     if faults := lacking(bundle):
-        fix = "install that beside this adapter, or name the bundle that this image is for"
+        fix = "install these packages beside this adapter, or name the bundle that this image is for"
         raise SettingError("SIE_BUNDLE", f"bundle {bundle.id} needs {'; '.join(faults)}: {fix}")
 
 

@@ -79,7 +79,7 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: Model
     report = Inspection({"id": model, "description": "", "weights": dict(weights)})
     if current is not None:
         report.entry |= _choices(current, weights)
-        report.findings.append(f"the catalogue knows {current.id}: its options stay, the weights are new")
+        report.findings.append(f"the catalogue has {current.id}: its options stay, the weights are new")
     else:
         with reading(folder), quiet():
             _describe(folder, report)
@@ -117,7 +117,7 @@ def _needs_bfloat16(raw: Mapping[str, Any]) -> str:
         return f"states of {'Gemma' if raw['model_type'] not in ENCODERS else 'T5'} are too large for float16"
     parts = [raw, *(raw[name] for name in _PARTS if isinstance(raw.get(name), dict))]
     stored = {part.get("dtype") or part.get("torch_dtype") for part in parts}
-    return "its weights are published so, says config.json" if "bfloat16" in stored else ""
+    return "config.json says that its weights are stored in bfloat16" if "bfloat16" in stored else ""
 
 
 def digests(folder: Path) -> dict[str, str]:

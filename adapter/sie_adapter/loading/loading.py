@@ -219,7 +219,7 @@ class Loader:
         return model
 
     def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
-        """Check weight files, unless they were checked before and are unchanged, or another package has the family."""
+        """Check weight files, unless they are unchanged since a check, or the family is that of another package."""
         facts = (str(folder), *_facts(_files_of(folder)))
         if entry.family in FAMILIES and facts not in self._checked:
             check_weights(folder)

@@ -126,8 +126,8 @@ class Modules:
 
     `root`: the folder of modules.json. `folder`: the folder of the transformer and its tokenizer. `query_weights`: if
     queries need no forward pass, the weight of each token id in a query, float32 [ids]; `query_folder` has the
-    tokenizer of queries. `normalizes`: the last step is a Normalize that follows the pooling, if there is one, or
-    config.json of model2vec requests it.
+    tokenizer of queries. `normalizes`: the last step is a Normalize (after the pooling, if the model pools), or
+    config.json of model2vec requests normalised vectors.
     """
 
     root: Path

@@ -73,7 +73,7 @@ class TokenNeeds(NamedTuple):
     @classmethod
     def for_family(cls, family: str, pooling: str, *, is_decoder: bool) -> TokenNeeds:
         """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder needs neither token, except
-        for the pooling cls: usually its last token is read, and a pair is one text for it.
+        the first one for the pooling cls: usually its last token is read, and a pair is one text for it.
         """
         row = families.row(family)
         return cls(
@@ -246,7 +246,8 @@ def _untyped(tokenizer: Tokenizer) -> Tokenizer:
     """
     state = json.loads(tokenizer.to_str())
     processor = state["post_processor"]
-    if processor and processor["type"] == "BertProcessing":  # has no template: its second text always has the type 1
+    # BertProcessing has no template: its second text always has the type 1
+    if processor and processor["type"] == "BertProcessing":
         (cls, first), (sep, last) = processor["cls"], processor["sep"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[cls, "$A", sep], pair=[cls, "$A", sep, "$B", sep], special_tokens=[(cls, first), (sep, last)]
@@ -319,7 +320,7 @@ def fault(tokenizer: Tokenizer, table: int, needs: TokenNeeds = _NO_NEEDS) -> st
             f"tokens: {_REMEDY}"
         )
     if needs.begins and not (text.special_tokens_mask and text.special_tokens_mask[0]):
-        return f"its tokenizer puts no special token before a text, but the model's output is that token's: {_REMEDY}"
+        return f"its tokenizer puts no special token before a text, but the model reads that token: {_REMEDY}"
     if needs.separates and not _separated(pair):
         return f"its tokenizer puts no special token between the texts of a pair, which the model scores: {_REMEDY}"
     return ""

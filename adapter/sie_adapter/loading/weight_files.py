@@ -46,14 +46,14 @@ def check_weights(folder: Path) -> None:
                     bad.append(name)
                 if tensor.ndim == MATRIX and tensor.dtype in _QUANTISED and not is_quantised:
                     precision = str(tensor.dtype).removeprefix("torch.")
-                    cause = f"{file.name} holds {name} in {precision}, and config.json has no quantization_config"
+                    cause = f"{file.name} contains {name} in {precision}, and config.json has no quantization_config"
                     fix = "export the model again in float32, float16 or bfloat16"
                     raise incompatible(f"{cause} with its scale; {fix}")
         except SafetensorError as error:
             raise _broken(file, str(error)) from error
         if bad:
             listed = ", ".join(bad[:5]) + (", .." if len(bad) > 5 else "")
-            cause = f"{file.name} holds NaN in {len(bad)} of its tensors: {listed}"
+            cause = f"{file.name} contains NaN in {len(bad)} of its tensors: {listed}"
             raise incompatible(f"{cause}; export the model again from a checkpoint before its training diverged")
 
 

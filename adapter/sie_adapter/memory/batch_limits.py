@@ -47,8 +47,8 @@ _logger = logging.getLogger("sie.adapter")
 
 class BatchLimit(msgspec.Struct):
     """Measured passes of one key. `fit_tokens`: tokens of the largest pass that fitted, halved if such a pass failed
-    later. `fail_tokens`: tokens of the last counted pass that ran out of memory, 0 if none did; a larger pass that
-    fits later raises it. `since_s`: time of the last result that changed the limit. `wait_s`: seconds until the
+    later. `fail_tokens`: tokens of the last counted pass that ran out of memory, 0 if none did; a larger pass that fits
+    later raises this number. `since_s`: time of the last result that changed the limit. `wait_s`: seconds until the
     limit rises; its first value is `first_wait_s`.
     """
 
@@ -169,7 +169,7 @@ class DeviceLimits:
 
     def _steps(self, edge: BatchLimit) -> int:
         now_s = self._clock()
-        # a result of the future was measured before the clock was set back: its wait begins now
+        # if the clock was set back, `since_s` may lie in the future: the wait then begins now
         edge.since_s = min(edge.since_s, now_s)
         return min(FORGET_STEPS, int((now_s - edge.since_s) / edge.wait_s))
 

@@ -30,7 +30,7 @@ _NO_PRIMITIVE = re.compile("could not create a primitive(?! descriptor)")
 
 
 def cancelled() -> InternalFailure:
-    return InternalFailure("nobody waits for the answer any more", reason="cancelled")
+    return InternalFailure("no client waits for the answer any more", reason="cancelled")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -50,7 +50,7 @@ def is_primitive_refused(error: BaseException) -> bool:
     return _NO_PRIMITIVE.search(str(error)) is not None
 
 
-# CUDA could not start a kernel, for example one of a package built for another card; the context is intact
+# messages for a kernel that CUDA could not start, for example one built for another card; the context is intact
 _NOT_STARTED = (
     "no kernel image is available",
     "invalid device function",

@@ -73,7 +73,7 @@ class Resident:
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the entry in use, cached, since every batch reads it."""
-        resolved, (before, text) = self.resolved, self._fingerprinted  # another thread may replace either
+        resolved, (before, text) = self.resolved, self._fingerprinted  # another thread may replace either attribute
         if before is resolved:
             return text
         weights = self.weights
@@ -194,7 +194,8 @@ class ResidentModels:
         self._lock = threading.Lock()
         self._loading = SharedLock()
         self._residents: dict[str, Resident] = {}
-        self._loads: dict[str, tuple[Resolved, Future[None]]] = {}  # what each load is for, and its end
+        # model -> the entry that is being loaded, and a future that ends with the load
+        self._loads: dict[str, tuple[Resolved, Future[None]]] = {}
         self._arriving: dict[str, int] = {}  # model that is being loaded -> bytes that its load needs
         self._relieve_due_s = 0.0
 
@@ -224,7 +225,7 @@ class ResidentModels:
                     pending: Future[None] = Future()
                     self._loads[model] = resolved, pending
                     break
-            # the error of a load is also that of all who need the same weights
+            # all callers that need the same weights get the error of the load
             error = running[1].exception()
             if error is not None and same_weights(running[0], resolved):
                 raise error

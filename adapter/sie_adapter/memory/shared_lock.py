@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class Share:
-    """Hold of a lock by one thread. `was_alone`, set when the hold ends: no other thread held the lock meanwhile."""
+    """Share of a lock. `was_alone`, set when the share ends: whether no other thread held the lock in that time."""
 
     was_alone = True
 

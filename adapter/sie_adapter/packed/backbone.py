@@ -186,7 +186,7 @@ class Backbone:
 
     def _allowed_waste(self) -> float:
         """Return the largest number of positions per token in a padded group: 1, which is no padding, if padding
-        changes states. In some classes of transformers it does: a convolution over tokens, for example, reads it.
+        changes states. It does in some classes of transformers, for example in a convolution over tokens.
         """
         sample = self.sample(_PADDED_LENGTHS)
         alone = [self._forward_padded_part(sample, place, place + 1) for place in range(len(sample.order))]

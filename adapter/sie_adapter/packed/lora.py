@@ -157,7 +157,7 @@ class ModelLoras:
         file = folder / _WEIGHTS
         if config.get("peft_type") != "LORA" or not file.is_file():
             raise lora_rejected(
-                name, "its folder holds no adapter_config.json of the type LORA with adapter_model.safetensors"
+                name, "its folder has no adapter_config.json of the type LORA with adapter_model.safetensors"
             )
         _check_config(name, config)
         layers = {path: module for path, module in self._model.named_modules() if hasattr(module, "in_features")}
@@ -171,7 +171,7 @@ class ModelLoras:
                 )
             halves.setdefault(path, {})[half] = tensor
         if not halves:
-            raise lora_rejected(name, "it holds no matrices")
+            raise lora_rejected(name, "it has no matrices")
         for path, matrices in halves.items():
             _check_matrices(name, path, layers[path], matrices, config)
         model = self._adapted()

@@ -285,7 +285,7 @@ class PassGraphs:
 
     def drop_all(self) -> bool:
         """Drop all CUDA graphs of the model because memory is short, and capture none for _PAUSE_S seconds. Return
-        whether there was one.
+        whether there was a graph.
         """
         with self._recorder.lock:
             self._paused_until_s = time.monotonic() + _PAUSE_S

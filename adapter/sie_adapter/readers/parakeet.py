@@ -141,7 +141,7 @@ class ParakeetReader:
         return ParakeetWindow(self, sound, seek, self._end(sound.levels[0, seek:]) + seek, self._rules)
 
     def _end(self, levels: Any) -> int:
-        """Return the number of frames of the window at the start of `levels`. It leaves no frame, or at least two."""
+        """Return the number of frames of the first window of `levels`. The rest has no frame, or at least two."""
         if len(levels) <= self._frames:
             return len(levels)
         start = self._frames - self._frames // _SEARCHED_SHARE
@@ -171,8 +171,8 @@ class ParakeetReader:
         return [RowStart((), end * torch.nan if transcription is None else end) for transcription in read]
 
     def _limits(self, frames: Tensor) -> list[int]:
-        """Return the largest number of steps for each window. `generate` of transformers computes it for features with
-        one more frame, so one is added.
+        """Return the largest number of steps for each window. `generate` of transformers computes this number for
+        features with one more frame, so a frame is added.
         """
         positions = self._model._get_subsampling_output_length(frames + 1)
         return [max(1, steps - 1) for steps in (positions * self._model.max_symbols_per_step).tolist()]
@@ -236,7 +236,7 @@ def _check(folder: Path, entry: ModelEntry, model: Any) -> SoundRecipe:
     processors = Greedy(rules, torch.device("cpu"), ends_of(rules)).rules((), 1).processors
     suppressed = [number for number in rules.suppress_tokens or () if number < config.vocab_size]
     if recipe.levels != "natural" or recipe.bins != encoder.num_mel_bins:
-        cause = f"preprocessor_config.json makes {recipe.bins} bins, the model reads {encoder.num_mel_bins} of Parakeet"
+        cause = f"preprocessor_config.json makes {recipe.bins} bins, expected {encoder.num_mel_bins} bins of Parakeet"
     elif list(config.durations) != list(range(len(config.durations))):
         cause = f"durations are {list(config.durations)}, expected 0, 1, 2, .."
     elif rules.decoder_start_token_id is None:

@@ -40,9 +40,9 @@ _logger = logging.getLogger("sie.adapter")
 MAX_ROWS = 16  # largest number of rows of one model that run at the same time
 # Niceness of the thread: 3 halves its weight in the scheduler of Linux. On two cores with both device threads busy, the
 # thread then gets a third of a core, or a quarter if gateway, sidecar and broker are busy, too. A niceness of 5 would
-# leave a third of the weight: a quarter of a core, or a sixth.
+# leave a third of the weight: a quarter of a core, or a sixth if they are busy, too.
 _NICENESS = 3
-_CLOSED_S = 1.0  # seconds in which no row begins after memory was too short for one, unless another row ends
+_CLOSED_S = 1.0  # seconds in which no row begins after memory was too short for a row, unless another row ends
 
 P_contra = TypeVar("P_contra", bound="GenerationPrompt", contravariant=True)
 
@@ -250,7 +250,7 @@ class _Loop:
         self._beginning = [self.waiting.popleft() for _ in range(places)]
         try:
             begun = self.model.begin([row.prompt for row in self._beginning])
-        except Exception as error:  # the calls of the rows that begin fail; rows of other calls continue
+        except Exception as error:  # only the calls of these new rows fail; rows of other calls continue
             if is_out_of_memory(error) or is_device_fatal(error):
                 raise
             if not isinstance(error, SIEError):

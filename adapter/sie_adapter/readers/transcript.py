@@ -76,7 +76,8 @@ class PromptTokens:
     def start(self, language: str, task: str) -> PromptStart:
         """Return the first tokens of the prompt for a sound. An empty language means the checkpoint's default, or
         without one the language that the model recognises; an empty task the default, else `transcribe`. Raises
-        InvalidInput for a language or task that the checkpoint does not have, and for any if it is not multilingual.
+        InvalidInput for a language or task that the checkpoint does not have, and for any language or task if the
+        checkpoint is not multilingual.
         """
         if not self.is_multilingual and (language or task):
             name = "language" if language else "task"

@@ -69,8 +69,8 @@ class ReaderCall(Generic[P, F_contra]):
             except SIEError as error:
                 results[number] = error
         readable = list(prompts)
-        # `by_options` makes one call for each set of equal options: with equal ones here, all rows run together; the
-        # prompts have the real options
+        # `by_options` makes one call for each set of equal options. These placeholders are equal, so all rows run in
+        # one call; the prompts have the real options
         same = [ExtractOptions(())] * len(readable)
         outputs = by_options(readable, same, lambda some, _: self._results([prompts[number] for number in some]))
         results.update(zip(readable, outputs, strict=True))
@@ -179,7 +179,7 @@ def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int
     left = limit - prompt
     if left < 1:
         raise InvalidInput(
-            f"instruction: with it the prompt has {prompt} tokens; prompt and answer may have {limit} together",
+            f"instruction: the prompt has {prompt} tokens with it; prompt and answer may have at most {limit} together",
             reason="input_too_long",
             param="instruction",
             extras={"tokens": prompt, "limit": limit},
@@ -189,7 +189,7 @@ def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int
 
 def reserved(field: str) -> InvalidInput:
     """Return the error for a client's text that contains a token of the prompt."""
-    return InvalidInput(f"{field}: it holds a token that the model reserves", reason="reserved_token", param=field)
+    return InvalidInput(f"{field}: it contains a token that the model reserves", reason="reserved_token", param=field)
 
 
 def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
