@@ -107,7 +107,7 @@ int("{CANARY}")
     assert (done.returncode, [entry["level"] for entry in entries]) == (1, ["WARNING", "INFO", "CRITICAL", "CRITICAL"])
     assert all(set(entry) == KEYS for entry in entries)
     assert "something is old" in entries[0]["message"]
-    assert entries[2]["message"].startswith("thread lane-0 ends by an exception")
+    assert entries[2]["message"].startswith("thread lane-0 ended because of an uncaught exception")
     assert CANARY.encode() not in stderr
 
 

@@ -203,8 +203,8 @@ class CatalogueFeed:
         self._listeners.append(listener)
 
     async def renewed(self, is_enough: Callable[[Catalogue], bool], timeout_s: float) -> bool:
-        """Ask for newer catalogues until `is_enough(catalogue)`, for at most `timeout_s`. Returns False if
-        none was enough in this time.
+        """Ask for newer catalogues until `is_enough(catalogue)` is true, for at most `timeout_s`. Returns whether it
+        became true in this time.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -292,7 +292,7 @@ class CatalogueFeed:
         """Raise ConfigUnavailable if the config service has an older catalogue than this reader: its store has lost
         writes. `epoch`: epoch of the config service. `before`: epoch of this reader when the request was sent.
 
-        New writes may then get epochs that this reader already knows for other contents. So it reads the whole
+        New writes may then get epochs that this reader already knows for other contents. So this reader reads the whole
         catalogue when the epoch of the service is high enough again.
         """
         if epoch != before and has_seen(before, epoch):

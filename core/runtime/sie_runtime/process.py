@@ -145,7 +145,8 @@ def own_stderr(*, json: bool, worker: str | None = None) -> None:
 
 def _uncaught(origin: str, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     if error is not None:
-        logging.getLogger("sie.process").critical("%s ends by an exception", origin, exc_info=(kind, error, trace))
+        logger = logging.getLogger("sie.process")
+        logger.critical("%s ended because of an uncaught exception", origin, exc_info=(kind, error, trace))
 
 
 async def wait_set(event: asyncio.Event, seconds: float | None) -> bool:

@@ -30,7 +30,7 @@ _BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
 _TEXTUAL = ("json", "yaml", "xml", "javascript", "openmetrics-text")
 
 
-# requests
+# decoding of request bodies
 
 
 def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receive:
@@ -105,7 +105,7 @@ def _corrupt(why: str) -> InvalidInput:
     return InvalidInput.at("body", why, reason="malformed")
 
 
-# replies
+# compression of replies
 
 
 def accepts_gzip(accepted: str) -> bool:

@@ -204,15 +204,15 @@ class Protocol(HttpToolsProtocol):
     cycle: _Cycle  # the newest request
     _oldest: _Cycle  # the request that is answered now; of pipelined requests the oldest without a whole response
     _in_head = False
-    # bytes of an incomplete head, without those of the piece of input in which it began; while that first piece is
-    # parsed: minus its size
+    # bytes of an incomplete head that came after the piece of input in which the head began; while that first piece is
+    # parsed: minus the size of the piece
     _head_bytes = 0
     _piece_bytes = 0
     _is_chunked = False
     _has_body = False  # whether the last piece of input had bytes of a body
     _idle_bytes = 0  # bytes of chunk headers and trailers that have arrived since the last bytes of a body
     _body_bytes = 0  # bytes of all bodies of this connection
-    _body_pieces = 0  # number of pieces in which the parser returned them
+    _body_pieces = 0  # number of pieces in which the parser returned these bytes
     _unread: bytes | None = None  # input that waits to be parsed; None if none waits
     _was_paused = False  # whether the server has stopped reading at any time since the rate was last measured
     _trailer_bytes = 0  # bytes of the head and the trailers, which share one limit; 0 until a trailer arrives
@@ -238,7 +238,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self.pipeline:  # uvicorn tells only the newest request that its client is gone
+        if self.pipeline:  # uvicorn tells only the newest request that its client has disconnected
             self._oldest.abandon()
         # uvicorn leaves the keep-alive timer running if the connection is lost with an exception
         self._unset_keepalive_if_required()
@@ -376,8 +376,8 @@ class Protocol(HttpToolsProtocol):
 
     def _should_upgrade(self) -> bool:
         """Return whether a websocket begins. An upgrade that is offered while an earlier request is unanswered is
-        ignored (RFC 9110, 7.8): its response would come before the response of that request. So is one whose client has
-        not read the earlier response: the websocket would not learn that its client does not read.
+        ignored (RFC 9110, 7.8): its response would come before the response of that request. An upgrade is also ignored
+        if the client has not read the earlier response: the websocket would not learn that its client does not read.
         """
         is_answered = self.cycle is None or self.cycle.response_complete
         return is_answered and not self.flow.write_paused and super()._should_upgrade()
@@ -501,7 +501,7 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Handle the end of the client's input. The client may be gone, or it may still read the response."""
+        """Handle the end of the client's input. The client may have disconnected, or may still read the response."""
         while self._unread is not None and not self.transport.is_closing():
             self._parse_unread()
         cycle = self.cycle
@@ -520,7 +520,7 @@ class Protocol(HttpToolsProtocol):
 
     def _probe(self, next_s: float) -> None:
         """Send one interim response to a half-closed client, then look for a reset after growing pauses. If the client
-        is gone, its host answers with a reset.
+        has closed the connection, its host answers with a reset.
         """
         if self.transport.is_closing() or self._oldest.response_started:
             return
@@ -640,7 +640,7 @@ class HostNames:
                 host = value
                 if not self.has(value):
                     raise PermissionDenied(
-                        "Host: not a name of this server; SIE_ALLOWED_HOSTS lists the names that it has beside its own",
+                        "Host: not a name of this server; SIE_ALLOWED_HOSTS lists the additional names of a server",
                         reason="host",
                         param="Host",
                     )
@@ -652,14 +652,14 @@ class HostNames:
             return
         if not all(self.is_own_page(origin, host) for origin in origins):
             raise PermissionDenied(
-                "Origin: a page of another origin may change and compute nothing here; SIE_CORS_ORIGINS lists the "
-                "origins whose pages may, SIE_ALLOWED_HOSTS the other names of this server",
+                "Origin: a page of this origin may send only GET, HEAD and OPTIONS; SIE_CORS_ORIGINS lists the "
+                "origins whose pages may send all requests, SIE_ALLOWED_HOSTS the additional names of this server",
                 reason="origin",
                 param="Origin",
             )
         if not origins and site in _FOREIGN_SITES:
             raise PermissionDenied(
-                "Sec-Fetch-Site: a page of another site may change and compute nothing here", reason="origin"
+                "Sec-Fetch-Site: a page of another site may send only GET, HEAD and OPTIONS", reason="origin"
             )
 
 

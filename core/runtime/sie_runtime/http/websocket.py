@@ -95,7 +95,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
                 self._handle_input()
             return
         super().data_received(data)
-        if not self.handshake_initiated:  # the whole head is here, and could not be read: uvicorn would send nothing
+        # the whole head has arrived, but could not be parsed: uvicorn would send nothing
+        if not self.handshake_initiated:
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.transport.close()
 
