@@ -97,8 +97,8 @@ class Job(SeenJob):
         self, folder: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None = None
     ) -> list[Path]:
         """Write the job's output files to a folder, then `manifest.json`. Return the paths of the output files. A file
-        appears only when it is complete and has the right SHA-256 digest. A file that is already there with this digest
-        is not downloaded again.
+        appears only when it is complete and has the right SHA-256 digest. A file that the folder already has with this
+        digest is not downloaded again.
         """
         return self._driver.run(jobs.downloaded(self.info, folder, on_progress, self._session))
 

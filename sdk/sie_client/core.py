@@ -150,8 +150,8 @@ Plan: TypeAlias = "Generator[Step, Any, T]"
 
 
 class Patience:
-    """Mark shared by all parts of a call, which each answer replaces. A part that sees another mark than before starts
-    its waiting times again at 0, because there was an answer to another part meanwhile.
+    """Mark that all parts of a call share. Each answer to a part replaces it. A part that sees another mark than before
+    starts its waiting times again at 0, because another part was answered meanwhile.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class LoggedWarnings:
         self._logged: set[str] = set()
 
     def warn(self, warnings: object) -> None:
-        """Log the warnings that are new. After MAX_TOLD different ones, log no more."""
+        """Log the warnings that are new. After MAX_TOLD different warnings, log no more."""
         for warning in warnings if isinstance(warnings, list) else ():
             with self._lock:
                 is_new = str(warning) not in self._logged and len(self._logged) < MAX_TOLD
@@ -178,7 +178,7 @@ class LoggedWarnings:
 
 class Hedges:
     """Permits for second copies of slow requests. There is one permit at the start, and one more for each five
-    requests; MAX_HEDGES are kept at most. So an overloaded server gets about a fifth more load at most.
+    requests; at most MAX_HEDGES are kept. So an overloaded server gets about a fifth more load at most.
     """
 
     def __init__(self) -> None:
@@ -284,8 +284,8 @@ _OPTIONS = frozenset(field.name for field in fields(Session)) - {"hedges", "warn
 
 def call(request: Send, session: Session, patience: Patience | None = None) -> Plan[Received]:
     """Send a request until it succeeds, a retry is useless or not allowed, or the waiting time is used up. Raises the
-    SIEError of the last attempt. Its cause is the exception of the HTTP client, or else the error of the attempt
-    before.
+    SIEError of the last attempt. Its cause is the exception of the HTTP client, or else the error of the previous
+    attempt.
     """
     patience = patience or Patience()
     mark = patience.mark
@@ -439,8 +439,8 @@ def json_call(
 
 
 def delete_call(path: str, session: Session, within_s: float = CONTROL_S, *, type: Any = Any) -> Plan[None]:
-    """Send a DELETE. Raises NotFoundError if the object does not exist, unless an attempt before got no answer, because
-    that attempt may have deleted the object.
+    """Send a DELETE. Raises NotFoundError if the object does not exist, unless an earlier attempt got no answer and so
+    may have deleted the object.
     """
     try:
         yield from json_call("DELETE", path, session, within_s=within_s, type=type)

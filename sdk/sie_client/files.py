@@ -152,8 +152,8 @@ def saved(
 
 class Arriving:
     """Sink that writes a download to a hidden file in the target folder. `finish` renames it to `path`. `tell` gets the
-    number of new bytes, or a negative number that takes back the bytes of a failed attempt. If another download to
-    `path` begins meanwhile, it gets a hidden file of its own, and only that one may be renamed.
+    number of new bytes, or a negative number that takes back the bytes of a failed attempt. If a later download to
+    `path` begins meanwhile, it gets a hidden file of its own, and only this later file may be renamed.
     """
 
     def __init__(self, path: Path, size_bytes: int, sha256: str, tell: Callable[[int], None]) -> None:

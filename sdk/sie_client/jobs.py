@@ -306,8 +306,8 @@ def downloaded(
     session: Session,
 ) -> Plan[list[Path]]:
     """Write the output files of a job to a folder, then its manifest. Return the paths of the output files. Files that
-    are there with the right digest are not downloaded again. Raises InvalidInputError if the output is at a URL, or the
-    folder has the output of another job, and ServerError for invalid file names.
+    the folder already has with the right digest are not downloaded again. Raises InvalidInputError if the output is at
+    a URL, or the folder has the output of another job, and ServerError for invalid file names.
     """
     into = Path(folder)
     if url := info.request_map("output").get("url"):

@@ -24,7 +24,7 @@ _logger = logging.getLogger("sie_client")
 
 class Meter:
     """Progress of one call with `total` items; None if the number is unknown, 0 for a call without items. Thread-safe.
-    In a `with` statement, the line of the bar is ended. Waits are logged as warnings of `sie_client`, at most one per
+    The end of a `with` block ends the line of the bar. Waits are logged as warnings of `sie_client`, at most one per
     minute. The bar is one line on standard error, for calls of several items of which some are unanswered after
     BAR_AFTER_S. The callback `on_progress` is called for calls with items only.
     """
@@ -119,7 +119,7 @@ class Meter:
         if text.cause == TIMED_OUT:
             rest = f" {rate:,.0f}/s, a slow part is sent again"
         elif text.cause:
-            rest = f" waiting for {text.cause}, {text.remaining_s:.0f} s of patience"
+            rest = f" waiting for {text.cause}, fails in {text.remaining_s:.0f} s"
         elif text.done < text.total:
             left_s = (text.total - text.done) / rate if rate else 0.0
             rest = f" {rate:,.0f}/s, {left_s:,.0f} s left"

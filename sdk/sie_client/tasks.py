@@ -76,8 +76,8 @@ class TaskDriver:
         return end
 
     async def _drive(self, plan: Plan[T], meter: Meter, send: Callable[[Send], Awaitable[Answer]]) -> T:
-        """Execute the steps of a plan and return its result. A plan whose step fails is closed, so that it removes what
-        is incomplete.
+        """Execute the steps of a plan and return its result. A plan whose step fails is closed, so that it removes
+        incomplete files.
         """
         reply: Any = None
         with contextlib.closing(plan):

@@ -75,7 +75,7 @@ class ThreadDriver:
     @contextlib.contextmanager
     def _connections(self) -> Iterator[httpx.Client]:
         """Yield the HTTP client for one request. Raises RuntimeError if the driver is closed. A forked process opens
-        connections of its own: on those of its parent, each could receive the other's answers.
+        connections of its own: on shared connections, parent and child could receive each other's answers.
         """
         if self._process != os.getpid():
             self._open()
@@ -124,7 +124,7 @@ class ThreadDriver:
 
     def _drive(self, plan: Plan[T], meter: Meter, stop: threading.Event, send: Sender) -> T:
         """Execute the steps of a plan and return its result. If `stop` is set, raises Ended before a step, at a pause
-        or during a download. A plan whose step fails is closed, so that it removes what is incomplete.
+        or during a download. A plan whose step fails is closed, so that it removes incomplete files.
         """
         reply: Any = None
         with contextlib.closing(plan):

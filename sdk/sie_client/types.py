@@ -92,7 +92,7 @@ class CallOptions(TypedDict, total=False):
     Long lists are sent in parts of at most 2,048 items and about `part_tokens` (default 16,384) tokens, `concurrency`
     (default 8) parts at a time. A part without an answer after `hedge_after_s` is sent a second time, and the first
     successful answer is used; at most about one request in five is sent twice. `progress`: True shows a bar, False does
-    not; by default there is one on a terminal only. `on_progress` is called after each part and at each wait, by the
+    not; by default a bar is shown only on a terminal. `on_progress` is called after each part and at each wait, by the
     blocking client in the threads that send.
     """
 
@@ -377,8 +377,8 @@ class RedactResult(ItemReply, total=False):
 
 
 class SchemaResult(ItemReply, Generic[M], total=False):
-    """Result of extract with a `schema`: `data` is an instance of it. `entities` or `classifications` has an entry for
-    each value in `data`: its score, its place in the text if known, and as the label its path in `data`.
+    """Result of extract with a `schema`: `data` is an instance of this class. `entities` or `classifications` has an
+    entry for each value in `data`: its score, its place in the text if known, and as the label its path in `data`.
     """
 
     entities: list[dict[str, Any]]

@@ -56,7 +56,7 @@ PART_BYTES = 32 << 20  # bytes of one request body: a third of what the server a
 ASIDE_BYTES = 1 << 20  # bytes; a body or reply of this size or more is encoded or decoded in a thread
 ASIDE_ITEMS = 256
 _KEY_BYTES = 32
-# by unit of offsets: the encoding, and the number of bytes of one unit in it
+# unit of offsets -> encoding of a text, and number of bytes of one unit in this encoding
 _ENCODINGS = {"code_points": ("utf-32-le", 4), "utf16": ("utf-16-le", 2)}
 GROWTH = 1.25  # factor by which an array of vectors is enlarged when their final number is not known
 _ALWAYS_TOLD = ("model", "timing", "usage", "fingerprint")
@@ -204,8 +204,8 @@ def _send_parts(
 
 
 def _failed_part(verb: str, error: SIEError, items: Sequence[Any], good: _PartReply) -> _PartReply:
-    """Return the reply to a part of which all items failed, with the results that the server gives to failed items of
-    other parts. `good`: reply to another part.
+    """Return the reply to a part of which all items failed. Its results have the form in which the server describes a
+    failed item beside successful ones. `good`: reply to another part.
     """
     slots = []
     for failure in error.details["errors"]:

@@ -107,7 +107,7 @@ def test_the_bar_says_what_is_waited_for_and_makes_room_for_the_log(caplog: pyte
     assert stream.getvalue()[before + 1 :].startswith("\r" + " " * before + "\r"), (
         "the line is cleared before the log writes its own"
     )
-    assert "waiting for connection, 118 s of patience" in stream.getvalue()
+    assert "waiting for connection, fails in 118 s" in stream.getvalue()
     assert "waiting for connection" in caplog.text
 
 
