@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from sie_adapter.loading.inspection import inspect
 from sie_adapter.loading.loading import Loader
-from sie_adapter.loading.weight_files import holds_nan
+from sie_adapter.loading.weight_files import check_weights, holds_nan
 from sie_cli.main import main
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
@@ -294,6 +295,20 @@ def test_weights_that_change_after_a_load_are_checked_again(
     torch.save({"weight": torch.tensor([[1.0, float("nan")]])}, folder / "sparse_linear.pt")
     with pytest.raises(ModelLoadFailed, match=r"sparse_linear\.pt contains NaN"):
         loader.load(resolved)
+
+
+def test_a_file_shorter_than_its_header_is_refused_without_reading_it(tmp_path: Path) -> None:
+    with (tmp_path / WEIGHTS).open("wb") as file:
+        file.write((1 << 40).to_bytes(8, "little"))
+        file.truncate(64 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelLoadFailed, match="its header alone needs"):
+            check_weights(tmp_path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 8 << 20
 
 
 @pytest.mark.parametrize("name", ["float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])

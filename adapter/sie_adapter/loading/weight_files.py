@@ -78,7 +78,7 @@ def _check_length(file: Path) -> None:
     size = file.stat().st_size
     with file.open("rb") as opened:
         header_bytes = int.from_bytes(opened.read(_HEADER_BYTES), "little")
-        header = opened.read(min(header_bytes, size))
+        header = opened.read(header_bytes) if size >= _HEADER_BYTES + header_bytes else b""
     if size >= _HEADER_BYTES + header_bytes:
         try:
             ends = [tensor["data_offsets"][1] for name, tensor in json.loads(header).items() if name != "__metadata__"]

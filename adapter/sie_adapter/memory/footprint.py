@@ -12,8 +12,8 @@ from sie_contracts.models.load_errors import incompatible
 
 def weight_bytes(folder: Path, itemsize: int) -> int:
     """Return how many bytes the weights in `folder` take if every float is stored in `itemsize` bytes; 0 without
-    safetensors. Raises ModelLoadFailed INCOMPATIBLE for a truncated file, ValueError for a header that is no JSON, and
-    the errors of `loaded_files`.
+    safetensors. Raises ModelLoadFailed INCOMPATIBLE for a file that is truncated or whose header is no JSON, and the
+    errors of `loaded_files`.
 
     Source: the safetensors format. A file has an unsigned 64-bit little-endian length, a JSON object of names, dtypes,
     shapes and offsets, then the tensors.
