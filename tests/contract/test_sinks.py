@@ -266,7 +266,7 @@ async def test_a_collection_of_another_distance_is_refused(qdrant: QdrantServer,
     database = Qdrant(qdrant)
     await database.create(collection, DIMS, "Dot")
     sink = opened(database.url, "SINK", QUICK)
-    with pytest.raises(CollectionMismatch, match=r"distance Dot, where .* distance Cosine"):
+    with pytest.raises(CollectionMismatch, match=r"distance Dot, but .* distance Cosine"):
         await sink.prepare(collection, {"dense": DIMS}, {})
     await sink.close()
 

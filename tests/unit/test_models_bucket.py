@@ -127,7 +127,7 @@ def test_a_broken_file_is_named_with_its_place(place: Place, text: str, message:
 def test_a_prefix_without_models_and_a_bucket_that_is_not_there_end_the_start(place: Place) -> None:
     put(place, "readme.txt", "x")
     with pytest.raises(
-        SettingError, match=rf"^SIE_MODELS_DIR: {place.url} holds no \*\.yaml or \*\.yml: put one there, or name"
+        SettingError, match=rf"^SIE_MODELS_DIR: {place.url} has no \*\.yaml or \*\.yml: put one there, or name"
     ):
         own(overlay(place))
     nowhere = f"{place.url.split(':')[0]}://no-such-bucket/models"

@@ -97,8 +97,8 @@ class ClusterCache:
         return self._run(self._bucket.stored(repository, revision))
 
     def verify(self, stored: CommitState, progress: FetchProgress) -> list[str]:
-        """Return a line for each fault of a snapshot: the faults in `stored`, and the files with a wrong digest. Read
-        all files without a fault in `stored`. Raises FetchFailed.
+        """Return a line for each fault of a snapshot: the faults in `stored`, and the files with a wrong digest. Files
+        with a fault in `stored` are not read. Raises FetchFailed.
         """
         if stored.manifest is None:
             return list(stored.wrong.values())
@@ -125,8 +125,8 @@ class ClusterCache:
             ) from error
         except AccessRefused as error:
             fix = (
-                "give credentials with these rights by AWS_ACCESS_KEY_ID, GOOGLE_SERVICE_ACCOUNT and their like, or "
-                "by the machine's role"
+                "give credentials that may list and read it, and for a push write to it, by AWS_ACCESS_KEY_ID, "
+                "GOOGLE_SERVICE_ACCOUNT and their like, or by the machine's role"
             )
             raise FetchFailed("NETWORK", f"access is refused ({error}): {fix}") from error
         except NameUnusable as error:

@@ -101,7 +101,7 @@ async def _pieces(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 return
             yield bytes(piece)
     finally:
-        del stream  # it has the object open, and the traceback of a cancelled download keeps this frame
+        del stream  # closes the object: otherwise the traceback of a cancelled download would keep it open
 
 
 def _remove_unfinished(path: Path) -> None:

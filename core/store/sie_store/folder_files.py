@@ -84,8 +84,8 @@ _FORMS: dict[str, Any] = {
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Convert every other Exception in this context to ModelLoadFailed INCOMPATIBLE, which names `file`, or the file of
-    an OSError. No other type is excluded, because libraries may raise any type for an untrusted file.
+    """Convert every Exception except ModelLoadFailed to ModelLoadFailed INCOMPATIBLE, which names `file`, or the file
+    of an OSError. All types are converted, because libraries may raise any type for an untrusted file.
     """
     try:
         yield

@@ -258,14 +258,14 @@ def escaping(place: Place) -> None:
 BROKEN = {
     missing: (
         "NETWORK",
-        r"org/model@0123.* is damaged there, model\.safetensors: there is no such object: `sie weights push --force`",
+        r"org/model@0123.* is damaged in the bucket, model\.safetensors: there is no such object: `sie weights push -",
     ),
     shorter: (
         "NETWORK",
-        r"is damaged there, model\.safetensors(: the object is shorter| has 100 bytes, the manifest says 1000003)",
+        r"damaged in the bucket, model\.safetensors(: the object is shorter| has 100 bytes, the manifest says 1000003)",
     ),
-    longer: ("NETWORK", r"is damaged there, model\.safetensors has 1000004 bytes, the manifest says 1000003"),
-    wrong: ("NETWORK", r"is damaged there, model\.safetensors does not have the SHA-256 of the manifest"),
+    longer: ("NETWORK", r"is damaged in the bucket, model\.safetensors has 1000004 bytes, the manifest says 1000003"),
+    wrong: ("NETWORK", r"is damaged in the bucket, model\.safetensors does not have the SHA-256 of the manifest"),
     unreadable: ("INCOMPATIBLE", r"not a manifest of weights: .*`sie weights push --force`"),
     newer: ("INCOMPATIBLE", r"the manifest has version 2, this program reads 1"),
     anothers: ("INCOMPATIBLE", r"has the manifest of org/other@0123"),

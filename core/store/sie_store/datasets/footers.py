@@ -55,8 +55,8 @@ class Footer(NamedTuple):
 
 
 class _PageFile(RangeFile):
-    """File of which `chunks` are read. Raises InvalidInput when the pages of one batch need too much memory, and for
-    malformed pages.
+    """File from which the column chunks in `chunks` are read. `read` raises InvalidInput if their pages are malformed,
+    or if the pages of one batch need too much memory.
     """
 
     chunks: Sequence[ChunkPages] = ()
@@ -96,11 +96,11 @@ class _PageFile(RangeFile):
 
 
 class _DataRequested(Exception):
-    """Raised when a reader requests data of a file in which there is none."""
+    """Raised when a reader requests bytes from a `_WithoutData`."""
 
 
 class _WithoutData(RangeFile):
-    """File without data, for a reader that has the footer already."""
+    """File that delivers no bytes, for a reader that has the footer already. A read raises _DataRequested."""
 
     def _fetched(self, start: int, end: int) -> bytes:
         raise _DataRequested
@@ -162,8 +162,8 @@ def _chunks(
 ) -> Iterator[list[ColumnChunkMetaData]]:
     """Yield the metadata of the columns `leaves` of each of these row groups. Raises InvalidInput.
 
-    pyarrow (26) ends the process when it is asked for the metadata of an encrypted or malformed column. Its reader
-    checks the same metadata before it requests the first byte, and there the fault is an exception.
+    pyarrow (26) ends the process if it is asked for the metadata of an encrypted or malformed column. So a reader is
+    started first: before it requests the first byte, it checks the metadata, and raises an exception for a fault.
     """
     from pyarrow.parquet import ParquetFile
 
@@ -276,8 +276,8 @@ def _batches(
     """Yield the batches of a row group. The mean batch is within the limits of memory. `chunks`: columns by leaf.
 
     pyarrow copies a value of a dictionary for each row. So the larger the dictionaries are, the fewer rows a batch has.
-    If it had too few, texts are read as dictionary arrays (indices into the distinct values). Such an array has all
-    values that precede it in the row group, also those that are in no dictionary.
+    If it had too few, texts are read as dictionary arrays (indices into the distinct values). Such an array also has
+    the values of all earlier rows of the row group, even those that the file stores without a dictionary.
     """
     columns, schema = chunks.values(), file.schema
     rows = max(1, file.metadata.row_group(number).num_rows)

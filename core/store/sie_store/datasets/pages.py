@@ -1,5 +1,5 @@
 """Bounds on the memory that the footer and the pages of a Parquet file need. A page of a few kilobytes may become
-gigabytes, and of all bytes that are read before it is decompressed, only its header says so.
+gigabytes when it is decompressed. Before that, only its header has the decoded size.
 
     bytes that pyarrow reads ──► header of each page: its bytes, decoded and compressed ──► pages of one batch together
 
@@ -41,14 +41,14 @@ class FooterTooLarge(ValueError):
 
 class ChunkPages:
     """Pages of one column in one row group: the bytes from `start` to before `end` of a file, with `values` values.
-    `window`: mean number of values of the column in a batch. `bytes`: decoded bytes, beyond RATIO, of the last pages
-    that were read, as many as one batch needs.
+    `window`: mean number of values of the column in a batch. `bytes`: decoded bytes beyond RATIO in the last pages that
+    were read; only as many pages count as one batch needs.
     """
 
     def __init__(self, start: int, end: int, values: int, window: int) -> None:
         self._start, self._end, self._left, self._window = start, end, values, window
         self._next = start  # position of the next header
-        self._pages = deque[tuple[int, int]]()  # values and share of each page in `bytes`
+        self._pages = deque[tuple[int, int]]()  # for each page that counts: its values, its share of `bytes`
         self._values = self.bytes = 0
 
     def note(self, at: int, data: bytes, fetch: Callable[[int, int], bytes]) -> None:
@@ -97,7 +97,7 @@ def dictionary_bytes(chunk: bytes) -> int:
 
 
 def check_footer(footer: bytes) -> None:
-    """Raise FooterTooLarge, PageFault."""
+    """Raise FooterTooLarge for a footer that needs too much memory, PageFault for a malformed one."""
     try:
         _ThriftReader(footer).struct(0)
     except IndexError:
@@ -119,8 +119,8 @@ class _ThriftReader:
         self.at = 0
 
     def struct(self, depth: int) -> Fields:
-        """Return the numbers of 32 bits and the structs in a struct, by field. Other values are skipped. A reader
-        ignores a field that has another kind than its format says.
+        """Return the 32-bit numbers and the structs in a struct, by (number of the field, kind of its value). Other
+        values are skipped. The kind is a part of the key, because Parquet's readers ignore a field of another kind.
         """
         if depth <= LARGE_DEPTH:
             self._counted(LARGE)
@@ -173,6 +173,6 @@ class _ThriftReader:
         return value | byte << shift
 
     def _number(self) -> int:
-        """Return a number of 32 bits, of a larger one the low bits, as Parquet's own reader does."""
+        """Return a 32-bit number. A larger number is cut to its low 32 bits, like in Parquet's own reader."""
         value = self._varint() & 0xFFFFFFFF
         return (value >> 1) ^ -(value & 1)

@@ -314,7 +314,9 @@ class _JsonSample(NamedTuple):
 
 
 def _first_row(name: str, head: bytes, begin: int, *, is_whole: bool) -> tuple[str, int]:
-    """Return the first row in `head`, which begins at byte `begin`, and the next row's begin. Raises InvalidInput."""
+    """Return the first row of `head`, and the position of the next row. `begin`: position of `head` in the object.
+    Raises InvalidInput.
+    """
     scanner = Scanner(is_quoted=True, at=begin)
     rows = [*scanner.feed(head), *([scanner.end()] if is_whole else [])]
     for starts, ends in rows:

@@ -133,7 +133,7 @@ class _RowMaker:
         self._span, self._source = span, source
         self._templates = templates(source)
         columns = {"chunks": source.chunks, "documents": source.documents}
-        # columns whose values are checked later, by the parameter that names them
+        # parameter (chunks, documents) -> the column that it names; the values of this column are checked later
         self._unchecked = {name: column for name, column in columns.items() if isinstance(column, str) and column}
 
     def all(self, rows: Iterable[_Columns], size: SpanSize) -> list[InputRow]:

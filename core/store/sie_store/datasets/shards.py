@@ -26,7 +26,7 @@ OWNER = ".sie-job"  # object in the output folder that contains the id of the jo
 
 
 class PartDamaged(StoreError):
-    """Error for an object that has the name of a part but is not one. The job can continue after a person moves it."""
+    """Error for an object that has the name of a part but is no part. The job continues when a person has moved it."""
 
 
 async def claim(place: Place, owner: str) -> None:

@@ -73,7 +73,8 @@ def decoded(value: msgspec.Raw) -> Any:
     """Decode one JSON value of a column. Raises an error of UNDECODABLE."""
     if values_of(value) <= SPARE_LEVELS:
         return msgspec.json.decode(value)
-    # The value is encoded again inside more function calls. So it is decoded in more lists, to leave levels for them.
+    # When the value is encoded again later, more function calls are open. Decoding it inside SPARE_LEVELS lists shows
+    # that enough levels remain for them.
     whole = msgspec.json.decode(b"[" * SPARE_LEVELS + bytes(value) + b"]" * SPARE_LEVELS)
     for _ in range(SPARE_LEVELS):
         (whole,) = whole

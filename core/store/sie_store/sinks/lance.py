@@ -51,8 +51,8 @@ class LanceDatabase:
         self._connection: Any = None
 
     async def run(self, work: Callable[[Any], Awaitable[T]], seconds: float = 0.0, *, once: bool = False) -> T:
-        """Return the result of `work` with a connection. It is repeated if another attempt may help, unless `once`.
-        `seconds`: how much longer than `stall_s` of the policy an attempt may take. Raises StoreError.
+        """Return the result of `work`, called with a connection. If another attempt may help, `work` is called again,
+        unless `once`. `seconds`: how much longer than `stall_s` of the policy an attempt may take. Raises StoreError.
         """
         attempt = functools.partial(self._once, work, self._patience.stall_s + seconds)
         return await (attempt() if once else self._patience.repeated(attempt))
@@ -71,7 +71,7 @@ class LanceDatabase:
             raise CollectionMismatch(
                 "LanceDB refuses the call: is its URL wrong, or was the table changed meanwhile?"
             ) from None
-        except Exception as error:  # noqa: BLE001  a panic of the library is no RuntimeError; a message may quote rows
+        except Exception as error:  # noqa: BLE001  the library raises any type; its messages may quote rows
             raise StoreError(f"LanceDB reports an error ({type(error).__name__})") from None
 
     async def close(self) -> None:
@@ -90,7 +90,7 @@ class LanceSink:
         checked_name(collection)
         dims = widths["dense"]
         if not 1 <= dims <= MAX_DIMS:
-            raise SinkUnsuitable(f"a vector has {dims} numbers, where a table of LanceDB gets at most {MAX_DIMS}")
+            raise SinkUnsuitable(f"a vector has {dims} numbers, but a table of LanceDB takes at most {MAX_DIMS}")
         schema = _schema(dims)
 
         async def created(connection: Any) -> Any:
@@ -169,7 +169,7 @@ def _check(schema: Any, collection: str, dims: int) -> None:
         if actual is None or not actual.equals(field.type):
             shown = "no such column" if actual is None else actual
             raise CollectionMismatch(
-                f"the column {field.name} of the table {collection}: it has {shown}, where {field.type} is written"
+                f"the column {field.name} of the table {collection}: it has {shown}, but {field.type} is written"
             )
     if (schema.field(ID).metadata or {}).items().isdisjoint(_PRIMARY_KEY.items()):
         raise CollectionMismatch(f"the column {ID} of the table {collection} is not its primary key")

@@ -4,9 +4,10 @@
     vector_next               new vectors before the switch     vector_before    old vectors after the switch
     vector_marker_1f0c9a2b    markers; 8 hexadecimal digits of the new model's fingerprint
 
-The marker of a row is a digest of the row's text and vectors when the marker was written. A row is pending for a side
-if it has no vector of this side, or another marker. So every change of a text or a vector is noticed. A write skips a
-row whose stored text has changed since the row was read.
+The marker of a row is a digest of the text and vectors that the row had when the marker was written. A row is pending
+for a side (the old or the new model) if it has no vector of this side, or if its marker differs from the digest of its
+present text and vectors. So every change of a text or a vector is noticed. A write skips a row whose stored text has
+changed since the row was read.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ class LanceLive:
         self._optimize_rows = max(OPTIMIZE_ROWS, int(rows * OPTIMIZE_SHARE))
         if shape.in_use == "new" and shape.marker != self._own_marker(shape.vector):
             raise CollectionMismatch(
-                f"the vectors in use of {self._source.collection} are of another migration, or the model has changed "
-                "since. Run the command of that migration with --step clean-up; if its model is not there any more, "
+                f"the vectors in use of {self._source.collection} belong to another migration, or the model has "
+                "changed since. Run the command of that migration with --step clean-up; if its model no longer exists, "
                 f"drop the columns {shape.vector + BEFORE} and {shape.marker}"
             )
         return LiveState(rows, shape.columns[shape.vector].type.list_size, shape.in_use, shape.is_begun)
@@ -139,7 +140,7 @@ class LanceLive:
         if not (_is_text(identity) or _is_integer(identity)) or "`" in id_column:
             raise CollectionMismatch(
                 f"the table {source.collection} needs a column of integers or texts that names each row: it has no "
-                f"such column {id_column}. --id names one"
+                f"such column {id_column}. Name one with --id"
             )
         if await table.count_rows(f"{_quoted(id_column)} IS NULL"):
             raise CollectionMismatch(
@@ -159,7 +160,7 @@ class LanceLive:
     async def begin(self, dims: int) -> None:
         shape = self._opened()
         if not 1 <= dims <= MAX_DIMS:
-            raise SinkUnsuitable(f"a vector has {dims} numbers, where a table of LanceDB gets at most {MAX_DIMS}")
+            raise SinkUnsuitable(f"a vector has {dims} numbers, but a table of LanceDB takes at most {MAX_DIMS}")
         column, marker = shape.column("new"), self._own_marker(shape.vector)
         type = pyarrow.list_(shape.columns[shape.vector].type.value_type, dims)
         if not shape.is_begun:
@@ -180,8 +181,8 @@ class LanceLive:
             )
         elif not type.equals(shape.columns[column].type):
             raise CollectionMismatch(
-                f"the column {column} of {self._source.collection} has {shape.columns[column].type}, where {type} is "
-                "written. It is of another migration: remove it with --step clean-up, or drop it"
+                f"the column {column} of {self._source.collection} has {shape.columns[column].type}, but {type} is "
+                "written. It belongs to another migration: remove it with --step clean-up, or drop it"
             )
 
     async def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
@@ -271,7 +272,7 @@ class LanceLive:
         arrays = {name: pyarrow.array(values, shape.columns[name].type) for name, values in fields.items()}
         arrays[shape.column(side)] = array
         if side == shape.in_use:
-            # a writer has changed these rows, so the vectors that are not in use are vectors of earlier texts
+            # a writer has changed these rows, so their vectors of the other side belong to earlier texts
             away = shape.column(opposite(side))
             arrays[away] = pyarrow.nulls(len(rows), shape.columns[away].type)
         if len(set(fields[shape.id_column])) < len(rows):
@@ -306,13 +307,14 @@ class LanceLive:
         if side == in_use:
             vectors[opposite(side)] = None
         elif side == "old" and row.marker not in (self._digest(row, *SIDES), self._digest(row, "new")):
-            # a writer has written the vector in use, maybe with the old model: the marker must not show it as a new one
+            # no marker covers the vector in use, which a writer may have computed with the old model: so the new marker
+            # covers only the old vector
             sides = ("old",)
         changed = _LanceRow(row.id, row.texts, vectors, None)
         return _LanceRow(row.id, row.texts, vectors, self._digest(changed, *sides))
 
     async def _optimize(self, rows: int) -> None:
-        """Put written rows into the indexes if at least `rows` were written since this was last done. An error is
+        """Put written rows into the indexes if at least `rows` rows were written since the last time. An error is
         ignored, because searches also find rows that are in no index, only slower.
         """
         if self._unindexed >= rows:
@@ -411,7 +413,7 @@ class LanceLive:
             nonlocal is_repeat
             table = await opened_table(connection, self._source.collection)
             names = await self._own_columns(table)
-            # an attempt whose answer was lost may have changed them
+            # an earlier attempt, whose reply was lost, may have changed the columns
             if is_repeat and names == after:
                 return
             is_repeat = True
@@ -430,7 +432,7 @@ class LanceLive:
         return {shape.vector, shape.marker, *(shape.vector + suffix for suffix in (NEXT, BEFORE))}
 
     def _check_columns(self, names: set[str]) -> None:
-        """Raise CollectionMismatch if these columns of the table are not those of its last reading."""
+        """Raise CollectionMismatch unless `names` are the vector and marker columns that the last `open` has read."""
         if names != self._opened().columns.keys() & self._migrated():
             raise CollectionMismatch(
                 f"another command has switched {self._source.collection} meanwhile, or begun or cleaned up a "

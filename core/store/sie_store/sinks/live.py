@@ -103,7 +103,7 @@ class LiveCollection(Protocol):
 
     async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> None:
         """Write the vectors of rows. Rows that have changed since they were read stay pending. With `vectors` None the
-        rows have no text; then their vectors of this side are removed, unless it is in use.
+        rows have no text; then their vectors of this side are removed, unless this side is in use.
         """
 
     async def sample(self, count: int) -> Sequence[LiveRow]:

@@ -87,8 +87,8 @@ class PostgresDatabase:
         return await self._patience.repeated(functools.partial(self._once, work, bound_s, True))
 
     async def alone(self, work: Callable[[Any], Awaitable[T]], bound_s: float) -> T:
-        """Return the result of `work`, whose statements no transaction may contain. It is repeated if another attempt
-        may help. Raises StoreError.
+        """Return the result of `work`, outside of a transaction, because PostgreSQL refuses its statements in one.
+        `work` is called again if another attempt may help. Raises StoreError.
         """
         return await self._patience.repeated(functools.partial(self._once, work, bound_s, False))
 
@@ -143,7 +143,7 @@ class PgvectorSink:
         checked_name(collection)
         for output, dims in widths.items():
             if not 1 <= dims <= MAX_WIDTHS[output]:
-                raise SinkUnsuitable(f"a vector has {dims} numbers, where pgvector takes at most {MAX_WIDTHS[output]}")
+                raise SinkUnsuitable(f"a vector has {dims} numbers, but pgvector takes at most {MAX_WIDTHS[output]}")
         self._extension, schema = await self._database.transaction(
             functools.partial(_prepared, collection=collection, columns=_vector_columns(widths))
         )
@@ -238,7 +238,7 @@ async def _prepared(connection: Any, collection: str, columns: Mapping[str, str]
     types = _types(stored)
     for name, type in columns.items():
         if (actual := types.get(name, f"no column {name}")) != type:
-            raise CollectionMismatch(f"the table {collection} has {actual}, where {type} is written")
+            raise CollectionMismatch(f"the table {collection} has {actual}, but {type} is written")
     if types.get("id") != "text" or types.get("payload") != "jsonb":
         raise CollectionMismatch(f"the table {collection} lacks the columns id of type text and payload of type jsonb")
     if not any(column["attname"] == "id" and column["is_unique"] for column in stored):
@@ -257,7 +257,7 @@ async def _searched(connection: Any, collection: str, vector: NDArray[np.float32
     if _types(columns).get("embedding") != kind or extension is None:
         raise CollectionMismatch(f"the table {collection} has no column embedding of the type {kind}")
     await connection.set_type_codec("vector", schema=extension, encoder=bytes, decoder=bytes, format="binary")
-    # a scan of an index returns at most `hnsw.ef_search` rows, and those of `ivfflat.probes` lists
+    # an HNSW scan returns at most `hnsw.ef_search` rows; an IVFFlat scan reads only `ivfflat.probes` lists
     await connection.execute(_SEARCH_WIDTHS, limit)
     distance = f"embedding OPERATOR({quoted(extension)}.<=>) $1::{quoted(extension)}.vector"
     rows: list[Any] = await connection.fetch(

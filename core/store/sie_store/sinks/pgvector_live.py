@@ -154,8 +154,8 @@ class PgvectorLive:
         if shape.in_use == "new" and self._record().new != self._source.fingerprints["new"]:
             vector = shape.vector
             raise CollectionMismatch(
-                f"the vectors in use of {self._source.collection} are of another migration, or the model has changed "
-                "since. Run the command of that migration with --step clean-up; if its model is not there any more: "
+                f"the vectors in use of {self._source.collection} belong to another migration, or the model has "
+                "changed since. Run the command of that migration with --step clean-up; if its model no longer exists: "
                 f"ALTER TABLE {self._table} DROP COLUMN {quoted(vector + BEFORE)}, DROP COLUMN {quoted(shape.marker)}"
             )
         column = quoted(shape.vector)
@@ -180,7 +180,7 @@ class PgvectorLive:
         if table is None:
             raise CollectionMissing(f"the database has no table {source.collection} in its search path")
         if not table["is_table"]:
-            raise CollectionMismatch(f"{source.collection} is not a table, or a partitioned one")
+            raise CollectionMismatch(f"{source.collection} is not a table, or it is partitioned: name another table")
         rows = await connection.fetch(_COLUMNS, table["oid"])
         columns = {row["name"]: row["type"] for row in rows}
         vector = source.vector or DEFAULT_VECTOR
@@ -190,8 +190,8 @@ class PgvectorLive:
         if kind is None:
             vectors = [name for name, type_name in columns.items() if _TYPE.fullmatch(type_name)]
             raise CollectionMismatch(
-                f"the table {source.collection} has no column {vector} of type vector, halfvec or sparsevec. Name one "
-                f"with --vector: {', '.join(vectors) or 'it has none'}"
+                f"the table {source.collection} has no column {vector} of type vector, halfvec or sparsevec"
+                + (f". Name one with --vector: {', '.join(vectors)}" if vectors else ", nor any other such column")
             )
         if kind[1] == "sparsevec" and not kind[2]:
             raise CollectionMismatch(
@@ -219,7 +219,7 @@ class PgvectorLive:
         if id_column not in unique:
             raise CollectionMismatch(
                 f"the table {source.collection} needs a column that alone is its primary key or unique: "
-                f"{id_column or 'it has none'}. --id names one"
+                f"{id_column or 'it has none'}. Name one with --id"
             )
         if not table["is_owner"]:
             raise SinkUnsuitable(
@@ -230,7 +230,8 @@ class PgvectorLive:
         is_not_null = next(row["not_null"] for row in rows if row["name"] == vector)
         in_use: Side = "new" if vector + BEFORE in columns else "old"
         indexes = await connection.fetch(_INDEXES, self._table, vector)
-        # without an index: the cosine, and for sparse vectors the inner product, for which their models are trained
+        # Without an index, vectors are compared by their cosine, and sparse ones by the inner product, because sparse
+        # models are trained with it.
         default = INNER_PRODUCT if kind[1] == "sparsevec" else COSINE
         operator = next((_OPERATORS.get(index["operators"], COSINE) for index in indexes), default)
         return _TableShape(
@@ -250,8 +251,8 @@ class PgvectorLive:
     async def begin(self, dims: int) -> None:
         shape = self._opened()
         if dims > (most := MAX_WIDTHS[shape.output]):
-            raise SinkUnsuitable(f"a vector has {dims} numbers, where pgvector takes at most {most}")
-        # `build_indexes` would fail only after every row was embedded
+            raise SinkUnsuitable(f"a vector has {dims} numbers, but pgvector takes at most {most}")
+        # checked before rows are embedded: `build_indexes` would fail only afterwards
         if shape.in_use == "old" and shape.indexes and dims > (most := INDEX_DIMS.get(shape.kind, dims)):
             raise SinkUnsuitable(
                 f"the new model has vectors of {dims} numbers, and the index {shape.indexes[0]} of the column "
@@ -280,8 +281,8 @@ class PgvectorLive:
         actual = (shape.columns.get(column, "").rpartition(".")[2]) or f"no column {column}"
         if actual != f"{shape.kind}({dims})" and not (shape.in_use == "new" and actual == shape.kind):
             raise CollectionMismatch(
-                f"the column {column} of {self._source.collection} has {actual}, where {shape.kind}({dims}) is "
-                "written. It is of another migration: remove it with --step clean-up, or drop it"
+                f"the column {column} of {self._source.collection} has {actual}, but {shape.kind}({dims}) is "
+                "written. It belongs to another migration: remove it with --step clean-up, or drop it"
             )
         if self._record().new != fingerprint:
             raise CollectionMismatch(
@@ -375,7 +376,7 @@ class PgvectorLive:
         ]
         away = shape.column(opposite(side))
         if side == shape.in_use and away in shape.columns:
-            # a writer has changed this row, so the vector that is not in use is a vector of an earlier text
+            # a writer has changed this row, so its vector of the other side belongs to an earlier text
             changes.append(f"{quoted(away)} = NULL")
         await connection.execute(
             f"WITH fresh AS (SELECT t.{identity} AS id, r.embedding FROM pg_temp.sie_rows r JOIN {self._table} t "  # noqa: S608
@@ -507,13 +508,13 @@ class PgvectorLive:
 
     async def _alter(self, statements: Callable[[_TableShape], Sequence[str]]) -> None:
         """Run statements that change the table, in one transaction, and read its columns again. `statements`: function
-        that returns them for the table's present columns; none if the table is already as wanted, because a transaction
-        whose answer was lost is run again.
+        that returns them for the table's present columns; none if an earlier attempt, whose reply was lost, has already
+        changed the table.
         """
 
         async def run(connection: Any) -> None:
             await connection.execute(f"SET LOCAL lock_timeout = '{LOCK_S}s'")
-            # locked before the columns are read, because the lost transaction may not have ended yet
+            # locked before the columns are read: the transaction of an earlier attempt may still run
             await connection.execute(f"LOCK TABLE {self._table} IN ACCESS EXCLUSIVE MODE")
             for statement in statements(await self._read_shape(connection)):
                 await connection.execute(statement)

@@ -206,7 +206,7 @@ class QdrantSink:
     def refusals(self, rows: SinkRows) -> Mapping[int, str]:
         refused = {}
         for number, multivector in enumerate(rows.multivectors):
-            if multivector.size * NUMBER_BYTES > POINT_BYTES:  # `upsert` encodes each again
+            if multivector.size * NUMBER_BYTES > POINT_BYTES:  # only `upsert` encodes smaller ones
                 size = len(_encoded_vector(multivector))
                 if size > POINT_BYTES:
                     refused[number] = _oversize("the multivector", size)
@@ -242,7 +242,7 @@ def _encoded_vector(numbers: NDArray[np.float32]) -> bytes:
 
 
 def _oversize(name: str, size: int) -> str:
-    return f"{name} has {size} bytes as JSON, where a request to Qdrant takes at most {POINT_BYTES}: shorten the text"
+    return f"{name} has {size} bytes as JSON, but a request to Qdrant takes at most {POINT_BYTES}: shorten the text"
 
 
 def point_bodies(points: Iterable[Mapping[str, Any]], body_bytes: int = BODY_BYTES) -> Iterator[bytes]:
@@ -322,7 +322,7 @@ def _settings(widths: Widths) -> dict[str, Any]:
 
 def _vectors(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of dense vectors and multivectors by name (empty for a vector without a name), and those of
-    sparse vectors. `settings`: what creates a collection, or the server's description of one.
+    sparse vectors. `settings`: the body that creates a collection, or the server's description of a collection.
     """
     try:
         params = settings["config"]["params"] if "config" in settings else settings
@@ -360,5 +360,5 @@ def _check_vector(actual: Any, collection: str, name: str, expected: Mapping[str
     if (size, distance) != (expected["size"], expected["distance"]):
         raise CollectionMismatch(
             f"{place} has {size} dimensions and the distance {distance}, "
-            f"where {expected['size']} dimensions and the distance {expected['distance']} are written"
+            f"but {expected['size']} dimensions and the distance {expected['distance']} are written"
         )

@@ -149,7 +149,7 @@ class QdrantLive:
         if info.config.params.get("sharding_method") == "custom":
             raise CollectionMismatch(f"the collection {target} has shards by key, which are not migrated")
         if in_use == "new":
-            is_begun = bool(old)  # otherwise it is cleaned up
+            is_begun = bool(old)  # without an old collection, the migration is cleaned up already
         else:
             is_begun = await self._server.send("GET", _path(new), missing=True) is not None
         self._layout = _CollectionPair({"old": old, "new": new}, in_use, is_begun, info, vector, params, more_vectors)
@@ -203,8 +203,8 @@ class QdrantLive:
         _, params, _ = self._vectors(created)
         if params and params["size"] != dims:
             raise CollectionMismatch(
-                f"the collection {name} has {params['size']} dimensions, where {dims} are written: no migration of "
-                "this model has created it. Delete it"
+                f"the collection {name} has {params['size']} dimensions, but {dims} are written: no migration of "
+                "this model has created it. Delete the collection"
             )
         await self.open()
 
@@ -327,7 +327,7 @@ class QdrantLive:
         condition = b',"update_filter":' + msgspec.json.encode(update_filter) + b"}"
         first = 0
         while first < len(points):
-            # read the other vectors here and not in the scan: those of all pending points would need too much memory
+            # the other vectors are read here and not in the scan, where those of all pending points would be in memory
             stored = await self._more_vectors(opposite(side), [point.id for point, _ in points[first:]])
             copied = points[first : first + len(stored)]
             bodies = point_bodies(
@@ -401,7 +401,7 @@ class QdrantLive:
 
     async def sample(self, count: int) -> Sequence[LiveRow]:
         layout = self._opened()
-        # the payloads are read apart, because those of all points may be larger than a reply
+        # payloads are read separately, because those of all points may be larger than the limit of one reply
         body = {"query": {"sample": "random"}, "limit": count, "with_payload": False}
         page = await self._read("POST", self._points_path(layout.in_use, "/query"), _PointPage, body)
         points = await self._points(layout.names[layout.in_use], [point.id for point in page.points])

@@ -187,5 +187,5 @@ class BucketSource:
     def _broken(self, wrong: str) -> FetchFailed:
         """Return the error for files that differ from the manifest. A push can repair them, so the load is retried."""
         return FetchFailed(
-            "NETWORK", f"{self.label} is damaged there, {wrong}: `sie weights push --force` writes it again"
+            "NETWORK", f"{self.label} is damaged in the bucket, {wrong}: `sie weights push --force` writes it again"
         )

@@ -224,7 +224,7 @@ class LocalCache:
 
     def _with_room(self, act: Callable[[], T], label: str) -> T:
         """Call `act`. If the disk is full, free space and call it once more: even a lock file or a folder needs a
-        block. `label`: what is written, for error texts. Raises FetchFailed.
+        block. `label`: name of the written files in error texts. Raises FetchFailed.
         """
         try:
             try:
@@ -289,7 +289,7 @@ class LocalCache:
                 path.parents[1].name.removeprefix("models--").replace("--", "/"),
                 path.name.removesuffix(REMOVED),
             )
-            # the folder's name is not that of a snapshot, or the folder was moved in the meantime
+            # skip a folder whose name is not that of a snapshot, and one that was moved in the meantime
             with contextlib.suppress(ManifestError, FileNotFoundError):
                 check_names(repository, revision)
                 if not self._is_used(repository, revision):
@@ -346,8 +346,8 @@ class LocalCache:
         return True
 
     def clean(self, repository: str, revision: str) -> None:
-        """Remove the lock files and the empty folders of a snapshot that was not found, unless a process uses or
-        fetches it: clients may name any number of LoRAs. A started download stays.
+        """Remove the lock files and the empty folders of a snapshot that was not found, because clients may name any
+        number of LoRAs. Do nothing while a process uses or fetches the snapshot. A started download stays.
         """
         use, folder = self._lock_file(repository, revision, "use"), self._folder_of(repository)
         with contextlib.suppress(OSError):  # a folder is not empty, or belongs to another user
@@ -370,7 +370,7 @@ class LocalCache:
         """Return the bytes that the running fetches of all processes of this node have yet to write."""
         due = 0
         for path in self.hub.glob(".locks/*/*.fetch"):
-            # the lock file belongs to another user and cannot be read, or was removed meanwhile
+            # skip a lock file that this user cannot read, or that was removed meanwhile
             with contextlib.suppress(PermissionError, FileNotFoundError):
                 lock = try_lock(path, shared=False)
                 if lock is None:

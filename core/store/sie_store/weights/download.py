@@ -36,7 +36,7 @@ FILES_AT_ONCE = 8
 PIECE_BYTES = 1 << 18
 # bytes that must arrive within `stall_s`; a response with at least this number resets the count of failed attempts
 MIN_BYTES = 1 << 14
-# number of bytes of one file, waiting in memory while earlier bytes are being written, at which no more are read
+# no more bytes of a file are read while this number of its bytes wait in memory to be written
 MAX_WAITING_BYTES = 1 << 20
 # number of times that a file with a wrong digest is fetched; the second time from its start, because the bytes that
 # were already on the disk may be damaged

@@ -208,7 +208,7 @@ class _Hub:
 
 @contextlib.contextmanager
 def _passing() -> Iterator[None]:
-    """Convert a failure that may be gone at the next attempt (no connection, time-out, status 408, 425, 429, 5xx) into
+    """Convert a failure that may not occur at the next attempt (no connection, time-out, status 408, 425, 429, 5xx) to
     StoreError. Only the text of the StoreError may be logged: the original text contains the URL, which may be signed
     or contain a password.
     """

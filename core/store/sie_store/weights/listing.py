@@ -42,13 +42,13 @@ def contradiction(cache: Path, repository: str, revision: str) -> str:
     """Return why a snapshot without a listing is incomplete, as an error text; empty if no fault is found."""
     folder = _folder(cache, repository) / "snapshots" / revision
     if not folder.is_dir():
-        return "it is not there"
+        return "its folder is missing"
     if any((_folder(cache, repository) / "blobs").glob("*.incomplete")):
         return "blobs of its repository are marked as incomplete"
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink() and not path.exists():
-            return f"{name} points nowhere"
+            return f"{name} is a link to a missing file"
         if path.suffix == ".safetensors" and (wrong := _wrong_with(path)):
             return f"{name} {wrong}"
         if path.suffix == ".json" and path.is_file():
@@ -57,7 +57,7 @@ def contradiction(cache: Path, repository: str, revision: str) -> str:
             except (*UNDECODABLE, OSError) as error:
                 return f"{name} is not JSON: {type(error).__name__}"
             if missing:
-                return f"{name} names {missing}, which is not there"
+                return f"{name} names {missing}, which is missing"
     return ""
 
 

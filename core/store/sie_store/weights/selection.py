@@ -49,7 +49,7 @@ of_lora = _matching(LORA_FILES)
 
 
 def check_size(select: Wanted | None, size: int, label: str) -> None:
-    """Raise FetchFailed if `select` selects the files of a LoRA, and these have too many bytes. `label`: its name."""
+    """Raise FetchFailed if `select` is that of a LoRA, and its files have too many bytes. `label`: the LoRA's name."""
     if select is of_lora and size > MAX_LORA_BYTES:
         raise FetchFailed("INCOMPATIBLE", f"{label} has {size} bytes, a LoRA has at most {MAX_LORA_BYTES}")
 
@@ -98,4 +98,4 @@ def lacking(entry: ModelEntry) -> str:
     if entry.family not in FAMILIES:
         return "is not a folder"
     family = FAMILIES[entry.family]
-    return f"holds no {family.config_file} and {'weights' if family.has_pickled_weights else 'safetensors'}"
+    return f"has no {family.config_file} and {'weights' if family.has_pickled_weights else 'safetensors'}"

@@ -96,10 +96,10 @@ class WeightSources:
                 return Located(packaged)
             if is_whole:
                 raise load_failed("DEPENDENCY", _lacks_package(entry))
-            looked.append(f"the package {weights.package} is not installed or carries no model")
+            looked.append(f"the package {weights.package} is not installed or has no model files")
         if weights.unpinned:
             looked.append(
-                f"no commit of {weights.hub} is known to download: `sie models add {weights.hub}` pins the newest one"
+                f"the entry pins no commit of {weights.hub} to download: `sie models add {weights.hub}` pins the newest"
             )
         elif weights.hub and self.may_download:
             return self._downloaded(entry)
@@ -275,7 +275,7 @@ class WeightSources:
             # the client that named the LoRA knows the name, so the message need not repeat it
             message = error.message.replace(private, "it") if private else error.message
             raise error_type(
-                name, f"no folder of the models folder, not in the local cache; {message}{allowed}"
+                name, f"it is neither in the models folder nor in the local cache; {message}{allowed}"
             ) from error
 
     def _lora(self, repository: str, revision: str, private: str) -> Located:
