@@ -75,8 +75,8 @@ class Cluster:
         cls, loaded_settings: Loaded, named: Path | None = None, *, looks_around: bool = True, required: bool = True
     ) -> Cluster:
         """Return the cluster of these settings, with addresses of a running `sie serve` (see `_with`). `named`: its
-        data directory. None: the default one, which is read only with `looks_around`. Raises SettingError if the file
-        of a `sie serve` cannot be used, or if `required` and no `sie serve` runs with `named`.
+        data directory; None: the default one, which is not read if `looks_around` is false. Raises SettingError if the
+        file of a `sie serve` cannot be used, or if `required` and no `sie serve` runs with `named`.
         """
         data_dir = (named or default_data_dir()).absolute()
         settings, sources = _as_client(loaded_settings)
@@ -106,8 +106,8 @@ class Cluster:
         local_names = {
             name for name in chosen if public_url(configured[name] or "").rstrip("/") in local[name].split(",")
         }
-        # if the user set an address that is not one of this `sie serve`, another cluster is meant: then its other
-        # addresses are not used
+        # a user who set an address that is not one of this `sie serve` means another cluster: then no further address
+        # of this `sie serve` is used
         is_ours = self.is_named or chosen == local_names
         changes: dict[str, Any] = {}
         for name, part in _PARTS.items():

@@ -92,7 +92,8 @@ class DataDir:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise InUse(self._path) from error
-            # a killed `sie serve` left it: commands would send credentials to its addresses, which others may have now
+            # remove the file of a killed `sie serve`: commands would send credentials to the addresses in it, which
+            # other programs may use by now
             (self._path / FILE).unlink(missing_ok=True)
             sockets = sockets_folder(self._path)
             try:
@@ -111,7 +112,7 @@ class DataDir:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # before the lock is released, because the folder may be that of the next owner afterwards
+        # before the lock is released, because afterwards the next `sie serve` may use the folder
         if (sockets := sockets_folder(self._path)).parent != self._path:
             with contextlib.suppress(OSError):  # not empty, if a killed process left its socket
                 sockets.rmdir()

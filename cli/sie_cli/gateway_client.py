@@ -57,7 +57,8 @@ class AdminClient:
             reply: dict[str, Any] = msgspec.json.decode(answer.content, type=dict[str, Any])
         except UNDECODABLE as error:
             raise CommandRefused(
-                f"{public_url(self.url)} answered {answer.status_code}, which is not the answer of a gateway"
+                f"{public_url(self.url)} replied with status {answer.status_code}, but not in the form of a gateway: "
+                "name the address of a gateway with --url"
             ) from error
         if answer.is_success:
             return reply

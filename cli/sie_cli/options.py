@@ -29,7 +29,7 @@ SPARE = (
     "Keep a process with the imported libraries, which replaces an adapter that dies at once (Linux; some 100 MB a "
     "worker)."
 )
-_WARNED = "Whoever started this process has told the warnings about its settings."
+_WARNED = "The process that started this one has already printed the warnings about its settings."
 ALIASES = {"SIE_PRELOAD_MODELS": "--preload"}
 
 
@@ -153,8 +153,8 @@ class AnyPosition(click.Group):
 
 
 def behind(args: list[str]) -> list[str]:
-    """Move the options in _ANYWHERE that are before the name of the command to the end of the arguments, but not behind
-    `--`.
+    """Return the arguments with the options of _ANYWHERE moved from before the command's name to the end, or to before
+    a `--`.
     """
     lines: list[str] = []
     moved: list[str] = []

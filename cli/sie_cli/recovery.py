@@ -251,7 +251,7 @@ def _set_aside(cluster: Cluster, stream: str) -> str:
     with refusing():
         place.parent.mkdir(mode=0o700, exist_ok=True)
         folders[0].rename(place)
-    return f"the files of {stream} are in {place} now; `{cluster.serve}` makes the stream anew"
+    return f"the files of {stream} are in {place} now; `{cluster.serve}` creates the stream again"
 
 
 @contextlib.contextmanager
@@ -304,20 +304,20 @@ async def _repair(broker: NatsBroker, cluster: Cluster, info: StreamInfo) -> str
                 return f"{stream} can be read, so it stays as it is{more}"
         await remake(broker, info)
         await _recover_catalogue(broker, cluster)
-        return f"{stream} is made anew, with the models of the API; the config service adds the models of folders"
-    # a bucket whose entries are only fewer than those of another one is no better after it is created again
+        return f"{stream} was created again, with the models of the API; the config service adds those of folders"
+    # a readable bucket stays, because creating it again would not restore the entries that it lacks
     if bucket != stream and not await damage(broker, info):
         more = "; `sie restore FILE` writes the entries that it lacks" if bucket in LASTING else ""
         return f"{stream} can be read, so it stays as it is{more}"
     if bucket not in LASTING:
         await remake(broker, info)
-        return f"{stream} is made anew, without entries"
+        return f"{stream} was created again, without entries"
     left = await salvage(broker, stream)
     entries = [(entry.key, entry.value) for entry in left if entry.value is not None]
     with _saved(cluster, stream, [], {bucket: entries}):
         await remake(broker, info)
         written = await _write_missing(await broker.key_value(bucket), entries)
-    return f"{stream} is made anew, with {counted(written, 'entry', 'entries')}"
+    return f"{stream} was created again, with {counted(written, 'entry', 'entries')}"
 
 
 async def _recover_catalogue(broker: NatsBroker, cluster: Cluster) -> list[str]:

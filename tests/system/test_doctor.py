@@ -101,7 +101,7 @@ def test_a_healthy_cluster_has_nothing(stack: Stack, tmp_path: Path) -> None:
     assert (report.status, report.word) == (0, "fine"), report.output
     assert report.states.pop("models") == "absent"
     assert set(report.states.values()) == {"fine"}, report.output
-    assert "1 gateway and 1 worker serve by epoch" in report.says["config"]
+    assert "1 gateway and 1 worker use the catalogue of epoch" in report.says["config"]
     assert "1 healthy worker" in report.says["gateway"]
     assert report.says["clock"].startswith("4 clocks within 0.")  # machine, gateway, config service, worker
 
@@ -167,7 +167,7 @@ def test_clocks_that_are_off_an_older_version_and_a_worker_that_does_not_follow_
         "for a pod: its node) with `timedatectl set-ntp true`",
     )
     report.named("versions", "sidecar w0: version 0.0.9, others 0.1.0", "pip install 'sie-cluster==0.1.0'")
-    report.named("config", "worker w0 serves by an older catalogue", "SIE_NATS_CONFIG_TRUSTED_PRODUCERS")
+    report.named("config", "worker w0 uses an older catalogue", "SIE_NATS_CONFIG_TRUSTED_PRODUCERS")
     assert [len(report.findings[check]) for check in ("clock", "versions", "config")] == [2, 1, 1], report.output
 
 
@@ -340,7 +340,7 @@ def test_a_port_that_another_program_holds_is_named(tmp_path: Path) -> None:
             http_server.shutdown()
             serving.join()
     report.named(
-        "ports", f"port {port}, which SIE_WORKER_METRICS_PORT sets, is held by a program", "--worker-metrics-port"
+        "ports", f"port {port}, which SIE_WORKER_METRICS_PORT sets, is used by a program", "--worker-metrics-port"
     )
     report.named("gateway", "is no gateway of SIE", "--url")
 

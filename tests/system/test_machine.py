@@ -200,7 +200,7 @@ def test_a_control_group_with_less_memory_than_a_start_takes_is_told(tmp_path: P
         serve = [SIE, "serve", "--data-dir", str(tmp_path / "data"), "--port", str(free_ports(1)[0])]
         done = subprocess.run(group.inside(serve), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: memory: this control group (container, systemd unit) may hold 400.0 MiB")
+    assert done.stderr.startswith("error: memory: this control group (container, systemd unit) may use 400.0 MiB")
 
 
 def test_serves_with_no_network_but_loopback(tmp_path: Path) -> None:

@@ -57,16 +57,16 @@ DRIVER = GpuDriver("570.1", (12, 8))
 def test_who_is_behind_the_catalogue(
     gateways: dict[str, str], workers: dict[str, tuple[str, str]], behind: list[str]
 ) -> None:
-    assert [finding.wrong.partition(" serves")[0] for finding in drift(EPOCH, gateways, workers)] == behind
+    assert [finding.wrong.partition(" uses")[0] for finding in drift(EPOCH, gateways, workers)] == behind
 
 
 def test_without_the_config_services_word_gateways_are_compared_with_each_other() -> None:
     findings = drift(None, {"a": "made:9", "b": "made:10"}, {"w": ("default", "made:1"), "v": ("default", "old:1")})
-    assert [finding.wrong.partition(" serves")[0] for finding in findings] == ["gateway a", "worker v"]
+    assert [finding.wrong.partition(" uses")[0] for finding in findings] == ["gateway a", "worker v"]
     assert drift(None, {}, {"w": ("default", "made:1")}) == []
     old, new = "2026-11-01T00:00:00Z:100", "2026-11-28T00:00:00Z:2"  # the bucket was created again
     findings = drift(None, {"a": old, "b": new}, {"v": ("default", old), "w": ("default", new)})
-    assert [finding.wrong.partition(" serves")[0] for finding in findings] == ["gateway a", "worker v"]
+    assert [finding.wrong.partition(" uses")[0] for finding in findings] == ["gateway a", "worker v"]
 
 
 def test_everything_but_the_newest_version_is_named_and_numbers_are_compared_as_numbers() -> None:
@@ -111,7 +111,7 @@ def test_everything_but_the_newest_version_is_named_and_numbers_are_compared_as_
             "cuda:2",
             TorchBuild("2.13", "12.8", True, 2),
             DRIVER,
-            "SIE_DEVICE=cuda:2, but there is cuda:0, cuda:1 alone",
+            "SIE_DEVICE=cuda:2, but this machine has only cuda:0, cuda:1",
             "set SIE_DEVICE",
         ),
     ],
@@ -268,7 +268,7 @@ async def test_what_is_no_adapter_behind_a_socket_is_told(tmp_path: Path) -> Non
         os.umask(mask)
     async with server:
         finding = await probe_socket(path)
-    assert "does not speak protocol" in finding.wrong
+    assert "does not use protocol" in finding.wrong
     assert finding.fix
 
 
@@ -310,11 +310,11 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
                     _, (finding,) = await ports(probe)
                     assert (
                         finding.wrong
-                        == f"port {port}, which `sie serve` wrote down, is held by a program that is not SIE's"
+                        == f"port {port}, which `sie serve` wrote down, is used by a program that is not SIE's"
                     )
             async with open_probe(Cluster(settings, {**sources, "SIE_WORKER_METRICS_PORT": "flag"}, tmp_path)) as probe:
                 _, (finding,) = await ports(probe)
-                assert "which SIE_WORKER_METRICS_PORT sets, is held by" in finding.wrong
+                assert "which SIE_WORKER_METRICS_PORT sets, is used by" in finding.wrong
         finally:
             foreign_server.shutdown()
 

@@ -55,7 +55,7 @@ def test_doctor_names_the_stream_and_its_command_sets_the_files_aside(tmp_path: 
     (command,) = (line for line in commands(fix) if line.startswith("sie repair"))
     done = CliRunner().invoke(main, command.split()[1:], env=NONE)
     assert done.exit_code == 0, done.output
-    assert "makes the stream anew" in done.output
+    assert "creates the stream again" in done.output
     assert not files.exists()
     (aside,) = (data_dir / "damaged").iterdir()
     assert (aside / "msgs").is_dir()
@@ -148,7 +148,7 @@ async def test_a_catalogue_is_created_again_only_if_a_record_cannot_be_decoded(
     assert "1 model that it lacked" in await ran(server, tmp_path, "repair", "KV_sie_catalogue")
     assert (await bucket.epoch()).rpartition(":")[0] == created
     await bucket.write([Write("history.a.1", b"{}", 0)])
-    assert "is made anew" in await ran(server, tmp_path, "repair", "KV_sie_catalogue")
+    assert "was created again" in await ran(server, tmp_path, "repair", "KV_sie_catalogue")
     assert [*(await (await open_store(broker, settings_of())).snapshot()).held] == ["m"]
 
 
@@ -176,7 +176,7 @@ async def test_entries_that_an_interrupted_repair_has_salvaged_are_restored_from
     assert [(entry.key, entry.value) for entry in await jobs.entries()] == [("job.1", b"one")]
     with monkeypatch.context() as patched:
         patched.setattr(operator, "damage", damage)
-        assert "made anew, with 1 entry" in await ran(server, tmp_path, "repair", "KV_sie_jobs")
+        assert "was created again, with 1 entry" in await ran(server, tmp_path, "repair", "KV_sie_jobs")
     assert [*(tmp_path / "sie" / "damaged").iterdir()] == [file]
     assert [(entry.key, entry.value) for entry in await jobs.entries()] == [("job.1", b"one")]
 

@@ -189,8 +189,8 @@ def test_a_folder_gets_a_name_and_prints_what_its_entry_says(node: Node, tmp_pat
             "are in the package x, from where workers read them. To copy them to the bucket, run sie weights push",
         ),
         (["push", "my/folder"], 1, "are in the folder /somewhere, from where workers read them"),
-        (["verify", "org/none"], 1, "there is no org/none; there is nothing"),
-        (["rm", "org/none", "--yes"], 1, "there is no org/none; there is nothing"),
+        (["verify", "org/none"], 1, "there is no snapshot of org/none; there are no snapshots"),
+        (["rm", "org/none", "--yes"], 1, "there is no snapshot of org/none; there are no snapshots"),
         (["rm"], 2, "Missing argument"),
         (
             ["list", "--cluster-cache", "/a/folder"],

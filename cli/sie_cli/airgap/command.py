@@ -80,9 +80,9 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
         chosen = choose(Overlay(settings).folders(), models)
         entries = with_profiles(chosen.entries, profiles) if profiles else chosen.entries
         seeded({**{entry.id: entry for entry in entries}, **{alias.id: alias for alias in chosen.aliases}})
-        told_by = logging.getLogger("sie.store")  # reports the progress of downloads, every few seconds
-        told_by.setLevel(logging.INFO)
-        told_by.addHandler(logging.StreamHandler())
+        downloads = logging.getLogger("sie.store")  # logs the progress of downloads every few seconds
+        downloads.setLevel(logging.INFO)
+        downloads.addHandler(logging.StreamHandler())
         gathering = FileGathering(weight_sources(settings), settings.models_dir)
         placed = [gathering.model(entry) for entry in entries]
         with _written(output, gathering.bytes) as file:

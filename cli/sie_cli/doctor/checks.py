@@ -383,7 +383,7 @@ async def config(probe: ClusterProbe) -> CheckResult:
     if epoch is None:
         says += f" agree; to read the epoch at {public_url(url)}, set SIE_CONFIG_READ_TOKEN and SIE_CONFIG_SERVICE_URL"
         return says, findings
-    return f"{says} serve by epoch {epoch.epoch}", findings
+    return f"{says} use the catalogue of epoch {epoch.epoch}", findings
 
 
 async def restored(probe: ClusterProbe, url: str) -> list[Finding]:
@@ -428,7 +428,7 @@ def _order_of_epoch(epoch: str) -> tuple[str, int]:
 
 def _drifted(name: str, stands: str, expected: str) -> Finding:
     return Finding(
-        f"{name} serves by an older catalogue: epoch {stands}, wanted {expected}",
+        f"{name} uses an older catalogue: epoch {stands}, expected {expected}",
         f"restart {name}; so that it gets later changes, compare its SIE_CONFIG_SERVICE_URL, SIE_CONFIG_READ_TOKEN and "
         "SIE_NATS_CONFIG_TRUSTED_PRODUCERS with those of the other processes",
     )
@@ -467,7 +467,7 @@ async def clock(probe: ClusterProbe) -> CheckResult:
         measured = BrokerClock(connection, names[0])
         await measured.measure()
     except BrokerError as error:
-        raise CheckSkipped(f"the broker does not tell its time: {error}") from error
+        raise CheckSkipped(f"the time of the broker cannot be read: {error}") from error
     own_s, margin_s = measured.ahead_s() or 0.0, measured.margin_s
     clocks = {f"this machine's clock (host {os.uname().nodename})": (own_s, margin_s)}
     replies = [(f"the gateway at {reply.url}", reply) for reply in await probe.gateways()]
@@ -539,7 +539,7 @@ async def versions(probe: ClusterProbe) -> CheckResult:
     if beats is not None:
         findings += [
             Finding(
-                f"what {subject} announces cannot be read by this version",
+                f"this version cannot read the heartbeats on {subject}",
                 "use the `sie` of the newest version in the cluster",
             )
             for subject in sorted(beats.unreadable)

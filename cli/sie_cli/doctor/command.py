@@ -92,9 +92,9 @@ def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Map
     return check
 
 
-# Checks by name, without that of the settings. A check changes nothing. It returns a text to show if there are no
-# findings, and its findings. It raises NotApplicable if the thing to check does not exist here, and CheckSkipped if the
-# check is not possible.
+# Checks by name, without that of the settings. A check changes nothing. It returns its findings, and a text to show if
+# there are none. It raises NotApplicable if this cluster or machine has nothing to check, and CheckSkipped if the check
+# is not possible.
 CHECKS: dict[str, Check] = {
     "ports": machine.ports,
     "gateway": checks.gateway,
@@ -182,7 +182,7 @@ async def _report(name: str, check: Check, probe: ClusterProbe) -> DoctorCheck:
     except CheckSkipped as blind:
         return DoctorCheck(name, "blind", str(blind), [])
     except TimeoutError:
-        return DoctorCheck(name, "blind", f"no end within {limit_s:g} s", [])
+        return DoctorCheck(name, "blind", f"the check did not end within {limit_s:g} s", [])
     except BrokerError as error:
         return DoctorCheck(name, "blind", f"the broker failed meanwhile: {error}", [])
     except OSError as error:  # such as a folder of another user

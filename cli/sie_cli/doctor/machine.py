@@ -87,7 +87,7 @@ def _filled(folder: Path, data_dir: Path) -> str:
     own = held_bytes(data_dir) if place in (data_dir, *data_dir.parents) else 0
     return (
         f"the file system {place} of {size(whole.total)} has {whole.free} bytes free, the data directory {data_dir} "
-        f"holds {size(own)} of it, other files {size(max(0, whole.used - own))}"
+        f"uses {size(own)} of it, other files {size(max(0, whole.used - own))}"
     )
 
 
@@ -146,11 +146,11 @@ async def ports(probe: ClusterProbe) -> CheckResult:
 
 def _port_taken(name: str, port: int, serve: str) -> Finding:
     if not name:
-        wrong = f"port {port}, which `sie serve` wrote down, is held by a program that is not SIE's"
+        wrong = f"port {port}, which `sie serve` wrote down, is used by a program that is not SIE's"
         return Finding(wrong, f"run `{serve}` again: it takes other ports")
     row = BY_NAME[name]
     return Finding(
-        f"port {port}, which {name} sets, is held by a program that is not SIE's",
+        f"port {port}, which {name} sets, is used by a program that is not SIE's",
         f"end that program (`ss -ltnp 'sport = :{port}'` names it), or start the {row.components[0]} with {row.flag} "
         "and a free port",
     )
@@ -261,7 +261,7 @@ def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble
     places = [int(name.partition(":")[2] or 0) for name in device.split(",")]
     if max(places) >= torch.count:
         names = ", ".join(f"cuda:{number}" for number in range(torch.count))
-        return [Finding(f"SIE_DEVICE={device}, but there is {names} alone", f"set SIE_DEVICE to {names}")]
+        return [Finding(f"SIE_DEVICE={device}, but this machine has only {names}", f"set SIE_DEVICE to {names}")]
     return []
 
 

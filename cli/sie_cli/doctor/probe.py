@@ -50,7 +50,7 @@ class CheckSkipped(Exception):
 
 
 class NotApplicable(Exception):
-    """Raised if this cluster or machine does not have the thing to check; the message has the reason."""
+    """Raised if this cluster or machine has nothing to check; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -382,7 +382,7 @@ async def probe_socket(path: Path) -> AdapterSocket:
     except ipc.FrameError:
         answer = None
     if not isinstance(answer, ipc.Description) or answer.protocol != ipc.PROTOCOL:
-        wrong = f"{path}: what listens there does not speak protocol {ipc.PROTOCOL} of this version"
+        wrong = f"{path}: the program that listens there does not use protocol {ipc.PROTOCOL} of this version"
         return AdapterSocket(path, wrong, "install the same version of sidecar and adapter")
     return AdapterSocket(path, description=answer)
 

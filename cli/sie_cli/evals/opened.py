@@ -126,13 +126,13 @@ class OpenSources:
         except SIEConnectionError as error:
             raise CommandRefused(self._gateway.refusal(where, error)) from error
         except SIEError as error:
-            settings = "`sie models list` shows its models"
-            raise CommandRefused(f"{error}\nasked the gateway at {public_url(where)}: {settings}") from error
+            hint = "`sie models list` shows its models"
+            raise CommandRefused(f"{error}\nasked the gateway at {public_url(where)}: {hint}") from error
         return source
 
     def _scores_pairs(self) -> bool:
-        """Return whether the model counts as one that scores pairs. The first source says so. Without sources, such a
-        model has an entry in this installation's catalogue, and the entry has no dense vectors.
+        """Return whether the model scores pairs. The first open source has this fact. Without a source, the model's
+        entry in the catalogue of this installation decides: a model without dense vectors scores pairs.
         """
         if self.sources:
             return self.sources[0].scores_pairs
@@ -145,7 +145,7 @@ def first_cluster(sources: Sequence[EvalSource]) -> Sie | None:
 
 
 def _answers(url: str) -> bool:
-    """Return whether a server answers at `url`. At a default address, perhaps no server listens."""
+    """Return whether a server answers at `url`, with any status."""
     try:
         with httpx.Client(**client_options(url, httpx.HTTPTransport), timeout=CONNECT_S) as client:
             client.get(f"{url}/healthz")

@@ -219,7 +219,7 @@ class OutputPlace:
 
 
 def parse_params(pairs: Iterable[str], option: str = "--param", example: str = "dimensions=256") -> dict[str, Any]:
-    """Parse pairs `KEY=JSON`. A value that is not JSON is a text. Raises BadParameter. `example`: pair for its text."""
+    """Parse pairs `KEY=JSON`. A value that is not JSON is a text. Raises BadParameter, which shows `example`."""
     values: dict[str, Any] = {}
     for pair in pairs:
         name, mark, value = pair.partition("=")
@@ -246,12 +246,12 @@ def parse_metadata(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def parse_chunks(text: str) -> dict[str, Any] | str:
-    """Parse a rule such as `max_tokens=256,boundary=paragraph`. Any other text is a column. Raises BadParameter."""
+    """Parse a rule such as `max_tokens=256,boundary=paragraph`. A text without `=` is a column. Raises BadParameter."""
     return parse_params(text.split(","), "--chunks", "max_tokens=256") if "=" in text else text
 
 
 def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
-    """Convert command-line options to options of the client. Unset ones are left out, because the server has their
+    """Convert command-line options to options of the client. Unset options are left out: then the server uses its
     defaults. Raises BadParameter.
     """
     if values["operation"] is None and (values["query"] or values["document"]):

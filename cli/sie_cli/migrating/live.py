@@ -194,7 +194,7 @@ class LiveMigration:
             dims = [models[side].dims(state.output) for side in SIDES]
             if state.dims and state.dims != model.dims(state.output):
                 raise CommandRefused(
-                    f"the vectors of {plan.collection} have {state.dims} dimensions, where {model.name} makes "
+                    f"the vectors of {plan.collection} have {state.dims} dimensions, but those of {model.name} have "
                     f"{model.dims(state.output)}: is this the index of {plan.alias}, and is --vector its vector?"
                 )
             report.report_step(
@@ -249,7 +249,7 @@ class LiveMigration:
                 await self._flip(steps, alias, state)
 
     def _try_change(self, alias: Present) -> None:
-        """Let the config service check the change of the alias, as a dry run. Raises CommandRefused."""
+        """Send the change of the alias to the config service as a dry run. Raises CommandRefused if it is refused."""
         plan = self._plan
         if plan.until == "back" and alias.target == plan.model:
             self._aliases.back(alias, before_flip(alias.history), dry_run=True)

@@ -1,4 +1,4 @@
-"""`sie models` and `sie weights`: models, the catalogue that names them, and the caches that hold their weights.
+"""`sie models` and `sie weights`: models, the catalogue that names them, and the caches of their weights.
 
 inspect     the catalogue entry of a folder or a hub repository
 lookup      the models that a command names; adds a missing one to the catalogue

@@ -202,7 +202,7 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
         return sources("text-encoder", may_download=False)
     from huggingface_hub import file_exists
 
-    with _hub(f"{hub}@{commit}", "put it into SIE_LOCAL_CACHE, or name a folder that holds it"):
+    with _hub(f"{hub}@{commit}", "put it into SIE_LOCAL_CACHE, or name a folder that has it"):
         is_gliner = file_exists(hub, "gliner_config.json", revision=commit)
     return sources("gliner" if is_gliner else "text-encoder", may_download=True)
 

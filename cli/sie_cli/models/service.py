@@ -39,7 +39,7 @@ _OF_DOCUMENT = frozenset({400, 409, 413, 422})  # HTTP statuses that mean a faul
 # reasons of refusals about trust, such as remote code: their messages already name a remedy
 _ABOUT_TRUST = frozenset({"remote_code", "model_path"})
 MAX_LINE = 2_000  # maximum length of a printed line, in characters; the rest is cut
-_ENVELOPE = "not the answer of a config service"
+_ENVELOPE = "not in the form of a config service"
 
 
 class Rejected(CommandRefused):
@@ -152,7 +152,7 @@ class ConfigServiceClient:
                 body = msgspec.json.decode(answer.content, type=body_type)
                 return ServiceReply(body, int(tag) if tag.isascii() and tag.isdigit() else None)
             except UNDECODABLE as error:
-                raise CommandRefused(f"{public_url(self.url)} gave {_ENVELOPE}: {_WRONG_URL}") from error
+                raise CommandRefused(f"{public_url(self.url)} replied {_ENVELOPE}: {_WRONG_URL}") from error
         of_document = answer.status_code in _OF_DOCUMENT or _error(answer).get("reason") in _ABOUT_TRUST
         lines = (printable(line[:MAX_LINE]) for line in self._refusal(method, answer))
         raise (Rejected if of_document else CommandRefused)("\n".join(lines))
@@ -160,7 +160,7 @@ class ConfigServiceClient:
     def _refusal(self, method: str, answer: httpx.Response) -> list[str]:
         error = _error(answer)
         if not error:
-            return [f"{public_url(self.url)} answered {answer.status_code}, {_ENVELOPE}: {_WRONG_URL}"]
+            return [f"{public_url(self.url)} replied with status {answer.status_code}, {_ENVELOPE}: {_WRONG_URL}"]
         lines = [_field(str(error.get("message", "")))]
         faults = error.get("errors") or msgspec.json.decode(answer.content).get("errors") or []
         if len(faults) > 1:

@@ -94,7 +94,7 @@ def list_command(as_json: bool, **values: Any) -> None:
         display.table(shown)
     else:
         click.echo(
-            "there is nothing: a worker fetches weights when it loads a model, `sie weights push` fills the bucket",
+            "there are no weights: a worker fetches them when it loads a model, `sie weights push` fills the bucket",
             err=True,
         )
     for row in rows:
@@ -389,8 +389,8 @@ def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[Commit
         matches = [copy for copy in stored if copy.repository == repository and copy.revision.startswith(commit)]
         if not matches:
             there = sorted({copy.repository for copy in stored})
-            have = f"; there is {', '.join(there[:20])}" if there else "; there is nothing"
-            raise CommandRefused(f"there is no {name[:200]}{have}")
+            have = f"the snapshots are of {', '.join(there[:20])}" if there else "there are no snapshots"
+            raise CommandRefused(f"there is no snapshot of {name[:200]}; {have}")
         if commit and len(matches) > 1:
             raise CommandRefused(
                 f"{name} fits several commits, {', '.join(copy.revision for copy in matches)}: write more digits"

@@ -3,7 +3,7 @@ only the processes that need it.
 
 settings                 the components that read them
 HF_TOKEN and the like    adapters, which ask the hub for weights
-AWS_, GOOGLE_, AZURE_    processes that use an object store (for payloads, jobs, models or weights)
+AWS_, GOOGLE_, AZURE_    processes that use a bucket (for payloads, jobs, models or weights)
 other variables          all processes except the broker, which gets only those in _BROKER
 """
 

@@ -89,7 +89,7 @@ def _cannot_listen(host: str, port: int) -> OSError | None:
 def _remedy(listener: PortListener, port: int, reason: OSError) -> str:
     if reason.errno == errno.EADDRINUSE:
         alternative = f"choose another one, such as {listener.flag} {_next_free(listener)}"
-        return f"another program holds it; end that program (`ss -ltnp 'sport = :{port}'` names it), or {alternative}"
+        return f"another program uses it; end that program (`ss -ltnp 'sport = :{port}'` names it), or {alternative}"
     if reason.errno == errno.EACCES:
         return f"ports below 1024 need privileges; choose another one, such as {listener.flag} 8080"
     if reason.errno in (errno.EADDRNOTAVAIL, None) or isinstance(reason, socket.gaierror):
@@ -137,7 +137,7 @@ def _disk(needs: MachineNeeds) -> Iterator[str]:
         return
     least = 1 << 20  # smallest value that SIE_QUEUE_MAX_BYTES accepts
     fitting = room * 4 // 5
-    smaller = f", or let the queue hold less: --queue-max-bytes {fitting}" if fitting >= least else ""
+    smaller = f", or limit the queue: --queue-max-bytes {fitting}" if fitting >= least else ""
     yield (
         f"--data-dir: the streams of the queue need {size(needed)} ({needed} bytes) in {needs.data_dir / 'nats'}, and "
         f"that disk has room for {size(room)} ({room} bytes): free space there, name a folder on another disk with "
@@ -178,7 +178,7 @@ def _memory(needs: MachineNeeds) -> Iterator[str]:
     if limit is not None and limit < needed:
         fewer = ", or start fewer with --workers and --gateways" if needs.workers + needs.gateways > 2 else ""
         yield (
-            f"memory: this control group (container, systemd unit) may hold {size(limit)}, and the processes hold "
+            f"memory: this control group (container, systemd unit) may use {size(limit)}, and the processes use "
             f"{size(needed)} before a model is loaded: raise its limit (--memory of docker, MemoryMax= of systemd, "
             f"limits.memory of a pod){fewer}"
         )

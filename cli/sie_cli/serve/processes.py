@@ -52,7 +52,7 @@ EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 # Seconds: the drain of a gateway (part of its grace period), and the grace periods of a gateway, of a sidecar or
 # adapter, and of the config service or broker. These five groups of processes are stopped one after the other.
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5
-# seconds; the gateways have ended before, so a worker has only work of jobs, which continues after the next start
+# seconds; short, because the gateways have ended: a worker has only work of jobs, which continues after the next start
 _WORKER_DRAIN_S = 1.5
 
 
@@ -317,7 +317,7 @@ class LocalCluster:
                         self._say("serve", f"{model.name}: {failed}; Ctrl-C ends", "WARNING")
                 if not waiting:
                     break
-                name = next(iter(waiting))  # report only the first process, because the later ones usually wait for it
+                name = next(iter(waiting))  # report only this process, because the later ones usually wait for it
                 line = f"waiting for {name}: {reasons[name]}"
                 if time.monotonic() - last_reported_s > TELL_EVERY_S:
                     last_reported_s = time.monotonic()

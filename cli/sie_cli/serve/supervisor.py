@@ -21,7 +21,7 @@ from sie_cli.refusal import CommandRefused
 from sie_runtime.process import EXIT_BAD_SETTING
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-# after so many failures of a child in a row, before all processes are ready, the child is not restarted again
+# before all processes are ready, a child that fails this number of times in a row is not restarted again
 MAX_FIRST_FAILURES = 5
 LAST_LINES_S = 2.0  # seconds to wait for output that an ended child has left in its pipe
 MAX_LINE_BYTES = 1 << 20  # maximum length of one line of output, in bytes

@@ -117,8 +117,8 @@ class LaneRow:
 
 @dataclass
 class View:
-    """State of the display. `came_s`: when `frame` arrived (monotonic clock). `trouble`: the connection's fault since
-    then. `trend`: for each of the last frames, requests per second and queued messages (None if unknown).
+    """State of the display. `came_s`: time when `frame` arrived (monotonic clock). `trouble`: fault of the connection
+    after that time. `trend`: for each of the last frames, requests per second and queued messages (None if unknown).
     """
 
     url: str

@@ -183,8 +183,8 @@ def ask_model(
     results = [
         {name: value for name, value in result.items() if name not in (*_OF_REQUEST, "headers")} for result in replies
     ]
-    # the client may have split the inputs into several requests: show the timing of the slowest; a request of which all
-    # inputs failed has none
+    # The client may have split the inputs into several requests: show the timing of the slowest one. A request whose
+    # inputs all failed has no timing.
     slowest = max(replies, key=lambda reply: reply["timing"].get("total_ms", -1.0))
     shared = {name: slowest[name] for name in _OF_REQUEST if name in slowest} | {"usage": replies.usage}
     ids = {int(number) for result in results if "sparse" in result for number in strongest(result["sparse"])[0]}
