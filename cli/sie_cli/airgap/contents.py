@@ -212,8 +212,8 @@ def contents(
     chosen: ArchiveSelection, gathering: FileGathering, made_by: str, progress: ByteProgress
 ) -> ArchiveContents:
     """Return the contents of an archive with the `chosen` models, whose files `gathering` has collected. Compute the
-    digests that no manifest has. Raises CommandRefused for a file that is missing or has another digest than its entry
-    says, OSError.
+    digests that no manifest has. Raises OSError, and CommandRefused for a file that is missing or has another digest
+    than its entry says.
     """
     entries = chosen.entries
     facts = gathering.facts(progress)

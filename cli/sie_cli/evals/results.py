@@ -99,7 +99,7 @@ def last(folder: Path, model: str, task: str, kind: str, machine: str, batch: in
     """
     files = sorted(_place(folder, model, task, kind).glob("*.json"), reverse=True)
     for stored in map(read, files):
-        # other models and tasks may share the folder: its names have only ASCII letters
+        # names of several models or tasks may become the same folder name, because `_plain` replaces characters
         subject = [stored.figures.get("model"), stored.figures.get("task")]
         if subject == [model, task] and [stored.about.get("machine"), stored.about.get("batch", 1)] == [machine, batch]:
             return stored

@@ -38,7 +38,7 @@ class KeyNames:
             gateway_url, api_key=None, connection_budget_s=WAIT_S, capacity_budget_s=WAIT_S, progress=False
         )
         self._clock = clock
-        self._names: OrderedDict[str, tuple[str, float]] = OrderedDict()  # name and time of its check, by digest
+        self._names: OrderedDict[str, tuple[str, float]] = OrderedDict()  # by digest: name, time of its last check
 
     async def name_of(self, api_key: str) -> str:
         """Return the name of a key. Raises AuthenticationError if the gateway refuses the key. Raises another SIEError

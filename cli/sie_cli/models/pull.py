@@ -38,8 +38,8 @@ def pull(cluster: Cluster, models: tuple[str, ...]) -> None:
             click.echo(model.message)
             if not is_served:
                 click.echo(
-                    f"no `{cluster.serve}` runs: the next one in this folder has the model. For one that runs with "
-                    "another --data-dir, give the same to this command",
+                    f"no `{cluster.serve}` runs: if it is started in this folder, it has the model. For a `sie serve` "
+                    "with another --data-dir, repeat this command with that --data-dir",
                     err=True,
                 )
         with refusing():

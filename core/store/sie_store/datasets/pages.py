@@ -19,8 +19,9 @@ RATIO = 8  # usual number of decoded bytes for a compressed one, at most
 # largest number of decoded bytes beyond RATIO in the pages from which one batch is made
 MAX_BATCH_BYTES = 2 * MAX_DECODED_BYTES
 MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header, which may have statistics
-MAX_DEPTH = 8  # largest number of structs and lists in each other in a header or a footer
-# Largest number of values in the lists of a footer. A row group, and a column of one, counts as LARGE values.
+MAX_DEPTH = 8  # largest depth of nested structs and lists in a header or a footer
+# Largest number of values in the lists of a footer. Each row group, and each column of a row group, counts as LARGE
+# values.
 MAX_FOOTER_VALUES, LARGE = 4_000_000, 20
 LARGE_DEPTH = 4  # depth of the structs of columns in a footer
 _NUMBER, _STRUCT = 5, 12  # kinds of values in Thrift

@@ -52,7 +52,7 @@ async def claim(place: Place, owner: str) -> None:
             except WrittenMeanwhile:
                 await claim(place, owner)
             return
-    raise in_use("this folder holds the output of another job")
+    raise in_use("this folder has the output of another job")
 
 
 def in_use(why: str) -> InvalidInput:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 KEY = b"sie"  # key of the shard's description (`About`) in the metadata of the file
 ROWS_OF_GROUP = 10_000
-MAX_NESTING = 30  # largest number of lists in each other; each one has two levels in Parquet, and readers allow 100
+MAX_NESTING = 30  # largest depth of nested lists; each list has two levels in Parquet, and readers allow 100 levels
 
 
 def encode(shard: Shard) -> bytes:

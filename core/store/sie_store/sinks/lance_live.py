@@ -144,8 +144,8 @@ class LanceLive:
             )
         if await table.count_rows(f"{_quoted(id_column)} IS NULL"):
             raise CollectionMismatch(
-                f"the column {id_column} of {source.collection} is null in a row, so it does not name each row: name "
-                "another one with --id"
+                f"the column {id_column} of {source.collection} is null in a row, so it does not identify each row: "
+                "name another one with --id"
             )
         marker = next((name for name in columns if name.startswith(vector + MARKER)), self._own_marker(vector))
         distance = "cosine"

@@ -213,8 +213,8 @@ class PgvectorLive:
         if id_column in nullable or (not id_column and nullable):
             column = id_column or nullable[0]
             raise CollectionMismatch(
-                f"the column {column} of {source.collection} is unique but may be NULL, so it does not name each row: "
-                f"ALTER TABLE {self._table} ALTER COLUMN {quoted(column)} SET NOT NULL, or name a column with --id"
+                f"the column {column} of {source.collection} is unique but may be NULL, so it does not identify each "
+                f"row: ALTER TABLE {self._table} ALTER COLUMN {quoted(column)} SET NOT NULL, or name a column with --id"
             )
         if id_column not in unique:
             raise CollectionMismatch(

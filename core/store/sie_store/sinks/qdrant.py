@@ -286,7 +286,7 @@ def _reply(body: bytes) -> _QdrantReply:
 
 
 class AnswerTooLarge(SinkUnsuitable):
-    """Error for a reply of more than `answer_bytes` bytes."""
+    """Error for a reply that is larger than the limit `answer_bytes` of the connection."""
 
 
 class _Exists(StoreError):

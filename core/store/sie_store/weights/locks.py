@@ -22,8 +22,8 @@ class Lock:
     """
 
     def __init__(self, descriptor: int | None, *, is_use: bool = False) -> None:
-        """Hold the lock on `descriptor`. With `is_use`, the file's mtime is set when the lock begins and ends, so that
-        it shows the last use.
+        """Hold the lock on `descriptor`; None makes a dummy without a lock. With `is_use`, the file's mtime is set when
+        the lock begins and ends, so that it shows the last use.
         """
         self._descriptor = descriptor
         self._is_use = is_use

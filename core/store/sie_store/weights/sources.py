@@ -410,7 +410,7 @@ def named_loras(entry: ModelEntry) -> set[str]:
 
 
 def _absent(folder: Path, entry: ModelEntry) -> list[str]:
-    """Return the files that the folder lacks, of those for which the entry has digests."""
+    """Return the files for which the entry has digests but which the folder lacks."""
     return [name for name in entry.weights.digests if not (folder / name).is_file()]
 
 
