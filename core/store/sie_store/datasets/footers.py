@@ -289,7 +289,8 @@ def _batches(
     dictionaries = {
         at: source.dictionary_bytes(column)
         for at, column in chunks.items()
-        if schema.column(at).physical_type.endswith("BYTE_ARRAY")  # other values have a few bytes, whatever repeats them
+        # values of other types have a few bytes, whatever repeats them
+        if schema.column(at).physical_type.endswith("BYTE_ARRAY")
     }
     is_nested = any(size and schema.column(at).max_repetition_level > 0 for at, size in dictionaries.items())
     if is_nested or sum(dictionaries.values()) > MAX_DECODED_BYTES // MIN_BATCH_ROWS:
