@@ -176,10 +176,9 @@ class _BatchSample(NamedTuple):
 
 
 class MeasuredBatch(NamedTuple):
-    """Mean of the last batches. `longest_s`: time of the longest one. `is_full`: batches cannot become larger, because
-    more work waited than the workers accept, or because at least half of them left work in the queue and they have
-    stopped growing.
-    Batches grow while a worker still learns their times.
+    """Mean of the last batches. `longest_s`: time of the longest one. `is_full`: batches cannot become larger. Either
+    more work waited than the workers accept, or batches have stopped growing and at least half of them left work in the
+    queue. Batches grow while a worker still learns their times.
     """
 
     tokens: float
@@ -191,15 +190,15 @@ class MeasuredBatch(NamedTuple):
 class Throughput:
     """Measured throughput of one model at one priority. Times are seconds of one clock."""
 
-    __slots__ = ("_batches", "_evidence", "_known", "_known_s", "_lanes", "last_s")
+    __slots__ = ("_batches", "_evidence", "_lanes", "_measured", "_measured_s", "last_s")
 
     def __init__(self) -> None:
         self._batches: deque[_BatchResults] = deque(maxlen=MAX_SAMPLES)
         self.last_s = -math.inf  # time of the first result of the last batch
         self._lanes = 1
         self._evidence = 0
-        self._known: MeasuredBatch | None = None
-        self._known_s = -math.inf  # time when `_known` was computed
+        self._measured: MeasuredBatch | None = None
+        self._measured_s = -math.inf  # time when `_measured` was computed
 
     def left(
         self,
@@ -273,9 +272,9 @@ class Throughput:
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
         """Return the mean of the last batches, at most LOOK_S seconds old; None if none was measured lately."""
-        if now_s - self._known_s > LOOK_S:
-            self._known, self._known_s = self._batch(now_s), now_s
-        return self._known
+        if now_s - self._measured_s > LOOK_S:
+            self._measured, self._measured_s = self._batch(now_s), now_s
+        return self._measured
 
     def _batch(self, now_s: float) -> MeasuredBatch | None:
         samples = self._samples(now_s)

@@ -40,7 +40,7 @@ CACHED_OPERATIONS = ("encode", "score", "extract")
 STEP = 256  # number of inputs after which the event loop may run other tasks
 MAX_FINGERPRINTS = 1024
 SHORTEST_WAIT_S = 0.25
-LONGEST_WAIT = 0.25  # share of its remaining time that a request waits for inputs of other requests
+LONGEST_WAIT = 0.25  # largest share of its remaining time that a request waits for answers that others compute
 OnChunk = Callable[[int, WorkResult], None]
 """Function that is called with each result of a chunk: the index of the chunk's first input, and the result."""
 Compute = Callable[[Call, list[int], Sequence[RequestItem], RequestResult, OnChunk | None], Awaitable[list[WorkResult]]]
@@ -156,8 +156,8 @@ class CachedRuns:
     # flights: inputs that requests compute now
 
     def patience_s(self, request: PlannedRequest, left_s: float) -> float:
-        """Return how long a request waits for inputs of other requests: the expected wait of its own computation, at
-        least SHORTEST_WAIT_S, and at most LONGEST_WAIT of its remaining time.
+        """Return for how many seconds a request waits for answers that other requests compute: the expected wait of its
+        own computation, at least SHORTEST_WAIT_S, and at most LONGEST_WAIT of its remaining time.
         """
         expected_s = self._expected_s(request.lane, request.priority)
         longest_s = LONGEST_WAIT * max(0.0, left_s)
@@ -285,7 +285,7 @@ class _CachedRun:
         return own, joined
 
     def _left_s(self) -> float:
-        """Return how long this request still waits for inputs of other requests."""
+        """Return for how many seconds this request still waits for answers that other requests compute."""
         now_s = time.perf_counter()
         if self._until_s is None:
             left_s = self._call.received_s + self._call.budget_s - now_s

@@ -102,7 +102,7 @@ class BatchJob:
         for number, span in enumerate(spans):
             if number not in shards and (shard := await self._left(number, span, state)) is not None:
                 shards[number] = shard
-        # an expired batch may have been planned only now
+        # the plan of an expired batch may be new, so the record of the batch has no number of rows yet
         fields: dict[str, Any] = {} if plan is None else {"rows": sum(plan.rows)}
         if any(shard.rows > shard.failed for shard in shards.values() if shard.error is None):
             fields["output_file"] = await self._file(job, "output", self._lines(shards, failures=False))
