@@ -106,7 +106,7 @@ class AdapterServer:
             connection.close()
 
     def _attend(self, connection: socket.socket) -> None:
-        torch.set_num_threads(1)  # a new thread has the number that a device thread set last
+        torch.set_num_threads(1)  # torch gives a new thread the number of threads that a device thread has set last
         try:
             while True:
                 request = ipc.request(bytes(ipc.receive_frame(connection, ipc.MAX_REQUEST_BYTES)))

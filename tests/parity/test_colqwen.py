@@ -196,7 +196,7 @@ def test_images_that_do_not_belong_to_their_ids_are_an_error() -> None:
     ids = np.array([1, 5, 5, 2], np.int64)
     packed = PackedBatch(ids, np.arange(4), np.array([0, 4], np.int32), np.array([[0, 1, 4, 4]]), np.zeros(1, np.int64))
     assert axes_of(packed, 5, [[(1, 2)]]).tolist() == [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]
-    with pytest.raises(InternalFailure, match="2 image tokens came with 1 images"):
+    with pytest.raises(InternalFailure, match="2 image tokens, but its 1 images"):
         axes_of(packed, 5, [[(2, 2)]])
 
 

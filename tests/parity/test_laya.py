@@ -197,7 +197,7 @@ def test_a_statement_is_whole_or_refused(tmp_path: Path) -> None:
     for error, param in ((refused, "instruction"), (long, "labels")):
         assert isinstance(error, InvalidInput)
         assert error.param == param
-    room = int(re.search(r"may have (\d+) tokens", refused.message)[1])  # type: ignore[index]
+    room = int(re.search(r"may have at most (\d+) tokens", refused.message)[1])  # type: ignore[index]
     tokens = len(model._ids("w " * 10)) // 10
     assert len(set(probabilities(asked(room // tokens - 2)).values())) == 2
     assert isinstance(asked(room // tokens + 2), InvalidInput)
@@ -263,7 +263,7 @@ def test_folders_that_the_family_does_not_run_are_refused(folder: Path, tmp_path
     encoder = json.loads((folder / "encoder" / "config.json").read_text())
     for number, (file, changed, message) in enumerate(
         (
-            ("rl_agent_config.json", config | {"option_layout": "parallel"}, "lays its options out parallel"),
+            ("rl_agent_config.json", config | {"option_layout": "parallel"}, "option_layout is parallel"),
             ("rl_agent_config.json", config | {"temperature": [1.0]}, "a temperature for each of choice, score, noul"),
             ("rl_agent_config.json", config | {"head_layers": 3}, "missing keys: head.layers.2"),
             ("encoder/config.json", encoder | {"model_type": "none"}, "no encoder none"),

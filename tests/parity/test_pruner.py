@@ -240,11 +240,11 @@ def test_a_head_of_another_form_is_refused(engine: ScoringEngine, folder: Path, 
         [torch.zeros(3)],
     ):
         torch.save(held, broken / "best.pt")
-        with pytest.raises(ModelLoadFailed, match=r"best\.pt holds") as refused:
+        with pytest.raises(ModelLoadFailed, match=r"best\.pt contains") as refused:
             engine.load(broken, FAMILY, outputs={"entities": 0})
         assert refused.value.extras["error_class"] == "INCOMPATIBLE"
     (broken / "best.pt").write_bytes(pickle.dumps({"0.weight": _Opener(tmp_path / "marker")}, protocol=2))
-    with pytest.raises(ModelLoadFailed, match="more than tensors"):
+    with pytest.raises(ModelLoadFailed, match="objects other than tensors"):
         engine.load(broken, FAMILY, outputs={"entities": 0})
     assert not (tmp_path / "marker").exists()
     (broken / "best.pt").unlink()

@@ -95,7 +95,7 @@ def test_a_file_that_cannot_be_parsed_fails_alone_and_in_our_words(by_docling: d
     ]
     assert outcomes["broken.docx"][1].startswith("document: undecodable: the document is damaged")
     assert outcomes["secret.pdf"][1].startswith(
-        "document: undecodable: the document is said to be pdf, its content is not"
+        "document: undecodable: the request names the format pdf, but the content has another"
     )
     assert outcomes["ocr"][0] == "unknown_option"
     assert by_docling["pids"] >= 1

@@ -61,7 +61,7 @@ def format_of(document: DocumentFile) -> str:
     if format_name in ("", *_TEXTS) and _HTML.match(head.removeprefix(_MARKS[0])):
         return "html"
     if format_name not in ("", *_TEXTS):
-        named = f"the document is said to be {format_name}, its content is not"
+        named = f"the request names the format {format_name}, but the content has another"
         cause = named if format_name in FORMATS else "the format that the request names is not supported"
         raise fault("undecodable", f"{cause}; supported: {_READ}")
     text_format = _TEXTS.get(format_name, "md")
@@ -71,8 +71,8 @@ def format_of(document: DocumentFile) -> str:
 
 
 def _only_mentions_pdf(document: DocumentFile) -> bool:
-    """Return whether a file that has the mark of a PDF is an HTML page, or the text that the client names. A PDF may
-    have other bytes before its mark, so a text without a name counts as a PDF.
+    """Return whether a file that has the mark of a PDF is an HTML page, or text of the format that the request names. A
+    PDF may have other bytes before its mark, so text without a named format counts as a PDF.
     """
     head = document.data[:_HEAD].removeprefix(_MARKS[0]).lstrip()
     if head.startswith(_PDF) or document.format not in ("", *_TEXTS):
@@ -94,7 +94,7 @@ def _of_archive(data: bytes) -> str:
     """Return the format of a zip archive, by the names in its directory and the content of its member `mimetype`."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            parts = archive.infolist()  # all count: of several parts with one name, a parser may read each
+            parts = archive.infolist()  # parts of equal names count too, because a parser may read each of them
             if len(parts) > MAX_MEMBERS:
                 raise fault("too_large", f"the document has {len(parts)} parts, at most {MAX_MEMBERS} are read")
             members = {member.filename: member for member in parts}

@@ -513,7 +513,9 @@ class BatchRun:
             tell(self._key, int(self._prepared.costs[chosen].sum()))
 
     def _recorded(self, chosen: Int64) -> None:
-        """Run a pass. On a CPU, keep a record of it on disk: if the pass kills this process, the next one reads it."""
+        """Run a pass. On a CPU, keep a record of it on disk: if the pass kills this process, the next process reads the
+        record.
+        """
         if self._pass_records is None or self._batch_limits is None:
             self._pass(chosen)
             return

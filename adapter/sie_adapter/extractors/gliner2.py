@@ -383,7 +383,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         places = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).tolist()
         marks: list[list[int]] = []
         for (kind, words), first in zip(tasks, np.cumsum([0, *sizes]).tolist(), strict=False):
-            # ( [P] entities ( [E] label .. ) ), or with [L] and [C] for classes and properties, [R] for head and tail
+            # ( [P] entities ( [E] label .. ) ); instead of [E], classes have [L], properties [C], head and tail [R]
             at = [first + 1, *range(first + 4, first + len(words) - 2, 2)]
             named = [*(parts[place + 1] for place in at[1:]), *words_before]
             self._check_task(kind, parts[first + 2], named, descriptions)

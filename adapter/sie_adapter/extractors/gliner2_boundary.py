@@ -103,7 +103,8 @@ _KEYS: dict[str, Any] = {
 def _clusters(candidates: Sequence[BoundedSpan]) -> Iterator[list[BoundedSpan]]:
     """Yield groups of candidates that overlap, directly or through other candidates. A group has at most _CANDIDATES,
     those with the best scores: the package's time and memory grow with the square of their number, and a client may
-    choose a threshold of 0. One window usually has fewer; then the entities of a short text are those of the package.
+    choose a threshold of 0. If a text of one window has fewer candidates, as is usual, its entities are those of the
+    package.
     """
     cluster: list[BoundedSpan] = []
     stop = 0

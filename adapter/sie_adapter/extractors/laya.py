@@ -309,7 +309,7 @@ def _bounded(temperature: Any) -> float:
 def _configuration(folder: Path, entry: ModelEntry) -> Mapping[str, Any]:
     config: dict[str, Any] = json.loads((folder / CONFIG).read_text("utf-8"))
     if (layout := config.get("option_layout", "sequential")) != "sequential":
-        raise incompatible(f"{entry.id} lays its options out {layout}, the family laya needs sequential")
+        raise incompatible(f"{entry.id}: option_layout is {layout}, the family laya needs sequential")
     if len(config.get("temperature", [1.0] * 3)) != len(_QUESTIONS):
         raise incompatible(f"{entry.id}: {CONFIG} needs a temperature for each of {', '.join(_QUESTIONS)}")
     return config

@@ -68,8 +68,8 @@ class StaticEmbedding:
             self._read_as_model2vec(folder)
 
     def _read_as_model2vec(self, folder: Path) -> None:
-        """Make `encode` drop unknown tokens, and truncate texts like model2vec: by characters first, then by tokens, of
-        which unknown ones do not count.
+        """Make `encode` drop unknown tokens, and truncate texts like model2vec: first by characters, then by tokens
+        without the unknown ones.
         """
         length = read_json(folder / "config.json").get("max_length", _CUT)
         if length is not None:
@@ -119,7 +119,7 @@ def read_table(folder: Path) -> Tensor:
                 )
             table = table * weights[:, None]
     if table is None or table.ndim != 2 or not len(table):
-        raise incompatible(f"{folder}: its safetensors have no table embedding.weight or embeddings")
+        raise incompatible(f"{folder}: its safetensors have neither a tensor embedding.weight nor embeddings")
     return table.contiguous()
 
 

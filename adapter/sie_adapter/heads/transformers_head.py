@@ -35,8 +35,8 @@ class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker
 
 class TransformersHead:
     def __init__(self, model: PreTrainedModel, *, in_float32: bool) -> None:
-        """Remove the backbone from `model`, which is then only the head. `self.backbone` does not pool. A head that is
-        not in float32 is that of a masked LM, which is large: its linear layers get blocked weights on a CPU. Raises
+        """Remove the backbone from `model`, which is then only the head. `self.backbone` does not pool. Only the head
+        of a masked LM, which is large, is not in float32: on a CPU, its linear layers get blocked weights. Raises
         ModelLoadFailed INCOMPATIBLE for a head that reads more than the states of the last layer.
         """
         self.backbone: PreTrainedModel = model.base_model

@@ -238,7 +238,7 @@ def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
     if not cases or "dense" not in getattr(model, "heads", ()):
         raise _refuse(
             entry,
-            f"its golden vectors {entry.golden} are missing, empty, or for an output that it does not have",
+            f"its golden vectors {entry.golden} are missing, empty, or for an output that the model does not have",
         )
     vectors = _encoded(model, entry, [_prompted(entry, case) for case in cases])
     expected = np.array([case["vector"] for case in cases], np.float64)

@@ -9,9 +9,9 @@ import re
 
 from sie_contracts.errors import InternalFailure
 
-# Messages of failed allocations: by torch's allocator, by mmap of a file, by oneDNN, by C++, for a thread's stack; the
-# last three by CUDA's driver and libraries, for a handle or a kernel's code, after which the CUDA context still works.
-# All are a RuntimeError or a torch.AcceleratorError, so only the text identifies them.
+# Messages of failed allocations by torch's allocator, by mmap of a file, by oneDNN, by C++ and for a thread's stack.
+# The last three messages are from CUDA's driver and libraries; the CUDA context still works after them. All are a
+# RuntimeError or a torch.AcceleratorError, so only the text identifies them.
 _ALLOCATION = (
     "DefaultCPUAllocator",
     "Cannot allocate memory",

@@ -292,8 +292,8 @@ class ResidentModels:
         if self._evict_next(permission, "an allocation failed"):
             return "evictions_triggered"
         with self._lock:
-            # only a load whose size is known: any other load still fetches its files, which may take minutes and uses
-            # no device memory
+            # wait only for a load whose size is known: any other load still fetches its files, which may take minutes
+            # and uses no device memory
             pending = next((self._loads[model][1] for model in self._arriving), None)
         if pending is not None:
             # wait for the end of the load; requests that need the model handle its result

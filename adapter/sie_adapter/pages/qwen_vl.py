@@ -77,8 +77,7 @@ class QwenVL:
         unit = self._patches.edge * self._patches.merged
         if recipe.kind != "blocks" or recipe.multiple != unit:
             raise incompatible(
-                f"{self._id}: preprocessor_config.json does not cut images into blocks of {unit} pixels, as config.json"
-                " does",
+                f"{self._id}: config.json cuts images into blocks of {unit} pixels, preprocessor_config.json does not"
             )
         return msgspec.structs.replace(recipe, block_tokens=_BLOCK_TOKENS)
 
@@ -129,7 +128,9 @@ def axes_of(packed: PackedBatch, token: int, grids: Sequence[Sequence[tuple[int,
         start, stop = packed.bounds[sequence : sequence + 2].tolist()
         places = start + np.flatnonzero(packed.ids[start:stop] == token)
         if len(places) != sum(rows * columns for rows, columns in images):
-            message = f"{len(places)} image tokens came with {len(images)} images of another number of blocks"
+            message = (
+                f"a text has {len(places)} image tokens, but its {len(images)} images have another number of blocks"
+            )
             raise InternalFailure(message, reason="malformed_batch")
         position, done = 0, start
         for rows, columns in images:

@@ -18,8 +18,8 @@ from transformers.generation import logits_process as library
 Finish = Literal["stop", "length", "repetition"]
 
 _REPEATED, _TIMES = 64, 3  # a text counts as a loop if it ends with three equal blocks of 64 tokens
-# options of generation_config.json that change what is written greedily, and that this module does not support, with
-# the values that change nothing
+# options of generation_config.json that change greedy decoding and are not supported here, each with the values at
+# which it changes nothing
 _REFUSED: dict[str, tuple[object, ...]] = {
     "sequence_bias": (None,),
     "encoder_repetition_penalty": (None, 1.0),

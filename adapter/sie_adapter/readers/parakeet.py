@@ -133,7 +133,7 @@ class ParakeetReader:
             cause = "the model recognises the language itself, and cannot be given one"
             raise InvalidInput(f"language: {cause}", reason="language", param="language")
         if (parameters.get("task") or "transcribe") != "transcribe":
-            raise InvalidInput("task: supported by the model: transcribe", reason="task", param="task")
+            raise InvalidInput("task: the model supports transcribe", reason="task", param="task")
         return self.window(ParakeetTranscription(levels, int(parameters.get("max_new_tokens") or 0)), 0)
 
     def window(self, sound: ParakeetTranscription, seek: int) -> ParakeetWindow:

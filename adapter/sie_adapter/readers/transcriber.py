@@ -133,7 +133,9 @@ class Transcriber:
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         self._kind = _kind(folder)
         if compute.dtype == self._kind.refused:
-            raise incompatible(f"{entry.id}: it overflows in {compute.precision}: set load.precision to bfloat16")
+            raise incompatible(
+                f"{entry.id}: the model overflows in {compute.precision}: set load.precision to bfloat16"
+            )
         model: Any = load_model(self._kind.model, folder, load, compute)
         recipe, normalisation = _processor(folder, entry, load, model)
         self._levels = Levels(normalisation, compute.device)

@@ -106,13 +106,13 @@ class PromptTokens:
         code = TO_LANGUAGE_CODE.get(code, code)
         if code not in self.languages:
             listed = ", ".join(sorted(self.languages)) or "none"
-            raise InvalidInput(f"language: supported by the model: {listed}", reason="language", param="language")
+            raise InvalidInput(f"language: the model supports {listed}", reason="language", param="language")
         return self.languages[code]
 
     def _task(self, name: str) -> int:
         if name not in TASKS or name not in self.tasks:
             listed = ", ".join(task for task in TASKS if task in self.tasks) or "none"
-            raise InvalidInput(f"task: supported by the model: {listed}", reason="task", param="task")
+            raise InvalidInput(f"task: the model supports {listed}", reason="task", param="task")
         return self.tasks[name]
 
 

@@ -72,7 +72,7 @@ def test_the_format_of_a_document(data: bytes, format_hint: str, expected: str) 
         (archive(mimetype=b"application/epub+zip"), "", "undecodable: the archive has no supported format"),
         (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1...", "doc", "undecodable: the document's format is Office before 2007"),
         (b"{\\rtf1 x}", "rtf", "undecodable: the document's format is RTF"),
-        (b"<html></html>", "pdf", "undecodable: the document is said to be pdf, its content is not"),
+        (b"<html></html>", "pdf", "undecodable: the request names the format pdf, but the content has another"),
         (b"words", "../../etc", "undecodable: the format that the request names is not supported"),
         (b"\x89PNG\r\n\x1a\n", "", "undecodable: the content has no supported format and is not UTF-8 text"),
         (b"a\0b", "csv", "undecodable: the content has no supported format and is not UTF-8 text"),

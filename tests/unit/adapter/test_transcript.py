@@ -73,9 +73,9 @@ def test_a_prompt_is_what_the_checkpoint_and_the_request_say(
 @pytest.mark.parametrize(
     ("rules", "choice", "message"),
     [
-        (FORCED, ("xx", ""), "language: supported by the model: de, en"),
-        (FORCED, ("", "sing"), "task: supported by the model: transcribe, translate"),
-        ({}, ("en", ""), "language: supported by the model: none"),
+        (FORCED, ("xx", ""), "language: the model supports de, en"),
+        (FORCED, ("", "sing"), "task: the model supports transcribe, translate"),
+        ({}, ("en", ""), "language: the model supports none"),
         ({"is_multilingual": False}, ("", "transcribe"), "one language and one task"),
     ],
     ids=range(4),
