@@ -78,8 +78,8 @@ class Traffic:
         self._met[name] = self._met.get(name, 0.0) + 1.0
 
     def fade(self) -> bool:
-        """Reduce the numbers of requests by the time since this was last done. Returns False if that is less than
-        TURN_S.
+        """Halve the numbers of requests for every HALF_LIFE_S since the last reduction. Returns False, without a
+        reduction, if the last one was less than TURN_S ago.
         """
         passed_s = self._clock() - self._faded_s
         if passed_s < TURN_S:
@@ -105,7 +105,7 @@ class Labelled(Generic[Child]):
         self._children: dict[tuple[str, ...], Child] = {}
         # name (value of the first label) -> number of its series; empty without `series_per_name`
         self._named: dict[str, int] = {}
-        # names of which label values were counted as `other` since the last ranking, because no series was free
+        # names whose label values were counted as `other` since the last ranking, because no series was free
         self._waiting: set[str] = set()
         self._room = self._most  # number of series that are not reserved for a name yet
 

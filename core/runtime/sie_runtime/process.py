@@ -34,7 +34,7 @@ GC_THRESHOLDS = (20_000, 20, 20)
 # short request waits this long several times. With Python's default of 5 ms, this was most of its p99 latency.
 SWITCH_INTERVAL_S = 0.0005
 START_S = 30.0  # seconds after a first failure in which its cause may be another process that is still starting
-# in START_S, a failure is logged only if it lasts this many seconds: shorter failures occur at every start
+# until START_S is over, a failure is logged only if it lasts this many seconds: shorter failures occur at every start
 QUIET_S = 10.0
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms", "worker", "key")
 _TOLD = ("model", "worker", "key", "request_id", "trace_id")  # fields that a log line for people shows
