@@ -109,7 +109,7 @@ def _size_of(path: Path) -> int:
     with on_disk(path):
         if path.is_dir():
             raise invalid(
-                f"{path}: is a folder; a job reads one uploaded file, or all files below an address such as s3://…/"
+                f"{path} is a folder; a job reads one uploaded file, or all files below an address such as s3://…/"
             )
         return path.stat().st_size
 
@@ -136,7 +136,7 @@ def saved(
     """
     target = Path(path)
     if (yield BlockingWork(target.is_dir)):
-        raise invalid(f"{target}: is a folder: name a file")
+        raise invalid(f"{target} is a folder: name a file")
     info = yield from get(file, session)
     done = 0
 

@@ -1,6 +1,6 @@
 """Status of the cluster over a websocket, with the package `websockets` (`pip install 'sie-cluster[watch]'`).
 
-A connection is opened with the same retries and waits as a request: the first frame counts as its answer. A broken
+A connection is opened with the same retries and waits as a request, and the first frame counts as the answer. A broken
 connection is opened again; frames that the server sent meanwhile are lost.
 """
 
