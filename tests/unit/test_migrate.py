@@ -278,6 +278,13 @@ def test_a_corpus_that_cannot_be_read_is_refused(tmp_path: Path, name: str, text
         Corpus.from_source(str(tmp_path / name), text, "", None)
 
 
+def test_a_corpus_may_be_a_file_beside_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs.jsonl").write_text('{"a": "x"}\n')
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    assert sampled(Corpus.from_source("../docs.jsonl", "{a}", "", None), 10).texts == ["x"]
+
+
 @pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/"])
 def test_a_corpus_may_be_a_whole_bucket(url: str) -> None:
     place = Corpus.from_source(url, "{a}", "", None).place

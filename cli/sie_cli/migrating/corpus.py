@@ -57,7 +57,8 @@ class Corpus:
     def from_source(cls, source: str, text: str, id_column: str, file_format: str | None) -> Corpus:
         """Return the corpus at a path or URL. Raises CommandRefused for a missing file or an invalid template."""
         is_url = "://" in source
-        where = source if is_url else str(Path(source).expanduser().absolute())
+        file = Path(source).expanduser()
+        where = source if is_url else str(file.parent.resolve() / file.name)
         if not is_url and not Path(where).is_file():
             raise CommandRefused(f"--corpus {source}: there is no such file")
         with refusing():
