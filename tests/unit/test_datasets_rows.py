@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 import tracemalloc
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from sie_contracts.api.jobs import JobChunkRule, JobInput
 from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import RowSpan
 from sie_store.datasets import footers, pages, plans, rows, sizes
-from sie_store.datasets.objects import PIECE_BYTES, find, pieces
+from sie_store.datasets.objects import PIECE_BYTES, ObjectEntry, find, pieces
 from sie_store.datasets.places import Place
 from sie_store.datasets.plans import Broken, plan
 from sie_store.datasets.rows import InputRow, read
@@ -690,6 +691,26 @@ async def test_a_stream_that_is_cut_short_goes_on_where_it_ended(
     assert isinstance(spans, list)
     texts = [row.text for span in spans for row in await read(place, span, TEXT)]
     assert texts == [f"{number}" for number in range(1000)]
+
+
+async def test_a_footer_is_read_again_after_a_failure_of_the_store(
+    tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store fails once for each object. The plan goes on with the object, and not from the first one."""
+    for number in range(5):
+        parquet.write_table(pa.table({"t": ["x"] * 3}), tmp_path / f"{number}.parquet")
+    read_footer, attempts = footers.footer, Counter[str]()
+
+    def breaks_off(place: Place, entry: ObjectEntry, names: Any) -> Any:
+        attempts[entry.source] += 1
+        if attempts[entry.source] == 1:
+            raise StoreError("the connection was reset")
+        return read_footer(place, entry, names)
+
+    monkeypatch.setattr(footers, "footer", breaks_off)
+    planned = [entry async for entry in plan(replace(place, patience=RetryPolicy(pause_s=0.001)), TEXT, 100)]
+    assert [span.source for spans in planned if isinstance(spans, list) for span in spans] == sorted(attempts)
+    assert [*attempts.values()] == [2] * 5
 
 
 MAPS = b"[" + b",".join([b"{}"] * 300_000) + b"]"

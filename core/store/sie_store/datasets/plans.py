@@ -198,7 +198,7 @@ async def _planned(place: Place, name: str, source: JobInput, names: dict[str, s
             message = f"{name}: it has rows: set input.text to a template that names their columns"
             raise InvalidInput(message, param="input.text")
         if kind == "parquet":
-            footer = await asyncio.to_thread(footers.footer, place, entry, names)
+            footer = await place.patience.repeated(lambda: asyncio.to_thread(footers.footer, place, entry, names))
             _check_columns(name, names, footer.columns)
             cuts = itertools.islice(footers.cuts(footer.groups, most.rows, most.bytes), MAX_SPANS + 1)
             return [_span(entry, kind, cut) for cut in cuts]
