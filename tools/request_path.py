@@ -31,8 +31,8 @@ from zygote import RUN_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FILES = 60
-# number of requests. Only functions that every request enters count. During some of 40 requests, no process does
-# periodic work, even on a busy machine, so this work does not count
+# number of requests. Only functions that every request enters count. Periodic work of a process does not occur during
+# all of 40 requests, even on a busy machine, so it does not count
 REQUESTS = 40
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 

@@ -112,7 +112,7 @@ class DataDir:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # before the lock is released, because afterwards the next `sie serve` may use the folder
+        # removed before the lock is released, because afterwards the next `sie serve` may use the folder
         if (sockets := sockets_folder(self._path)).parent != self._path:
             with contextlib.suppress(OSError):  # not empty, if a killed process left its socket
                 sockets.rmdir()

@@ -297,7 +297,7 @@ async def _repair(broker: NatsBroker, cluster: Cluster, info: StreamInfo) -> str
     bucket = stream.removeprefix("KV_")
     if bucket in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET):
         if not await damage(broker, info):
-            # a record that this version cannot decode makes the bucket unusable, although the broker can read it
+            # NotReady: this version cannot decode a record; then the bucket is created again below
             with contextlib.suppress(NotReady):
                 lost = await _recover_catalogue(broker, cluster)
                 more = f"; {counted(len(lost), 'model')} that it lacked: written from its copy" if lost else ""

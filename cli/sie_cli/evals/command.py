@@ -190,13 +190,13 @@ def run(
             gateway = EvalGateway(cluster, held)
             for model in models:
                 outcomes.append(evaluation.run(dataclasses.replace(spec, model=model), gateway))
-                # at once: Ctrl-C during the next model, and a closed pipe below, must not lose this result
+                # stored at once: Ctrl-C during the next model, or a closed pipe below, must not lose this result
                 files.append(_results.store(folder, outcomes[-1].report, outcomes[-1].about))
                 click.echo(f"stored as {files[-1]}", err=True)
     except CommandRefused as error:
         if not outcomes:
             raise
-        refusal = error  # raised below, after what was measured is shown
+        refusal = error  # raised below, after the results so far are shown
     reports = [measured.report for measured in outcomes]
     if as_json:
         figures = [report.figures(with_values=False) for report in reports]

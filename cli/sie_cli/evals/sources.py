@@ -68,7 +68,7 @@ class EvalSource(Protocol):
     scores_pairs: bool
     main: VectorOutput
     identity: Sequence[str]
-    tokens: int  # number of tokens that the source has read for vectors; 0 if it does not say
+    tokens: int  # number of tokens that the source has read for vectors; 0 if unknown
 
     def vectors(self, texts: Sequence[str], output: VectorOutput, *, is_query: bool) -> Sequence[Any]:
         """Return one vector for each text, of the kind `output`."""

@@ -222,7 +222,7 @@ class AgentTools:
             model = stored.model if stored else await self._model(client, arguments.model, default, "encode")
             dimensions = stored.vectors.shape[1] if stored else None
             texts = [arguments.query, *(arguments.texts or ())]
-            # the query is encoded as a document too: unlike in a search, both sides are equal
+            # the query is encoded as a document too: unlike in a search, it is a text of the same kind as the others
             encoded, _ = await _vectors(client, model, texts, is_query=False, dimensions=dimensions)
         vectors = stored.vectors if stored else encoded[1:]
         similarities = _normalised(vectors) @ _normalised(encoded[:1])[0]
@@ -457,7 +457,7 @@ class AgentTools:
         if arguments.data is not None:
             try:
                 return base64.b64decode(arguments.data, validate=True)
-            except ValueError:  # also if it is not ASCII
+            except ValueError:  # also raised for a text that is not ASCII
                 raise ToolRefused("`data` is not base64: encode the bytes of the file in base64.") from None
         if arguments.file is not None:
             _check_size((await client.files.get(arguments.file)).bytes)

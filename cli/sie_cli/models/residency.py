@@ -21,7 +21,7 @@ from sie_contracts.settings import public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
 POLL_S = 0.5
-# seconds after the start in which a failure is ignored if no load was seen: an earlier load may have failed
+# seconds after the start in which the state `failed` is ignored if no load was seen: an earlier load may have failed
 STALE_S = 3.0
 
 

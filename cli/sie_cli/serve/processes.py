@@ -327,7 +327,7 @@ class LocalCluster:
                         self._say("serve", line)
                     self._tell_unread()
                 await asyncio.sleep(READY_POLL_S)
-        if self._restores:  # the broker has read all streams
+        if self._restores:  # the broker has now read all streams: publish without `unread_stream`
             self._publish_again(self._access())
         supervisor.is_up = True
         self._say("serve", f"ready in {time.monotonic() - started_s:.1f} s")

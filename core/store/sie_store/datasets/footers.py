@@ -38,7 +38,7 @@ MIN_BATCH_ROWS = 64  # number of rows in a batch below which reading takes much 
 # a whole, so one row of a small file could otherwise need any amount of memory.
 MAX_DENSE_VALUES = 8_000_000
 MAX_FOOTER_BYTES = 64 << 20
-SMALL_FOOTER_BYTES = 128 << 10  # size of a footer that never needs much memory
+SMALL_FOOTER_BYTES = 128 << 10  # a footer of at most this size never needs much memory
 
 
 class ParquetGroup(NamedTuple):

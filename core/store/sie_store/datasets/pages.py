@@ -15,7 +15,7 @@ from typing import Any
 
 from sie_store.datasets.sizes import MAX_DECODED_BYTES
 
-RATIO = 8  # usual number of decoded bytes for a compressed one, at most
+RATIO = 8  # largest usual number of decoded bytes for each compressed byte
 # largest number of decoded bytes beyond RATIO in the pages from which one batch is made
 MAX_BATCH_BYTES = 2 * MAX_DECODED_BYTES
 MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header, which may have statistics

@@ -29,7 +29,7 @@ MIN_DIGITS = 5
 ROWS, ABOUT = "rows.jsonl", "about.json"
 CODE_POINT_BYTES = 4  # bytes of a character in an array of texts
 _PIECE_ROWS = 256
-# errors of the readers of the formats for an object that is no part; RecursionError is a RuntimeError
+# errors that the readers of the formats raise for an object that is no part; RecursionError is a RuntimeError
 _FAULTS = (ValueError, OSError, EOFError, LookupError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 

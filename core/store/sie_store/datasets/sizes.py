@@ -18,7 +18,7 @@ MAX_ROW_VALUES = 100_000
 MAX_SPAN_VALUES = 1_000_000  # largest number of values in a span; each needs about 100 bytes of memory
 MAX_DECODED_BYTES = 128 << 20  # largest number of bytes of texts, images and copied columns in a span
 MAX_KEYS = 100_000  # largest number of keys in a JSON row, including columns that the job does not read
-SPARE_LEVELS = 200  # levels of nesting below the interpreter's limit that a value of a row leaves free
+SPARE_LEVELS = 200  # levels of nesting that a value of a row must leave free below the interpreter's limit
 # A string without an end matches as well: otherwise each of its escaped quotes would start a search to the end of
 # the row.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+', re.S)

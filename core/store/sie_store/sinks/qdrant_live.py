@@ -33,7 +33,7 @@ from sie_store.sinks.qdrant import MAX_DIMS, AnswerTooLarge, QdrantConnection, j
 from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, SinkUnsuitable, checked_name
 
 MARKER = "_sie"
-NO_VECTOR, CLAIM = "none", "claim"  # in place of the text's digest in a marker
+NO_VECTOR, CLAIM = "none", "claim"  # values that a marker may have instead of the text's digest
 CONDITIONS_SINCE = (1, 16)  # versions of Qdrant before this ignore `update_filter`, the condition of a write
 SCAN_POINTS = 256  # points that are read at a time; halved if the reply is too large
 COPIED_POINTS = 64  # points whose other vectors (not migrated) are read at a time; halved if the reply is too large

@@ -431,7 +431,7 @@ class LocalCache:
 
     def _publish(self, partial: Path, place: Path, manifest: Manifest) -> None:
         (partial / MANIFEST).unlink(missing_ok=True)
-        if place.exists():  # it may be in use: move the new files into it
+        if place.exists():  # the snapshot may be in use: move the new files into it
             for name in manifest.files:
                 source, target = partial / name, place / name
                 if source.exists() and not (target.exists() and os.path.samefile(source, target)):
