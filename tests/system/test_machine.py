@@ -124,7 +124,7 @@ def test_a_full_disk_is_a_typed_error_and_serving_goes_on_when_there_is_room(sma
         until(lambda: cluster.said("free space on the disk"), 10, "the log's advice")
         report = Examined(small_disk, {"SIE_QUEUE_MAX_BYTES": str(8 << 20), "SIE_LOCAL_CACHE": str(tmp_path)})
         report.named("disk", f"the file system {small_disk} of 24.0 MiB has", "free space there")
-        report.named("disk", f"the data directory {cluster.data_dir} holds", "a --data-dir on a larger disk")
+        report.named("disk", f"the data directory {cluster.data_dir} uses", "a --data-dir on a larger disk")
         ballast.unlink()
         until(lambda: cluster.encode(["after"], **{"x-sie-timeout-ms": "3000"}).status_code == 200, 60, "serving again")
 

@@ -476,7 +476,7 @@ def test_a_hub_source_is_pinned_or_says_that_it_is_not() -> None:
 
 
 def test_a_model_without_a_commit_is_never_downloaded(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadFailed, match="`sie models add org/model` pins the newest one") as refused:
+    with pytest.raises(ModelLoadFailed, match="`sie models add org/model` pins the newest") as refused:
         WeightSources(tmp_path, may_download=True).folder(unpinned(unpinned=True))
     assert refused.value.extras["error_class"] == "NOT_FOUND"
 
