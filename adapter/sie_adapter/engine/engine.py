@@ -38,7 +38,7 @@ from sie_adapter.heads import Row, States
 from sie_adapter.loading.loading import Loader, classed
 from sie_adapter.memory import oom
 from sie_adapter.memory.batch_limits import DeviceLimits, PassRecords, limits_key, split_off
-from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
+from sie_adapter.memory.device_errors import GraphLost, is_device_fatal, is_out_of_memory
 from sie_adapter.memory.oom import OomCounters, OomRecovery, Relief, Remedy, on_new_thread
 from sie_adapter.memory.residency import DeviceMemory, Permission, ResidentModels
 from sie_adapter.packed.packing import Int64, Items, MalformedBatch, images, items, sounds
@@ -162,9 +162,9 @@ class AdapterEngine:
             raise
 
     def _end_if_lost(self, error: Exception) -> None:
-        """End the process if the CUDA context is lost, because later batches would fail or return wrong results."""
-        if is_device_fatal(error):
-            _logger.critical("the device is lost, the process ends: %s", error)
+        """End the process if the CUDA context or a graph is lost: later batches would fail or return wrong results."""
+        if is_device_fatal(error) or isinstance(error, GraphLost):
+            _logger.critical("the device or a graph is lost, the process ends: %s", error)
             self._on_device_lost()
 
     def prepare(

@@ -30,7 +30,7 @@ from sie_adapter.engine.device import Compute
 from sie_adapter.engine.device_threads import is_alone
 from sie_adapter.engine.engines import is_compiled_twice
 from sie_adapter.loading.checkpoint import construction
-from sie_adapter.memory.device_errors import is_out_of_memory
+from sie_adapter.memory.device_errors import GraphLost, is_out_of_memory
 from sie_adapter.packed.packing import Int64, PackedBatch, Padded, missing, padded
 from sie_store.weights.locks import try_lock
 
@@ -184,7 +184,12 @@ class _Compiled:
         # inputs are set one by one, because `infer` with inputs as arguments runs more Python code
         for place, array in enumerate(inputs):
             request.set_input_tensor(place, self._tensor(array, shared_memory=True))
-        request.infer()
+        try:
+            request.infer()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise GraphLost("OpenVINO had no memory for a pass") from error
         return cast("NDArray[Any]", request.get_output_tensor(0).data)
 
 

@@ -9,13 +9,15 @@ import re
 
 from sie_contracts.errors import InternalFailure
 
-# Messages of failed allocations by torch's allocator, by mmap of a file, by oneDNN, by C++ and for a thread's stack.
+# Messages of failed allocations by torch's allocator, by mmap of a file, by oneDNN, by OpenVINO, by C++ and for a
+# thread's stack.
 # The last three messages are from CUDA's driver and libraries; the CUDA context still works after them. All are a
 # RuntimeError or a torch.AcceleratorError, so only the text identifies them.
 _ALLOCATION = (
     "DefaultCPUAllocator",
     "Cannot allocate memory",
     "could not create a memory",
+    "can't alloc",
     "bad_alloc",
     "can't start new thread",
     "CUDA error: out of memory",
@@ -29,6 +31,12 @@ _ALLOCATION = (
 _NO_PRIMITIVE = re.compile("could not create a primitive(?! descriptor)")
 
 
+class GraphLost(Exception):
+    """Raised if OpenVINO had no memory for a pass: later passes of this graph may fail, as it keeps shapes of this one.
+    The process must end if it uses the graph.
+    """
+
+
 def cancelled() -> InternalFailure:
     return InternalFailure("no client waits for the answer any more", reason="cancelled")
 
@@ -36,7 +44,7 @@ def cancelled() -> InternalFailure:
 def is_out_of_memory(error: BaseException) -> bool:
     import torch
 
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error, torch.OutOfMemoryError | MemoryError | GraphLost):
         return True
     if isinstance(error, OSError):  # the kernel had no memory, for example to list a folder
         return error.errno == errno.ENOMEM

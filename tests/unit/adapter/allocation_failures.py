@@ -1,7 +1,7 @@
 """A child process that runs adversarial batches through a real engine under a hard memory limit and prints the outcomes
 as JSON.
 
-    python allocation_failures.py MODEL_FOLDER CACHE_FOLDER HEADROOM_MIB BATCHES SEED STEP_S
+    python allocation_failures.py MODEL_FOLDER CACHE_FOLDER HEADROOM_MIB BATCHES SEED STEP_S ENGINE
 
 The limit (RLIMIT_DATA) is set once the model is loaded and warm, so every failure is one of the allocator in a pass.
 Batches mix lengths from 2 to 512 tokens up to MAX_TOKENS, so the large ones cannot fit at once and every single item
@@ -25,7 +25,7 @@ import torch
 from sie_adapter.engine import device as devices
 from sie_adapter.engine import engine as engines
 from sie_adapter.memory.batch_limits import DeviceLimits
-from sie_contracts.models.entries import LoadOptions, ModelEntry, Weights
+from sie_contracts.models.entries import Engine, LoadOptions, ModelEntry, Weights
 from sie_contracts.settings import Settings
 from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import Ok
@@ -76,7 +76,7 @@ def run(engine: engines.AdapterEngine, lengths: list[int], seed: int) -> tuple[C
     return codes, np.frombuffer(reply.block, "<f4").reshape(-1, WIDTH)
 
 
-def main(folder: str, cache: str, headroom_mib: str, batches: str, seed: str, step_s: str) -> None:
+def main(folder: str, cache: str, headroom_mib: str, batches: str, seed: str, step_s: str, engine_name: Engine) -> None:
     failures = Failures()
     logging.getLogger("sie.adapter").addHandler(failures)
     engines.prepare_process()
@@ -87,7 +87,7 @@ def main(folder: str, cache: str, headroom_mib: str, batches: str, seed: str, st
         family="text-encoder",
         outputs={"dense": WIDTH},
         max_tokens=LONGEST,
-        load=LoadOptions(precision="float32"),
+        load=LoadOptions(precision="float32", engine=engine_name),
     )
     now_s = time.time()
     engine.batch_limits = DeviceLimits(Path(cache) / "sie" / "frontier.json", lambda: now_s)
@@ -120,4 +120,4 @@ def main(folder: str, cache: str, headroom_mib: str, batches: str, seed: str, st
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:])  # type: ignore[arg-type]

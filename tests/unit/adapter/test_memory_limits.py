@@ -12,15 +12,19 @@ from typing import Any
 import pytest
 from unit.adapter import toys
 
+from sie_adapter.engine.engine import DEVICE_LOST_STATUS
+from sie_adapter.memory.batch_limits import PassRecords
+from sie_contracts.settings import Settings
+
 # Free memory in a second arena would count as used. A process that starts under a limit sets the same capacity of
 # oneDNN's cache.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
 _HEADROOM_MIB = 120
 
 
-def child(script: str, *arguments: object, timeout_s: float) -> dict[str, Any]:
-    """Run a script beside this file and return the JSON of its last line."""
-    ran = subprocess.run(
+def ended(script: str, *arguments: object, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a script beside this file to its end."""
+    return subprocess.run(
         [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)],
         capture_output=True,
         text=True,
@@ -28,6 +32,11 @@ def child(script: str, *arguments: object, timeout_s: float) -> dict[str, Any]:
         env={**os.environ, **_ENVIRONMENT},
         check=False,
     )
+
+
+def child(script: str, *arguments: object, timeout_s: float) -> dict[str, Any]:
+    """Run a script beside this file and return the JSON of its last line."""
+    ran = ended(script, *arguments, timeout_s=timeout_s)
     assert ran.returncode == 0, ran.stderr[-2000:]
     return json.loads(ran.stdout.splitlines()[-1])
 
@@ -51,12 +60,13 @@ def fail_and_learn(folder: Path, cache: Path, batches: int, min_failures: int, t
     """Check that passes fail, and no batch does, while the learnt limit rises before every batch. Check that after a
     restart with a limit that does not rise at most two passes fail.
     """
-    doubting = child("allocation_failures.py", folder, cache, _HEADROOM_MIB, batches, 1, 3000, timeout_s=timeout_s)
+    arguments = folder, cache, _HEADROOM_MIB
+    doubting = child("allocation_failures.py", *arguments, batches, 1, 3000, "torch", timeout_s=timeout_s)
     assert list(doubting["codes"]) == ["ok"]
     assert doubting["failures"] >= min_failures
     assert doubting["right"]
     assert doubting["total"] == doubting["limit"], "the limit is what the engine takes for its memory"
-    believing = child("allocation_failures.py", folder, cache, _HEADROOM_MIB, 10, 1, 0, timeout_s=timeout_s)
+    believing = child("allocation_failures.py", *arguments, 10, 1, 0, "torch", timeout_s=timeout_s)
     assert list(believing["codes"]) == ["ok"]
     assert believing["failures"] <= 2
     assert believing["right"]
@@ -66,6 +76,15 @@ def fail_and_learn(folder: Path, cache: Path, batches: int, min_failures: int, t
 @pytest.mark.timeout(240)
 def test_no_batch_fails_when_memory_does_and_what_was_learnt_outlives_the_process(wide: Path, tmp_path: Path) -> None:
     fail_and_learn(wide, tmp_path, 20, 4, 180)
+
+
+def test_process_ends_when_a_graph_has_no_memory_for_a_pass_and_the_pass_stays_recorded(
+    wide: Path, tmp_path: Path
+) -> None:
+    script = ended("allocation_failures.py", wide, tmp_path, _HEADROOM_MIB, 40, 1, 3000, "openvino", timeout_s=60)
+    assert script.returncode == DEVICE_LOST_STATUS, script.stderr[-2000:]
+    (record,) = PassRecords.for_socket(Settings(local_cache=tmp_path)).left()
+    assert record.tokens > record.fitted_tokens
 
 
 @pytest.mark.long

@@ -118,7 +118,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_random_blocks": 1,
     },
 }
-PADDED = ("mpnet", "deberta-v2", "convbert", "big_bird", "luke")
+PADDED = ("mpnet", "deberta-v2", "convbert", "big_bird", "luke", "esm")
 
 
 def save(
