@@ -521,7 +521,11 @@ class BatchRun:
             return
         tokens = int(self._prepared.costs[chosen].sum())
         with self._pass_records.during(self._key, tokens, self._batch_limits.fitted(self._key)):
-            self._pass(chosen)
+            try:
+                self._pass(chosen)
+            except GraphLost:  # this process ends, so the limit is lowered now
+                self._batch_limits.failed(self._key, tokens, killed=True)
+                raise
 
     def _pass(self, chosen: Int64) -> None:
         packed = self._model.pack(self._prepared, chosen)

@@ -29,7 +29,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from sie_adapter.memory.device_errors import GraphLost
 from sie_adapter.packed.packing import Int64
 from sie_contracts.errors import UNDECODABLE
 from sie_contracts.settings import Settings
@@ -277,12 +276,10 @@ class PassRecords:
         self._write(slot, _HEAD.pack(tokens, fitted_tokens, len(name)) + name)
         try:
             yield
-        except GraphLost:
-            raise  # this process ends, and the next one reads the record
-        except BaseException:
-            self._discard(slot)
-            raise
-        self._discard(slot)
+        finally:
+            self._write(slot, _FREE)
+            with self._lock:
+                self._free.append(slot)
 
     def left(self) -> list[PassRecord]:
         """Return the records that a dead process left in the file, and remove them."""
@@ -296,11 +293,6 @@ class PassRecords:
             return []
         slots = (content[start : start + _SLOT_BYTES] for start in range(0, len(content), _SLOT_BYTES))
         return [record for slot in slots if (record := _record(slot)) is not None]
-
-    def _discard(self, slot: int) -> None:
-        self._write(slot, _FREE)
-        with self._lock:
-            self._free.append(slot)
 
     def _write(self, slot: int, content: bytes) -> None:
         try:
