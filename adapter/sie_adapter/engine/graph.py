@@ -339,8 +339,20 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
             converted = end.convert(end.load(decoder))
     except failures as error:
         raise _no_graph("it does not convert", error) from error
+    finally:
+        _discard_traced_types()
     converted.reshape({place: runtime.PartialShape([-1, -1]) for place in range(len(states.names))})
     return converted
+
+
+def _discard_traced_types() -> None:
+    """Discard the types that torch registered for the modules of a trace. Otherwise they stay until the process ends,
+    with 1 MB for each layer of each load. torch has no public function for this.
+    """
+    with construction():
+        torch._C._jit_clear_class_registry()
+        torch.jit._recursive.concrete_type_store = torch.jit._recursive.ConcreteTypeStore()
+        torch.jit._state._clear_class_state()
 
 
 def _no_graph(cause: str, error: Exception) -> Exception:
