@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import os
 import socket
@@ -243,6 +244,43 @@ async def test_slow_name_servers_of_clients_hold_up_no_other_name(monkeypatch: p
     finally:
         go.set()
     assert all(isinstance(outcome, socket.gaierror) for outcome in await asyncio.gather(*slow, return_exceptions=True))
+
+
+async def test_an_abandoned_fetch_occupies_its_slots_until_its_name_is_resolved(
+    server: ImageServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A key abandons fetches in all of its slots. Another key is served at once, the first one after its names."""
+    go, hosts = threading.Event(), []
+
+    def getaddrinfo(host: str, *_: Any, **__: Any) -> Any:
+        hosts.append(host)
+        if host == HOST:
+            return [(0, 0, 0, "", (PUBLIC, 80))]
+        go.wait()
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    reached, connections = network(server)
+    urls = ImageUrls(["*"], network=Network(connections=connections, tls=reached.tls))
+
+    async def fetch(*addresses: str, key: str) -> list[RequestItem]:
+        async with urls.fetched([item(*addresses)], asyncio.get_running_loop().time() + 30, key) as fetched_items:
+            return fetched_items
+
+    try:
+        for number in range(image_urls.AT_ONCE_OF_A_KEY // 8):
+            fetching = asyncio.create_task(fetch(*(f"http://{number}.{image}.slow/" for image in range(8)), key="slow"))
+            await until(lambda count=8 * (number + 1): len(hosts) == count, "the request's names are being resolved")
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
+        waiting = asyncio.create_task(fetch(f"{AT}/a", key="slow"))
+        assert (await fetch(f"{AT}/a", key="other"))[0].images == (FILE,)
+        assert hosts.count(HOST) == 1
+    finally:
+        go.set()
+    assert (await waiting)[0].images == (FILE,)
+    gc.collect()
+    assert caplog.messages == []
 
 
 async def test_the_next_address_is_tried_where_one_refuses(server: ImageServer) -> None:

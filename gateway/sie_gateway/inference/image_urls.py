@@ -237,9 +237,13 @@ class ImageUrls:
     ) -> bytes | _Unfetched:
         outcome: bytes | _Unfetched
         try:
-            of_request, of_key, of_all = turns
-            async with asyncio.timeout_at(until_s), of_request, of_key, of_all:
-                outcome = await self._within(MAX_S, url, take)
+            of_request, *shared = turns
+            async with asyncio.timeout_at(until_s), of_request:
+                with contextlib.ExitStack() as slots:
+                    for turn in shared:
+                        await turn.acquire()
+                        slots.callback(turn.release)
+                    outcome = await self._within(MAX_S, url, take, slots)
         except TimeoutError:
             outcome = _Unfetched("the image was not complete within the budget of the request", "failed")
         except _Unfetched as error:
@@ -252,29 +256,29 @@ class ImageUrls:
         self._count(outcome.result if isinstance(outcome, _Unfetched) else "fetched")
         return outcome
 
-    async def _within(self, max_s: float, url: str, take: Callable[[int], None]) -> bytes:
+    async def _within(self, max_s: float, url: str, take: Callable[[int], None], slots: contextlib.ExitStack) -> bytes:
         try:
             async with asyncio.timeout(max_s):
-                return await self._fetch(url, take)
+                return await self._fetch(url, take, slots)
         except TimeoutError:
             raise _Unfetched(f"the image was not complete within {max_s:g} s", "failed", limit=max_s) from None
 
-    async def _fetch(self, url: str, take: Callable[[int], None]) -> bytes:
+    async def _fetch(self, url: str, take: Callable[[int], None], slots: contextlib.ExitStack) -> bytes:
         """Return the bytes of the file at the URL. Raises _Unfetched and the exceptions of httpcore."""
         target = self._target(url)
         for _ in range(MAX_REDIRECTS + 1):
-            async with self._answer(target) as answer:
+            async with self._answer(target, slots) as answer:
                 if answer.status not in _REDIRECTS:
                     return await _body(answer, take)
                 target = self._target(_joined(target, answer))
         raise _Unfetched(f"the URL leads to more than {MAX_REDIRECTS} redirects", limit=MAX_REDIRECTS)
 
     @contextlib.asynccontextmanager
-    async def _answer(self, target: httpx.URL) -> AsyncIterator[httpcore.Response]:
+    async def _answer(self, target: httpx.URL, slots: contextlib.ExitStack) -> AsyncIterator[httpcore.Response]:
         """Send a GET over a new connection, because an old one may lead to an old address. Yields the response."""
         url = httpcore.URL(scheme=target.raw_scheme, host=target.raw_host, port=target.port, target=target.raw_path)
         headers = [(b"host", target.netloc), *_HEADERS]
-        public = _Public(self._network)
+        public = _Public(self._network, slots)
         pool = httpcore.AsyncConnectionPool(self._make_tls(), network_backend=public)
         async with pool, pool.stream(b"GET", url, headers=headers) as answer:
             public.is_answered = True
@@ -368,10 +372,14 @@ def _too_large() -> _Unfetched:
 
 
 class _Public(httpcore.AsyncNetworkBackend):
-    """Network backend that connects only to public addresses, for one response. TLS still verifies the host name."""
+    """Network backend that connects only to public addresses, for one response. TLS still verifies the host name.
+    `slots`: slots of the fetch. If the fetch ends before its name is resolved, they are occupied until the resolution
+    ends, because its thread cannot be stopped.
+    """
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, slots: contextlib.ExitStack) -> None:
         self._network = network
+        self._slots = slots
         self._head_bytes = 0
         self.is_answered = False
 
@@ -386,8 +394,13 @@ class _Public(httpcore.AsyncNetworkBackend):
         """Connect to the host. Raises _Unfetched if it has no address, or if any of its addresses is not public, even
         one that is not used. Raises httpcore.ConnectError if no address can be reached.
         """
+        resolution = asyncio.ensure_future(self._network.resolve(host, port))
         try:
-            addresses = await self._network.resolve(host, port)
+            await asyncio.wait({resolution})
+            addresses = resolution.result()
+        except asyncio.CancelledError:
+            resolution.add_done_callback(functools.partial(_release, self._slots.pop_all()))
+            raise
         except (OSError, UnicodeError):
             raise _Unfetched("the host of the URL has no address", "failed") from None
         if not all(map(is_public, addresses)):
@@ -407,6 +420,12 @@ class _Public(httpcore.AsyncNetworkBackend):
         self._head_bytes += 0 if self.is_answered else nbytes
         if self._head_bytes > MAX_HEAD_BYTES:
             raise _Unfetched(f"the head of the server's answer has more than {MAX_HEAD_BYTES} bytes", "failed")
+
+
+def _release(slots: contextlib.ExitStack, resolution: asyncio.Future[Any]) -> None:
+    slots.close()
+    if not resolution.cancelled():
+        resolution.exception()  # marks the exception as retrieved, so that asyncio does not report it
 
 
 class _Counted(httpcore.AsyncNetworkStream):
