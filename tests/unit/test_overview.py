@@ -246,6 +246,17 @@ async def test_a_doctor_that_cannot_examine_says_why(tmp_path: Path, monkeypatch
     assert ["without a readable report" in str(report) for report in reports] == [True] * 3
     assert {type(report) for report in reports} == {NotReady}
     assert len(starts) == 1
+
+    async def refused(*argv: str, **options: Any) -> asyncio.subprocess.Process:
+        starts.append(argv)
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refused)
+    doctor = Doctor("::", 1, tmp_path)
+    reports = await asyncio.gather(*(doctor.report() for _ in range(3)), return_exceptions=True)
+    assert [str(report) for report in reports] == ["sie doctor cannot be started: no more processes"] * 3
+    assert {type(report) for report in reports} == {NotReady}
+    assert len(starts) == 2
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(NotFound, match="extra `cli`"):
         await doctor.report()

@@ -61,13 +61,16 @@ class Doctor:
     async def _examined(self) -> dict[str, Any]:
         argv = (sys.executable, "-m", "sie_cli", "doctor", "--json", *self._options)
         pipe = asyncio.subprocess.PIPE
-        child = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=asyncio.subprocess.DEVNULL,
-            env={**os.environ, **self._environ},
-        )
+        try:
+            child = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=asyncio.subprocess.DEVNULL,
+                env={**os.environ, **self._environ},
+            )
+        except OSError as error:
+            raise NotReady(f"sie doctor cannot be started: {error}") from error
         assert child.stdout is not None
         try:
             async with asyncio.timeout(LIMIT_S):
