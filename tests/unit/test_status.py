@@ -184,6 +184,19 @@ async def test_a_forwarded_header_has_the_bytes_of_the_caller(cluster: InProcess
     assert '\r\nif-match: "é"\r\n'.encode() in heads[0].replace(b"If-Match", b"if-match")
 
 
+@pytest.mark.parametrize("target", [f"toy/one/history?a={'(' * 25_000}", f"{'(' * 25_000}/history"])
+async def test_a_path_or_query_that_is_too_long_to_forward_is_refused(cluster: InProcess, target: str) -> None:
+    """The gateway accepts its length, but each character is three when it is escaped."""
+    gateway = await cluster.gateway(SIE_CONFIG_SERVICE_URL=f"http://127.0.0.1:{free_port()}")
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+    writer.write(f"GET /console/configs/{target} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n".encode())
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    error = json.loads(body)["error"]
+    assert (head.split()[1], error["code"], error["reason"]) == (b"400", "INVALID_INPUT", "malformed")
+    assert "cannot be forwarded" in error["message"]
+
+
 async def test_the_openapi_document_is_built_once(cluster: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """Building it takes 0.4 s of the event loop, in which nobody else is answered."""
     built = []

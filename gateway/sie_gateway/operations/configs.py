@@ -19,7 +19,7 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
-from sie_contracts.errors import ModelNotFound, NotFound, NotReady
+from sie_contracts.errors import InvalidInput, ModelNotFound, NotFound, NotReady
 from sie_contracts.loopback import verification
 from sie_contracts.models.aliases import Alias
 from sie_contracts.url_names import quoted
@@ -44,7 +44,9 @@ _logger = logging.getLogger("sie.gateway.configs")
 
 
 async def _forward(gateway: Gateway, request: Request, after: str = "") -> Response:
-    """Forward a request; `after` is appended to its path. Raises NotFound without a config service, NotReady."""
+    """Forward a request; `after` is appended to its path. Raises NotFound without a config service, InvalidInput,
+    NotReady.
+    """
     url = gateway.settings.config_service_url
     if url is None:
         raise NotFound("this gateway has no config service: set SIE_CONFIG_SERVICE_URL to its URL")
@@ -64,6 +66,8 @@ async def _forward(gateway: Gateway, request: Request, after: str = "") -> Respo
                 headers=headers,
                 content=await request.body(),
             )
+    except httpx.InvalidURL as error:  # escaped, the path or the query is longer than the HTTP client permits
+        raise InvalidInput(f"this path and query cannot be forwarded: {error}", reason="malformed") from error
     except httpx.HTTPError as error:
         _logger.warning("a request of the console got no answer of the config service: %s", type(error).__name__)
         raise NotReady("the config service does not answer; its earlier writes stay in use") from error
