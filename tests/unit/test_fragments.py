@@ -26,7 +26,7 @@ from sie_broker import Broker, CoreMessage
 from sie_broker.memory import MemoryServer
 from sie_broker.nats import connect
 from sie_contracts import arrays
-from sie_contracts.errors import InferenceFailed, ResourceExhausted
+from sie_contracts.errors import InferenceFailed, InternalFailure, ResourceExhausted
 from sie_contracts.wire import ipc, messages
 from sie_contracts.wire.messages import ArraySlice, Fragment, Input, Ok, RunOptions, WorkItem, WorkResult
 from sie_gateway.inference import results
@@ -234,6 +234,16 @@ async def test_a_result_that_no_message_holds_arrives_whole_and_is_acked_once(si
     assert collector.results == [large, small]
     assert [delivery.acks for delivery in deliveries] == [1, 1]
     assert (side.outcomes("taken"), side.inbox.unfinished_bytes) == (2, 0)
+
+
+@pytest.mark.parametrize("data", [b"\xc1", messages.encode(Fragment("r", 0, 0, 2, 2, "", b"part"))])
+async def test_a_result_that_cannot_be_read_fails_its_request_and_is_sent_once(side: Side, data: bytes) -> None:
+    collector = side.inbox.open("r", 1)
+    answer = await side.worker.request(side.inbox.address("r"), data, WAIT_S)
+    assert messages.decode_confirmation(answer).verdict == "unknown"
+    with pytest.raises(InternalFailure, match="could not read a result"):
+        await collector.wait(WAIT_S)
+    assert side.outcomes("undecodable") == 1
 
 
 async def test_a_lost_confirmation_costs_its_part_again_and_nothing_else(side: Side) -> None:

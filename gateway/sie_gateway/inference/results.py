@@ -574,23 +574,34 @@ class ResultInbox:
         not wait for the worker to repeat the result, which would meet the same overload.
         """
         self._metrics.inbox_dropped.inc()
-        collector = self._open.get(subject.rpartition(".")[2])
-        if collector is not None:
-            collector.fail(
-                ResourceExhausted("this gateway could not accept a result of this request in time: try again")
-            )
+        self._fail(
+            subject.rpartition(".")[2],
+            ResourceExhausted("this gateway could not accept a result of this request in time: try again"),
+        )
+
+    def _fail(self, request: str, error: SIEError) -> Verdict:
+        """End a request with an error if it is open. Return the verdict for the sender of its result."""
+        if (collector := self._open.get(request)) is not None:
+            collector.fail(error)
+        return "unknown"
 
     async def _on_result(self, message: CoreMessage) -> None:
+        verdict: Verdict | None
         try:
             decoded = messages.decode_result_or_fragment(message.data)
         except UNDECODABLE as error:
-            self._metrics.outcomes.labels("undecodable").inc()
-            _logger.error("a result from a worker could not be decoded and is ignored: %s", error)
-            return
-        verdict = self._keep(decoded, message.reply) if isinstance(decoded, Fragment) else self._offer(decoded)
+            verdict = self._unreadable(message.subject.rpartition(".")[2], error)
+        else:
+            verdict = self._keep(decoded, message.reply) if isinstance(decoded, Fragment) else self._offer(decoded)
         if verdict is not None and message.reply:
             failpoint("results.before_confirm")
             await self._bus.send(message.reply, _CONFIRMATIONS[verdict])
+
+    def _unreadable(self, request: str, error: Exception) -> Verdict:
+        """Fail the request of a result that cannot be read. Its sender would only send the same bytes again."""
+        self._metrics.outcomes.labels("undecodable").inc()
+        _logger.error("request %s failed: a result from a worker could not be read: %s", request, error)
+        return self._fail(request, InternalFailure("the gateway could not read a result"))
 
     def _offer(self, result: WorkResult) -> Verdict:
         collector = self._open.get(result.request)
@@ -616,19 +627,17 @@ class ResultInbox:
         try:
             assembly = self._fragments.add(part, time.monotonic())
         except ValueError as error:
-            self._metrics.outcomes.labels("undecodable").inc()
-            _logger.error("request %s: an invalid part of a result was received: %s", part.request, error)
-            return "unknown"
+            return self._unreadable(part.request, error)
         except InboxFull as error:
             self._metrics.outcomes.labels("no_room").inc()
             self._fragments.drop_request(part.request)
-            collector.fail(
+            return self._fail(
+                part.request,
                 ResourceExhausted(
                     f"there is no room for the results of this request: {error}; send fewer inputs or ask "
                     "for fewer outputs"
-                )
+                ),
             )
-            return "unknown"
         if assembly.missing:
             return "part"
         if not assembly.checking:
@@ -655,10 +664,7 @@ class ResultInbox:
             verdict = "part"
         except Exception:  # outermost handler of a task: the waiting request must get a reply
             _logger.exception("request %s failed: a result could not be joined from its parts", assembly.request)
-            collector = self._open.get(assembly.request)
-            if collector is not None:
-                collector.fail(InternalFailure("the gateway could not process a result"))
-            verdict = "unknown"
+            verdict = self._fail(assembly.request, InternalFailure("the gateway could not process a result"))
         finally:
             self._fragments.drop(assembly)
         if reply:
