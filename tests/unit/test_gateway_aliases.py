@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from fake_adapter import FakeAdapter, toy_entry
-from inprocess import GatewayProcess, InProcess, Source, until
+from inprocess import GatewayProcess, InProcess, Source, unchanged_inference_of, until, until_told
 
 from sie_contracts.errors import ErrorInfo, InvalidInput, ModelLoadFailed, ModelLoading, SIEError
 from sie_contracts.models.aliases import Alias, choose
@@ -65,12 +65,17 @@ class Served(NamedTuple):
 
     async def write(self, alias_entry: Alias) -> None:
         """Write as the config service does: store, then announce."""
-        before = self.source.present_epoch
         self.source.aliases[alias_entry.id] = alias_entry
+        await self._announce(alias_entry.id, msgspec.to_builtins(alias_entry))
+
+    async def delete(self, name: str) -> None:
+        del self.source.aliases[name]
+        await self._announce(name, None)
+
+    async def _announce(self, name: str, entry: dict[str, Any] | None) -> None:
+        before = self.source.present_epoch
         self.source._revision += 1
-        delta = ConfigDelta(
-            "sie-config", before, self.source.present_epoch, alias_entry.id, 1, msgspec.to_builtins(alias_entry)
-        )
+        delta = ConfigDelta("sie-config", before, self.source.present_epoch, name, 1, entry)
         await self.cluster.send(topology.config_subject("default"), messages.encode(delta))
 
     async def shadows(self, result: str) -> float:
@@ -220,6 +225,29 @@ async def test_a_shadow_is_measured_and_changes_no_answer(served: Served) -> Non
         assert figures["rank"] is None
         assert min(figures["served_ms"], figures["shadow_ms"]) > 0
     assert await served.gateway.metric("sie_gateway_requests_total", endpoint="encode", status="200") == requests
+
+
+async def test_an_alias_that_was_deleted_and_created_again_has_no_figures_of_before(served: Served) -> None:
+    inference = unchanged_inference_of(served.gateway)
+
+    async def is_known() -> bool:
+        return (await served.gateway.client.get("/v1/models/search")).status_code == 200
+
+    async def is_deleted() -> bool:
+        return not await is_known()
+
+    await served.write(alias("toy/one", shadow="toy/two"))
+    async with asyncio.timeout(30):
+        while not await served.shadows("done"):
+            await served.gateway.encode("a text", model="search")
+    await until(lambda: not inference.shadows._tasks, "the copies to end")
+    assert inference._plain
+    await served.delete("search")
+    await until_told(is_deleted, "the alias is deleted")
+    assert not inference._plain, "it has options of models that the new catalogue may lack"
+    await served.write(alias("toy/one", shadow="toy/two"))
+    await until_told(is_known, "the alias is created again")
+    assert (await served.get("/v1/models/search"))["alias"]["shadow"]["figures"]["copies"] == {}
 
 
 async def test_a_shadow_that_cannot_load_fails_no_answer_and_is_left_alone_for_a_while(served: Served) -> None:

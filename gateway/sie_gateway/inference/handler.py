@@ -102,6 +102,7 @@ class Inference:
         # Lock for work that computes in a thread for seconds. With n such threads, the event loop gets 1/(n + 1) of the
         # interpreter's time, so only one may run.
         self.one_thread = asyncio.Lock()
+        feed.on_change(self._on_catalogue)
 
     @property
     def catalogue(self) -> Catalogue:
@@ -364,6 +365,11 @@ class Inference:
             cached = resolved.entry, run_options(resolved, {}, request.operation, on_item_error, side=request.side)[1]
             self._plain[key] = cached
         return resolved, cached[1]
+
+    def _on_catalogue(self) -> None:
+        """Drop what is stored by name, because a new catalogue may lack the name."""
+        self._plain.clear()
+        self.shadows.drop_deleted()
 
     def _enter(self, change: int) -> None:
         self.in_progress += change

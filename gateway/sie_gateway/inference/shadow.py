@@ -81,6 +81,7 @@ class ShadowStatistics:
     """
 
     model: str
+    answered: int = 0  # answered requests of the alias; the configured share of them is copied
     copies: Counter[Result] = field(default_factory=Counter)
     cosine: Mean = field(default_factory=Mean)
     rank: Mean = field(default_factory=Mean)
@@ -115,7 +116,6 @@ class Shadows:
         self._metrics = metrics
         self._run = run
         self._clock = clock
-        self._met: dict[str, int] = {}  # number of answered requests by alias; the configured share of them is copied
         self._figures: dict[str, ShadowStatistics] = {}  # statistics of each alias
         self._paused_s: dict[str, float] = {}  # by model, the time until which the model gets no copies
         self._opening: set[str] = set()  # models of running copies that were not loaded when the copy began
@@ -139,6 +139,11 @@ class Shadows:
             figures = self._figures[alias] = ShadowStatistics(model)
         return figures
 
+    def drop_deleted(self) -> None:
+        """Remove the measurements of aliases that the catalogue does not have any more."""
+        aliases = self._catalogue().aliases
+        self._figures = {alias: figures for alias, figures in self._figures.items() if alias in aliases}
+
     def _after(self, call: Call, request: InferRequest, finished: RequestResult) -> None:
         resolved = finished.request.resolved
         self._metrics.alias_requests.labels(resolved.alias, resolved.canonical).inc()
@@ -149,11 +154,12 @@ class Shadows:
             or all(isinstance(outcome, Failed) for _, outcome in finished.outcomes)
         ):
             return
-        before = self._met.get(alias.id, 0)
-        self._met[alias.id] = before + 1
+        figures = self.figures(alias.id, alias.shadow.model)
+        before = figures.answered
+        figures.answered += 1
         due, was_due = (math.floor(alias.shadow.share * count + _ROUNDING) for count in (before + 1, before))
         if due > was_due:
-            self._copy(call, request, finished, alias, self.figures(alias.id, alias.shadow.model))
+            self._copy(call, request, finished, alias, figures)
 
     def _copy(
         self, call: Call, request: InferRequest, finished: RequestResult, alias: Alias, figures: ShadowStatistics
