@@ -22,7 +22,14 @@ from object_stores import Place
 
 from sie_broker.memory import MemoryServer
 from sie_broker.record import LeaderLease, RecordBucket
-from sie_contracts.errors import NotFound, PayloadTooLarge, QueueUnavailable, RateLimited, ResourceExhausted
+from sie_contracts.errors import (
+    InvalidInput,
+    NotFound,
+    PayloadTooLarge,
+    QueueUnavailable,
+    RateLimited,
+    ResourceExhausted,
+)
 from sie_contracts.jobs import FileRecord
 from sie_contracts.wire import topology
 from sie_gateway.http.form import SLICE_BYTES, Form
@@ -179,6 +186,19 @@ async def test_what_is_wrong_in_a_form_is_named_and_nothing_of_it_stays(
     assert answer.json()["error"]["param"] == param
     assert answer.json()["error"]["code"] == "invalid_input", "as OpenAI spells it"
     assert (objects(tmp_path), records(cluster.server)) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"no form", "Expected boundary character"),
+        (FILE.replace(b'"a"', b'"' + b"a" * 9000 + b'"') + PURPOSE + END, "Maximum header size exceeded"),
+        (FILE.replace(b"\r\n\r\n", b"\r\n" + b"A: b\r\n" * 20 + b"\r\n") + END, "Maximum header count exceeded"),
+    ],
+)
+def test_the_error_of_a_form_has_the_reason_of_the_parser(body: bytes, why: str) -> None:
+    with pytest.raises(InvalidInput, match=why):
+        Form("multipart/form-data; boundary=x").whole(body)
 
 
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", ""])

@@ -80,7 +80,9 @@ class Form:
         try:
             self._parser.write(chunk)
         except FormParserError as error:
-            raise _malformed("expected multipart/form-data with the boundary of the Content-Type") from error
+            raise _malformed(
+                f"expected multipart/form-data with the boundary of the Content-Type; the parser reports: {error}"
+            ) from error
         pieces, self._pieces = self._pieces, []
         return pieces
 
