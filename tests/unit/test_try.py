@@ -361,6 +361,23 @@ def test_marks_stand_where_they_are_in_a_text_with_control_characters_and_wide_o
     assert marked(text, [LabelledSpan(3, 6, "p")], colours(["p"]), has_colours=True).plain == "😀??Ada\nB"
 
 
+def test_a_character_is_not_compared_with_every_mark() -> None:
+    """Otherwise, a document with thousands of entities takes minutes."""
+    compared = 0
+
+    class Place(int):
+        __hash__ = int.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return int(self) == other
+
+    spans = [LabelledSpan(Place(10 * number), Place(10 * number + 4), "p") for number in range(100)]
+    assert marked("word etc. " * 100, spans, colours(["p"]), has_colours=False).plain == "[word] etc. " * 100
+    assert compared <= 4 * len(spans)
+
+
 def test_nothing_found_says_what_to_do() -> None:
     assert "nothing was found; --threshold 0.1" in picture(extracted(ADA, ("person",)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -334,10 +335,9 @@ def marked(text: str, spans: Sequence[LabelledSpan], colour_of: dict[str, str], 
         for span in spans:
             styled.stylize(f"black on {colour_of[span.label]}", span.start, span.end)
         return styled
-    opened = [span.start for span in spans]
-    closed = [span.end for span in spans]
+    opened, closed = Counter(span.start for span in spans), Counter(span.end for span in spans)
     pieces = []
     for place in range(len(shown) + 1):
-        pieces.append("]" * closed.count(place) + "[" * opened.count(place))
+        pieces.append("]" * closed[place] + "[" * opened[place])
         pieces.append(shown[place : place + 1])
     return Text("".join(pieces))
