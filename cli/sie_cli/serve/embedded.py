@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import shutil
 import sys
@@ -50,13 +51,14 @@ class EmbeddedBroker:
         port, monitor = free_port(), free_port()
         # the server's monitor shows clients, streams and subjects without a password, so its path is secret
         path = f"/{secrets.token_urlsafe(32)}"
-        store = private_folder(data_dir / "nats")
+        # JSON escapes quotes and backslashes as the configuration of nats-server does
+        store = json.dumps(str(private_folder(data_dir / "nats")), ensure_ascii=False)
         file = data_dir / "nats.conf"
         write_private(
             file,
             (
                 f'server_name: "sie"\nlisten: "127.0.0.1:{port}"\nhttp: "127.0.0.1:{monitor}"\nhttp_base_path: '
-                f'"{path}"\nmax_payload: {MAX_PAYLOAD_BYTES}\njetstream {{ store_dir: "{store}", max_file_store: '
+                f'"{path}"\nmax_payload: {MAX_PAYLOAD_BYTES}\njetstream {{ store_dir: {store}, max_file_store: '
                 f'{store_bytes}, sync_interval: "{SYNC_INTERVAL}" }}\n{users()}'
             ).encode(),
         )
