@@ -260,6 +260,12 @@ def test_what_is_removed_is_asked_about_and_what_is_used_stays(node: Node) -> No
     assert written(node) != []
     assert f"removed from {node.place.url}: 1 snapshot, 97.7 KiB" in node.run("rm", "org/model", stdin="y\n").stdout
     assert node.place.names() == []
+    node.run("push", "org/model")
+    twice = node.run("rm", "org/model", f"org/model@{COMMIT}", "--yes").stdout
+    assert twice.splitlines() == [
+        f"org/model@{COMMIT}  97.7 KiB",
+        f"removed from {node.place.url}: 1 snapshot, 97.7 KiB",
+    ]
     with LocalCache(node.cache).lease("org/model", COMMIT):
         stays = node.run("rm", "org/model", "--local", "--yes", expected=1)
     assert f"not removed, because a process of this node uses them: org/model@{COMMIT}; unload" in stays.stderr

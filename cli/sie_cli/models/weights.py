@@ -373,12 +373,13 @@ def _checked_here(settings: Settings, stored: CommitState, progress: FetchProgre
 
 
 def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[CommitState]:
-    """Yield the snapshots that `names` selects; all, if there are no names. A name is REPOSITORY or REPOSITORY@COMMIT;
-    the commit may be shortened.
+    """Yield the snapshots that `names` selects, each once; all, if there are no names. A name is REPOSITORY or
+    REPOSITORY@COMMIT; the commit may be shortened.
     """
     if not names:
         yield from stored
         return
+    selected: dict[tuple[str, str], CommitState] = {}
     for name in names:
         repository, at, commit = name.partition("@")
         if at and not commit:  # NAME@$COMMIT with an empty variable must not select all commits
@@ -395,7 +396,8 @@ def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[Commit
             raise CommandRefused(
                 f"{name} fits several commits, {', '.join(copy.revision for copy in matches)}: write more digits"
             )
-        yield from matches
+        selected |= {(copy.repository, copy.revision): copy for copy in matches}
+    yield from selected.values()
 
 
 @contextlib.contextmanager
