@@ -25,16 +25,19 @@ POLL_S = 0.5
 STALE_S = 3.0
 
 
-def _states(gateway: AdminClient, name: str, wait_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield, every POLL_S seconds for `wait_s` seconds, the time since the start and the gateway's description of the
-    model. A failed request is printed and repeated, because the gateway may be restarting. Raises CommandRefused.
+def _states(gateway: AdminClient, name: str, began_s: float, wait_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Yield, at least once, and every POLL_S seconds until `wait_s` seconds after `began_s`, the time since `began_s`
+    and the gateway's description of the model. A failed request is printed and repeated, because the gateway may be
+    restarting. Raises CommandRefused.
     """
-    began_s = time.monotonic()
-    while (since_s := time.monotonic() - began_s) < wait_s:
+    while True:
+        since_s = time.monotonic() - began_s
         try:
             yield since_s, gateway.request("GET", _path(name))
         except httpx.TransportError:
             click.echo(f"{public_url(gateway.url)} does not answer; the request is repeated", err=True)
+        if since_s + POLL_S >= wait_s:
+            return
         time.sleep(POLL_S)
 
 
@@ -78,7 +81,7 @@ def load(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target: s
     \b
     sie models load BAAI/bge-m3 --wait
     """
-    headers = _lane_headers(**target)
+    headers, began_s = _lane_headers(**target), time.monotonic()
     with AdminClient(cluster) as gateway:
         reply = gateway.first("POST", _path(name, "/load"), headers=headers)
         for lane in reply["lanes"]:
@@ -86,12 +89,12 @@ def load(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target: s
         if reply["state"] == "loaded" or not waits:
             return
         for model in dict.fromkeys(lane["model"] for lane in reply["lanes"] if lane["state"] != "loaded"):
-            _await_load(gateway, model, headers, timeout_s)
+            _await_load(gateway, model, headers, began_s, timeout_s)
 
 
-def _await_load(gateway: AdminClient, model: str, headers: dict[str, str], wait_s: float) -> None:
+def _await_load(gateway: AdminClient, model: str, headers: dict[str, str], began_s: float, wait_s: float) -> None:
     has_begun, last = False, ""
-    for since_s, info in _states(gateway, model, wait_s):
+    for since_s, info in _states(gateway, model, began_s, wait_s):
         has_begun = has_begun or info["state"] == "loading"
         # `info` describes the model in all lanes (a lane: pool, machine profile and bundle). The reply to a load
         # request describes only the requested lane.
@@ -127,7 +130,7 @@ def unload(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target:
     A worker first finishes the model's requests in flight. The next request loads it again. The command needs the scope
     admin.
     """
-    headers = _lane_headers(**target)
+    headers, began_s = _lane_headers(**target), time.monotonic()
     with AdminClient(cluster) as gateway:
         reply = gateway.first("POST", _path(name, "/unload"), headers=headers)
         if not reply["lanes"]:
@@ -138,12 +141,12 @@ def unload(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target:
         if not waits:
             return
         for lane in reply["lanes"]:
-            _await_unload(gateway, lane, timeout_s)
+            _await_unload(gateway, lane, began_s, timeout_s)
 
 
-def _await_unload(gateway: AdminClient, lane: dict[str, Any], wait_s: float) -> None:
+def _await_unload(gateway: AdminClient, lane: dict[str, Any], began_s: float, wait_s: float) -> None:
     model, having = lane["model"], {worker["worker"] for worker in lane["workers"]}
-    for since_s, info in _states(gateway, model, wait_s):
+    for since_s, info in _states(gateway, model, began_s, wait_s):
         if info["state"] not in ("loading", "unloading") and having.isdisjoint(info["workers"]):
             click.echo(f"{model}: unloaded by {', '.join(sorted(having))} after {since_s:.1f} s")
             return
