@@ -5,6 +5,7 @@ are broken, missing or changed.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -535,6 +536,16 @@ def test_a_malformed_header_of_a_page_is_refused(header: bytes) -> None:
     chunk = pages.ChunkPages(0, len(header), values=1, window=1)
     with pytest.raises(pages.PageFault):
         chunk.note(0, header, lambda start, end: header[start:end])
+
+
+@pytest.mark.parametrize(("empty", "is_refused"), [(pages.MAX_EMPTY_PAGES, False), (pages.MAX_EMPTY_PAGES + 1, True)])
+def test_a_column_has_a_bounded_number_of_pages_without_values(empty: int, is_refused: bool) -> None:
+    """Each header is parsed and noted. pyarrow skips pages of an index, such as these of 7 bytes."""
+    index, data = b"\x15\x02\x15\x00\x15\x00\x00", b"\x15\x00\x15\x00\x15\x00\x2c\x15\x02\x00\x00"
+    column = index * empty + data
+    chunk = pages.ChunkPages(0, len(column), values=1, window=1)
+    with pytest.raises(pages.PageFault) if is_refused else contextlib.nullcontext():
+        chunk.note(0, column, lambda start, end: column[start:end])
 
 
 @pytest.mark.parametrize("lines", [1, 2])

@@ -19,6 +19,7 @@ RATIO = 8  # largest usual number of decoded bytes for each compressed byte
 # largest number of decoded bytes beyond RATIO in the pages from which one batch is made
 MAX_BATCH_BYTES = 2 * MAX_DECODED_BYTES
 MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header, which may have statistics
+MAX_EMPTY_PAGES = 1000  # largest number of pages without values in a column of a row group
 MAX_DEPTH = 8  # largest depth of nested structs and lists in a header or a footer
 # Largest number of values in the lists of a footer. Each row group, and each column of a row group, counts as LARGE
 # values.
@@ -50,7 +51,7 @@ class ChunkPages:
         self._start, self._end, self._left, self._window = start, end, values, window
         self._next = start  # position of the next header
         self._pages = deque[tuple[int, int]]()  # for each page that counts: its values, its share of `bytes`
-        self._values = self.bytes = 0
+        self._values = self._empty = self.bytes = 0
 
     def note(self, at: int, data: bytes, fetch: Callable[[int, int], bytes]) -> None:
         """Count the pages whose headers begin before the end of `data`, which was read at position `at`. `fetch`:
@@ -69,6 +70,9 @@ class ChunkPages:
                 raise PageFault("the header of a page has a negative number")
             if header.get(_TYPE) == _DICTIONARY and self._next > self._start:
                 raise PageFault("a dictionary is not the first page of its column")
+            self._empty += not values
+            if self._empty > MAX_EMPTY_PAGES:
+                raise PageFault("a column has too many pages without values")
             self._next, self._left = self._next + size + compressed, self._left - values
             self._add(values, max(0, decoded - RATIO * compressed))
 
