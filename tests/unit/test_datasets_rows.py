@@ -531,11 +531,30 @@ async def test_the_footer_of_many_row_groups_is_read(tmp_path: Path, place: Plac
     assert len(await spans_of(place, TEXT, 500)) == 5
 
 
-@pytest.mark.parametrize("header", [b"\x1c" * 5000, b"\x15\x01\x15\x01\x15\x00", b"\x15\x80", b"\x0f"])
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(b"\x1c" * 5000, b"\x15\x01\x15\x01\x15\x00", b"\x15\x80", b"\x0f"),
+        b"\x15\x02" * 5000 + b"\x00",  # fields beyond any struct of the format
+        b"\x19\xf1\xff\xff\xff\x7f",  # a list of 268,435,455 values
+    ],
+)
 def test_a_malformed_header_of_a_page_is_refused(header: bytes) -> None:
     chunk = pages.ChunkPages(0, len(header), values=1, window=1)
     with pytest.raises(pages.PageFault):
         chunk.note(0, header, lambda start, end: header[start:end])
+
+
+def test_structs_inside_a_footer_take_no_memory() -> None:
+    """90,000 numbers, of which nothing is used: 12 MB if they were noted."""
+    numbers = b"\x15\x02" * 100 + b"\x00"
+    footer = (b"\x1c" + (b"\x1c" + numbers) * 30 + b"\x00") * 30 + b"\x00"
+    tracemalloc.start()
+    try:
+        pages.check_footer(footer)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(("empty", "is_refused"), [(pages.MAX_EMPTY_PAGES, False), (pages.MAX_EMPTY_PAGES + 1, True)])

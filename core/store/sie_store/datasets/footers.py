@@ -141,14 +141,14 @@ def _opened(file: RangeFile, entry: ObjectEntry) -> ParquetFile:
 def _check_footer(source: str, footer: bytes) -> None:
     try:
         check_footer(footer)
-    except PageFault as error:
-        raise malformed(source) from error
     except FooterTooLarge as error:
         raise InvalidInput(
             f"{source}: the footer has too many row groups and columns: write the file with fewer of them",
             reason="too_large",
             param="input.url",
         ) from error
+    except PageFault as error:
+        raise malformed(source) from error
 
 
 def _parquet_file(file: RangeFile, **more: Any) -> ParquetFile:

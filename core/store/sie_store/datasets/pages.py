@@ -21,6 +21,8 @@ MAX_BATCH_BYTES = 2 * MAX_DECODED_BYTES
 MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header, which may have statistics
 MAX_EMPTY_PAGES = 1000  # largest number of pages without values in a column of a row group
 MAX_DEPTH = 8  # largest depth of nested structs and lists in a header or a footer
+MAX_FIELDS = 100  # largest number of fields in a struct; Parquet's largest has about 20
+FIELDS_DEPTH = 2  # depth of the structs of a header whose fields are used
 # Largest number of values in the lists of a footer. Each row group, and each column of a row group, counts as LARGE
 # values.
 MAX_FOOTER_VALUES, LARGE = 4_000_000, 20
@@ -37,8 +39,8 @@ class PageFault(ValueError):
     """Error for a footer or the header of a page that is malformed."""
 
 
-class FooterTooLarge(ValueError):
-    """Error for a footer that needs too much memory."""
+class FooterTooLarge(PageFault):
+    """Error for a footer, or the header of a page, that needs too much memory."""
 
 
 class ChunkPages:
@@ -125,19 +127,22 @@ class _ThriftReader:
 
     def struct(self, depth: int) -> Fields:
         """Return the 32-bit numbers and the structs in a struct, by (number of the field, kind of its value). Other
-        values are skipped. The kind is a part of the key, because Parquet's readers ignore a field of another kind.
+        values, and structs below FIELDS_DEPTH, are skipped. The kind is a part of the key, because Parquet's readers
+        ignore a field of another kind.
         """
         if depth <= LARGE_DEPTH:
             self._counted(LARGE)
         fields: Fields = {}
         number = 0
-        while head := self._byte():
+        for _ in range(MAX_FIELDS + 1):
+            if not (head := self._byte()):
+                return fields
             kind = head & 15
             number = number + (head >> 4) if head >> 4 else self._number()
             value = None if kind in (1, 2) else self._value(kind, depth)
-            if kind in (_NUMBER, _STRUCT):
+            if kind in (_NUMBER, _STRUCT) and depth < FIELDS_DEPTH:
                 fields[number, kind] = value
-        return fields
+        raise PageFault("a struct of a header or footer has too many fields")
 
     def _value(self, kind: int, depth: int) -> Any:
         if depth > MAX_DEPTH:
