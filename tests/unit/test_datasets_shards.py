@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,21 @@ from pyarrow import parquet
 
 from sie_contracts.api.jobs import JobInput, JobManifest, OutputFormat
 from sie_contracts.errors import ErrorInfo, InvalidInput
+from sie_gateway.jobs.storage import JobStorage
+from sie_store import durable
 from sie_store.datasets import manifests, plans, rows
 from sie_store.datasets.answers import About, RowAnswer, shard_of
+from sie_store.datasets.formats import MANIFEST
 from sie_store.datasets.parts import encode
 from sie_store.datasets.places import Place
 from sie_store.datasets.rows import InputRow
-from sie_store.datasets.shards import PartDamaged, claim, existing, put_once
+from sie_store.datasets.shards import PartDamaged, bytes_of, claim, existing, put_once
+from sie_store.files import FileObjects
 from sie_store.object_stores import AccessRefused, ObjectMissing, RetryPolicy, StoreError
 
 NAME = "part-00000.parquet"
 FAST = RetryPolicy(tries=3, pause_s=0.001)
+EMPTY = msgspec.convert(JobManifest.EXAMPLE | {"parts": []}, JobManifest)
 
 
 @pytest.fixture(params=["folder", "moto", "seaweed", "google"])
@@ -126,22 +131,41 @@ async def test_an_object_that_is_no_part_is_neither_taken_over_nor_replaced(url:
 
 async def test_a_manifest_is_replaced_by_the_same_step_again(url: str) -> None:
     place = output(url)
-    assert await manifests.read(place) is None
-    manifest = JobManifest(
-        job="job-1",
-        state="completed",
-        url=url,
-        format="parquet",
-        model="m",
-        fingerprint="f",
-        rows=1,
-        failed=0,
-        parts=[],
-    )
     for rows_of_it in (1, 2):
-        manifest = msgspec.structs.replace(manifest, rows=rows_of_it)
+        manifest = msgspec.structs.replace(EMPTY, rows=rows_of_it)
         await manifests.write(place, manifest)
-        assert await manifests.read(output(url)) == manifest
+        assert msgspec.json.decode(await bytes_of(place, MANIFEST), type=JobManifest) == manifest
+
+
+async def one_piece() -> AsyncIterator[bytes]:
+    yield b"data"
+
+
+@pytest.mark.parametrize(
+    ("key", "write"),
+    [
+        ("out/.sie-job", lambda place: claim(place, "job-1")),
+        (f"out/{NAME}", lambda place: put_once(place, NAME, part(), "parquet")),
+        ("out/manifest.json", lambda place: manifests.write(place, EMPTY)),
+        ("files/file-1", lambda place: FileObjects(place.store).put("file-1", one_piece(), 60)),
+        ("jobs/job-1/plan", lambda place: JobStorage(place.store, "job-1", Any).put_once("plan", b"plan")),
+    ],
+)
+async def test_an_object_that_a_record_calls_complete_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, write: Callable[[Place], Awaitable[Any]]
+) -> None:
+    """So are the folders in its path. Another leader, which may find the object there, waits for the disk too."""
+    synced: list[Path] = []
+
+    def sync(path: Path) -> None:
+        assert path.exists()
+        synced.append(path.relative_to(tmp_path))
+
+    monkeypatch.setattr(durable, "sync", sync)
+    for _ in range(2):
+        synced.clear()
+        await write(output(str(tmp_path)))
+        assert synced == [Path(key), *Path(key).parents]
 
 
 async def test_inputs_are_planned_and_read_in_each_store(url: str) -> None:

@@ -53,6 +53,7 @@ class FileObjects:
             self._store, _key(file), checked(), use_multipart=True, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE
         )
         await object_stores.within(timeout_s, writing)
+        await object_stores.sync(self._store, _key(file))
 
     async def open(self, file: str) -> AsyncIterator[bytes]:
         """Return the pieces of an object. Raises ObjectMissing if the object does not exist."""

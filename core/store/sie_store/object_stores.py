@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sie_contracts.settings import SettingError, store_url
+from sie_store import durable
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
@@ -186,6 +187,23 @@ def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]
     finally:
         if device is not None:
             _claimed[device] -= own
+
+
+async def sync(store: ObjectStore, key: str) -> None:
+    """Wait until an object and its name are on the disk, if the store is a folder: after a power failure, a record that
+    calls the object complete must not exist without it. A bucket does this itself. Raises StoreError.
+    """
+    from obstore.store import LocalStore
+
+    def synced(path: Path) -> None:
+        for part in (path, *path.parents[: len(Path(key).parts)]):
+            durable.sync(part)
+
+    if isinstance(store, LocalStore):
+        try:
+            await asyncio.to_thread(synced, Path(str(store.prefix)) / key)
+        except OSError as error:
+            raise failure(error) from error
 
 
 def _let_threads_finish() -> None:

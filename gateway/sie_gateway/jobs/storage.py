@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sie_contracts import jobs as records
 from sie_contracts.jobs import Plan
 from sie_gateway.jobs.files import FileStore
-from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, room, whole_object, within
+from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, room, sync, whole_object, within
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -45,15 +45,17 @@ class JobStorage:
         """Store an object, unless it exists. Return the bytes of the stored object. Raises StoreError."""
         import obstore
 
+        key = f"{self._prefix}/{name}"
         try:
             with room(self.store, reserves=FILES) as claim:
                 claim(len(data))
-                await within(LONG_S, obstore.put_async(self.store, f"{self._prefix}/{name}", data, mode="create"))
+                await within(LONG_S, obstore.put_async(self.store, key, data, mode="create"))
         except WrittenMeanwhile:
             existing = await self.existing(name)
             if existing is None:  # the object existed at the write, and has been removed since
                 raise
-            return existing
+            data = existing
+        await sync(self.store, key)
         return data
 
     async def remove(self) -> None:

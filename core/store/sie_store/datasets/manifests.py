@@ -7,7 +7,7 @@ import msgspec
 from sie_contracts.api.jobs import JobManifest
 from sie_store.datasets.formats import MANIFEST
 from sie_store.datasets.places import Place
-from sie_store.object_stores import ObjectMissing, whole_object
+from sie_store.object_stores import sync
 
 
 async def write(place: Place, manifest: JobManifest) -> None:
@@ -20,13 +20,4 @@ async def write(place: Place, manifest: JobManifest) -> None:
     await place.check(key)
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
     await place.patience.call(lambda: obstore.put_async(place.store, key, data))
-
-
-async def read(place: Place) -> JobManifest | None:
-    """Return the manifest; None if the output has none. Raises StoreError."""
-    key = place.folder + MANIFEST
-    await place.check(key)
-    try:
-        return msgspec.json.decode(await place.patience.call(lambda: whole_object(place.store, key)), type=JobManifest)
-    except ObjectMissing:
-        return None
+    await sync(place.store, key)

@@ -8,18 +8,17 @@ others use the part that exists.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
-from pathlib import Path
 
 from sie_contracts.api.jobs import OutputFormat
 from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import ShardRecord
-from sie_store import durable
 from sie_store.datasets.formats import MANIFEST
 from sie_store.datasets.parts import PartFault, inspect
 from sie_store.datasets.places import Place
-from sie_store.object_stores import FILES, ObjectMissing, StoreError, WrittenMeanwhile, room, whole_object, within
+from sie_store.object_stores import FILES, ObjectMissing, StoreError, WrittenMeanwhile, room, sync, whole_object, within
 
 PUT_S = 300.0  # time limit of one call of the store, in seconds
 OWNER = ".sie-job"  # object in the output folder that contains the id of the job to which the folder belongs
@@ -40,17 +39,17 @@ async def claim(place: Place, owner: str) -> None:
     await place.check(key)
     try:
         if (await bytes_of(place, OWNER)).decode(errors="replace") == owner:
+            await sync(place.store, key)
             return
     except ObjectMissing:
         if not await _has_parts(place):
             put = functools.partial(
                 obstore.put_async, place.store, key, owner.encode(), mode="create", use_multipart=False
             )
-            try:
+            # an earlier leader of this job, or another job, may write it at the same time
+            with contextlib.suppress(WrittenMeanwhile):
                 await place.patience.repeated(lambda: within(PUT_S, put()))
-            # an earlier leader of this job, or another job, has written it at the same time
-            except WrittenMeanwhile:
-                await claim(place, owner)
+            await claim(place, owner)
             return
     raise in_use("this folder has the output of another job")
 
@@ -93,8 +92,7 @@ async def put_once(place: Place, name: str, data: bytes, format: OutputFormat) -
         if there is None:
             raise StoreError("the part was written, and then removed by another process") from error
         return there
-    if place.root is not None:
-        await asyncio.to_thread(_kept_on_disk, place.root / key)
+    await sync(place.store, key)
     return record
 
 
@@ -109,8 +107,7 @@ async def existing(place: Place, name: str, format: OutputFormat) -> ShardRecord
         record = await asyncio.to_thread(_record, name, data, format)
     except PartFault as error:
         raise PartDamaged(f"{name}: {error}") from error
-    if place.root is not None:
-        await asyncio.to_thread(_kept_on_disk, place.root / key)
+    await sync(place.store, key)
     return record
 
 
@@ -134,14 +131,3 @@ def _record(name: str, data: bytes, format: OutputFormat) -> ShardRecord:
         about.codes,
         about.fingerprint,
     )
-
-
-def _kept_on_disk(path: Path) -> None:
-    """Sync a part to the disk, because after a power failure the record must not exist without the part. Raises
-    StoreError.
-    """
-    try:
-        durable.sync(path)
-        durable.sync(path.parent)
-    except OSError as error:
-        raise StoreError(f"the part cannot be written to the disk: {error.strerror}") from error
