@@ -278,6 +278,14 @@ def test_a_corpus_that_cannot_be_read_is_refused(tmp_path: Path, name: str, text
         Corpus.from_source(str(tmp_path / name), text, "", None)
 
 
+def test_a_corpus_may_be_a_link_to_a_file_in_another_folder(tmp_path: Path) -> None:
+    for folder in ("files", "links"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "files/1f2e").write_text('{"a": "x"}\n')
+    (tmp_path / "links/docs.jsonl").symlink_to("../files/1f2e")
+    assert sampled(Corpus.from_source(str(tmp_path / "links/docs.jsonl"), "{a}", "", None), 10).texts == ["x"]
+
+
 def test_a_corpus_may_be_a_file_beside_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "docs.jsonl").write_text('{"a": "x"}\n')
     (tmp_path / "work").mkdir()

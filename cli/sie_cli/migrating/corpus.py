@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sie_cli.refusal import CommandRefused, refusing
@@ -58,16 +58,17 @@ class Corpus:
         """Return the corpus at a path or URL. Raises CommandRefused for a missing file or an invalid template."""
         is_url = "://" in source
         file = Path(source).expanduser()
-        where = source if is_url else str(file.parent.resolve() / file.name)
-        if not is_url and not Path(where).is_file():
+        if not is_url and not file.is_file():
             raise CommandRefused(f"--corpus {source}: there is no such file")
+        where = source if is_url else str(file.resolve())
         with refusing():
             how = JobInput(url=where, text=text, id=id_column, format=file_format)  # type: ignore[arg-type]
             templates.check(how, "encode")
             folder = where if where.endswith("/") else where.rpartition("/")[0] + "/"
             if is_url and folder.endswith("//"):  # a whole bucket, which is in no folder
                 folder = where
-            return cls(source, how, Place.opened(where, (folder,)))
+            # the format follows from the name of a link, not from that of its file
+            return cls(source, how, replace(Place.opened(where, (folder,)), label="" if is_url else file.name))
 
     @property
     def is_url(self) -> bool:
