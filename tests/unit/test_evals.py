@@ -505,7 +505,8 @@ def test_what_changed_from_one_result_to_another_is_told(tmp_path: Path) -> None
         results.compared(old, new)
     with pytest.raises(CommandRefused, match="sie eval list"):
         results.read(tmp_path / "none.json")
-    for wrong in (b"{}", b'{"time": "\xff"}', b'{"about": {"x": ' + b"[" * 100_000):
+    lacking = b'{"time": "1", "about": {}, "figures": {"model": "a/b", "task": "mine"}}'
+    for wrong in (b"", b"{}", b'{"time": "\xff"}', b'{"about": {"x": ' + b"[" * 100_000, lacking):
         (tmp_path / "wrong.json").write_bytes(wrong)
         with pytest.raises(CommandRefused, match=r"wrong\.json is no result"):
             results.read(tmp_path / "wrong.json")
@@ -536,6 +537,15 @@ def test_the_last_result_is_of_the_same_names_and_batch(tmp_path: Path) -> None:
     assert results.last(tmp_path, "a/b", "検索", "quality", "cpu") == alone
     assert results.last(tmp_path, "a/b", "検索", "quality", "cpu", 64) == many
     assert results.last(tmp_path, "a/b", "回答", "quality", "cpu") is None
+
+
+def test_a_damaged_result_does_not_hide_the_others(tmp_path: Path) -> None:
+    stored = results.store(tmp_path, made_outcome("a/b").report, results.about({}, "cpu"))
+    (stored.parent / "9999-damaged.json").write_bytes(b"")
+    assert results.last(tmp_path, "a/b", "mine", "quality", "cpu") == results.read(stored)
+    ran = CliRunner().invoke(main, ["eval", "list", "--results", str(tmp_path)])
+    assert (ran.exit_code, str(stored) in ran.stdout) == (0, True)
+    assert "9999-damaged.json is no result" in ran.stderr
 
 
 def made_outcome(model: str, **about: Any) -> EvalOutcome:

@@ -242,7 +242,7 @@ def _show_changes(old: StoredReport, new: StoredReport) -> None:
 def list_(results: Path | None) -> None:
     """Show the results that are stored, oldest first."""
     folder = results or default_data_dir() / FOLDER
-    reports = [(file, _results.read(file)) for file in _results.every(folder)]
+    reports = list(_results.readable(_results.every(folder)))
     if not reports:
         click.echo(f"no result is stored in {folder}")
         return

@@ -15,10 +15,11 @@ import platform
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 
 import sie_contracts
@@ -29,6 +30,7 @@ from sie_contracts.errors import UNDECODABLE
 from sie_store import durable
 
 GIT_S = 5.0
+FIGURES = {"model", "task", "kind", "rows"}  # figures that each result has
 TOLD_ITEMS = 3  # number of queries that are listed for a metric: those whose value decreased the most
 
 
@@ -82,11 +84,23 @@ def store(folder: Path, report: EvalReport, context: Mapping[str, Any]) -> Path:
 def read(file: Path) -> StoredReport:
     """Read a stored result from its file. Raises CommandRefused."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=StoredReport)
+        stored = msgspec.json.decode(file.read_bytes(), type=StoredReport)
     except OSError as error:
         raise CommandRefused(f"{file}: {error.strerror}: `sie eval list` shows the results that are stored") from error
     except UNDECODABLE as error:
         raise CommandRefused(f"{file} is no result of `sie eval`: {error}") from error
+    if missing := FIGURES - stored.figures.keys():
+        raise CommandRefused(f"{file} is no result of `sie eval`: its figures lack {', '.join(sorted(missing))}")
+    return stored
+
+
+def readable(files: Iterable[Path]) -> Iterator[tuple[Path, StoredReport]]:
+    """Yield each file that is a result, with the result. The others are named on standard error."""
+    for file in files:
+        try:
+            yield file, read(file)
+        except CommandRefused as error:
+            click.echo(f"skipped: {error.format_message()}", err=True)
 
 
 def every(folder: Path) -> list[Path]:
@@ -98,9 +112,9 @@ def last(folder: Path, model: str, task: str, kind: str, machine: str, batch: in
     request of a result of speed.
     """
     files = sorted(_place(folder, model, task, kind).glob("*.json"), reverse=True)
-    for stored in map(read, files):
+    for _, stored in readable(files):
         # names of several models or tasks may become the same folder name, because `_plain` replaces characters
-        subject = [stored.figures.get("model"), stored.figures.get("task")]
+        subject = [stored.figures["model"], stored.figures["task"]]
         if subject == [model, task] and [stored.about.get("machine"), stored.about.get("batch", 1)] == [machine, batch]:
             return stored
     return None
