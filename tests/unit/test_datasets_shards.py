@@ -146,6 +146,7 @@ async def one_piece() -> AsyncIterator[bytes]:
     [
         ("out/.sie-job", lambda place: claim(place, "job-1")),
         (f"out/{NAME}", lambda place: put_once(place, NAME, part(), "parquet")),
+        (f"jobs/1/{NAME}", lambda place: put_once(Place(place.store, "jobs/1/"), NAME, part(), "parquet")),
         ("out/manifest.json", lambda place: manifests.write(place, EMPTY)),
         ("files/file-1", lambda place: FileObjects(place.store).put("file-1", one_piece(), 60)),
         ("jobs/job-1/plan", lambda place: JobStorage(place.store, "job-1", Any).put_once("plan", b"plan")),
