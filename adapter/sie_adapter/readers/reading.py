@@ -166,27 +166,30 @@ class _Loop:
 
     def turn(self) -> None:
         """Run one iteration of the loop for this model. Does not raise: callers of failed rows get the error."""
-        error = self._failure()
+        error = self._failure(self._advance)
         if error is not None:
             rows = [*self._rows, *self._beginning]
             self._rows, self._beginning, self._slots = [], [], DecoderSlots(self._fits)
             if is_out_of_memory(error) and len(rows) > 1:
-                self._again(rows)
-            else:
+                error = self._failure(lambda: self._again(rows))
+            if error is not None:
                 for row in rows:
                     row.call.fail(error)
         if not self._rows:
             self._slots = DecoderSlots(self._fits)
 
-    def _failure(self) -> Exception | None:
-        """Run one iteration. Return None or its error, without the traceback, which would keep tensors in memory."""
+    def _advance(self) -> None:
+        self._leave()
+        on_usable_thread(self._begin)
+        on_usable_thread(self._step)
+
+    def _failure(self, work: Callable[[], None]) -> Exception | None:
+        """Call `work`. Return None or its error, without the traceback, which would keep tensors in memory."""
         try:
-            self._leave()
-            on_usable_thread(self._begin)
-            on_usable_thread(self._step)
+            work()
         except Exception as error:
             if not isinstance(error, SIEError) and not is_out_of_memory(error) and not is_device_fatal(error):
-                _logger.exception("a step that generates text for %d rows failed", len(self._rows))
+                _logger.exception("a model that generates text failed")
             return error.with_traceback(None)
         return None
 

@@ -176,6 +176,20 @@ def test_a_row_that_does_not_fit_alone_is_its_callers_matter(readings: Readings)
     assert readings.read(Sums(), PROMPTS[:1]) == [expected(PROMPTS[0])]
 
 
+def test_an_error_while_memory_is_freed_fails_the_rows_and_not_the_thread() -> None:
+    def lose() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def fails(rows: int) -> None:
+        raise torch.OutOfMemoryError("too many")
+
+    loop, rows = _Loop(Sums(together=2, fails=fails), CPU, shed=lose), [row(prompt) for prompt in PROMPTS[:2]]
+    loop.waiting.extend(rows)
+    loop.turn()
+    assert [type(failed.call.error) for failed in rows] == [torch.AcceleratorError] * 2
+    assert loop.is_idle
+
+
 LONG = [asked(*range(1, 6 + number), most=90 + 10 * number, ends=frozenset()) for number in range(8)]
 
 
