@@ -23,7 +23,7 @@ from sie_adapter.families.extraction import ExtractOptions, Preparation
 from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
 from sie_adapter.memory.oom import OomRecovery, Relief, Remedy, exhausted
 from sie_adapter.packed.packing import BatchFiles, Int64, MalformedBatch, images, sounds
-from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
+from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, ShuttingDown, SIEError
 from sie_contracts.media import documents
 from sie_contracts.models.output_schemas import parts_of
 from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
@@ -259,13 +259,15 @@ def _tensors(value: Any) -> Any:
 
 def _isolated(call: Call, texts: list[int], message: RunBatch) -> list[Any]:
     """Return the results of the texts with these indices. If the call fails, run each text alone: a text may belong to
-    another client than the one that causes the error. Raises the errors of a lack of memory and of a lost device, and
-    InternalFailure for a wrong number of results.
+    another client than the one that causes the error. Raises the errors of a lack of memory, of a lost device, of a
+    cancelled call and of a stop, and InternalFailure for a wrong number of results.
     """
     failure: SIEError
     try:
         results = call(texts)
     except SIEError as error:
+        if isinstance(error, ShuttingDown) or error.reason == "cancelled":
+            raise
         failure = error
     except Exception as error:
         if is_out_of_memory(error) or is_device_fatal(error):

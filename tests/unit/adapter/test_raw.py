@@ -15,7 +15,8 @@ from unit.adapter.test_batch import arrays, reasons, tokens
 
 from sie_adapter.engine.raw import extract_options, run_raw
 from sie_adapter.families.extraction import ExtractOptions, Preparation, run_alike
-from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
+from sie_adapter.memory.device_errors import cancelled
+from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, ShuttingDown, SIEError
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
 from sie_contracts.wire.messages import Ok, RunOptions
@@ -180,6 +181,20 @@ def test_no_text_runs_again_on_a_lost_device(operation: str) -> None:
 
     with pytest.raises(torch.AcceleratorError):
         run(operation, ["a", "b", "c"], Group(0, 3, RAW), family=SimpleNamespace(**{operation: lose}))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("error", [cancelled(), ShuttingDown("the adapter is stopping")])
+@pytest.mark.parametrize("operation", ["encode", "score", "extract"])
+def test_no_text_runs_again_after_the_end_of_its_call(operation: str, error: SIEError) -> None:
+    calls = []
+
+    def end(*_: Any) -> list[Any]:
+        calls.append(1)
+        raise error
+
+    with pytest.raises(type(error)):
+        run(operation, ["a", "b", "c"], Group(0, 3, RAW), family=SimpleNamespace(**{operation: end}))
     assert len(calls) == 1
 
 
