@@ -31,6 +31,12 @@ T = TypeVar("T")
 Answer: TypeAlias = "Received | TransportFailed"
 Sender: TypeAlias = "Callable[[Send, threading.Event], Answer]"
 
+# Guards the state of all drivers. It is not held during requests. A fork waits for it, so a forked process never
+# inherits it from a thread that this process does not have.
+_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
 
 def _spawn(function: Callable[[], T]) -> Future[T]:
     """Run a function in a daemon thread, which does not delay the interpreter's end. Return a future of its result."""
@@ -58,7 +64,6 @@ class ThreadDriver:
 
     def _open(self) -> None:
         self._http = httpx.Client(**transport.options(self.url, self._session, httpx.HTTPTransport))
-        self._lock = threading.Lock()
         self._in_flight = 0
         self._process = os.getpid()
 
@@ -66,7 +71,7 @@ class ThreadDriver:
         """Close the connections and refuse new requests. If requests of other threads are running, the last request
         closes the connections when it ends, because httpx would leak a connection that is being opened.
         """
-        with self._lock:
+        with _lock:
             self._is_closed = True
             is_unused = not self._in_flight
         if is_unused:
@@ -77,16 +82,16 @@ class ThreadDriver:
         """Yield the HTTP client for one request. Raises RuntimeError if the driver is closed. A forked process opens
         connections of its own: on shared connections, parent and child could receive each other's answers.
         """
-        if self._process != os.getpid():
-            self._open()
-        with self._lock:
+        with _lock:
+            if self._process != os.getpid():
+                self._open()
             if self._is_closed:
                 raise RuntimeError("this client was closed: create a new one")
             self._in_flight += 1
         try:
             yield self._http
         finally:
-            with self._lock:
+            with _lock:
                 self._in_flight -= 1
                 is_last = self._is_closed and not self._in_flight
             if is_last:

@@ -29,7 +29,8 @@ import websockets.sync.server as websocket_server
 from websockets.exceptions import ConnectionClosed
 
 import sie_client
-from sie_client import SIEAsyncClient, SIEClient, cluster, core, transport, watching
+from sie_client import SIEAsyncClient, SIEClient, cluster, core, threads, transport, watching
+from sie_client.threads import ThreadDriver
 from sie_contracts import arrays
 
 
@@ -473,6 +474,51 @@ def test_a_forked_process_has_connections_of_its_own(server: Server) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert client.encode("m", "3")["dense"].tolist() == [3.0]
     assert server.connected == 2
+
+
+def test_threads_of_a_forked_process_share_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, clients = ThreadDriver("http://127.0.0.1:9", core.Session()), []
+    driver._process = -1  # as after a fork
+    opens: list[None] = []
+
+    def use() -> None:
+        with driver._connections() as client:
+            clients.append(client)
+
+    def open_while_another_thread_begins() -> None:
+        opens.append(None)
+        if len(opens) == 1:
+            other.start()
+            other.join(0.2)  # the other thread ends here if it does not wait for this one
+        ThreadDriver._open(driver)
+
+    other = threading.Thread(target=use)
+    monkeypatch.setattr(driver, "_open", open_while_another_thread_begins)
+    use()
+    other.join()
+    driver.close()
+    assert len(opens) == 1
+    assert clients[0] is clients[1]
+    assert clients[0].is_closed
+
+
+def test_a_fork_waits_until_no_thread_has_the_lock_of_the_drivers() -> None:
+    held, forking = threading.Event(), threading.Event()
+    os.register_at_fork(before=forking.set)  # called before the hooks that were registered earlier
+
+    def hold() -> None:
+        with threads._lock:
+            held.set()
+            forking.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        os._exit(not threads._lock.acquire(timeout=0.1))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    holder.join()
 
 
 def test_a_client_that_was_closed_says_so(server: Server) -> None:
