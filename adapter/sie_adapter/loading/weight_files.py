@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sie_contracts.models.load_errors import incompatible
-from sie_store.folder_files import read_json
+from sie_store.folder_files import read_json, reading
+from sie_store.weights.headers import DamagedFile, StoredTensor, stored_tensors
 
 _OTHER_FORMATS = ("onnx", "openvino")  # folders of published models with files in formats that no family reads
 _PICKLES = ("pytorch_model.bin", "sparse_linear.pt", "colbert_linear.pt")
@@ -25,7 +26,6 @@ _QUANTISED = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 # weight.
 MATRIX = 2
 _CHUNK = 1 << 22  # number of values that are checked for NaN at a time
-_HEADER_BYTES = 8
 _INDEX = "model.safetensors.index.json"
 
 
@@ -67,27 +67,20 @@ def safetensors_of(folder: Path) -> list[Path]:
 
 
 def _stored(file: Path) -> Iterator[tuple[str, Tensor]]:
-    _check_length(file)
+    tensors_in(file)  # raises an error for a damaged file
     with safe_open(file, "pt") as opened:
         for name in opened.keys():  # noqa: SIM118  `opened` cannot be iterated
             yield name, opened.get_tensor(name)
 
 
-def _check_length(file: Path) -> None:
-    """Raise ModelLoadFailed if the size of a safetensors file differs from the size that its header implies."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        header_bytes = int.from_bytes(opened.read(_HEADER_BYTES), "little")
-        header = opened.read(header_bytes) if size >= _HEADER_BYTES + header_bytes else b""
-    if size >= _HEADER_BYTES + header_bytes:
-        try:
-            ends = [tensor["data_offsets"][1] for name, tensor in json.loads(header).items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _broken(file, "its header is not that of a safetensors file") from error
-        if size == (whole := _HEADER_BYTES + header_bytes + max(ends, default=0)):
-            return
-        raise _broken(file, f"it has {size} of {whole} bytes")
-    raise _broken(file, f"it has {size} bytes, but its header alone needs {_HEADER_BYTES + header_bytes}")
+def tensors_in(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file, from its header. Raises ModelLoadFailed INCOMPATIBLE for a damaged
+    file.
+    """
+    try:
+        return stored_tensors(file)
+    except DamagedFile as error:
+        raise _broken(file, str(error)) from error
 
 
 def _broken(file: Path, why: str) -> Exception:
@@ -96,14 +89,16 @@ def _broken(file: Path, why: str) -> Exception:
 
 def loaded_files(folder: Path) -> list[Path]:
     """Return the safetensors files that a load reads: model.safetensors, else the files that the index names, else all
-    of `folder`. Raises ModelLoadFailed if the index names a missing file.
+    of `folder`. Raises ModelLoadFailed INCOMPATIBLE for a damaged index, and if it names a missing file.
     """
     if (whole := folder / "model.safetensors").is_file():
         return [whole]
     if not (folder / _INDEX).is_file():
         return sorted(folder.glob("*.safetensors"))
-    named = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
-    if absent := [name for name in named if not (folder / name).is_file()]:
+    with reading(folder / _INDEX):
+        named = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
+        absent = [name for name in named if not (folder / name).is_file()]
+    if absent:
         raise incompatible(
             f"{_INDEX} names {len(absent)} files that are not there: {', '.join(absent[:5])}; download them"
         )

@@ -49,6 +49,22 @@ def test_model_safetensors_counts_before_a_stale_index_and_a_missing_part_is_ref
     assert weight_bytes(tmp_path, 4) == 40
 
 
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": 5}', '{"weight_map": {"a": 5}}', "\x00"])
+def test_a_damaged_index_is_refused(index: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelLoadFailed, match=r"model\.safetensors\.index\.json") as refused:
+        weight_bytes(tmp_path, 4)
+    assert refused.value.extras["error_class"] == "INCOMPATIBLE"
+
+
+@pytest.mark.parametrize("header", [b"[1]", b'{"a": 5}', b'{"a": {"dtype": "F32"}}'])
+def test_a_header_without_tensors_is_refused(header: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelLoadFailed, match=r"model\.safetensors is cut off or damaged") as refused:
+        weight_bytes(tmp_path, 4)
+    assert refused.value.extras["error_class"] == "INCOMPATIBLE"
+
+
 def test_it_is_what_a_loaded_model_has(tmp_path: Path) -> None:
     """The difference is the size of the buffers, which a model computes from its configuration."""
     folder = toys.save(tmp_path / "bert", "bert", hidden_size=64, intermediate_size=256)

@@ -13,10 +13,9 @@ from pathlib import Path
 import msgspec
 
 from sie_contracts.errors import UNDECODABLE
+from sie_store.weights.headers import DamagedFile, stored_tensors
 from sie_store.weights.selection import Wanted
 
-_HEADER_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # largest header in bytes that the safetensors format allows
 # module types of sentence-transformers without files, for which a repository need not have a folder
 _NO_FILES = ("Normalize",)
 
@@ -79,23 +78,14 @@ def _missing(path: Path, stored: object) -> str:
 
 
 def _wrong_with(path: Path) -> str:
-    """Return the fault of a safetensors file; empty if the file ends at the end of the last tensor in its header."""
+    """Return the fault of a safetensors file; empty if it is complete."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(_HEADER_BYTES), "little")
-            if size < _HEADER_BYTES or length > min(size, _MAX_HEADER_BYTES):
-                return "is cut off"
-            header = msgspec.json.decode(file.read(length), type=dict[str, object])
-        ends = [
-            entry["data_offsets"][1]
-            for name, entry in header.items()
-            if name != "__metadata__" and isinstance(entry, dict)
-        ]
-        due = _HEADER_BYTES + length + max(ends, default=0)
-    except (*UNDECODABLE, OSError, KeyError, TypeError, IndexError) as error:
-        return f"is not a safetensors file: {type(error).__name__}"
-    return "" if due == size else f"has {size} bytes, its header says {due}"
+        stored_tensors(path)
+    except DamagedFile as error:
+        return f"is not whole: {error}"
+    except OSError as error:
+        return f"cannot be read: {type(error).__name__}"
+    return ""
 
 
 def _size(path: Path) -> int:
