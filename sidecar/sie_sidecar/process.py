@@ -250,14 +250,15 @@ async def _preload(
 
 
 async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, object]) -> None:
-    """Wait for `work`. If `stop` is set first, cancel it. Raises the exceptions of `work`."""
-    doing, ending = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    await asyncio.wait({doing, ending}, return_when=asyncio.FIRST_COMPLETED)
-    ending.cancel()
-    if not doing.done():
-        await cancel_all([doing])
-        return
-    doing.result()
+    """Wait for `work`. If `stop` is set first, or if this is cancelled, cancel it. Raises the exceptions of `work`."""
+    doing = asyncio.create_task(work)
+    tasks = doing, asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            doing.result()
+    finally:
+        await cancel_all(tasks)
 
 
 async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:

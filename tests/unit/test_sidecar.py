@@ -1,7 +1,8 @@
-"""Small parts of the sidecar: leases, the order of arrival, remembered failures of loads."""
+"""Small parts of the sidecar: leases, the order of arrival, remembered failures of loads, work until a stop."""
 
 from __future__ import annotations
 
+import asyncio
 import traceback
 from dataclasses import dataclass
 
@@ -12,8 +13,10 @@ from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.wire import ipc
+from sie_runtime.process import Stop
 from sie_sidecar.batching.batch import BatchEntry, BatchKey, Waiting
 from sie_sidecar.models.models import Hosting
+from sie_sidecar.process import _unless_stopped
 from sie_sidecar.results.settle import Leases
 
 
@@ -99,3 +102,26 @@ async def test_a_remembered_failure_is_told_anew_each_time() -> None:
         depths.append(len(traceback.extract_tb(caught.value.__traceback__)))
     assert link.loads == 1
     assert depths[1:] == [depths[1]] * 4
+
+
+@pytest.mark.parametrize("end", ["cancelled", "stopped", "done", "failed"])
+async def test_work_until_a_stop_leaves_no_task(end: str) -> None:
+    stop, begun, go_on = Stop(), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        begun.set()
+        await go_on.wait()
+        if end == "failed":
+            raise ValueError
+
+    waiting = asyncio.create_task(_unless_stopped(stop, work()))
+    await begun.wait()
+    if end == "cancelled":
+        waiting.cancel()
+    elif end == "stopped":
+        stop.request()
+    else:
+        go_on.set()
+    (result,) = await asyncio.gather(waiting, return_exceptions=True)
+    assert type(result) is {"cancelled": asyncio.CancelledError, "failed": ValueError}.get(end, type(None))
+    assert asyncio.all_tasks() == {asyncio.current_task()}
