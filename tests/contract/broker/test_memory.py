@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 from broker_harness import STREAM, WAIT_S, Box, consumer_of, publish, subject_of
@@ -41,6 +42,27 @@ async def test_the_broker_in_memory_obeys_a_clock_of_the_test() -> None:
     assert (await box.fill(3))[2].delivered == 3
     now_s += STREAM.duplicate_window_s
     assert not (await broker.publish(subject_of("a"), b"0", "a-0")).duplicate
+    await broker.close()
+
+
+@pytest.mark.parametrize(
+    ("before_s", "after_s", "end_s"),
+    [(1000.0, 10.0, 10.0), (10.0, 1000.0, 1000.0), (0.0, 10.0, 10.0), (10.0, 0.0, None)],
+)
+async def test_a_changed_age_limit_holds_for_stored_messages(
+    before_s: float, after_s: float, end_s: float | None
+) -> None:
+    now_s = 0.0
+    server = MemoryServer(clock=lambda: now_s)
+    broker = server.connect("test")
+    await broker.ensure_stream(dataclasses.replace(STREAM, max_age_s=before_s), owner=True)
+    await publish(broker, "a", 1)
+    changed = dataclasses.replace(STREAM, max_age_s=after_s, version=STREAM.version + 1)
+    await broker.ensure_stream(changed, owner=True)
+    for now_s in (9.0, 10.0, 999.0, 1000.0, 2000.0):
+        server.run_due()
+        is_stored = end_s is None or now_s < end_s
+        assert (await broker.stream_state(STREAM.name)).messages == is_stored, now_s
     await broker.close()
 
 

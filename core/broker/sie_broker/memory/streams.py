@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -206,7 +207,7 @@ class Stream:
         self._exact: dict[str, Consumer] = {}
         self._wide: list[Consumer] = []
         self._ids: OrderedDict[str, tuple[int, float]] = OrderedDict()  # message id -> (sequence, time of expiry)
-        self._age_armed = False
+        self._age_due_s = math.inf  # when the armed timer runs `_age`
 
     def state(self) -> StreamState:
         first = next(iter(self.messages), self.last_sequence + 1 if self.last_sequence else 0)
@@ -234,7 +235,7 @@ class Stream:
         self.counts[subject] = self.counts.get(subject, 0) + 1
         self._ids[message_id] = (message.sequence, now_s + _window_s(spec))
         if spec.max_age_s:
-            self.arm_age()
+            self._arm_age()
         consumer = self.consumer_of(subject)
         if consumer is not None:
             consumer.waiting[message.sequence] = None
@@ -288,17 +289,24 @@ class Stream:
             self._wide.remove(consumer)
         return True
 
-    def arm_age(self) -> None:
-        if not self._age_armed and self.messages and self.spec.max_age_s:
-            self._age_armed = True
-            self.server.timers.at(next(iter(self.messages.values())).stored_s + self.spec.max_age_s, self._age)
+    def change(self, spec: StreamSpec) -> None:
+        self.spec = spec
+        self._age_due_s = math.inf
+        self._arm_age()
+
+    def _arm_age(self) -> None:
+        if self._age_due_s == math.inf and self.messages and self.spec.max_age_s:
+            self._age_due_s = next(iter(self.messages.values())).stored_s + self.spec.max_age_s
+            self.server.timers.at(self._age_due_s, self._age)
 
     def _age(self) -> None:
-        self._age_armed = False
+        if self.server.clock() < self._age_due_s:  # this timer was armed before the spec changed
+            return
+        self._age_due_s = math.inf
         horizon_s = self.server.clock() - self.spec.max_age_s
         while self.messages and next(iter(self.messages.values())).stored_s <= horizon_s:
             self.remove(next(iter(self.messages)))
-        self.arm_age()
+        self._arm_age()
 
 
 def _window_s(spec: StreamSpec) -> float:
@@ -369,8 +377,7 @@ class StreamServer:
         return stream
 
     def change_stream(self, stream: Stream, spec: StreamSpec) -> None:
-        stream.spec = spec
-        stream.arm_age()
+        stream.change(spec)
         self._by_subject.clear()
 
     def lose_stream(self, name: str) -> None:
