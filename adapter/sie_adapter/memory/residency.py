@@ -225,10 +225,11 @@ class ResidentModels:
                     pending: Future[None] = Future()
                     self._loads[model] = resolved, pending
                     break
-            # all callers that need the same weights get the error of the load
+            # all callers that need the same weights get the error of the load; copies, because the traceback of an
+            # exception grows with each thread that raises it
             error = running[1].exception()
             if error is not None and same_weights(running[0], resolved):
-                raise error
+                raise SIEError.from_info(error.info()) if isinstance(error, SIEError) else error
         try:
             self._room_for(model, resolved, permission)
             resident = self._loaded_in_any_room(model, resolved, permission)

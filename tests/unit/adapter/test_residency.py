@@ -509,6 +509,19 @@ def test_a_failed_load_is_told_to_all_who_wait_and_the_next_one_tries_again() ->
     assert world.loads == ["a", "a"]
 
 
+def test_the_traceback_of_a_failed_load_does_not_grow_with_each_caller() -> None:
+    def fail(model: str) -> None:
+        until_waiting(world, model, 7)
+        raise load_failed("NOT_FOUND", "no weights")
+
+    world = World(during_load=fail)
+    with ThreadPoolExecutor(8) as pool:
+        loads = [pool.submit(world.residency.ensure, "a", entry("a")) for _ in range(8)]
+        errors = [load.exception(60) for load in loads]
+    assert [str(error) for error in errors] == ["no weights"] * 8
+    assert len({id(error) for error in errors}) == 8
+
+
 def test_a_failed_load_leaves_nothing_of_its_model_in_memory() -> None:
     """The frames of its error refer to the model, and objects of a model refer to each other. If they waited for the
     collector, the next batch that lacks memory would evict a loaded model.
