@@ -284,9 +284,12 @@ class _ParserProcess:
                 self._socket.sendall(part)
             return parser_frames.FRAMES.answer(receive_frame(self._socket, parser_frames.MAX_ANSWER_BYTES))
         except (EOFError, FrameError, OSError, *UNDECODABLE) as error:
-            raise (_Late if self._late else _ParserLost)(str(error)) from error
+            raise _ParserLost(str(error)) from error
         finally:
             timer.cancel()
+            timer.join()
+            if self._late:  # the process was killed, maybe after its answer, so it must get no other document
+                raise _Late
 
     def _expire(self) -> None:
         self._late = True
