@@ -2,8 +2,8 @@
 the real server. `LastStates` in the test's process computes the states, because an import of torch takes seconds.
 
 Files in the model's folder control it: `states` has the address of `LastStates`; `dies` has a token id at which the
-server ends; `refuses` ends it at its start; `wrong` makes its vectors wrong. Each start adds the pids of the server and
-its child to the file `starts`.
+server ends; `refuses` ends it at its start; `waits` delays the start while it exists; `wrong` makes its vectors wrong.
+Each start adds the pids of the server and its child to the file `starts`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -123,6 +124,8 @@ def main() -> None:
     child = subprocess.Popen(["sleep", "600"])  # the real server also has children in its session
     with (Handler.folder / "starts").open("a") as starts:
         starts.write(f"{os.getpid()} {child.pid}\n")
+    while (Handler.folder / "waits").exists():
+        time.sleep(0.01)
     ThreadingHTTPServer((options.host, options.port), Handler).serve_forever()
 
 

@@ -216,10 +216,15 @@ class _SglangProcess:
         """
         self._is_cpu, self._device = launch.device.type == "cpu", launch.device
         self._before = 0 if self._is_cpu else _used_bytes(launch.device)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port: int = probe.getsockname()[1]
-        command = [sys.executable, "-c", _BOOT, str(os.getpid()), *launch.arguments(self._port)]
+        # The socket stays bound until the server is ready, so no other program gets the port. The server can bind it
+        # too, because both set SO_REUSEADDR.
+        with socket.socket() as reserved:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("127.0.0.1", 0))
+            self._start(launch, reserved.getsockname()[1])
+
+    def _start(self, launch: Launch, port: int) -> None:
+        command = [sys.executable, "-c", _BOOT, str(os.getpid()), *launch.arguments(port)]
         try:
             self._process = subprocess.Popen(
                 command,
@@ -233,7 +238,7 @@ class _SglangProcess:
         self.pid = self._process.pid
         self._is_over = False
         # one client for all threads; `verify` is off, because plain HTTP on loopback needs no certificates
-        url = f"http://127.0.0.1:{self._port}"
+        url = f"http://127.0.0.1:{port}"
         self._client = httpx.Client(base_url=url, timeout=RUN_S, trust_env=False, verify=False)  # noqa: S501
         try:
             self._wait_until_ready()

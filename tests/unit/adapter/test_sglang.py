@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -215,6 +217,23 @@ def test_one_that_does_not_serve_the_model_is_not_used(
         assert len(vectors(run(adapter, TEXTS))) == len(TEXTS)
     if file == "wrong":
         until(lambda: not any(map(runs, started(folder))), "the processes of servers that were not used")
+
+
+def test_no_other_program_gets_the_port_of_a_server_that_starts(folder: Path, fake: str) -> None:
+    """The answers of another server on that port would count as those of SGLang."""
+    (folder / "waits").touch()
+    with engine(fake) as adapter, ThreadPoolExecutor() as pool:
+        loading = pool.submit(adapter.residency.ensure, "m", entry_of(folder))
+        until((folder / "starts").exists, "the start")
+        until(lambda: started(folder), "the pids")
+        arguments = psutil.Process(started(folder)[0]).cmdline()
+        try:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", int(arguments[arguments.index("--port") + 1])))
+        finally:
+            (folder / "waits").unlink()
+        loading.result(ENDS_S)
+        assert len(vectors(run(adapter, TEXTS))) == len(TEXTS)
 
 
 def test_a_batch_fails_while_no_server_starts_and_the_next_one_finds_it_again(folder: Path, fake: str) -> None:
