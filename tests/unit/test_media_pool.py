@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,7 +24,15 @@ import sound_files
 from image_files import bomb, encoded, mutated, picture, png, seeds
 from inprocess import settings_of, until
 
-from sie_contracts.errors import UNDECODABLE, InvalidInput, QueueFull, ResourceExhausted, ShuttingDown, SIEError
+from sie_contracts.errors import (
+    UNDECODABLE,
+    InternalFailure,
+    InvalidInput,
+    QueueFull,
+    ResourceExhausted,
+    ShuttingDown,
+    SIEError,
+)
 from sie_contracts.media.images import Recipe, Size
 from sie_contracts.media.sounds import SoundRecipe
 from sie_sidecar.prepare import images, media_frames, media_pool, sounds
@@ -249,6 +258,19 @@ async def test_a_worker_that_cannot_start_is_no_fault_of_the_image(monkeypatch: 
             await pool.prepare(GOOD, SMALL)
         monkeypatch.undo()
         assert (await pool.prepare(GOOD, SMALL)).height == 16
+
+
+async def test_no_process_is_left_without_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*, sock: socket.socket, limit: int) -> None:
+        sock.close()
+        raise MemoryError
+
+    monkeypatch.setattr(asyncio, "open_unix_connection", fail)
+    before = psutil.Process().children()
+    async with pool_of() as pool:
+        with pytest.raises(InternalFailure):
+            await pool.prepare(GOOD, SMALL)
+        assert psutil.Process().children() == before
 
 
 async def test_a_worker_gets_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

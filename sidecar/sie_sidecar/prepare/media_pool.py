@@ -338,6 +338,7 @@ class _MediaProcess:
         """Start a process, whose environment has only the paths of modules. Raises _WorkerNotStarted."""
         ours, theirs = socket.socketpair()
         with theirs:
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
             try:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-P", "-m", "sie_sidecar.prepare.media_worker"),
@@ -352,11 +353,11 @@ class _MediaProcess:
                     start_new_session=True,  # Ctrl-C must reach only the sidecar, which first finishes its work
                 )
             except BaseException as error:
-                ours.close()
+                writer.close()
                 if isinstance(error, OSError):
                     raise _WorkerNotStarted(str(error)) from error
                 raise
-        worker = _MediaProcess(process, *await asyncio.open_unix_connection(sock=ours, limit=1 << 20))
+        worker = _MediaProcess(process, reader, writer)
         try:
             async with asyncio.timeout(START_S):
                 if not isinstance(await worker._read(), Hello):
