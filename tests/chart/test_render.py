@@ -93,6 +93,27 @@ def test_names_are_unique_and_labels_tell_releases_apart(file: str) -> None:
         assert any(selected.items() <= label_set.items() for label_set in labels)
 
 
+@pytest.mark.parametrize(
+    "image",
+    [
+        "mirror.example.com:5000/my_images/nats:2.12",
+        f"nats@sha256:{'0' * 64}",
+        f"mirror:5000/nats:2.12@sha256:{'0' * 64}",
+    ],
+)
+def test_the_broker_comes_from_any_registry(image: str) -> None:
+    manifests = helm.objects(template(values={**CHOSEN, "nats": {"image": image}}))
+    assert helm.container(manifests, "sie-nats", "nats")["image"] == image
+
+
+@pytest.mark.parametrize("release", ["12", "sie.v1"])
+def test_a_release_with_a_name_that_services_may_not_have_needs_another_one(release: str) -> None:
+    arguments = ("template", release, str(CHART), "--namespace", helm.NAMESPACE)
+    with pytest.raises(HelmError, match="fullnameOverride: the name of the release"):
+        helm.helm(*arguments, values=CHOSEN)
+    assert "name: one-gateway\n" in helm.helm(*arguments, values={**CHOSEN, "fullnameOverride": "one"})
+
+
 def test_hooks_are_not_used() -> None:
     assert all("helm.sh/hook" not in json.dumps(manifest) for file in FILES for manifest in rendered(file))
 
@@ -192,6 +213,8 @@ def groups(**own: Any) -> dict[str, Any]:
             "nats.maxUnavailable: without 2 of 3 servers, the others are no majority",
         ),
         ({**CHOSEN, "nats": {"url": "nats://b:4222"}}, "nats.url: the chart also starts its own broker"),
+        ({**CHOSEN, "nats": {"image": "localhost:5000/nats"}}, "nats.image: Does not match pattern"),
+        ({**CHOSEN, "image": {"tag": "sha256:0"}}, "image.tag: Does not match pattern"),
         (
             {**CHOSEN, "nats": {"storage": {"size": "10Gi"}}},
             "nats.storage.maxFileStore: 18Gi would fill the volume, because nats.storage.size is 10Gi",

@@ -11,9 +11,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import chart_settings
+import jsonschema_rs
 import pytest
 import yaml
-from helm import CHART, CHOSEN, EVERYTHING, FILES, container, containers, objects, rendered, template, variables
+from helm import (
+    CHART,
+    CHOSEN,
+    EVERYTHING,
+    FILES,
+    arguments,
+    container,
+    containers,
+    helm,
+    objects,
+    of_kind,
+    rendered,
+    template,
+    variables,
+)
 
 from sie_contracts.settings import BY_NAME, MACHINE_PROFILE_DEFAULTS, ROWS, load, shown
 
@@ -125,6 +140,52 @@ def test_every_value_changes_what_is_rendered(base: str) -> None:
         if path[:2] not in {("machineProfiles", "a100-80gb"), ("machineProfiles", "h100")}
     } == set()
     assert len(alone) < 60, "most values should be found as they are: each of these is a call of helm"
+
+
+# Values beside which the chart accepts one text in all keys: that text is the machine profile of each group.
+TEXTS_BESIDE = {
+    "workers": {
+        "groups": {
+            "cpu": {"gpu": False},
+            "l4": {"gpu": True, "device": "auto", "bundle": "default"},
+            "other": {"gpu": False},
+        }
+    }
+}
+CLAIMS = [
+    ("payloadStore", "existingClaim"),
+    ("catalogue", "configMap"),
+    ("workers", "common", "cache", "existingClaim"),
+]
+CLAIMS_BESIDE = {"payloadStore": {"url": ""}, "catalogue": {"url": ""}}
+
+
+@pytest.mark.parametrize("beside", [{}, CLAIMS_BESIDE])
+@pytest.mark.parametrize("text", ["12", "null", "true"])
+def test_a_text_that_yaml_reads_as_another_type_stays_a_text(text: str, beside: dict[str, Any]) -> None:
+    """A machine profile may be called 4090. Every text for which the schema accepts any name is replaced at once."""
+    is_valid = jsonschema_rs.validator_for(json.loads(chart_settings.SCHEMA.read_text())).is_valid
+    paths = [
+        path
+        for path, value in leaves(FULL)
+        if isinstance(value, str) and (beside or path not in CLAIMS) and is_valid(at(path, "qqqq"))
+    ]
+
+    def manifests(name: str) -> str:
+        values = overlaid(overlaid(CHOSEN, TEXTS_BESIDE), {**beside, "image": {"pullSecrets": [name]}})
+        for path in paths:
+            if is_valid(at(path, name)):
+                values = overlaid(values, at(path, name))
+        values["fullnameOverride"] = "sie"  # a number is no name of a Service
+        release = helm("template", name, str(CHART), "--namespace", name, *arguments("everything.yaml"), values=values)
+        rendered_objects = objects(release)
+        stateful_set = of_kind("StatefulSet", rendered_objects)["sie-nats"]
+        del stateful_set["spec"]["template"]["metadata"]["annotations"]["checksum/config"]
+        return json.dumps(rendered_objects, sort_keys=True)
+
+    plain = manifests("qqqq")
+    assert plain.count("qqqq") > 200
+    assert json.loads(manifests(text)) == json.loads(plain.replace("qqqq", text))
 
 
 def test_every_key_says_what_it_is() -> None:

@@ -6,7 +6,7 @@
 {{/* Selector of the pods of a component: (list root component) */}}
 {{- define "sie.selector" -}}
 app.kubernetes.io/name: {{ (index . 0).Chart.Name }}
-app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
+app.kubernetes.io/instance: {{ toYaml (index . 0).Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
@@ -20,7 +20,7 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 
 {{/* Start of the metadata of an object; more labels may follow: (list root component name) */}}
 {{- define "sie.metadata" -}}
-name: {{ index . 2 }}
+name: {{ toYaml (index . 2) }}
 labels:
   {{- include "sie.labels" . | nindent 2 }}
 {{- end }}
@@ -131,7 +131,7 @@ labels:
 - name: SIE_TRACING_ENABLED
   value: "true"
 - name: OTEL_SERVICE_NAME
-  value: {{ $root.Values.tracing.serviceName }}-{{ $component }}
+  value: {{ printf "%s-%s" $root.Values.tracing.serviceName $component | toYaml }}
 - name: OTEL_TRACES_EXPORTER
   value: {{ $root.Values.tracing.exporter | quote }}
 - name: OTEL_EXPORTER_OTLP_ENDPOINT
@@ -205,14 +205,14 @@ labels:
 {{- define "sie.payloadVolume" -}}
 {{- with .Values.payloadStore.existingClaim }}
 - name: payloads
-  persistentVolumeClaim: {claimName: {{ . }}}
+  persistentVolumeClaim: {claimName: {{ toYaml . }}}
 {{- end }}
 {{- end }}
 
-{{/* Name of the secret. The secret and auth.mode have no defaults */}}
+{{/* Name of the secret, as YAML. The secret and auth.mode have no defaults */}}
 {{- define "sie.secret" -}}
 {{- $_ := include "sie.authMode" . -}}
-{{- required "auth.secretName: name a secret with at least config-read-token and the passwords of the broker's users (see values.yaml)" .Values.auth.secretName -}}
+{{- required "auth.secretName: name a secret with at least config-read-token and the passwords of the broker's users (see values.yaml)" .Values.auth.secretName | toYaml -}}
 {{- end }}
 
 {{- define "sie.authMode" -}}
@@ -266,16 +266,16 @@ enableServiceLinks: false
 {{- with $root.Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ toYaml . }}
   {{- end }}
 {{- end }}
 securityContext:
   {{- include "sie.podSecurity" $root | nindent 2 }}
 {{- with $values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ toYaml . }}
 {{- end }}
 {{- with $values.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ toYaml . }}
 {{- end }}
 {{- with $values.nodeSelector }}
 nodeSelector:
