@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import os
 import ssl
+from pathlib import Path
 from typing import Any
 
 import certifi
@@ -21,3 +22,26 @@ def _context(*args: Any, **options: Any) -> ssl.SSLContext:
 
 
 ssl.create_default_context = _context
+
+
+def certified(folder: Path, name: str) -> Path:
+    """Create a key and a self-signed certificate for the name, in one file."""
+    from datetime import UTC, datetime, timedelta
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, named = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(
+            named, named, key.public_key(), x509.random_serial_number(), now, now + timedelta(days=1)
+        )
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    plain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (folder / "certificate.pem").write_bytes(plain + certificate.public_bytes(pem))
+    return folder / "certificate.pem"

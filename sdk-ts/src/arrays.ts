@@ -48,7 +48,7 @@ export function readArray(value: unknown): Matrix {
   const length = axes.reduce((product, axis) => product * axis, 1);
   const [arrayClass, numberBytes] = type === "<f2" ? [undefined, 2] : (TYPES.get(type) ?? [undefined, 0]);
   if (!numberBytes) throw new TypeError(`array: unknown type ${type}`);
-  if (data.length !== length * numberBytes) {
+  if (axes.some((axis) => axis < 0) || data.length !== length * numberBytes) {
     throw new TypeError(`array: ${data.length} bytes do not make the shape ${axes.join(",")} of ${type}`);
   }
   // copied, because a typed array needs an aligned address

@@ -3,7 +3,7 @@
 import { type ErrorFacts, errorClass, invalid, NotFoundError, SIEAbortError, SIEConnectionError, SIEError, unreadable } from "./errors.js";
 import { isRoute, type Session } from "./options.js";
 
-const CONNECTION_BUDGET_MS = 120_000;
+export const CONNECTION_BUDGET_MS = 120_000;
 // time for retries if this server has never answered: probably none runs there
 const NOBODY_BUDGET_MS = 5_000;
 const CAPACITY_BUDGET_MS = 900_000;
@@ -15,7 +15,7 @@ const MIN_PAUSE_MS = 100;
 export const CONTROL_MS = 30_000; // time for the answer to a request without inference
 const MAX_TIMER_MS = 2 ** 31 - 1; // a longer timer would end at once
 
-/** HTTP request. It fails if the answer is not complete after `withinMs`. */
+/** HTTP request. It fails if no byte of the answer arrives for `withinMs`. */
 export interface Send {
   method: string;
   path: string;
@@ -129,13 +129,19 @@ async function sendOnce(request: Send, session: Session): Promise<Received | Fai
   const controller = new AbortController();
   const abort = () => controller.abort();
   signal?.addEventListener("abort", abort, { once: true });
-  const timer = setTimeout(abort, Math.min(request.withinMs, MAX_TIMER_MS));
+  const startTimer = () => setTimeout(abort, Math.min(request.withinMs, MAX_TIMER_MS));
+  let timer = startTimer();
+  const restartTimer = () => {
+    clearTimeout(timer);
+    timer = startTimer();
+  };
   try {
     const headers = { ...session.headers(), ...request.headers };
     const init: RequestInit = { method: request.method, headers, signal: controller.signal, redirect: "manual" };
     if (request.body) init.body = request.body;
     const response = await session.fetch(session.baseUrl + request.path, init);
-    const body = new Uint8Array(await response.arrayBuffer());
+    restartTimer();
+    const body = await readBytes(response, restartTimer);
     const answer = { status: response.status, headers: response.headers, body };
     const failure = response.ok ? undefined : readFailure(answer, request, session);
     if (!failure?.isAway) session.server.hasAnswered = true;
@@ -150,8 +156,33 @@ async function sendOnce(request: Send, session: Session): Promise<Received | Fai
   }
 }
 
-// codes of errors that stay after a retry: an unknown host name, an invalid address or argument
-const PERMANENT = new Set(["ENOTFOUND", "ERR_INVALID_URL", "ERR_INVALID_ARG_TYPE", "UND_ERR_INVALID_ARG"]);
+/** Read a whole body. `onPiece` is called after each piece of it. */
+async function readBytes({ body }: Response, onPiece: () => void): Promise<Uint8Array> {
+  const pieces: Uint8Array[] = [];
+  let length = 0;
+  const reader = body?.getReader();
+  for (let piece = await reader?.read(); piece?.value; piece = await reader?.read()) {
+    onPiece();
+    pieces.push(piece.value);
+    length += piece.value.length;
+  }
+  if (pieces.length === 1) return pieces[0]!;
+  const whole = new Uint8Array(length);
+  let end = 0;
+  for (const piece of pieces) {
+    whole.set(piece, end);
+    end += piece.length;
+  }
+  return whole;
+}
+
+// codes of errors that stay after a retry: an unknown host name, an invalid address or argument, plain http at a port of an
+// https address, a certificate that is not trusted
+const PERMANENT = new Set([
+  "ENOTFOUND", "ERR_INVALID_URL", "ERR_INVALID_ARG_TYPE", "UND_ERR_INVALID_ARG", "ERR_SSL_WRONG_VERSION_NUMBER",
+  "ERR_TLS_CERT_ALTNAME_INVALID", "CERT_HAS_EXPIRED", "CERT_NOT_YET_VALID", "DEPTH_ZERO_SELF_SIGNED_CERT", "SELF_SIGNED_CERT_IN_CHAIN",
+  "UNABLE_TO_GET_ISSUER_CERT", "UNABLE_TO_GET_ISSUER_CERT_LOCALLY", "UNABLE_TO_VERIFY_LEAF_SIGNATURE",
+]);
 // codes of errors before a connection was made; a browser hides them from a page
 const UNCONNECTED = new Set(["ECONNREFUSED", "EAI_AGAIN", "EHOSTUNREACH", "ENETUNREACH", "UND_ERR_CONNECT_TIMEOUT"]);
 
@@ -161,7 +192,8 @@ function transportFailure(error: unknown, request: Send, session: Session, isLat
   const code = typeof cause?.code === "string" ? cause.code : "";
   // without a code in a page: the browser does not say if no server runs there or if the page's origin is not allowed
   const isNobody = !isLate && !session.server.hasAnswered && (!code || (code === "ECONNREFUSED" && isLoopback(session.baseUrl)));
-  const reason = isLate ? `none within ${request.withinMs} ms` : code || (error instanceof Error ? error.message : String(error));
+  const text = typeof cause?.message === "string" ? cause.message : error instanceof Error ? error.message : String(error);
+  const reason = isLate ? `none within ${request.withinMs} ms` : code || text;
   const hint = isNobody ? "; does a server run there? In a page: does SIE_CORS_ORIGINS of the server name the origin of the page?" : "";
   return {
     error: new SIEConnectionError(`no answer from ${session.baseUrl}: ${reason}${hint}`, {
@@ -191,12 +223,13 @@ function readFailure(answer: Received, request: Send, session: Session): FailedA
   const details = isMap(document["error"]) ? { ...document["error"] } : {};
   if (Array.isArray(document["errors"])) details["errors"] = document["errors"];
   // the header comes first: in routes of another API's format, the code in the body is that API's code
-  const code = String(headers.get("x-sie-error-code") || (details["code"] ?? ""));
+  const code = headers.get("x-sie-error-code") || (typeof details["code"] === "string" ? details["code"] : ""); // a proxy's may be a number
   const isProxy = !code && [502, 503, 504].includes(status); // answer of a proxy: the server behind it does not run
   const shouldRetry = headers.get("x-should-retry");
-  const message = details["message"] ?? `status ${status} without an error of SIE: is the base URL right?`;
-  const retryAfter = headers.get("retry-after");
-  const retryAfterMs = retryAfter === null || !Number.isFinite(Number(retryAfter)) ? undefined : Number(retryAfter) * 1000;
+  // a page gets the status 0 in place of a redirect
+  const message = details["message"] ?? `${status ? `status ${status}` : "an answer"} without an error of SIE: is the base URL right?`;
+  const retryAfter = Number(headers.get("retry-after")?.trim() || NaN);
+  const retryAfterMs = Number.isFinite(retryAfter) ? retryAfter * 1000 : undefined;
   const facts: ErrorFacts = {
     code,
     status,
@@ -205,7 +238,7 @@ function readFailure(answer: Received, request: Send, session: Session): FailedA
     details,
   };
   if (retryAfterMs !== undefined) facts.retryAfterMs = retryAfterMs;
-  const error = new (errorClass(code, status))(`${code || status}: ${String(message)}`, facts);
+  const error = new (errorClass(code, status))(`${code || status || "redirect"}: ${String(message)}`, facts);
   if (isProxy) return { error, ...connectionLimits(session, false) };
   const pauseMs = Math.max(MIN_PAUSE_MS, retryAfterMs ?? DEFAULT_PAUSE_MS);
   const maxPauseMs = Math.max(pauseMs, COSTLY.has(code) ? MAX_COSTLY_PAUSE_MS : 0);

@@ -50,6 +50,7 @@ export class Files {
       if (!Array.isArray(page.data)) throw unreadable("data: expected a list");
       yield* page.data;
       if (!page.has_more || !page.last_id) return;
+      if (page.last_id === after) throw unreadable("the pages of files do not end");
       after = page.last_id;
     }
   }

@@ -52,7 +52,9 @@ export class Jobs {
       const page: JobPage = await jsonCall("GET", `/v1/jobs?${query}`, session, ["data"]);
       if (!Array.isArray(page.data)) throw unreadable("data: expected a list");
       yield* page.data;
-      after = page.next ?? null;
+      const next: string | null = page.next ?? null;
+      if (next !== null && next === after) throw unreadable("the pages of jobs do not end");
+      after = next;
     } while (after !== null);
   }
 

@@ -4,12 +4,17 @@ import { Decoder, Encoder, ExtensionCodec } from "@msgpack/msgpack";
 
 const utf8 = new TextDecoder("utf-8", { fatal: true });
 
-/** Codec that refuses values which the library would write as an empty map, such as a Map, or cut to 64 bits. */
+const SURROGATE = /\p{Cs}/u; // half of a pair
+
+/** Codec that refuses values which the library would write as an empty map, such as a Map, cut to 64 bits, or write as invalid UTF-8. */
 class StrictCodec extends ExtensionCodec {
   override tryToEncode(value: unknown): null {
     const isEncodable = Array.isArray(value) || value instanceof Uint8Array || (typeof value === "object" && isPlain(value!));
     if (!isEncodable) throw new TypeError(`${Object.prototype.toString.call(value)} has no form in MessagePack`);
-    for (const member of value instanceof Uint8Array ? [] : Object.values(value)) {
+    for (const member of value instanceof Uint8Array ? [] : Array.isArray(value) ? value : Object.entries(value).flat()) {
+      if (typeof member === "string" && SURROGATE.test(member)) {
+        throw new TypeError(`${JSON.stringify(member).slice(0, 80)} has half of a surrogate pair, which UTF-8 cannot hold`);
+      }
       if (typeof member === "bigint" && BigInt.asIntN(64, member) !== member && BigInt.asUintN(64, member) !== member) {
         throw new TypeError(`${member} has more than 64 bits`);
       }

@@ -101,7 +101,11 @@ export async function score(
         (second.score ?? 0) - (first.score ?? 0) ||
         Number(first.itemId) - Number(second.itemId),
     );
-    scores = scores.map((entry, rank) => ({ ...entry, rank, itemId: resolveId(inputs[Number(entry.itemId)]!, Number(entry.itemId)) }));
+    scores = scores.map((entry, rank) => {
+      const input = inputs[Number(entry.itemId)];
+      if (input === undefined) throw unreadable(`scores: there is no item ${entry.itemId}`, replies[0]!.shared.requestId);
+      return { ...entry, rank, itemId: resolveId(input, Number(entry.itemId)) };
+    });
   }
   const last = replies.filter(({ failure }) => !failure).pop()!;
   const queryId = last.body["query_id"];

@@ -1,6 +1,6 @@
 // Status frames over a WebSocket, which is opened again after a broken connection. Frames in between are lost.
 
-import { abortError, isMap, sleep } from "./calls.js";
+import { abortError, CONNECTION_BUDGET_MS, isMap, sleep } from "./calls.js";
 import { health } from "./cluster.js";
 import { RequestError, SIEConnectionError, unreadable } from "./errors.js";
 import type { Session, WebSocketClass, WebSocketLike } from "./options.js";
@@ -14,10 +14,11 @@ const MAX_FRAMES = 16; // maximum number of unread frames; older frames are drop
 
 /** Yield the status frames of the server, one each second. Throws SIEError. */
 export async function* watch(session: Session): AsyncGenerator<StatusFrame, void, undefined> {
-  const { apiKey } = session;
   const connector = createConnector(session);
   // a page cannot send an API key with a WebSocket, so it polls /health
-  if (apiKey && !connector.sendsHeaders) return yield* pollHealth(session);
+  if (session.headers()["authorization"] && !connector.sendsHeaders) return yield* pollHealth(session);
+  const budgetMs = session.options.connectionTimeoutMs ?? CONNECTION_BUDGET_MS;
+  let brokenMs = -Infinity; // time at which the last connection with a frame ended
   for (;;) {
     // a browser does not say why a handshake was refused; this request has the errors and retries of all requests
     await health(session);
@@ -31,7 +32,9 @@ export async function* watch(session: Session): AsyncGenerator<StatusFrame, void
     } finally {
       reader.close();
     }
-    if (!count) {
+    if (count) brokenMs = performance.now();
+    // a gateway that ends may answer /health and refuse the WebSocket
+    else if (performance.now() - brokenMs > budgetMs) {
       const message = `the WebSocket ${session.baseUrl}${PATH} was not opened, but /health answers: does a proxy block WebSockets?`;
       throw new SIEConnectionError(message);
     }

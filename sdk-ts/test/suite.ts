@@ -2,8 +2,9 @@
 
 import {
   type ClientOptions, ContentConflictError, InvalidInputError, ModelNotFoundError, NotFoundError, ServerError,
-  SIEAbortError, SIEClient, SIEConnectionError, restore, SIEError, type StandardSchema,
+  SIEAbortError, SIEClient, SIEConnectionError, restore, SIEError, type StandardSchema, type WebSocketClass,
 } from "../src/index.js";
+import { readArray } from "../src/arrays.js";
 import { decode, encode } from "../src/msgpack.js";
 
 const MINI = "test/mini";
@@ -285,6 +286,12 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
         const error = await catchError(client.encode(MINI, { text: "a", metadata: { numbers: [number] } }));
         check(error instanceof InvalidInputError && error.message.includes("64 bits"), String(error));
       }
+      for (const text of ["a cut \ud83d", `${"long ".repeat(20)}\ud83d`]) {
+        for (const item of [text, { text: "a", metadata: { [text]: 1 } }]) {
+          const error = await catchError(client.encode(MINI, item));
+          check(error instanceof InvalidInputError && error.message.includes("surrogate"), String(error));
+        }
+      }
       const unreachable = new SIEClient({ baseUrl: "http://127.0.0.1:9", connectionTimeoutMs: 0 });
       check((await catchError(unreachable.health())) instanceof SIEConnectionError, "no server");
       const controller = new AbortController();
@@ -303,6 +310,76 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       const other = new SIEClient({ ...options, fetch: fetchAfterRefusals });
       equal((await other.encode(MINI, "a")).model, MINI);
       equal(calls, 3);
+    },
+
+    async "a proxy whose error has a number as its code is waited for"() {
+      const answers = [() => Response.json({ error: { code: 503, message: "no upstream" } }, { status: 503 }), () => Response.json({ data: [] })];
+      const other = new SIEClient({ ...options, fetch: async () => answers.shift()!() });
+      equal(await other.models(), []);
+    },
+
+    async "a failure that stays is not retried, and says its reason"() {
+      const tls = { cause: { code: "ERR_SSL_WRONG_VERSION_NUMBER" } };
+      for (const [fault, reason] of [[tls, "WRONG_VERSION"], [{ cause: { code: "CERT_HAS_EXPIRED" } }, "CERT_HAS_EXPIRED"]] as const) {
+        let calls = 0;
+        const other = new SIEClient({ ...options, fetch: async () => (calls++, Promise.reject(Object.assign(new TypeError("fetch failed"), fault))) });
+        const error = await catchError(other.health());
+        check(error instanceof SIEConnectionError && error.message.includes(reason), String(error));
+        equal(calls, 1);
+      }
+      const badPort = async () => Promise.reject(Object.assign(new TypeError("fetch failed"), { cause: new Error("bad port") }));
+      const unsent = await catchError(new SIEClient({ ...options, fetch: badPort, connectionTimeoutMs: 0 }).health());
+      check(String(unsent).includes("bad port"), String(unsent));
+      const redirect = await catchError(new SIEClient({ ...options, fetch: async () => Response.error() }).health());
+      check(redirect instanceof ServerError && redirect.message.startsWith("redirect: "), String(redirect));
+    },
+
+    async "a body may take any time while its bytes come"() {
+      const { setTimeout: startTimer, clearTimeout: endTimer } = globalThis;
+      const timers = new Map<unknown, { atMs: number; work: () => void }>();
+      let nowMs = 0;
+      const slowFetch = (pieceMs: number) => async (_: string, { signal }: RequestInit): Promise<Response> => {
+        let pieces = 3;
+        const pull = (controller: ReadableStreamDefaultController<Uint8Array>) => {
+          nowMs += pieceMs;
+          for (const { atMs, work } of timers.values()) if (atMs <= nowMs) work();
+          if (signal!.aborted) controller.error(new TypeError("aborted"));
+          else if (pieces--) controller.enqueue(new Uint8Array([pieces]));
+          else controller.close();
+        };
+        return new Response(new ReadableStream({ pull }, { highWaterMark: 0 })); // a piece is made when it is read
+      };
+      globalThis.setTimeout = ((work: () => void, ms: number) => {
+        const timer = {};
+        timers.set(timer, { atMs: nowMs + ms, work });
+        return timer;
+      }) as unknown as typeof setTimeout;
+      globalThis.clearTimeout = (timer: unknown) => void timers.delete(timer);
+      try {
+        const read = (pieceMs: number) => new SIEClient({ ...options, fetch: slowFetch(pieceMs), waitForCapacity: false }).files.content("file-1");
+        equal([...(await read(100_000))], [2, 1, 0]);
+        const late = await catchError(read(160_000));
+        check(late instanceof SIEConnectionError && late.message.includes("none within 150000 ms"), String(late));
+        equal(timers.size, 0);
+      } finally {
+        Object.assign(globalThis, { setTimeout: startTimer, clearTimeout: endTimer });
+      }
+    },
+
+    async "replies that cannot be right are errors"() {
+      const replying = (reply: () => Response) => new SIEClient({ ...options, fetch: async () => reply(), partTokens: 1 });
+      const score = { item_id: "7", score: 1, rank: 0 };
+      const scoring = replying(() => new Response(encode({ model: "m", scores: [score], usage: {} })));
+      const values = { nd: true, type: "<f4", kind: "", shape: [-2, -2], data: new Uint8Array(16) };
+      const encoding = replying(() => new Response(encode({ model: "m", items: [{ multivector: { values } }], usage: {} })));
+      const jobs = replying(() => Response.json({ data: [], next: "job-1" })).jobs.list();
+      const files = replying(() => Response.json({ data: [], has_more: true, last_id: "file-1" })).files.list();
+      const calls = [scoring.score("m", "q", ["a", "b"]), encoding.encode("m", "a"), jobs.next(), files.next()];
+      for (const call of calls) {
+        const error = await catchError(call);
+        check(error instanceof ServerError && error.message.includes("could not be read"), String(error));
+      }
+      equal([...readArray({ ...values, shape: [2, 2] }).data], [0, 0, 0, 0]);
     },
 
     async "a part of which all items fail leaves the results of the other parts"() {
@@ -474,6 +551,40 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       await client.jobs.delete(job.id);
       await client.files.delete(file.id);
       check((await catchError(client.files.get(file.id))) instanceof SIEError, "a file that was deleted");
+    },
+
+    async "watch connects again if a WebSocket is refused after another one has yielded, and polls if it cannot send the key"() {
+      const outcomes = ["frame", "refused", "frame"];
+      class FakeSocket {
+        onopen = null;
+        onmessage: ((event: { data: string }) => void) | null = null;
+        onerror: (() => void) | null = null;
+        onclose: (() => void) | null = null;
+        constructor() {
+          const outcome = outcomes.shift();
+          setTimeout(() => {
+            if (outcome === "frame") this.onmessage?.({ data: "{}" });
+            this.onclose?.();
+          });
+        }
+        close() {}
+      }
+      const health = { status: "healthy", workers: [], models: [], cluster: {} };
+      const fakeOptions = { ...options, fetch: async () => Response.json(health) };
+      const webSocket = FakeSocket as unknown as WebSocketClass;
+      const frames = new SIEClient({ ...fakeOptions, webSocket }).watch();
+      await frames.next();
+      equal((await frames.next()).value, {});
+      equal(outcomes, []);
+      await frames.return();
+      const refused = await catchError(new SIEClient({ ...fakeOptions, webSocket }).watch().next());
+      check(refused instanceof SIEConnectionError && refused.message.includes("WebSocket"), String(refused));
+      if (!("document" in globalThis)) return;
+      for (const key of [{ apiKey: "key" }, { headers: { Authorization: "Bearer key" } }]) {
+        const polled = new SIEClient({ ...fakeOptions, ...key }).watch();
+        equal((await polled.next()).value?.models, []);
+        await polled.return();
+      }
     },
 
     async "watch yields the status"() {

@@ -378,7 +378,8 @@ def failure_of(answer: Received) -> SIEError:
     if isinstance(document.get("errors"), list):
         details["errors"] = document["errors"]
     # the header comes first: in routes of another API's format, the code in the body is that API's code
-    code = str(answer.headers.get("x-sie-error-code") or details.get("code") or "")
+    code = answer.headers.get("x-sie-error-code") or details.get("code")
+    code = code if isinstance(code, str) else ""  # that of a proxy may be a number
     request_id = str(details.get("request_id") or answer.headers.get("x-sie-request-id", ""))
     message = str(details.get("message") or f"status {answer.status} without an error of SIE: is the base URL right?")
     retryable = answer.headers.get("x-should-retry", str(details.get("retryable") is True)).lower() == "true"

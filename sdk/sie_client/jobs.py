@@ -200,7 +200,10 @@ def get(job: str, session: Session) -> Plan[JobInfo]:
 def page(state: str | None, limit: int, after: str | None, session: Session) -> Plan[JobPage]:
     parameters = {"limit": limit, "after": after, "state": state}
     query = urlencode({name: value for name, value in parameters.items() if value is not None})
-    return cast(JobPage, (yield from json_call("GET", f"/v1/jobs?{query}", session, type=JobPage)))
+    jobs_page: JobPage = yield from json_call("GET", f"/v1/jobs?{query}", session, type=JobPage)
+    if after is not None and jobs_page.next == after:
+        raise ServerError("the server's list of jobs repeats a page, so it never ends", status=200)
+    return jobs_page
 
 
 def steered(job: str, action: Literal["pause", "resume", "cancel"], session: Session) -> Plan[JobInfo]:

@@ -90,11 +90,11 @@ def sent_headers(request: Send) -> dict[str, str]:
 
 def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) -> TransportFailed:
     """Convert an exception of a request. The failure is permanent if a retry is useless: the client is closed, the URL
-    or a header cannot be sent, the host is unknown, or the URL is https and the port speaks plain http. `is_nobody` is
-    true if a port of this machine refuses the connection and has never answered; if it has answered (`has_answered`),
-    its server may be restarting.
+    or a header cannot be sent, the host is unknown, its certificate is not trusted, or the URL is https and the port
+    speaks plain http. `is_nobody` is true if a port of this machine refuses the connection and has never answered; if
+    it has answered (`has_answered`), its server may be restarting.
     """
-    is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error) or _is_without_tls(error)
+    is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error) or _is_refused_by_tls(error)
     is_nobody = not has_answered and is_refused(error) and is_local(url)
     return TransportFailed(error, time.monotonic() - started_s, is_permanent, public(url), is_nobody)
 
@@ -124,10 +124,12 @@ def is_unknown_host(error: BaseException) -> bool:
     return fault is not None and fault.errno != socket.EAI_AGAIN
 
 
-def _is_without_tls(error: BaseException) -> bool:
-    """Return True if the port answered the TLS handshake with something that is not TLS, for example plain http."""
+def _is_refused_by_tls(error: BaseException) -> bool:
+    """Return True if the certificate is not trusted, or if the port answered the TLS handshake with something that is
+    not TLS, for example plain http.
+    """
     fault = next((cause for cause in causes(error) if isinstance(cause, ssl.SSLError)), None)
-    return fault is not None and fault.reason == "WRONG_VERSION_NUMBER"
+    return fault is not None and fault.reason in ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 
 
 def is_good(answer: Received | TransportFailed) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from image_server import PUBLIC, Connections, ImageServer, answer, network
 from inprocess import settings_of, until
+from public_certificates import certified
 
 from sie_contracts.errors import InvalidInput, PayloadTooLarge, QueueFull
 from sie_gateway.inference import image_urls, images
@@ -500,26 +501,3 @@ async def test_an_error_of_tls_after_the_handshake_costs_its_own_image(tmp_path:
         assert counted == ["failed"]
     finally:
         await server.stop()
-
-
-def certified(folder: Path, name: str) -> Path:
-    """Create a key and a self-signed certificate for the name, in one file."""
-    from datetime import UTC, datetime, timedelta
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key, named = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder(
-            named, named, key.public_key(), x509.random_serial_number(), now, now + timedelta(days=1)
-        )
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    plain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    (folder / "certificate.pem").write_bytes(plain + certificate.public_bytes(pem))
-    return folder / "certificate.pem"

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import enum
 import json
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import polars
 import pyarrow
 import pydantic
 import pytest
+from public_certificates import certified
 
 import sie_client
 from sie_client import SIEAsyncClient, SIEClient, core, transport, verbs, wire
@@ -315,10 +317,11 @@ def test_a_proxy_with_nobody_behind_it_is_a_connection_that_failed() -> None:
         steps.send(Received(503, {}, b""))
 
 
-def test_a_proxy_that_answers_with_an_error_without_a_code_is_one_too() -> None:
+@pytest.mark.parametrize("code", ["null", "503"])
+def test_a_proxy_that_answers_with_an_error_without_a_code_is_one_too(code: str) -> None:
     steps = plan(["a"])
     next(steps)
-    error = b'{"error": {"message": null, "code": null, "request_id": null}}'
+    error = f'{{"error": {{"message": null, "code": {code}, "request_id": null}}}}'.encode()
     pause = steps.send(Received(503, {"x-sie-request-id": "r9"}, error))
     assert isinstance(pause, Pause)
     assert pause.cause == "connection"
@@ -900,6 +903,15 @@ def test_a_ranking_has_positions_and_documents_and_no_failures() -> None:
     assert outcome(verbs.rerank("m", "q", [], None, {}, Session())) == ([], [])
     with pytest.raises(sie_client.InvalidInputError, match="top_n"):
         next(verbs.rerank("m", "q", ["a"], 0, {}, Session()))
+
+
+async def test_a_certificate_that_is_not_trusted_ends_at_once(tmp_path: Path) -> None:
+    own = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    own.load_cert_chain(certified(tmp_path, "localhost"))
+    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=own) as server:
+        url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
+        with SIEClient(url) as client, pytest.raises(sie_client.SIEConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
+            await asyncio.wait_for(asyncio.to_thread(client.encode, "m", "a"), 30)
 
 
 async def test_https_at_a_port_of_plain_http_ends_at_once_and_names_its_cause() -> None:

@@ -548,6 +548,13 @@ def test_a_reply_that_is_none_is_an_error_of_the_server(broken: bytes) -> None:
             plan.send(core.Received(200, {}, broken))
 
 
+def test_a_list_of_jobs_that_repeats_a_page_is_an_error_of_the_server() -> None:
+    plan = jobs.page(None, 1, "job-1", core.Session())
+    next(plan)
+    with pytest.raises(sie_client.ServerError, match="never ends"):
+        plan.send(core.Received(200, {}, b'{"data": [], "next": "job-1"}'))
+
+
 # ---- shapes
 
 
