@@ -8,13 +8,14 @@ export function useAction(missingScope = "") {
   const [notice, setNotice] = useState("");
   const [refusal, setRefusal] = useState("");
 
-  /** Run `work`, which returns the notice. Return true if it succeeded. */
-  async function runAction(work: () => Promise<string>): Promise<boolean> {
+  /** Run `work`, which returns the notice, then `refresh`, whose failure leaves the notice. Return true if both succeeded. */
+  async function runAction(work: () => Promise<string>, refresh?: () => Promise<void>): Promise<boolean> {
     setBusy(true);
     setNotice("");
     setRefusal("");
     try {
       setNotice(await work());
+      await refresh?.();
       return true;
     } catch (error) {
       if (!(error instanceof SIEError) && !(error instanceof SyntaxError)) throw error;

@@ -13,13 +13,26 @@ export interface GatewayRequest {
   explain?: boolean;
 }
 
+let pageKey = ""; // in a browser that stores nothing
+
 /** Return the API key of this tab, empty if the user has not signed in. */
-export const readKey = (): string => sessionStorage.getItem(STORAGE_KEY) ?? "";
+export function readKey(): string {
+  try {
+    return sessionStorage.getItem(STORAGE_KEY) ?? "";
+  } catch {
+    return pageKey;
+  }
+}
 
 /** Store the API key of this tab; an empty one removes it. */
 export function storeKey(value: string): void {
-  if (value) sessionStorage.setItem(STORAGE_KEY, value);
-  else sessionStorage.removeItem(STORAGE_KEY);
+  pageKey = value;
+  try {
+    if (value) sessionStorage.setItem(STORAGE_KEY, value);
+    else sessionStorage.removeItem(STORAGE_KEY);
+  } catch {
+    // the browser stores nothing
+  }
 }
 
 // This script is `console/main.js` below the root, which has a prefix behind a proxy. The address of the page is no base

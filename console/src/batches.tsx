@@ -48,8 +48,12 @@ export function Batches() {
 export function BatchPage({ id }: { id: string }) {
   const [refreshes, setRefreshes] = useState(0);
   const { value, error } = usePolling<Batch>(`/v1/batches/${encodeURIComponent(id)}`, EVERY_MS, refreshes);
-  if (value) return <BatchDetail batch={value} onChange={() => setRefreshes((count) => count + 1)} />;
-  return error ? <p class="bad" role="alert">{error}</p> : <p class="dim" role="status">reading the batch</p>;
+  return (
+    <>
+      {error && <p class="bad" role="alert">{error}</p>}
+      {value ? <BatchDetail batch={value} onChange={() => setRefreshes((count) => count + 1)} /> : !error && <p class="dim" role="status">reading the batch</p>}
+    </>
+  );
 }
 
 function BatchDetail({ batch, onChange }: { batch: Batch; onChange: () => void }) {

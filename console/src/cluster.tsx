@@ -36,7 +36,7 @@ export function Cluster({ route: { parts, query } }: { route: Route }) {
 function Overview({ part, showsFailed }: { part: string; showsFailed: boolean }) {
   const [filter, setFilter] = useState("");
   const { value: state, error } = usePolling<State>(`/v1/cluster?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
-  const { value: history } = usePolling<History>("/v1/history", HISTORY_EVERY_MS);
+  const { value: history, error: historyError } = usePolling<History>("/v1/history", HISTORY_EVERY_MS);
   const healthy = (state?.cluster.worker_count ?? 0) > 0;
   const stateText = error || (!state ? "connecting" : healthy ? "healthy" : "degraded: no healthy worker");
   const folded = (name: string, title: string, content: () => ComponentChildren) => <Part name={name} title={title} isTarget={part === name}>{content}</Part>;
@@ -47,6 +47,7 @@ function Overview({ part, showsFailed }: { part: string; showsFailed: boolean })
       {state && <Figures state={state} />}
       {state && <Attention state={state} history={history} />}
       <div class="row title"><h2>Last hour, at this gateway</h2>{history?.steps.length ? <a href={href("cluster", ["requests"])}>Slowest requests</a> : null}</div>
+      {historyError && !error && <p class="bad" role="alert">{historyError}</p>}
       {history && <Charts history={history} />}
       <h2>Workers</h2>
       {state && <Workers state={state} />}

@@ -18,9 +18,9 @@ export function DeadLetters() {
   const [open, setOpen] = useState("");
   const [purging, setPurging] = useState(""); // an id, or "all"
   const { isBusy, notice, refusal, ...action } = useAction();
-  const runAction = (work: () => Promise<string>) => {
+  const runAction = (work: () => Promise<string>, refresh?: () => Promise<void>) => {
     setPurging("");
-    return action.runAction(work);
+    return action.runAction(work, refresh);
   };
   const query = (more: Record<string, string> = {}, filter = listFilter) => {
     const fields = Object.entries({ ...filter, ...more }).map(([name, value]) => [name, value.trim()] as [string, string]);
@@ -44,17 +44,15 @@ export function DeadLetters() {
       const all = "replayed" in outcome ? outcome.replayed : [outcome];
       const next = "replayed" in outcome ? outcome.next : null;
       if ("replayed" in outcome) setAfter(`${next ?? ""}`);
-      await read();
       return (all.map((letter) => `${letter.id}: ${[letter.state, ...letter.errors.map((error) => `${error.count} ${error.code} ${error.reason}`)].join(", ")}`).join("; ") || "nothing to replay") + (next === null ? "" : "; more are left");
-    });
+    }, read);
   const purge = () => {
     const needsAll = ![...query().keys()].some((name) => name !== "pool");
     const path = purging === "all" ? `${PATH}?${query(needsAll ? { all: "true" } : {})}` : letterPath(purging);
     return runAction(async () => {
       const result = await sendRequest<Purged>({ method: "DELETE", path });
-      await read();
       return `${result.removed} removed${result.complete ? "" : "; more are left"}`;
-    });
+    }, read);
   };
   const field = (name: string, title: string) => (
     <label>
@@ -82,7 +80,7 @@ export function DeadLetters() {
           onNo={() => setPurging("")}
         />
       )}
-      <p role="status">{isBusy ? "working" : notice || refusal}</p>
+      <p role="status">{isBusy ? "working" : [notice, refusal].filter(Boolean).join("; ")}</p>
       {page && (
         <>
           <p class="dim">{`${page.total} in pool ${page.pool}; of the ${page.examined} looked at: ${page.counts.map((entry) => `${entry.count} ${entry.code} ${entry.reason}`).join(", ") || "none fits"}`}</p>

@@ -19,7 +19,7 @@ function asCurl({ request, file }: Submission): string {
   const token = readKey() ? [`-H "Authorization: Bearer $SIE_API_KEY"`] : [];
   const submit = ["curl -sS", ...token, "-H 'Content-Type: application/json'", "--data-binary @-", shellQuote(`${serverUrl()}/v1/jobs`)].join(" \\\n  ");
   if (!file) return `${submit} <<'END'\n${JSON.stringify(request)}\nEND\n`;
-  const upload = ["curl -sS", ...token, "-F purpose=jobs", `-F ${shellQuote(`file=@"${file}"`)}`, shellQuote(`${serverUrl()}/v1/files`)].join(" \\\n  ");
+  const upload = ["curl -sS", ...token, "-F purpose=jobs", `-F ${shellQuote(`file=@"${file.replace(/["\\]/g, "\\$&")}"`)}`, shellQuote(`${serverUrl()}/v1/files`)].join(" \\\n  ");
   const body = JSON.stringify({ ...request, input: { ...request.input, file: PLACEHOLDER } });
   return `file=$(${upload} | grep -o 'file-[0-9a-f]\\{32\\}' | head -n 1)\nsed "s/${PLACEHOLDER}/$file/" <<'END' | ${submit}\n${body}\nEND\n`;
 }

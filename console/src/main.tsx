@@ -1,6 +1,6 @@
 import { render } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
-import { SIEError } from "sie-client";
+import { InvalidInputError, SIEAbortError, SIEConnectionError, SIEError } from "sie-client";
 import { urlOf, getJson, storeKey, readKey } from "./api";
 import { Cluster } from "./cluster";
 import { shellCommand } from "./code";
@@ -21,10 +21,10 @@ const SEARCH_DELAY_MS = 250; // after the last key
 
 const listModels = (filter: Record<string, string> = {}): Promise<ModelPage> => getJson<ModelPage>(`/v1/models?${new URLSearchParams({ limit: `${MAX_MODELS}`, ...filter })}`);
 
-/** Return a model, undefined if the catalogue has none of this name. */
+/** Return a model, undefined if the catalogue has none of this name, or no model may have it. */
 const readModel = (id: string): Promise<Model | undefined> =>
   getJson<Model>(modelPath(id)).catch((error: unknown) => {
-    if (error instanceof SIEError && error.status === 404) return undefined;
+    if (error instanceof InvalidInputError || (error instanceof SIEError && error.status === 404)) return undefined;
     throw error;
   });
 
@@ -104,7 +104,8 @@ function App() {
 
   if (view === "playground") playgroundRoute.current = route;
   const playground = playgroundRoute.current;
-  const isRefused = refusal && (refusal.status === 401 || refusal.status === 403);
+  const isRefused = refusal && (refusal.status === 401 || refusal.status === 403 || refusal.param === "authorization"); // a header cannot hold each key
+  const isAway = refusal instanceof SIEConnectionError || refusal instanceof SIEAbortError;
   if (isRefused || wantsKey) return <SignIn refusal={isRefused ? refusal : undefined} onKey={signIn} onBack={isRefused ? undefined : () => setWantsKey(false)} />;
   const viewAddress = (name: View): string => (name === "playground" && playground ? href(name, playground.parts, Object.fromEntries(playground.query)) : href(name));
   return (
@@ -123,7 +124,7 @@ function App() {
         </span>
       </header>
       <main>
-        {refusal && view !== "cluster" && <p class="bad" role="alert">{refusal.status ? refusal.message : "The gateway does not answer. This page tries again by itself."}</p>}
+        {refusal && view !== "cluster" && <p class="bad" role="alert">{isAway ? "The gateway does not answer. This page tries again by itself." : refusal.message}</p>}
         {!models ? <p class="dim" role="status">{refusal && view !== "cluster" ? "" : "reading the catalogue"}</p>
           : view === "cluster" ? <Cluster key={signIns} route={route} />
           : view === "models" ? <Models models={models} total={total} route={route} onFind={setTypedSearch} />

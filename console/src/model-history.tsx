@@ -1,6 +1,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { sendRequest, getJson } from "./api";
 import { useAction } from "./action";
+import { Confirm } from "./confirm";
 import { formatValue } from "./format";
 import { MissingScope, useScope } from "./session";
 import { Table } from "./table";
@@ -30,29 +31,27 @@ export function ModelHistory({ model }: { model: string }) {
   const path = configPath(model);
   const mayChange = useScope("config");
 
-  const reload = async (notice: string) => {
-    setRevisions((await getJson<History>(`${path}/history`)).revisions);
-    return notice;
-  };
+  const reload = async () => setRevisions((await getJson<History>(`${path}/history`)).revisions);
   const show = () =>
     runAction(async () => {
       setDocument(JSON.stringify(await getJson<ModelDocument>(path.replace("/console/configs", "/v1/configs/models")), null, 2));
       return "";
     });
-  const rollback = (revision: number) =>
-    runAction(async () => {
+  const rollback = (revision: number) => {
+    setConfirming(0);
+    return runAction(async () => {
       const reply = await sendRequest<WrittenConfig>({ method: "POST", path: `${path}/rollback`, body: { revision } });
-      setConfirming(0);
-      return reload(`Revision ${revision} is the newest again, as revision ${reply.revision}.`);
-    });
+      return `Revision ${revision} is the newest again, as revision ${reply.revision}.`;
+    }, reload);
+  };
   const write = () =>
     runAction(async () => {
       const entry: unknown = JSON.parse(document ?? "");
       const reply = await sendRequest<WrittenConfig>({ method: "PUT", path, body: entry });
-      return reload([`Written as revision ${reply.revision}.`, ...reply.warnings].join(" "));
-    });
+      return [`Written as revision ${reply.revision}.`, ...reply.warnings].join(" ");
+    }, reload);
   useEffect(() => {
-    void runAction(() => reload(""));
+    void runAction(async () => "", reload);
   }, [model]);
 
   return (
@@ -68,14 +67,10 @@ export function ModelHistory({ model }: { model: string }) {
               <td data-label="operation">{OPERATIONS[entry.operation] ?? entry.operation}</td>
               <td data-label="what changed" class="wide">{entry.note}{entry.changes.map((change) => <code>{changeText(change)}</code>)}</td>
               <td>
-                {index > 0 && mayChange && (confirming === entry.revision ? (
-                  <>
-                    <button type="button" class="confirm" disabled={isBusy} onClick={() => rollback(entry.revision)}>{`Make revision ${entry.revision} the newest`}</button>
-                    <button type="button" onClick={() => setConfirming(0)}>Keep as it is</button>
-                  </>
-                ) : (
-                  <button type="button" class="rollback" onClick={() => setConfirming(entry.revision)}>Roll back</button>
-                ))}
+                {index > 0 && mayChange && <button type="button" class="rollback" disabled={isBusy} onClick={() => setConfirming(entry.revision)}>Roll back</button>}
+                {confirming === entry.revision && (
+                  <Confirm name={`Confirm: revision ${entry.revision}`} question={`Make revision ${entry.revision} the newest?`} yes="Roll back" onYes={() => void rollback(entry.revision)} onNo={() => setConfirming(0)} />
+                )}
               </td>
             </tr>
           ))}

@@ -37,8 +37,12 @@ export function Models(props: Props) {
 /** The page of a model that is not in `models`. */
 function Unlisted({ id }: { id: string }) {
   const { value, error } = usePolling<Model>(modelPath(id), EVERY_MS);
-  if (value) return <ModelDetail model={value} />;
-  return error ? <p class="bad" role="alert"><InlineCode text={error} />{error.startsWith("MODEL_NOT_FOUND") && <> <a href={href("models", [], { add: id })}>Add it</a></>}</p> : <p class="dim" role="status">reading the model</p>;
+  return (
+    <>
+      {error && <p class="bad" role="alert"><InlineCode text={error} />{error.startsWith("MODEL_NOT_FOUND") && <> <a href={href("models", [], { add: id })}>Add it</a></>}</p>}
+      {value ? <ModelDetail model={value} /> : !error && <p class="dim" role="status">reading the model</p>}
+    </>
+  );
 }
 
 function ModelList({ models, total, route, onFind }: Props) {

@@ -26,10 +26,12 @@ function placementReason(row: PlacedModel, workers: number): string {
 export function Placement() {
   const [filter, setFilter] = useState("");
   const { value, error } = usePolling<PlacementView>(`/v1/placement?filter=${encodeURIComponent(filter.trim())}`, EVERY_MS);
-  if (!value) return error ? <p class="bad">{error}</p> : null;
-  if (!value.lanes.some((lane) => lane.models) && !filter) return <p class="dim">No model is placed yet: the first request for a model places it.</p>;
+  const fault = error && <p class="bad" role="alert">{error}</p>;
+  if (!value) return fault || null;
+  if (!value.lanes.some((lane) => lane.models) && !filter) return fault || <p class="dim">No model is placed yet: the first request for a model places it.</p>;
   return (
     <>
+      {fault}
       <label class="row">
         Model
         <input id="placement-filter" type="search" value={filter} onInput={(event) => setFilter(event.currentTarget.value)} />

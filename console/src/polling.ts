@@ -1,5 +1,5 @@
 import { useEffect, useState } from "preact/hooks";
-import { type CallOptions, SIEAbortError, SIEError } from "sie-client";
+import { type CallOptions, SIEAbortError, SIEConnectionError, SIEError } from "sie-client";
 import { getJson } from "./api";
 
 const SLOW_MS = 3000; // a reply that takes longer is late
@@ -28,7 +28,7 @@ export function usePolling<T>(source: string | ((options: CallOptions) => Promis
         } catch (failure) {
           if (!(failure instanceof SIEError)) throw failure;
           if (ended) return;
-          setError(failure.status ? failure.message : failure instanceof SIEAbortError ? LATE : "no connection, trying again");
+          setError(failure instanceof SIEAbortError ? LATE : failure instanceof SIEConnectionError ? "no connection, trying again" : failure.message);
         } finally {
           window.clearTimeout(lateTimer);
         }

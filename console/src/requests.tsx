@@ -15,7 +15,7 @@ const MAX_REQUESTS = 1000; // the largest limit that the gateway accepts
 /** The slow and failed requests of the last hour, and a field that finds a request by its id. */
 export function Requests({ showsFailed }: { showsFailed: boolean }) {
   const [onlyFailed, setOnlyFailed] = useState(showsFailed); // most failed requests are not among the slowest
-  const { value } = usePolling<SlowRequests>(`/v1/requests?limit=${onlyFailed ? MAX_REQUESTS : MAX_SHOWN}`, EVERY_MS);
+  const { value, error } = usePolling<SlowRequests>(`/v1/requests?limit=${onlyFailed ? MAX_REQUESTS : MAX_SHOWN}`, EVERY_MS);
   const [search, setSearch] = useState("");
   const requests = (value?.requests ?? []).filter((request) => !onlyFailed || request.code);
   if (onlyFailed) requests.sort((first, second) => second.at - first.at);
@@ -39,6 +39,7 @@ export function Requests({ showsFailed }: { showsFailed: boolean }) {
           Only failed ones, the newest first
         </label>
       </form>
+      {error && <p class="bad" role="alert">{error}</p>}
       {value && !shown.length && <p class="dim">{onlyFailed ? "No failed request of the last hour is kept." : "No request of the last hour is kept: none was slow, and none failed."}</p>}
       <ByWorker requests={requests} />
       {shown.length > 0 && (

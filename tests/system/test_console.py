@@ -17,7 +17,7 @@ import axe
 import httpx
 import local_models
 import pytest
-from browser import HOST, Page, click, tab, typed
+from browser import HOST, Page, click, pressed, tab, typed
 from cluster import Cluster, running, until
 
 from sie_broker.nats import connect
@@ -194,14 +194,15 @@ def test_the_console_asks_for_a_key_and_says_when_it_is_wrong(
     ) as signed:
         page.open(f"http://{HOST}:{signed.port}/#models")
         page.wait("document.querySelector('#key')?.type", lambda kind: kind == "password")
-        for key, good in (("a-wrong-key", False), ("a-right-key", True)):
+        for key, refusal in (("a-wrong-key", "not known"), ("kein-Schlüssel", "printable ASCII"), ("a-right-key", "")):
             typed(page, "#key", key)
             click(page, "button[type=submit]")
-            if good:
+            if not refusal:
                 page.wait(ROWS.format("catalogue"), lambda rows: rows and rows[0][0].split()[0] == ENCODER)
             else:
                 page.wait(
-                    "document.querySelector('[role=alert]')?.innerText", lambda text: text and "not known" in text
+                    "document.querySelector('.sign-in [role=alert]')?.innerText ?? ''",
+                    lambda text, refusal=refusal: refusal in text,
                 )
         assert page.evaluate("sessionStorage.getItem('sie.key')") == "a-right-key"
         assert page.evaluate("localStorage.length + document.cookie.length") == 0
@@ -309,9 +310,15 @@ def test_a_model_is_changed_and_rolled_back(cluster: Cluster, page: Page) -> Non
     assert "SIE_ADMIN_TOKEN" in rows[0][2]
     until(lambda: httpx.get(entry, timeout=10).json()["max_tokens"] == document["max_tokens"] - 1, 20, "the change")
 
-    click(page, ".rollback")
-    page.wait("Boolean(document.querySelector('.confirm'))", bool)
-    click(page, ".confirm")
+    focused = "document.activeElement.className"
+    page.evaluate("document.querySelector('.rollback').focus()")
+    pressed(page, "Enter", 13)
+    page.wait(focused, lambda name: name == "certain")
+    pressed(page, "Escape", 27)
+    page.wait(focused, lambda name: name == "rollback")
+    pressed(page, "Enter", 13)
+    page.wait(focused, lambda name: name == "certain")
+    pressed(page, "Enter", 13)
     page.wait(revisions, lambda rows: len(rows) == 3)
     until(lambda: httpx.get(entry, timeout=10).json() == before.json(), 20, "what was before")
     assert page.evaluate("window.harmed ?? null") is None
@@ -443,6 +450,91 @@ def test_the_next_replay_begins_behind_the_last_one(cluster: Cluster, page: Page
     page.evaluate(f"{button.format('Replay the next')}.click()")
     page.wait(body, lambda text: "letter-0: answered" in text)
     assert page.complaints == []
+
+
+# `window.failing` is a path below which requests fail. test/unlisted is a model that the list of models lacks.
+FAILING = """(() => { const real = window.fetch; window.fetch = async (address, init) => {
+  const path = new URL(address).pathname;
+  if (window.failing && path.startsWith(window.failing)) throw new TypeError('Failed to fetch');
+  return real(String(address).replace('test/unlisted', 'test/mini'), init);
+}; })()"""
+
+
+@pytest.mark.parametrize(
+    ("view", "path"),
+    [
+        ("cluster", "/v1/history"),
+        ("cluster/requests", "/v1/requests"),
+        ("cluster/placement", "/v1/placement"),
+        ("cluster/pools", "/v1/pools"),
+        ("models/test/unlisted", "/v1/models/test/unlisted"),
+        ("jobs/batch/", "/v1/batches"),
+    ],
+)
+def test_a_view_whose_replies_fail_says_so(cluster: Cluster, page: Page, view: str, path: str) -> None:
+    """From the beginning, and after a first reply: its figures are old then."""
+    if view == "jobs/batch/":
+        submitted(cluster)
+        view += httpx.get(f"{cluster.url}/v1/batches", timeout=10).json()["data"][0]["id"]
+    alerts = "[...document.querySelectorAll('[role=alert]')].map(alert => alert.innerText)"
+    is_late = path in ("/v1/placement", "/v1/models/test/unlisted", "/v1/batches")  # the others are read each 5 or 10 s
+    for fails_later in (False, True) if is_late else (False,):
+        script = f"window.failing = {json.dumps('' if fails_later else path)}; {FAILING}"
+        name = page.call("Page.addScriptToEvaluateOnNewDocument", source=script)["identifier"]
+        page.open("about:blank")
+        page.open(f"http://{HOST}:{cluster.port}/#{view}")
+        if fails_later:
+            page.wait("Boolean(document.querySelector('article.detail, [data-part=placement] p, .placed'))", bool)
+            assert page.evaluate(alerts) == []
+            page.evaluate(f"window.failing = {json.dumps(path)}")
+        page.wait(alerts, lambda texts: texts == ["no connection, trying again"])
+        page.call("Page.removeScriptToEvaluateOnNewDocument", identifier=name)
+
+
+def test_an_answer_that_is_no_absence_is_shown_as_it_is(cluster: Cluster, page: Page) -> None:
+    """A page gets an answer without a status in place of a redirect, for example to the sign-in of a proxy."""
+    script = "const real = window.fetch; window.fetch = async () => Response.error()"
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+    page.open(f"http://{HOST}:{cluster.port}/#models")
+    page.wait("document.querySelector('[role=alert]')?.innerText ?? ''", lambda text: text.startswith("redirect: "))
+
+
+def test_a_browser_that_stores_nothing_keeps_the_key_in_the_page(cluster: Cluster, page: Page) -> None:
+    denied = "get() { throw new DOMException('denied', 'SecurityError'); }"
+    script = f"for (const name of ['sessionStorage', 'localStorage']) Object.defineProperty(window, name, {{{denied}}})"
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=script)
+    page.open(f"http://{HOST}:{cluster.port}/#cluster")
+    page.wait("Boolean(document.querySelector('#sign-in'))", bool)
+    sign_in(page, cluster)
+    click(page, "#sign-out")
+    page.wait("Boolean(document.querySelector('#sign-in'))", bool)
+    assert page.complaints == []
+
+
+PURGED = """(() => { const real = window.fetch; window.fetch = async (address, init) => {
+  if (!String(address).includes('/v1/dead-letters')) return real(address, init);
+  if (init.method === 'DELETE') return new Response('{"removed": 3, "complete": true}');
+  throw new TypeError('Failed to fetch');
+}; })()"""
+
+
+def test_an_action_that_succeeded_is_not_shown_as_failed_if_the_list_cannot_be_read(
+    cluster: Cluster, page: Page
+) -> None:
+    given_up(cluster, "letter-6", "a text")
+    page.open(f"http://{HOST}:{cluster.port}/#cluster/dead-letters")
+    page.wait("Boolean(document.querySelector('#sign-in'))", bool)
+    sign_in(page, cluster)
+    page.wait("Boolean(document.querySelector('main form button'))", bool)
+    show = "[...document.querySelectorAll('main form button')].find(element => element.innerText === 'Show')"
+    page.wait(f"Boolean({show})", bool)
+    page.evaluate(f"{show}.click()")
+    page.wait(ROWS.format("dead-letters"), lambda rows: any(row[1] == "letter-6" for row in rows))
+    page.evaluate(PURGED)
+    click(page, "[aria-label='Purge letter-6']")
+    page.wait("document.activeElement.id", lambda name: name == "purge")
+    click(page, "#purge")
+    page.wait("document.body.innerText", lambda text: "3 removed; no answer from" in text)
 
 
 def test_an_address_that_no_view_has_is_shown(cluster: Cluster, page: Page) -> None:

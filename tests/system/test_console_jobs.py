@@ -315,10 +315,11 @@ def test_what_is_copied_submits_the_same_job(page: Page, api: httpx.Client, tmp_
         "rows": "50",
         "chunk": "16",
     }
-    (tmp_path / "rows.jsonl").write_bytes(data)
+    file = 'the "rows" of \\ it\'s.jsonl'
+    (tmp_path / file).write_bytes(data)
     expected: dict[str, Any] = {}
     for kind in ("curl", "Python", "CLI"):
-        fill(page, data, **fields)
+        fill(page, data, file, **fields)
         page.wait("Boolean(document.querySelector('#job-overlap'))", bool)
         typed(page, "#job-overlap", "4")
         page.evaluate("document.querySelector('#job-alone:not(:checked)')?.click()")
