@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import functools
 import importlib.metadata
 import json
@@ -29,7 +30,7 @@ from dockerfiles import (
     last_stage,
     stages,
 )
-from helm import CHART, containers, rendered
+from helm import CHART, containers, rendered, workloads
 from inprocess import InProcess
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -214,6 +215,23 @@ def test_all_that_compose_names_is_there() -> None:
         mentions = " ".join([*map(str, service.get("command", ())), *map(str, service.get("environment", {}).values())])
         assert set(re.findall(r"\b(?:http|nats)://([a-z]+):", mentions)) <= services.keys()
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), "for this machine alone"
+
+
+def test_nothing_that_git_ignores_is_sent_to_a_build() -> None:
+    """Environments, packages of Node and weights have gigabytes."""
+    ignored = [line for line in (ROOT / ".gitignore").read_text().split() if not line.startswith("#")]
+    excluded = (ROOT / ".dockerignore").read_text().split()
+    for line in ignored:
+        prefix = "" if line.startswith("/") else "**/"
+        assert any(fnmatch.fnmatch(prefix + line.strip("/"), pattern) for pattern in excluded), line
+
+
+def test_compose_waits_for_a_broker_that_reads_its_store_as_long_as_the_chart() -> None:
+    """A failed check ends the start of all services that wait for the broker, except in the start period."""
+    check = composed()["services"]["nats"]["healthcheck"]
+    (broker,) = workloads(rendered("values.yaml"))["sie-nats"]["spec"]["template"]["spec"]["containers"]
+    probe = broker["startupProbe"]
+    assert check["start_period"] == f"{probe['periodSeconds'] * probe['failureThreshold']}s"
 
 
 def test_spans_go_where_the_collector_of_compose_listens() -> None:
