@@ -5,7 +5,8 @@
 writes files/settings.json of the chart, with the processes that read each setting, and types and bounds into
 values.schema.json. It copies files/nats-users.conf from `sie serve`, so both brokers give each user the same
 permissions. It writes the keys of the schema into files/keys.json: the schema itself refuses no unknown key, because
-templates refuse it with the name of a similar one.
+templates refuse it with the name of a similar one. It writes the keys that need a value into files/required.json: the
+schema does not see a null, because helm removes the key.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import sie_broker
 from sie_contracts.settings import BY_NAME, ROWS
 
 CHART = Path(__file__).parents[1] / "charts" / "sie-cluster"
 TABLE = CHART / "files" / "settings.json"
 KEYS = CHART / "files" / "keys.json"
+REQUIRED = CHART / "files" / "required.json"
 SCHEMA = CHART / "values.schema.json"
 USERS = CHART / "files" / "nats-users.conf"
 USERS_SOURCE = Path(sie_broker.__file__).parent / "nats" / "users.conf"
@@ -71,6 +75,8 @@ OWN = frozenset(
         "SIE_WORKER_METRICS_PORT",
     }
 )
+# Keys whose null means that the field is left out, or that there is none.
+NULLABLE = frozenset({"batcher", "egressPorts", "interval", "pullPolicy", "resources", "spread"})
 # Settings that would be wrong in a pod: workers by URL.
 LEFT_OUT = frozenset({"SIE_GATEWAY_WORKERS"})
 
@@ -130,11 +136,26 @@ def keys(schema: dict[str, Any]) -> dict[str, Any]:
     return {**below(schema), "global": True}
 
 
+def required(values: dict[str, Any], above: str = "") -> list[str]:
+    """Return the keys that need a value, with the keys above them: those whose default is not empty, false or 0. A
+    group or a machine profile needs none of its own.
+    """
+    names = list[str]()
+    for name, default in values.items():
+        if default and name not in NULLABLE:
+            names.append(f"{above}{name}")
+            if isinstance(default, dict) and name not in ("groups", "machineProfiles"):
+                names += required(default, f"{above}{name}.")
+    return names
+
+
 def main() -> None:
     TABLE.write_text(table())
     USERS.write_text(USERS_SOURCE.read_text())
     document = schema(json.loads(SCHEMA.read_text()))
     SCHEMA.write_text(json.dumps(document, indent=2) + "\n")
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    REQUIRED.write_text(json.dumps(required(values), indent=1) + "\n")
     KEYS.write_text(json.dumps(keys(document), indent=1) + "\n")
 
 

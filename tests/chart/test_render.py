@@ -106,6 +106,11 @@ def test_the_broker_comes_from_any_registry(image: str) -> None:
     assert helm.container(manifests, "sie-nats", "nats")["image"] == image
 
 
+def test_a_part_of_a_processor_may_be_a_number() -> None:
+    manifests = helm.objects(template(values={**CHOSEN, "gateway": {"resources": {"requests": {"cpu": 0.5}}}}))
+    assert helm.container(manifests, "sie-gateway", "gateway")["resources"]["requests"]["cpu"] == 0.5
+
+
 @pytest.mark.parametrize("release", ["12", "sie.v1"])
 def test_a_release_with_a_name_that_services_may_not_have_needs_another_one(release: str) -> None:
     arguments = ("template", release, str(CHART), "--namespace", helm.NAMESPACE)

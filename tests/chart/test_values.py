@@ -12,6 +12,7 @@ from typing import Any
 
 import chart_settings
 import jsonschema_rs
+import kubernetes_validate
 import pytest
 import yaml
 from helm import (
@@ -19,6 +20,7 @@ from helm import (
     CHOSEN,
     EVERYTHING,
     FILES,
+    HelmError,
     arguments,
     container,
     containers,
@@ -244,9 +246,47 @@ def test_the_table_of_settings_is_that_of_today() -> None:
     assert json.loads(chart_settings.TABLE.read_text()) == chart_settings.readers()
     schema = json.loads(chart_settings.SCHEMA.read_text())
     assert chart_settings.schema(json.loads(json.dumps(schema))) == schema
+    assert json.loads(chart_settings.REQUIRED.read_text()) == chart_settings.required(DEFAULTS)
     assert chart_settings.keys(schema) == json.loads(chart_settings.KEYS.read_text())
     names = {row.name for row in ROWS}
     assert names >= chart_settings.OWN | chart_settings.LEFT_OUT
+
+
+PARTS = {
+    **CHOSEN,
+    "ingress": {"enabled": True},
+    "mcp": {"enabled": True},
+    "tracing": {"enabled": True},
+    "workers": {"common": {"autoscaling": {"enabled": True}}},
+    "monitoring": {"serviceMonitors": True, "prometheusRule": True, "dashboards": True},
+}
+
+
+@pytest.mark.parametrize("is_section", [False, True])
+def test_a_key_without_a_value_is_refused_if_it_needs_one(is_section: bool) -> None:
+    needed = chart_settings.required(DEFAULTS)
+    sections = [path for path in needed if any(other.startswith(f"{path}.") for other in needed)]
+    paths = [path for path in needed if (path in sections) == is_section and not (is_section and "." in path)]
+    values: dict[str, Any] = {}
+    for path in paths:
+        values = overlaid(values, at(tuple(path.split(".")), None))
+    with pytest.raises(HelmError, match=rf"{re.escape(', '.join(paths))}: there is no value; write one"):
+        template(values=values)
+
+
+def test_a_key_without_a_value_means_nothing_if_it_needs_none() -> None:
+    needed = {tuple(path.split(".")) for path in chart_settings.required(DEFAULTS)}
+    values: dict[str, Any] = {}
+    for path, _ in leaves(DEFAULTS):
+        if path not in needed and path[0] not in ("auth", "machineProfiles") and path[:2] != ("workers", "groups"):
+            values = overlaid(values, at(path, None))
+    for path in [("gateway", "resources"), ("workers", "common", "adapter", "resources"), ("settings",)]:
+        values = overlaid(values, at(path, None))
+    text = template(values=overlaid(values, PARTS))
+    assert "nil" not in text
+    for manifest in objects(text):
+        if manifest["apiVersion"].partition("/")[0] not in ("keda.sh", "monitoring.coreos.com"):
+            kubernetes_validate.validate(manifest, "1.31", strict=True)
 
 
 def test_the_broker_of_the_chart_has_the_users_of_the_embedded_one() -> None:

@@ -64,7 +64,7 @@ labels:
 {{- include "sie.overlay" (list $group (omit $profile "batcher" "tolerations")) -}}
 {{- include "sie.overlay" (list $group $own) -}}
 {{- $_ := set $group "tolerations" (concat (default list $group.tolerations) (default list $profile.tolerations)) -}}
-{{- $_ := set $group "settings" (deepCopy $root.Values.settings) -}}
+{{- $_ := set $group "settings" (deepCopy (default dict $root.Values.settings)) -}}
 {{- range list $root.Values.workers.common $profile $own -}}
 {{- include "sie.overlay" (list $group.settings (default dict .settings)) -}}
 {{- end -}}
@@ -108,7 +108,7 @@ labels:
 {{- define "sie.settings" -}}
 {{- $component := index . 1 -}}
 {{- $readers := (index . 0).Files.Get "files/settings.json" | fromJson -}}
-{{- $settings := index . 2 -}}
+{{- $settings := default dict (index . 2) -}}
 {{- range $name := keys $settings | sortAlpha -}}
 {{- if not (hasKey $readers $name) -}}
 {{- $suggestion := include "sie.near" (list $name (keys $readers)) -}}
