@@ -52,6 +52,10 @@ export const createClient = (): SIEClient =>
     fetch: (input, init) => fetch(input, { ...init, cache: "no-store" }),
   });
 
+/** Options of a request that creates one object however often it is sent: it is sent again after a lost connection, not after
+ * a refusal. */
+export const REPEATABLE: CallOptions = { waitForCapacity: true, provisionTimeoutMs: 0, connectionTimeoutMs: 30_000 };
+
 /** Send a request and return its JSON reply. Throws SIEError. */
 export const sendRequest = async <T>({ method, path, ...options }: GatewayRequest & CallOptions): Promise<T> => createClient().json<T>(method, path, options);
 

@@ -1,6 +1,6 @@
 import { useState } from "preact/hooks";
 import type { Job } from "sie-client";
-import { createClient } from "./api";
+import { createClient, REPEATABLE } from "./api";
 import { useAction } from "./action";
 import { Confirm } from "./confirm";
 import { CodeSamples } from "./code-samples";
@@ -83,7 +83,7 @@ function JobActions({ job, onChange }: { job: Job; onChange: () => void }) {
   const { jobs } = createClient();
   const pause = () => act(async () => (await jobs.pause(job.id), "The job pauses once the parts that run are written."));
   const resume = () => act(async () => (await jobs.resume(job.id), "The job goes on."));
-  const retry = () => runAction(async () => (navigate(href("jobs", [(await jobs.retry(job.id)).id])), ""));
+  const retry = () => runAction(async () => (navigate(href("jobs", [(await jobs.retry(job.id, REPEATABLE)).id])), ""));
   const confirmed: Record<Confirmed, () => Promise<boolean>> = {
     cancel: () => act(async () => (await jobs.cancel(job.id), "The job ends.")),
     delete: () => runAction(async () => (await jobs.delete(job.id), navigate(href("jobs")), "")),

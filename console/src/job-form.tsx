@@ -1,6 +1,6 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { type JobRequest, SIEError } from "sie-client";
-import { createClient } from "./api";
+import { createClient, REPEATABLE } from "./api";
 import { useAction } from "./action";
 import { CodeSamples } from "./code-samples";
 import { jobPrograms } from "./job-requests";
@@ -91,10 +91,10 @@ function requestOf(fields: JobFields, settings: Settings, model: Model | undefin
 /** Upload the file, if any, and submit the job. Return its id. If the server refuses the job, the file is deleted. */
 async function submitJob(request: JobRequest, file: File | undefined): Promise<string> {
   const { files, jobs } = createClient();
-  if (!file) return (await jobs.submit(request)).id;
+  if (!file) return (await jobs.submit(request, REPEATABLE)).id;
   const upload = await files.upload(file, file.name, "jobs", { expiresAfterS: FILE_LIFE_S });
   try {
-    return (await jobs.submit({ ...request, input: { ...request.input, file: upload.id } })).id;
+    return (await jobs.submit({ ...request, input: { ...request.input, file: upload.id } }, REPEATABLE)).id;
   } catch (error) {
     if (error instanceof SIEError && error.status >= 400 && error.status < 500) await files.delete(upload.id);
     throw error;

@@ -240,6 +240,33 @@ def test_a_row_that_failed_says_why_and_is_retried(page: Page, api: httpx.Client
     assert api.get(f"/v1/jobs/{again}").json()["counts"]["rows"] == 1
 
 
+# loses the first answer to the submission and to the retry of a job
+LOST = """(() => { const real = window.fetch, lost = new Set(); window.fetch = async (address, init) => {
+  const answer = await real(address, init);
+  const path = new URL(address).pathname;
+  if (init.method !== 'POST' || lost.has(path) || !/jobs(\\/[^/]+\\/retry)?$/.test(path)) return answer;
+  lost.add(path);
+  throw new TypeError('Failed to fetch');
+}; })()"""
+
+
+def test_a_lost_answer_makes_no_second_job(page: Page, api: httpx.Client) -> None:
+    def jobs() -> set[str]:
+        return {entry["id"] for entry in api.get("/v1/jobs").json()["data"]}
+
+    before = jobs()
+    fill(page, lines({"text": "words"}, {"text": None}), name="once", text="{text}")
+    page.evaluate(LOST)
+    click(page, "#job-submit")
+    first = page.wait("location.hash", lambda address: address.startswith("#jobs/job-")).rpartition("/")[2]
+    assert jobs() - before == {first}
+    ended(api, first)
+    page.wait("Boolean(document.querySelector('.job .retry'))", bool)
+    click(page, ".job .retry")
+    second = page.wait("location.hash", lambda address: first not in address).rpartition("/")[2]
+    assert jobs() - before == {first, second}
+
+
 def test_a_job_is_seen_to_go_on_and_is_paused_resumed_and_cancelled(page: Page, api: httpx.Client) -> None:
     rows = lines(*({"id": str(number), "text": f"text {number}"} for number in range(600)))
     job = submitted(api, rows, name="slow", shard_rows=20, tokens_per_s=100.0)
