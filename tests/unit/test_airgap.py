@@ -270,6 +270,19 @@ def test_a_manifest_saves_a_reading_and_is_not_believed(
     site.sie("verify", str(archive))  # the old archive is still there
 
 
+def test_the_progress_of_digests_ends_at_the_bytes_that_no_manifest_has(office: Site) -> None:
+    folder = office.folder / "weights" / "path"
+    manifest = Manifest(
+        "my/path", COMMIT, {"model.safetensors": FileFact(len(WEIGHTS), digest(folder / "model.safetensors"))}
+    )
+    (folder / MANIFEST).write_bytes(encode(manifest))
+    gathering = contents.FileGathering(weight_sources(office.settings), None)
+    gathering.model(office.entries()["my/path"])
+    sizes: list[int] = []
+    gathering.facts(sizes.append)
+    assert 0 < sum(sizes) == gathering.unread_bytes == gathering.bytes - len(WEIGHTS)
+
+
 def test_weights_that_differ_from_their_entry_are_refused_where_they_can_be_repaired(
     office: Site, tmp_path: Path
 ) -> None:
@@ -399,7 +412,8 @@ def test_golden_vectors_aliases_and_bundles_of_an_operator_come_along(office: Si
     office.add("golden", weights=weights, golden=str(office.folder / "golden.json"), bundle="special")
     (office.folder / "models" / "alias.yaml").write_text("id: search\nalias: my/golden\n")
     (office.folder / "models" / "bundles").mkdir()
-    (office.folder / "models" / "bundles" / "special.yaml").write_text("id: special\nfamilies: [text-encoder]\n")
+    for bundle, family in (("special", "text-encoder"), ("unused", "detector")):
+        (office.folder / "models" / "bundles" / f"{bundle}.yaml").write_text(f"id: {bundle}\nfamilies: [{family}]\n")
     archive, folder = site.folder / "models.tar", site.folder / "airgap"
     office.sie("create", "--models", "search", "-o", str(archive))
     gone(office)
@@ -407,7 +421,7 @@ def test_golden_vectors_aliases_and_bundles_of_an_operator_come_along(office: Si
     folders = Overlay(served(folder).settings).folders()
     assert set(folders.models) == {"search", "my/golden"}
     assert folders.bundles["special"].families == ("text-encoder",)
-    assert "default" not in [path.stem for path in (folder / "models" / "bundles").iterdir()]
+    assert [path.stem for path in (folder / "models" / "bundles").iterdir()] == ["special"]
     entry = served(folder).entries()["my/golden"]
     assert Path(entry.golden).read_text() == '{"dense": []}'
 
