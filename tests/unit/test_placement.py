@@ -297,10 +297,14 @@ def test_a_model_that_nobody_wanted_for_an_hour_and_nobody_has_leaves_the_table(
 def test_an_idle_lane_is_written_once_and_a_busy_one_is_kept_fresh() -> None:
     planner = Planner(2.0)
     live = [beat("w1", ModelStatus("m", "loaded"))]
-    table = planner.step(None, live, [], {}, 0.0)
+    table = planner.step(None, live, [], {}, 100.0)
     assert table is not None
-    assert all(planner.step(table, live, [], {}, float(second)) is None for second in range(1, 600))
-    assert planner.step(table, live, [], {"m": ModelBacklog(1, 0.0)}, REFRESH_S + 1.0) is not None
+    assert all(planner.step(table, live, [], {}, float(second)) is None for second in range(101, 700))
+    busy = {"m": ModelBacklog(1, 0.0)}
+    table = planner.step(table, live, [], busy, 700.0)
+    assert table is not None
+    assert planner.step(table, live, [], busy, 700.0 + REFRESH_S - 1.0) is None
+    assert planner.step(table, live, [], busy, 700.0 + REFRESH_S) is not None
 
 
 # the gateways that write the table
