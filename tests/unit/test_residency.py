@@ -109,6 +109,18 @@ async def test_one_host_of_several_workers_loads_it(cluster: InProcess) -> None:
     assert sorted(load for adapter in adapters for load in adapter.loads) == ["toy/one"]
 
 
+async def test_a_load_names_the_host_before_it_begins_and_no_other_worker_of_the_lane(cluster: InProcess) -> None:
+    gateway, _ = await served(cluster)
+    await cluster.sidecar(await cluster.adapter("1.sock"))
+    await placing(cluster)
+    await asked(gateway, "load")
+    await eventually(gateway, "loaded")
+    (host,) = (await asked(gateway, "unload")).json()["lanes"][0]["workers"]
+    await eventually(gateway, "available")
+    (lane,) = (await asked(gateway, "load")).json()["lanes"]
+    assert [(worker["worker"], worker["state"]) for worker in lane["workers"]] == [(host["worker"], "available")]
+
+
 async def test_an_unload_waits_for_what_runs_and_the_next_request_loads_it_again(cluster: InProcess) -> None:
     gateway, adapter = await served(cluster)
     adapter.hold_batches = True
