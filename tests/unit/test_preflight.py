@@ -25,6 +25,19 @@ def test_a_folder_of_models_that_is_not_there_is_told_before_anything_starts(tmp
     assert list(preflight._folders(needs("s3://bucket/models"))) == []
 
 
+@pytest.mark.parametrize(("limit", "is_refused"), [(None, False), (1 << 30, False), ((1 << 30) - 1, True)])
+def test_a_memory_limit_below_the_needs_of_the_processes_is_refused(
+    limit: int | None, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers and two gateways need 1 GiB."""
+    monkeypatch.setattr(preflight.control_group, "memory_limit", lambda: limit)
+    needs = preflight.MachineNeeds(
+        (), tmp_path, has_broker=False, gateways=2, workers=2, settings=load(environ={}).settings
+    )
+    faults = [fault for fault in preflight._memory(needs) if fault.startswith("memory: ")]
+    assert ["the processes use 1.0 GiB" in fault for fault in faults] == [True] * is_refused
+
+
 @pytest.mark.parametrize(
     ("flag", "more"),
     [("--port", "--gateways=2"), ("--gateway-metrics-port", "--gateways=2"), ("--worker-metrics-port", "--workers=2")],
