@@ -265,7 +265,7 @@ PARTS = {
 @pytest.mark.parametrize("is_section", [False, True])
 def test_a_key_without_a_value_is_refused_if_it_needs_one(is_section: bool) -> None:
     needed = chart_settings.required(DEFAULTS)
-    sections = [path for path in needed if any(other.startswith(f"{path}.") for other in needed)]
+    sections = [path for path in needed if any(nested.startswith(f"{path}.") for nested in needed)]
     paths = [path for path in needed if (path in sections) == is_section and not (is_section and "." in path)]
     values: dict[str, Any] = {}
     for path in paths:

@@ -488,14 +488,14 @@ def test_threads_of_a_forked_process_share_its_connections(monkeypatch: pytest.M
     def open_while_another_thread_begins() -> None:
         opens.append(None)
         if len(opens) == 1:
-            other.start()
-            other.join(0.2)  # the other thread ends here if it does not wait for this one
+            second.start()
+            second.join(0.2)  # the other thread ends here if it does not wait for this one
         ThreadDriver._open(driver)
 
-    other = threading.Thread(target=use)
+    second = threading.Thread(target=use)
     monkeypatch.setattr(driver, "_open", open_while_another_thread_begins)
     use()
-    other.join()
+    second.join()
     driver.close()
     assert len(opens) == 1
     assert clients[0] is clients[1]

@@ -368,10 +368,10 @@ def test_a_character_is_not_compared_with_every_mark() -> None:
     class Place(int):
         __hash__ = int.__hash__
 
-        def __eq__(self, other: object) -> bool:
+        def __eq__(self, number: object) -> bool:
             nonlocal compared
             compared += 1
-            return int(self) == other
+            return int(self) == number
 
     spans = [LabelledSpan(Place(10 * number), Place(10 * number + 4), "p") for number in range(100)]
     assert marked("word etc. " * 100, spans, colours(["p"]), has_colours=False).plain == "[word] etc. " * 100

@@ -228,8 +228,8 @@ def test_no_other_program_gets_the_port_of_a_server_that_starts(folder: Path, fa
         until(lambda: started(folder), "the pids")
         arguments = psutil.Process(started(folder)[0]).cmdline()
         try:
-            with socket.socket() as other, pytest.raises(OSError, match="in use"):
-                other.bind(("127.0.0.1", int(arguments[arguments.index("--port") + 1])))
+            with socket.socket() as second, pytest.raises(OSError, match="in use"):
+                second.bind(("127.0.0.1", int(arguments[arguments.index("--port") + 1])))
         finally:
             (folder / "waits").unlink()
         loading.result(ENDS_S)
