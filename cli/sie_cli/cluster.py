@@ -24,6 +24,7 @@ from sie_cli import access
 from sie_cli.access import Access, as_operator
 from sie_cli.data_dir import default_data_dir
 from sie_cli.options import DATA_DIR, loaded, named_options, refuse, url_option
+from sie_cli.refusal import refusing
 from sie_contracts import client_environment
 from sie_contracts.loopback import cause_of, is_local, is_refused
 from sie_contracts.settings import BY_NAME, Loaded, Secret, SettingError, Settings, public_url
@@ -193,7 +194,7 @@ class Cluster:
 
     def at_broker(self, name: str, work: Callable[[NatsBroker], Awaitable[T]]) -> T:
         """Call `work` with a connection to the broker; return its result. Exit with status 2 if the broker's address is
-        unknown, if no broker answers, and after a BrokerError of `work`.
+        unknown, if no broker answers, and after a BrokerError of `work`. Raises CommandRefused for its SIEErrors.
         """
         from sie_broker import BrokerError, BrokerUnavailable
 
@@ -209,7 +210,8 @@ class Cluster:
 
         logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # no log lines: the error has all information
         try:
-            return asyncio.run(run())
+            with refusing():
+                return asyncio.run(run())
         except (SettingError, BrokerError) as error:
             refuse(error)
 

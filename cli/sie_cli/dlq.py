@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeVar
 
 import click
@@ -15,6 +14,8 @@ from sie_broker import Broker
 from sie_broker.dead_letters import DeadLetterEntry, Letters, letter_stream
 from sie_cli import display
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
+from sie_cli.display import printable
+from sie_cli.moments import moment
 from sie_cli.options import AnyPosition
 from sie_cli.refusal import CommandRefused
 from sie_contracts.settings import Settings
@@ -29,7 +30,8 @@ NOTE_S = 5.0  # seconds between two lines that say that `replay` is still waitin
 
 def _letters(broker: Broker, pool: str) -> Letters:
     def on_unreadable(sequence: int, error: Exception) -> None:
-        click.echo(f"letter {sequence} cannot be read by this version and is left out: {error}", err=True)
+        cause = printable(str(error))
+        click.echo(f"letter {sequence} cannot be read by this version and is left out: {cause}", err=True)
 
     return Letters(broker, pool, on_unreadable)
 
@@ -48,8 +50,7 @@ async def _letter(letters: Letters, name: str) -> DeadLetterEntry:
 
 def _at(letter: DeadLetterEntry) -> str:
     """Format the time at which the work of the letter was given up, in UTC."""
-    at = datetime.fromtimestamp(letter.letter.at_s, UTC)
-    return at.isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
+    return moment(letter.letter.at_s, "%Y-%m-%d %H:%M:%S")
 
 
 _options = cluster_options(BROKER_URL, "SIE_POOL")
@@ -119,7 +120,7 @@ def show(cluster: Cluster, name: str, with_input: bool) -> None:
     if with_input:
         lines |= {"item": msgspec.json.encode(item).decode() if item is not None else repr(letter.item)}
     for field, value in lines.items():
-        click.echo(f"{field + ':':<12}{value}")
+        click.echo(f"{field + ':':<12}{printable(str(value))}")
 
 
 @dlq.command()
@@ -137,7 +138,7 @@ def replay(cluster: Cluster, name: str, timeout_s: float) -> None:
     outcomes = _on(cluster, lambda broker: replayed(broker, cluster.settings, name, timeout_s)).outcomes
     failed = [outcome.error for outcome in outcomes if isinstance(outcome, Failed)]
     for error in failed:
-        click.echo(f"error: {error.code} {error.reason}: {error.message}")
+        click.echo(printable(f"error: {error.code} {error.reason}: {error.message}"))
     remainder = "the dead letter is kept" if failed else "the dead letter is removed"
     click.echo(f"answered: {len(outcomes) - len(failed)} of {len(outcomes)} inputs have a value, {remainder}")
     sys.exit(1 if failed else 0)
@@ -145,7 +146,7 @@ def replay(cluster: Cluster, name: str, timeout_s: float) -> None:
 
 async def replayed(broker: Broker, settings: Settings, name: str, timeout_s: float) -> WorkResult:
     """Run the work of a dead letter again and return its result. The letter is removed if every input has a value.
-    Raises CommandRefused, BrokerError.
+    Raises CommandRefused, BrokerError, and SIEError if the result cannot be stored.
     """
     from sie_gateway.metrics import Metrics
     from sie_gateway.operations.replay import Unreadable, open_replays

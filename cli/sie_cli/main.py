@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import difflib
+import errno
 import functools
 import os
 import sys
@@ -65,13 +66,7 @@ class _Program(AnyPosition):
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         try:
-            return super().__call__(*args, **options)
-        except ModuleNotFoundError as error:
-            package = (error.name or "").partition(".")[0]
-            if not package or package.startswith("sie_"):
-                raise
-            extra = next((EXTRAS[word] for word in sys.argv[1:] if word in EXTRAS), "serve")
-            refuse(f"the package {package} is not installed: pip install 'sie-cluster[{extra}]'")
+            self._call(*args, **options)
         except SystemExit as ended:
             # os._exit, because the normal exit takes a second if torch is imported, and may abort the process: threads
             # of the object store's library continue after the interpreter has ended, and call into it
@@ -79,12 +74,33 @@ class _Program(AnyPosition):
                 raise
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
-            with contextlib.suppress(BrokenPipeError):  # the reader of a pipe may have closed it
-                sys.stdout.flush()
-                sys.stderr.flush()
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None: the file was closed before the start
+                with contextlib.suppress(OSError):  # the reader of a pipe may have closed it, or the disk is full
+                    stream.flush()
             os._exit(ended.code or 0)
 
+    def _call(self, *args: Any, **options: Any) -> None:
+        """Run the command. Raises SystemExit, also for a package that is missing and an output that cannot be
+        written.
+        """
+        try:
+            super().__call__(*args, **options)
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if not package or package.startswith("sie_"):
+                raise
+            extra = next((EXTRAS[word] for word in sys.argv[1:] if word in EXTRAS), "serve")
+            refuse(f"the package {package} is not installed: pip install 'sie-cluster[{extra}]'")
+        except OSError as error:
+            # a process of the cluster logs its last error itself, with the place in the code
+            if error.errno not in _UNWRITABLE or sys.excepthook is not sys.__excepthook__:
+                raise
+            with contextlib.suppress(OSError):
+                click.echo(f"Error: {error.filename or 'the output'} cannot be written: {error.strerror}", err=True)
+            sys.exit(1)
 
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 # extra of the package `sie-cluster` that a command needs, if not `serve`
 EXTRAS = {
     "gateway": "gateway",

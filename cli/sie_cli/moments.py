@@ -50,12 +50,12 @@ class Deadline(NamedTuple):
         return at_s
 
 
-def moment(at_s: float) -> str:
-    """Format a time as date, hour and minute in UTC. Return FAR for a number too large for a date, such as a time in
-    milliseconds.
+def moment(at_s: float, form: str = "%Y-%m-%d %H:%M") -> str:
+    """Format a time in UTC, by default as date, hour and minute. Return FAR for a number too large for a date, such as
+    a time in milliseconds.
     """
     try:
-        return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M")
+        return datetime.fromtimestamp(at_s, UTC).strftime(form)
     except (ValueError, OverflowError, OSError):
         return FAR
 

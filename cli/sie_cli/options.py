@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import click
 
+from sie_cli.display import printable
 from sie_contracts.settings import BY_NAME, ROWS, Loaded, Mode, SettingError, SettingRow, load, shown
 from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, own_stderr
@@ -222,5 +223,5 @@ def loaded(values: dict[str, Any], mode: Mode = "queue") -> Loaded:
 
 
 def refuse(error: Exception | str) -> NoReturn:
-    click.echo(f"error: {error}", err=True)
+    click.echo(printable(f"error: {error}", lines=True), err=True)
     sys.exit(EXIT_BAD_SETTING)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from sie_broker import KeyValue, Write, WrongRevision
 from sie_broker.record import retry_conflicts
 from sie_cli.access import write_private
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
-from sie_cli.display import counted
+from sie_cli.display import counted, printable
 from sie_cli.moments import moment
 from sie_cli.refusal import CommandRefused, refusing
 from sie_config_service.mirror import StoredModel
@@ -43,6 +44,7 @@ KEYS = (f"KV_{topology.KEYS_BUCKET}", f"KV_{topology.KEYS_COPY_BUCKET}")
 # Buckets whose entries `sie repair` writes back, and `sie restore` if a backup has them. Shards come before their jobs,
 # because the leader of a job reads its shards as soon as the job exists.
 LASTING = (topology.SHARDS_BUCKET, topology.JOBS_BUCKET, topology.POOLS_BUCKET)
+_STREAM = re.compile(r"[A-Za-z0-9_-]{1,255}")
 DAMAGED = "damaged"  # folder in the data directory for the files of unreadable streams, and for salvaged entries
 
 
@@ -73,6 +75,8 @@ def backup(cluster: Cluster, file: Path, force: bool) -> None:
     It has no models from folders, no queued work and no dead letters. It has digests of tokens and names of clients, so
     its mode is 0600: protect it like a secret.
     """
+    if file.exists() and not file.is_file():
+        raise CommandRefused(f"{file} is a device or a pipe, which a backup would replace: name a file")
     if file.exists() and not force:
         raise CommandRefused(f"{file} exists: name another file, or replace it with --force")
 
@@ -107,21 +111,26 @@ def read_backup(file: Path) -> Backup:
     if head.removeprefix(FORMAT).decode("ascii", "replace") != hashlib.sha256(content).hexdigest():
         raise CommandRefused(f"{file} is damaged: its digest differs; use another backup")
     try:
-        return msgspec.msgpack.decode(content, type=Backup)
+        saved = msgspec.msgpack.decode(content, type=Backup)
+        for key in (key for entries in saved.entries.values() for key, _ in entries):
+            Write(key, None)  # refuses a key that no bucket can have
+        for record in saved.keys:
+            Write(record.id, None)
     except UNDECODABLE as error:
         raise CommandRefused(f"{file}: a backup of another version of `sie`: {error}") from error
+    return saved
 
 
 def _contents(snapshot: Backup) -> str:
-    files = sum(key.startswith("file.") for key, _ in snapshot.entries[topology.JOBS_BUCKET])
+    files = sum(key.startswith("file.") for key, _ in snapshot.entries.get(topology.JOBS_BUCKET, ()))
     models = len({stored.model for stored in snapshot.catalogue})
     return ", ".join(
         (
             counted(len(snapshot.keys), "key"),
             f"{counted(models, 'model')} and aliases of the API in {counted(len(snapshot.catalogue), 'revision')}",
-            counted(len(snapshot.entries[topology.JOBS_BUCKET]) - files, "job"),
+            counted(len(snapshot.entries.get(topology.JOBS_BUCKET, ())) - files, "job"),
             counted(files, "file"),
-            counted(len(snapshot.entries[topology.SHARDS_BUCKET]), "shard"),
+            counted(len(snapshot.entries.get(topology.SHARDS_BUCKET, ())), "shard"),
         )
     )
 
@@ -151,7 +160,7 @@ def restore(cluster: Cluster, file: Path) -> None:
                 lines.append(f"{name}: {written} of {len(entries)} written")
         return lines
 
-    click.echo(f"backup of {moment(saved.made_s)} (sie {saved.version}): {_contents(saved)}")
+    click.echo(f"backup of {moment(saved.made_s)} (sie {printable(saved.version)}): {_contents(saved)}")
     for line in cluster.at_broker("sie-restore", body):
         click.echo(line)
 
@@ -227,6 +236,8 @@ def repair(cluster: Cluster, stream: str) -> None:
     `sie serve` does not start because of a stream's files, stop `sie serve` and give its --data-dir: then the
     files are moved to its folder `damaged`, and the next start creates the stream again.
     """
+    if not _STREAM.fullmatch(stream):
+        raise CommandRefused(f"{stream} cannot be the name of a stream; `sie topology show` lists all")
     if cluster.settings.nats_url is None:
         click.echo(_set_aside(cluster, stream))
         return

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from cluster import SIE
 from direct import ENTRY, DeadlyAdapter, is_right, reasons
@@ -17,8 +18,9 @@ from sie_broker import Broker, CoreMessage
 from sie_broker.dead_letters import Letters
 from sie_broker.nats import connect
 from sie_cli.dlq import replayed
+from sie_contracts.errors import ErrorInfo
 from sie_contracts.wire import messages, topology
-from sie_contracts.wire.messages import Confirmation, Input, RunOptions, WorkItem, WorkResult
+from sie_contracts.wire.messages import Confirmation, DeadLetter, Input, RunOptions, WorkItem, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_runtime.process import Stop
 from sie_sidecar.process import serve
@@ -146,6 +148,25 @@ async def test_letters_are_replayed_and_purged_from_the_command_line(
         assert "the ID is empty" in await sie(nats, *command, status=1)
     assert "1 removed" in await sie(nats, "purge", "--yes")
     assert "0 removed" in await sie(nats, "purge", "--yes")
+
+
+@pytest.mark.parametrize("at_s", [1e300, float("nan")])
+async def test_a_letter_of_another_writer_hides_no_other_and_does_not_control_the_terminal(
+    nats: NatsServer, broker: Broker, at_s: float
+) -> None:
+    escape = "\x1b[2J\x9b2J"
+    item = WorkItem("r" + escape, 3, escape, escape, "encode", (Input(escape),), RunOptions(), "inbox", 60_000)
+    error = ErrorInfo(escape, escape, escape)
+    letter = DeadLetter("a1", escape, messages.encode(item), error, (escape,), 1, 1, at_s)
+    await broker.publish(topology.dead_letter_subject("_default"), messages.encode(letter), "a1")
+    letter = msgspec.structs.replace(letter, id="b2", at_s=1.0, item=escape.encode())
+    await broker.publish(topology.dead_letter_subject("_default"), messages.encode(letter), "b2")
+    listed = await sie(nats, "list")
+    assert "a1  after the year 9999" in listed
+    assert "b2  1970-01-01 00:00:01" in listed
+    for name in ("a1", "b2"):
+        shown = await sie(nats, "show", name, "--with-input")
+        assert all(letter.isprintable() or letter == "\n" for letter in listed + shown)
 
 
 async def first_of(letters: Letters) -> str:

@@ -5,8 +5,10 @@ Buckets of keys are repaired from each other.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +24,7 @@ from sie_broker.nats.api import StreamInfo
 from sie_cli import access
 from sie_cli.access import Access
 from sie_cli.main import main
-from sie_cli.recovery import _write_missing
+from sie_cli.recovery import Backup, _write_backup, _write_missing
 from sie_cli.serve.readiness import unread_stream
 from sie_config_service.mirror import HeldModel
 from sie_config_service.store import CatalogueChange, open_store
@@ -150,6 +152,57 @@ async def test_a_catalogue_is_created_again_only_if_a_record_cannot_be_decoded(
     await bucket.write([Write("history.a.1", b"{}", 0)])
     assert "was created again" in await ran(server, tmp_path, "repair", "KV_sie_catalogue")
     assert [*(await (await open_store(broker, settings_of())).snapshot()).held] == ["m"]
+
+
+async def test_a_backup_of_a_catalogue_with_an_unreadable_record_names_the_repair(
+    server: NatsServer, broker: NatsBroker, tmp_path: Path
+) -> None:
+    await open_store(broker, settings_of())
+    await (await broker.key_value(topology.CATALOGUE_BUCKET)).write([Write("model.a", b"{", 0)])
+    refused = await ran(server, tmp_path, "backup", str(tmp_path / "b.sie"), status=1)
+    assert refused.startswith("Error: the catalogue's record model.a")
+    assert "`sie repair KV_sie_catalogue`" in refused
+
+
+@pytest.mark.parametrize("stream", ["", "a b", "a.b", "*", ">", "../a", "\udcff", "a" * 300])
+def test_a_text_that_no_stream_can_have_as_its_name_is_refused(stream: str, tmp_path: Path) -> None:
+    for url in ([], ["--url", "nats://127.0.0.1:1"]):
+        environ = {**NONE, "XDG_DATA_HOME": str(tmp_path)}
+        done = CliRunner().invoke(main, ["repair", stream, *url], env=environ)
+        assert done.exit_code == 1
+        assert "cannot be the name of a stream" in done.output
+
+
+BUCKETS: dict[str, list[tuple[str, bytes]]] = {"sie_jobs": [], "sie_shards": []}
+
+
+@pytest.mark.parametrize(
+    ("saved", "refusal"),
+    [
+        ({"entries": {}}, ""),
+        ({"version": "\x1b[2J", "made_s": 1e300}, ""),
+        ({"entries": BUCKETS | {"sie_jobs": [("a b", b"")]}}, "key 'a b'"),
+        ({"entries": BUCKETS | {"other": [("", b"")]}}, "key ''"),
+        ({"keys": [create("one", ("read",), now_s=1.0)[0]]}, ""),
+        ({"keys": [msgspec.structs.replace(create("one", ("read",), now_s=1.0)[0], id="*")]}, "key '*'"),
+    ],
+)
+async def test_a_backup_is_checked_before_anything_is_written(
+    server: NatsServer, tmp_path: Path, saved: dict[str, Any], refusal: str
+) -> None:
+    file = tmp_path / "b.sie"
+    empty = Backup("0.1", 1.0, [], [], BUCKETS)
+    _write_backup(file, msgspec.structs.replace(empty, **saved))
+    output = await ran(server, tmp_path, "restore", str(file), status=1 if refusal else 0)
+    assert output.count("Error: ") == bool(refusal)
+    assert refusal in output
+    assert "\x1b" not in output
+
+
+def test_a_backup_does_not_replace_a_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    done = CliRunner().invoke(main, ["backup", str(tmp_path / "pipe"), "--force"])
+    assert (done.exit_code, (tmp_path / "pipe").is_fifo()) == (1, True)
 
 
 async def test_entries_that_an_interrupted_repair_has_salvaged_are_restored_from_their_file(

@@ -1,0 +1,44 @@
+"""`sie` whose standard output or standard error cannot be written: a line and a status, without a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+RUN = [sys.executable, "-c", "from sie_cli.entry import main; main()"]
+COMMANDS = [["--version"], ["settings", "--json"], ["nosuch"]]
+
+
+def ran(arguments: list[str], stdout: str, before: Callable[[], None] | None = None) -> tuple[int, str]:
+    """Run `sie` with standard output in this file. Return its status and what it wrote to standard error."""
+    with open(stdout, "w") as file:
+        done = subprocess.run(
+            [*RUN, *arguments],
+            stdout=file,
+            stderr=subprocess.PIPE,
+            preexec_fn=before,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("arguments", COMMANDS[:2])
+def test_a_full_disk_under_standard_output_is_one_line(arguments: list[str]) -> None:
+    assert ran(arguments, "/dev/full") == (1, "Error: the output cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("arguments", COMMANDS[:2])
+def test_a_command_without_a_standard_output_ends_as_usual(arguments: list[str]) -> None:
+    assert ran(arguments, os.devnull, lambda: os.close(1)) == (0, "")
+
+
+@pytest.mark.parametrize("arguments", COMMANDS)
+def test_a_full_disk_under_both_outputs_ends_the_command(arguments: list[str]) -> None:
+    status, written = ran(arguments, "/dev/full", lambda: os.dup2(1, 2) and None)
+    assert (status, written) == (1, "")
