@@ -18,6 +18,7 @@ import click
 import msgspec
 
 import sie_contracts
+from sie_cli.display import printable
 from sie_cli.options import (
     DRAIN,
     LAME_DUCK,
@@ -80,8 +81,8 @@ class _Program(AnyPosition):
             os._exit(ended.code or 0)
 
     def _call(self, *args: Any, **options: Any) -> None:
-        """Run the command. Raises SystemExit, also for a package that is missing and an output that cannot be
-        written.
+        """Run the command. Raises SystemExit, also for a package that is missing, a file or an output that cannot be
+        used, and an argument that is no text.
         """
         try:
             super().__call__(*args, **options)
@@ -92,12 +93,19 @@ class _Program(AnyPosition):
             extra = next((EXTRAS[word] for word in sys.argv[1:] if word in EXTRAS), "serve")
             refuse(f"the package {package} is not installed: pip install 'sie-cluster[{extra}]'")
         except OSError as error:
+            is_output = error.errno in _UNWRITABLE
             # a process of the cluster logs its last error itself, with the place in the code
-            if error.errno not in _UNWRITABLE or sys.excepthook is not sys.__excepthook__:
+            if not (is_output or error.filename) or sys.excepthook is not sys.__excepthook__:
                 raise
+            place = error.filename or "the output cannot be written"
             with contextlib.suppress(OSError):
-                click.echo(f"Error: {error.filename or 'the output'} cannot be written: {error.strerror}", err=True)
+                click.echo(printable(f"Error: {place}: {error.strerror}"), err=True)
             sys.exit(1)
+        except UnicodeEncodeError:
+            for word in sys.argv[1:]:
+                if not word.isascii() and word.encode(errors="replace").decode() != word:
+                    refuse(f"the argument {word} is no text in UTF-8")
+            raise
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)

@@ -190,6 +190,35 @@ async def test_a_search_by_an_index_of_postgresql_returns_as_many_rows_as_its_li
         await root.close()
 
 
+async def test_a_search_leaves_out_rows_without_a_direction(sink: Sink, database: Database, collection: str) -> None:
+    """The similarity to a vector of zeros is not a number."""
+    stored = rows(0, 3)
+    await sink.prepare(collection, {"dense": DIMS}, {})
+    await sink.upsert(stored)
+    if not isinstance(database, Qdrant):  # which takes the similarity for 0
+        await sink.upsert(SinkRows(["zeros"], np.zeros((1, DIMS), np.float32), [{}]))
+    if isinstance(database, Postgres):  # as after the switch of a migration
+        await database._fetch(f'ALTER TABLE "{collection}" ALTER COLUMN embedding DROP NOT NULL')
+        await database._fetch(f"INSERT INTO \"{collection}\" VALUES ('none', NULL, '{{}}')")
+    assert {hit.id for hit in await sink.search(collection, stored.vectors[0], 10)} == {*stored.ids}
+
+
+@pytest.mark.parametrize("payload", ["no JSON", "[1]"])
+async def test_a_search_reads_a_payload_of_lancedb_that_is_no_object_as_an_empty_one(
+    tmp_path: Path, collection: str, payload: str
+) -> None:
+    stored = rows(0, 1)
+    sink = opened(Lance(tmp_path).url, "SIE_JOBS_SINKS", QUICK)
+    await sink.prepare(collection, {"dense": DIMS}, {})
+    await sink.upsert(stored)
+    table = await (await lancedb.connect_async(str(tmp_path))).open_table(collection)
+    await table.update({"payload": payload})
+    assert [(hit.id, hit.payload) for hit in await sink.search(collection, stored.vectors[0], 3)] == [
+        (stored.ids[0], {})
+    ]
+    await sink.close()
+
+
 @pytest.mark.parametrize("payload", ["NULL", "'[1]'"])
 async def test_a_search_reads_a_payload_that_is_no_object_as_an_empty_one(
     postgres: PostgresServer, collection: str, payload: str

@@ -513,6 +513,13 @@ def test_a_secret_compares_by_content_and_only_that() -> None:
     assert secret.reveal() == "käse"
 
 
+@pytest.mark.parametrize("name", ["SIE_LOCAL_CACHE", "SIE_MODELS_DIR"])
+def test_a_folder_of_a_user_that_does_not_exist_is_refused(name: str) -> None:
+    with pytest.raises(SettingError, match="there is no such user"):
+        load(environ={name: "~no-such-user/models"})
+    assert load(environ={name: "~/models"})
+
+
 def test_public_urls_keep_all_but_the_credentials() -> None:
     assert public_url("nats://u:p@a:4222, tls://b") == "nats://a:4222,tls://b"
     assert public_url("https://token@host/path?x=1") == "https://host/path?x=1"

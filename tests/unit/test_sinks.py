@@ -191,6 +191,18 @@ async def test_a_qdrant_that_ignores_the_condition_of_a_write_is_not_migrated(ve
     assert SECRET not in str(error)
 
 
+@pytest.mark.parametrize("settings", [5, "x", ["a"], {"size": "x"}], ids=repr)
+@pytest.mark.parametrize("name", ["vectors", "sparse_vectors"])
+async def test_a_collection_with_settings_of_another_form_is_not_migrated(name: str, settings: object) -> None:
+    params = {"vectors": {"": {"size": "x"}}, name: settings}
+    aliases = [{"alias_name": SOURCE.collection, "collection_name": "c"}]
+    reply = {"version": "1.16.0", "result": {"aliases": aliases, "count": 1, "config": {"params": params}}}
+    body = json.dumps(reply).encode()
+    head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    error, _ = await refused(head + body, b"", "qdrant://127.0.0.1:{}", opened_alive)
+    assert type(error) in (SinkUnsuitable, CollectionMismatch)
+
+
 @pytest.mark.parametrize("encoding", [b"", b"Content-Encoding: gzip\r\n"], ids=["plain", "compressed"])
 async def test_an_answer_of_qdrant_has_a_bound(encoding: bytes) -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n" + encoding + b"\r\n"

@@ -1,4 +1,4 @@
-"""`sie` whose standard output or standard error cannot be written: a line and a status, without a traceback."""
+"""`sie` whose output or file cannot be used: a line and a status, without a traceback."""
 
 from __future__ import annotations
 
@@ -42,3 +42,8 @@ def test_a_command_without_a_standard_output_ends_as_usual(arguments: list[str])
 def test_a_full_disk_under_both_outputs_ends_the_command(arguments: list[str]) -> None:
     status, written = ran(arguments, "/dev/full", lambda: os.dup2(1, 2) and None)
     assert (status, written) == (1, "")
+
+
+def test_a_file_name_that_is_too_long_is_one_line() -> None:
+    status, written = ran(["backup", "a" * 300], os.devnull)
+    assert (status, written) == (1, f"Error: {'a' * 300}: File name too long\n")

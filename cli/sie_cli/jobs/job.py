@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -201,7 +202,7 @@ class OutputPlace:
             return cls()
         if "://" in text:
             return cls(url=text)
-        folder = Path(text).expanduser()
+        folder = Path(os.path.expanduser(text))
         if is_new and (folder / "manifest.json").exists():
             raise CommandRefused(f"{folder} has the files of another job: name another folder")
         is_made = not folder.exists()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -57,7 +58,7 @@ class Corpus:
     def from_source(cls, source: str, text: str, id_column: str, file_format: str | None) -> Corpus:
         """Return the corpus at a path or URL. Raises CommandRefused for a missing file or an invalid template."""
         is_url = "://" in source
-        file = Path(source).expanduser()
+        file = Path(os.path.expanduser(source))
         if not is_url and not file.is_file():
             raise CommandRefused(f"--corpus {source}: there is no such file")
         where = source if is_url else str(file.resolve())

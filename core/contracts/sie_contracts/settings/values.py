@@ -187,7 +187,7 @@ def store_url(text: str) -> StoreUrl:
     """Parse `s3://bucket/prefix`, `gs://bucket/prefix`, `file:///path` or a path. Raises ValueError."""
     pieces = urlsplit(text)
     if not pieces.scheme and text.strip():
-        return StoreUrl("file", "", os.path.abspath(text))
+        return StoreUrl("file", "", os.path.abspath(_path(text)))
     if pieces.query or pieces.fragment:
         raise ValueError("the URL must have neither a query nor a fragment")
     if pieces.scheme == "file" and pieces.netloc in ("", "localhost") and pieces.path.strip("/"):
@@ -252,6 +252,12 @@ def _text(text: str) -> str:
     return text
 
 
+def _path(text: str) -> str:
+    if not text or os.path.expanduser(text).startswith("~"):
+        raise ValueError("there is no such user")
+    return text
+
+
 def _collector(text: str) -> str:
     return text if re.fullmatch(r"[A-Za-z0-9._-]+:\d{1,5}", text) else str(HTTP[1](text))
 
@@ -262,7 +268,7 @@ LIST = ("a comma-separated list", _list_of)
 SECRET = ("a secret", _secret)
 SECRETS = ("a comma-separated list of secrets", _secrets)
 PASSWORD = ("a password", password)
-PATH = ("a path", _text)
+PATH = ("a path", _path)
 REMOTES = ("a path, or a JSON document", _text)
 PORT = whole(0, 65535)
 HTTP = _url("http", "https")

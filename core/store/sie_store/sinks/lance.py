@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import lancedb
-import msgspec
 import numpy as np
 import pyarrow
 from numpy.typing import NDArray
@@ -31,6 +30,7 @@ from sie_store.sinks.sink import (
     Widths,
     checked_name,
     encoded,
+    payload_object,
 )
 
 T = TypeVar("T")
@@ -131,10 +131,7 @@ class LanceSink:
             return await near.select([ID, PAYLOAD, "_distance"]).to_list()
 
         rows = await self._database.run(nearest_rows)
-        return [
-            NearRow(row[ID], 1 - row["_distance"], msgspec.json.decode(row[PAYLOAD], type=dict[str, Any]))
-            for row in rows
-        ]
+        return [NearRow(row[ID], 1 - row["_distance"], payload_object(row[PAYLOAD])) for row in rows]
 
     async def close(self) -> None:
         await self._database.close()

@@ -13,13 +13,13 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import math
 import re
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import asyncpg
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,6 +37,7 @@ from sie_store.sinks.sink import (
     Widths,
     checked_name,
     encoded,
+    payload_object,
 )
 
 T = TypeVar("T")
@@ -164,7 +165,9 @@ class PgvectorSink:
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
         search = functools.partial(_searched, collection=checked_name(collection), vector=vector, limit=limit)
         rows = await self._database.transaction(search)
-        return [NearRow(row["id"], row["score"], _object(row["payload"])) for row in rows]
+        # rows without a vector, or with one of zeros, have no similarity; they come last
+        near = (row for row in rows if row["score"] is not None and math.isfinite(row["score"]))
+        return [NearRow(row["id"], row["score"], payload_object(row["payload"])) for row in near]
 
     async def close(self) -> None:
         """Do nothing: the sink has no open connection between calls."""
@@ -267,12 +270,6 @@ async def _searched(connection: Any, collection: str, vector: NDArray[np.float32
         limit,
     )
     return rows
-
-
-def _object(payload: str | None) -> dict[str, Any]:
-    """Return a payload as a dict; an empty one if it is NULL or no JSON object, which other writers may have stored."""
-    value = None if payload is None else msgspec.json.decode(payload)
-    return value if isinstance(value, dict) else {}
 
 
 def _types(columns: Sequence[Any]) -> dict[str, str]:

@@ -187,7 +187,7 @@ class QdrantSink:
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
         path = f"/collections/{checked_name(collection)}"
         collection_info = await self._server.send("GET", path)
-        vectors, _ = _vectors(collection_info)
+        vectors, _ = vector_settings(collection_info)
         name = "dense" if "dense" in vectors else ""
         _check_vector(vectors.get(name), collection, name, {"size": len(vector), "distance": DISTANCE})
         query = {"query": vector.tolist(), "limit": limit, "with_payload": True, "with_vector": False}
@@ -320,7 +320,7 @@ def _settings(widths: Widths) -> dict[str, Any]:
     return {"vectors": named, **({"sparse_vectors": {"sparse": {}}} if "sparse" in widths else {})}
 
 
-def _vectors(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def vector_settings(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of dense vectors and multivectors by name (empty for a vector without a name), and those of
     sparse vectors. `settings`: the body that creates a collection, or the server's description of a collection.
     """
@@ -334,8 +334,8 @@ def _vectors(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _check(collection_info: Any, collection: str, settings: dict[str, Any]) -> None:
     """Raise CollectionMismatch unless a collection has exactly the vectors in `settings`."""
-    vectors, sparse = _vectors(collection_info)
-    expected, expected_sparse = _vectors(settings)
+    vectors, sparse = vector_settings(collection_info)
+    expected, expected_sparse = vector_settings(settings)
     if vectors.keys() != expected.keys() or sparse.keys() != expected_sparse.keys():
         shown = ", ".join(name or "one without a name" for name in (*expected, *expected_sparse))
         raise CollectionMismatch(f"the collection {collection} does not have the vectors that are written: {shown}")

@@ -29,7 +29,14 @@ from urllib.parse import quote
 import msgspec
 
 from sie_store.sinks.live import LiveRow, LiveSource, LiveState, ScannedPage, Side, Vector, opposite
-from sie_store.sinks.qdrant import MAX_DIMS, AnswerTooLarge, QdrantConnection, json_vector, point_bodies
+from sie_store.sinks.qdrant import (
+    MAX_DIMS,
+    AnswerTooLarge,
+    QdrantConnection,
+    json_vector,
+    point_bodies,
+    vector_settings,
+)
 from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, SinkUnsuitable, checked_name
 
 MARKER = "_sie"
@@ -160,10 +167,8 @@ class QdrantLive:
         """Return the name and the parameters (empty for a sparse vector) of the vector to migrate, and the names of the
         other vectors.
         """
-        vectors = info.config.params.get("vectors") or {}
-        named = {"": vectors} if "size" in vectors else dict(vectors)
+        named, sparse = vector_settings(info.config.params)
         sizes = {name: params.get("size") for name, params in named.items() if isinstance(params, dict)}
-        sparse = info.config.params.get("sparse_vectors") or {}
         # if there is exactly one dense vector, it is the default, even if there are sparse vectors too
         default = named if len(named) == 1 else {**named, **sparse}
         vector = self._source.vector or (next(iter(default)) if len(default) == 1 else "")

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sie_contracts.errors import UNDECODABLE
 from sie_store.object_stores import RetryPolicy, StoreError
 
 Kind = Literal["keyword", "integer", "float", "bool"]
@@ -164,6 +165,17 @@ def checked_name(collection: str) -> str:
     if not _NAME.fullmatch(collection):
         raise CollectionRefused("the name of a collection has 1 to 63 letters, digits, hyphens and underscores")
     return collection
+
+
+def payload_object(payload: str | None) -> dict[str, Any]:
+    """Return a stored payload as a dict; an empty one if it is NULL or no JSON object, which other writers may have
+    stored.
+    """
+    try:
+        value = None if payload is None else msgspec.json.decode(payload)
+    except UNDECODABLE:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def encoded(value: Any, number: int) -> bytes:
