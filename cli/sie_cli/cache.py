@@ -11,6 +11,7 @@ from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.display import counted
 from sie_cli.gateway_client import AdminClient
 from sie_cli.options import AnyPosition
+from sie_contracts.api.cache import CacheErased, CacheState
 from sie_contracts.settings import public_url
 
 
@@ -34,17 +35,17 @@ def status(cluster: Cluster) -> None:
     the gateway that replies.
     """
     with AdminClient(cluster) as gateway:
-        state = gateway.first("GET", "/v1/cache")
-    if not state["max_bytes"]:
+        state = gateway.first("GET", "/v1/cache", CacheState)
+    if not state.max_bytes:
         click.echo(f"{public_url(cluster.gateway_urls[0])} has no cache: SIE_CACHE_BYTES is 0")
         return
     click.echo(
-        f"{state['answers']:,} answers in {state['bytes'] / 2**20:.1f} of {state['max_bytes'] / 2**20:.1f} MiB, "
-        f"{state['evictions']:,} removed for lack of room; {state['gateways']} gateways"
+        f"{state.answers:,} answers in {state.bytes / 2**20:.1f} of {state.max_bytes / 2**20:.1f} MiB, "
+        f"{state.evictions:,} removed for lack of room; {state.gateways} gateways"
     )
-    if state["models"]:
+    if state.models:
         rows = [("MODEL", "KEY", "ANSWERS")]
-        rows += [(row["model"], row["key"] or "-", f"{row['answers']:,}") for row in state["models"]]
+        rows += [(row.model, row.key or "-", f"{row.answers:,}") for row in state.models]
         display.table(rows)
 
 
@@ -69,8 +70,9 @@ def erase(
     if is_all == bool(body):
         raise click.UsageError("give --model, --key or --text, or else --all")
     with AdminClient(cluster) as gateway:
-        reply = gateway.first("POST", "/v1/cache/erase", json={**body, **({"all": True} if is_all else {})})
+        erasure = {**body, **({"all": True} if is_all else {})}
+        reply = gateway.first("POST", "/v1/cache/erase", CacheErased, json=erasure)
     click.echo(
-        f"{counted(reply['answers'], 'answer')} erased at {public_url(cluster.gateway_urls[0])}, "
-        f"the erasure was sent to {counted(reply['gateways'], 'gateway')}"
+        f"{counted(reply.answers, 'answer')} erased at {public_url(cluster.gateway_urls[0])}, "
+        f"the erasure was sent to {counted(reply.gateways, 'gateway')}"
     )

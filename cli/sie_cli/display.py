@@ -25,7 +25,7 @@ def size(count: float) -> str:
 
 def rounded_size(count: int) -> str:
     """Format an estimate of bytes with two digits and a unit in powers of 1,000, as the hub shows sizes; `-` for 0."""
-    if not count:
+    if count <= 0:
         return "-"
     rounded = float(f"{count:.2g}")
     power = min(3, int(math.log10(rounded)) // 3)

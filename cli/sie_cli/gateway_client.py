@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import httpx
 import msgspec
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sie_client import SIEClient
 
 
+T = TypeVar("T")
 TIMEOUT_S = 15.0
 _NEXT = {
     "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_API_KEY to a key with the scope admin",
@@ -31,12 +32,34 @@ _NEXT = {
 }
 
 
+class _AdminError(msgspec.Struct):
+    message: str = ""
+    code: str = ""
+
+
+class _AdminErrorBody(msgspec.Struct):
+    error: _AdminError
+
+
+def checked_url(url: str) -> str:
+    """Return `url` if a client can send requests to it. Raises CommandRefused. The host may be unknown."""
+    try:
+        parsed = httpx.URL(url)
+        # as the lookup of a host name does, whose error would be no error of httpx
+        is_usable = parsed.scheme in ("http", "https") and bool(parsed.host.encode("idna"))
+    except (httpx.InvalidURL, UnicodeError):
+        is_usable = False
+    if not is_usable:
+        raise CommandRefused(f"{public_url(url)} is no URL of a service: expected http://host:port")
+    return url
+
+
 class AdminClient:
     """Client of a gateway's routes for administrators. It sends `Cluster.gateway_admin_token`."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self.url = cluster.gateway_urls[0]
+        self.url = checked_url(cluster.gateway_urls[0])
         token = cluster.gateway_admin_token
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
         options = client_options(self.url, httpx.HTTPTransport)
@@ -48,30 +71,31 @@ class AdminClient:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def request(self, method: str, path: str, **content: Any) -> dict[str, Any]:
-        """Send a request and return the decoded body of a successful reply. `content`: arguments of
-        `httpx.Client.request`. Raises CommandRefused, httpx.TransportError.
+    def request(self, method: str, path: str, body_type: type[T], **content: Any) -> T:
+        """Send a request and return the body of a successful reply. `content`: arguments of `httpx.Client.request`.
+        Raises CommandRefused, httpx.TransportError.
         """
-        answer = self._client.request(method, path, **content)
         try:
-            reply: dict[str, Any] = msgspec.json.decode(answer.content, type=dict[str, Any])
+            answer = self._client.request(method, path, **content)
+            if answer.is_success:
+                return msgspec.json.decode(answer.content, type=body_type)
+            refusal = msgspec.json.decode(answer.content, type=_AdminErrorBody).error
         except UNDECODABLE as error:
             raise CommandRefused(
                 f"{public_url(self.url)} replied with status {answer.status_code}, but not in the form of a gateway: "
                 "name the address of a gateway with --url"
             ) from error
-        if answer.is_success:
-            return reply
-        refusal = reply.get("error") or {}
-        message = str(refusal.get("message") or f"status {answer.status_code}")
-        following = _NEXT.get(str(refusal.get("code")))
+        except httpx.DecodingError as error:
+            raise CommandRefused(f"{public_url(self.url)} gave no answer of a gateway ({error})") from error
+        message = refusal.message or f"status {answer.status_code}"
+        following = _NEXT.get(refusal.code)
         raise CommandRefused(f"{message}\n{following}" if following else message)
 
-    def first(self, method: str, path: str, **content: Any) -> dict[str, Any]:
+    def first(self, method: str, path: str, body_type: type[T], **content: Any) -> T:
         """Send the first request of a command. Raises CommandRefused, also if no gateway answers."""
         try:
-            return self.request(method, path, **content)
-        except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            return self.request(method, path, body_type, **content)
+        except httpx.TransportError as error:
             raise CommandRefused(self._cluster.without_gateway(self.url, error)) from error
 
 

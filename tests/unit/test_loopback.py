@@ -90,7 +90,7 @@ def listed_async(url: str) -> Any:
 
 def read_by_command(url: str) -> Any:
     with ConfigServiceClient(url, "") as service:
-        return service.read("/v1/models").body["models"]
+        return service.read("/v1/models", dict).body["models"]
 
 
 CLIENTS = pytest.mark.parametrize("call", [listed, listed_async, read_by_command])

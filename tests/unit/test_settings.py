@@ -523,6 +523,13 @@ def test_a_folder_of_a_user_that_does_not_exist_is_refused(name: str) -> None:
 def test_public_urls_keep_all_but_the_credentials() -> None:
     assert public_url("nats://u:p@a:4222, tls://b") == "nats://a:4222,tls://b"
     assert public_url("https://token@host/path?x=1") == "https://host/path?x=1"
+    assert public_url("http://host/models/a@revision") == "http://host/models/a@revision"
+    assert public_url("user:p@ss@host:80") == "host:80"
+
+
+@pytest.mark.parametrize("host", ["[::1", "ho]st:1", "a\u2100b", "host:port", ""])
+def test_the_credentials_of_a_url_that_is_not_valid_are_not_shown(host: str) -> None:
+    assert public_url(f"http://user:secret@{host}/path") == f"http://{host}/path"
 
 
 # the command line

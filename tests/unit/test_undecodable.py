@@ -281,7 +281,7 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Excep
     "answer of a gateway": (
         {"id": MARK},
         json,
-        lambda data: AdminClient.request(connection_of(data), "GET", "/"),
+        lambda data: AdminClient.request(connection_of(data), "GET", "/", dict),
         CommandRefused,
     ),
     "answer of the config service": (

@@ -7,10 +7,12 @@ from typing import Any
 
 import click
 import msgspec
+from msgspec import UNSET
 
 from sie_cli.models.catalogue import report_write
 from sie_cli.models.service import MODELS, WriteOptions, path_of, write_options
 from sie_cli.refusal import CommandRefused
+from sie_contracts.api.configs import ConfigModels, ListedModel, Written
 
 DEFAULT_SHARE = 0.1
 
@@ -47,8 +49,9 @@ def alias(
     patch: dict[str, Any] = {"alias": [_target(text) for text in targets], "force": write.force or None}
     patch["shadow"] = None if shadow is None else _shadow(shadow)
     with write.service() as service:
-        present = next((model for model in service.read(MODELS).body["models"] if model["model_id"] == name), None)
-        if present is not None and "alias" not in present:
+        listed: list[ListedModel] = service.read(MODELS, ConfigModels).body.models
+        present = next((model for model in listed if model.model_id == name), None)
+        if present is not None and present.alias is UNSET:
             raise CommandRefused(f"{name} is a model: give the alias another name, or remove the model first")
         if present is not None:
             # PATCH keeps the alias's other fields, such as its description
@@ -56,7 +59,8 @@ def alias(
         else:
             method, path = "POST", MODELS
             body = {"id": name, **{key: value for key, value in patch.items() if value is not None}}
-        answer = service.write(method, path, msgspec.json.encode(body), how=replace(write, force=False))
+        how = replace(write, force=False)
+        answer = service.write(method, path, msgspec.json.encode(body), how=how, body_type=Written)
     report_write(write, answer)
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import click
 import msgspec
 import yaml
+from msgspec import Struct
 
 from sie_cli import display
 from sie_cli.cluster import Cluster
+from sie_cli.display import printable
 from sie_cli.models.service import (
     JSON,
     MODELS,
@@ -27,6 +29,7 @@ from sie_cli.models.service import (
     write_options,
 )
 from sie_contracts import yaml_text
+from sie_contracts.api.configs import ModelRevisions, Written
 from sie_contracts.models.entries import MULTILINGUAL
 from sie_contracts.settings import public_url
 
@@ -50,6 +53,41 @@ _GROUPS: dict[str, Callable[[dict[str, Any]], Sequence[str]]] = {
 MAX_CHANGES = 4  # number of changes that the table shows for a revision; further ones are only counted
 
 
+class _ListedTarget(Struct):
+    model: str
+
+
+class _ListedRow(Struct):
+    model_id: str
+    tasks: tuple[str, ...] = ()
+    languages: tuple[str, ...] = ()
+    profiles: tuple[str, ...] = ()
+    alias: tuple[_ListedTarget, ...] = ()
+    source: str = ""
+    download_bytes: int = 0
+
+
+class _ModelListing(Struct):
+    models: tuple[_ListedRow, ...]
+
+
+class _ChangedPath(Struct):
+    path: str
+
+
+class _HistoryRow(Struct):
+    revision: int
+    operation: str
+    created_at: str
+    author: str = ""
+    note: str = ""
+    changes: tuple[_ChangedPath, ...] = ()
+
+
+class _HistoryRows(Struct):
+    revisions: tuple[_HistoryRow, ...]
+
+
 @click.command("list")
 @click.option("--task", type=click.Choice(("encode", "score", "extract")), help="Only models that do this.")
 @click.option(
@@ -64,7 +102,7 @@ def list_command(
     profiles, and source: packaged, overlay (SIE_MODELS_DIR) or api.
     """
     with service_of(cluster, writes=False) as service:
-        body = service.read(MODELS).body
+        body = service.read(MODELS, _ModelListing).plain
     click.echo(f"models of {public_url(service.url)}", err=True)
     chosen = [
         model
@@ -86,7 +124,7 @@ def _show_models(models: Sequence[dict[str, Any]], by: str | None) -> None:
     order = [name for name, _ in _SIZES] if by == "size" else sorted(groups)
     for name in sorted(groups, key=lambda name: (name == _UNSTATED, order.index(name) if name in order else 0)):
         own = [model for model in models if name in _GROUPS[by](model)]
-        click.echo(f"{name}: {display.counted(len(own), 'model')}")
+        click.echo(f"{printable(name)}: {display.counted(len(own), 'model')}")
         display.table([_COLUMNS, *map(_row, own)])
         click.echo()
 
@@ -98,7 +136,7 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
         ", ".join(model.get("languages", ())),
         display.rounded_size(model.get("download_bytes", 0)),
         _variants(model),
-        model["source"],
+        model.get("source", ""),
     )
 
 
@@ -112,7 +150,7 @@ def _variants(listed: dict[str, Any]) -> str:
         f"{variant['model']}={variant['weight']}" if "weight" in variant else variant["model"]
         for variant in listed.get("alias", ())
     ]
-    return f"alias of {', '.join(targets)}" if targets else ", ".join(listed["profiles"])
+    return f"alias of {', '.join(targets)}" if targets else ", ".join(listed.get("profiles", ()))
 
 
 @click.command()
@@ -123,7 +161,7 @@ def show(cluster: Cluster, model: str, output: str | None) -> None:
     printed to standard error.
     """
     with service_of(cluster, writes=False) as service:
-        answer = service.read(path_of(model))
+        answer = service.read(path_of(model), dict[str, Any])
     if answer.revision is not None:
         click.echo(f"{model} is at revision {answer.revision}", err=True)
     print_body(answer.body, output or "yaml", lambda: display.table([("FIELD", "VALUE"), *_flat(answer.body, "")]))
@@ -138,7 +176,7 @@ def history(cluster: Cluster, model: str, output: str | None) -> None:
     `sie models rollback ID REVISION` writes an old revision again as the newest.
     """
     with service_of(cluster, writes=False) as service:
-        body = service.read(path_of(model, "/history")).body
+        body = service.read(path_of(model, "/history"), _HistoryRows).plain
     rows = [
         (
             str(revision["revision"]),
@@ -168,29 +206,25 @@ def _changes(changes: list[dict[str, Any]]) -> str:
 def status(cluster: Cluster, model: str, output: str | None) -> None:
     """Show which revision of model ID each gateway and worker has."""
     with service_of(cluster, writes=False) as service:
-        body = service.read(path_of(model, "/status")).body
+        body = service.read(path_of(model, "/status"), ModelRevisions).plain
     print_body(body, output, lambda: _show_status(body))
 
 
 def _show_status(body: dict[str, Any]) -> None:
     if body["no_bundles"]:
-        click.echo(
-            f"{body['model_id']}: no bundle can serve it, see `sie models show {body['model_id']}` for its family and "
-            "bundle"
-        )
+        model = printable(body["model_id"])
+        click.echo(f"{model}: no bundle can serve it, see `sie models show {model}` for its family and bundle")
         return
-    lag = [worker for bundle in body["bundles"] for worker in bundle["pending_workers"]]
-    count = sum(bundle["total_eligible_workers"] for bundle in body["bundles"])
+    lag = [worker for bundle in body["bundles"] for worker in bundle.get("pending_workers", ())]
+    count = sum(bundle.get("total_eligible_workers", 0) for bundle in body["bundles"])
     served = f"all of {count} workers have it" if count else "no worker is up; one that starts has it"
     # workers do not load an alias, so it is in no bundle (model families of one worker image); only gateways have it
     if not body["bundles"]:
-        lag = [process["id"] for process in body["gateways"] if not process["acked"]]
-        served = f"all of {len(body['gateways'])} gateways have it"
+        lag = [process["id"] for process in body.get("gateways", ()) if not process["acked"]]
+        served = f"all of {len(body.get('gateways', ()))} gateways have it"
     state = f"waiting for {', '.join(lag)}" if lag else served
-    click.echo(
-        f"{body['model_id']}: revision {body.get('revision', '-')} from {body['source']}, epoch {body['config_epoch']}:"
-        f" {state}"
-    )
+    text = f"revision {body.get('revision', '-')} from {body['source']}, epoch {body['config_epoch']}: {state}"
+    click.echo(printable(f"{body['model_id']}: {text}"))
     readers = [("gateway", process) for process in body.get("gateways", [])] + [
         ("worker", process) for process in body.get("workers", [])
     ]
@@ -318,23 +352,20 @@ def _names(path: str) -> list[str]:
 
 def report_write(write: WriteOptions, answer: ServiceReply, *, removed: bool = False) -> None:
     """Print what a write has changed, or what it would change in a dry run."""
-    body = answer.body
+    written: Written = answer.body
 
     def lines() -> None:
-        where = f"at revision {body['revision']}" + (", removed" if removed else "")
-        click.echo(
-            f"dry run, nothing is stored: {body['model_id']} would be {where}"
-            if write.dry_run
-            else f"{body['model_id']} is {where}"
-        )
-        if body["created_profiles"]:
-            click.echo(f"new profiles: {', '.join(body['created_profiles'])}")
-        if body["existing_profiles_skipped"] and not body["created_profiles"] and not removed:
-            click.echo(f"unchanged profiles: {', '.join(body['existing_profiles_skipped'])}")
+        where = f"at revision {written.revision}" + (", removed" if removed else "")
+        model = printable(written.model_id)
+        click.echo(f"dry run, nothing is stored: {model} would be {where}" if write.dry_run else f"{model} is {where}")
+        if written.created_profiles:
+            click.echo(printable(f"new profiles: {', '.join(written.created_profiles)}"))
+        if written.existing_profiles_skipped and not written.created_profiles and not removed:
+            click.echo(printable(f"unchanged profiles: {', '.join(written.existing_profiles_skipped)}"))
 
-    print_body(body, write.output, lines)
-    for warning in body["warnings"]:
-        click.echo(f"warning: {warning}{_WARNINGS.get(warning, '')}", err=True)
+    print_body(answer.plain, write.output, lines)
+    for warning in written.warnings:
+        click.echo(f"warning: {printable(warning)}{_WARNINGS.get(warning, '')}", err=True)
 
 
 _WARNINGS = {
@@ -350,7 +381,7 @@ _WARNINGS = {
 def print_body(body: Any, output: str | None, table: Any) -> None:
     """Print a reply in the format `output` (json, yaml). For any other value, `table` prints it."""
     if output == "json":
-        click.echo(msgspec.json.format(msgspec.json.encode(body)))
+        click.echo(display.document(body))
     elif output == "yaml":
         click.echo(yaml.safe_dump(body, sort_keys=False, allow_unicode=True, width=130), nl=False)
     else:

@@ -13,9 +13,11 @@ from typing import Any
 import click
 
 from sie_cli.cluster import Cluster
+from sie_cli.display import printable
 from sie_cli.models.catalogue import document, print_body
 from sie_cli.models.service import ConfigServiceClient, Rejected, WriteOptions, service_options
 from sie_cli.refusal import CommandRefused
+from sie_contracts.api.configs import Written
 from sie_contracts.errors import ValidationFailed
 
 _SUFFIXES = (".yaml", ".yml")
@@ -60,19 +62,19 @@ def _imported(write: WriteOptions, service: ConfigServiceClient, file: Path) -> 
         answer = service.add(model, body, content_type, write=write)
     except (Rejected, ValidationFailed) as error:
         return {**row, "rejected": error.message}
-    reply = answer.body
-    state = "unchanged" if reply["unchanged"] else "added" if reply["created_profiles"] else "replaced"
-    return {**row, "model_id": reply["model_id"], "state": state, "warnings": reply["warnings"]}
+    reply: Written = answer.body
+    state = "unchanged" if reply.unchanged else "added" if reply.created_profiles else "replaced"
+    return {**row, "model_id": reply.model_id, "state": state, "warnings": reply.warnings}
 
 
 def _show(rows: list[dict[str, Any]], *, dry_run: bool) -> None:
     for row in rows:
         if "rejected" in row:
-            click.echo(f"{row['file']}: rejected\n    " + row["rejected"].replace("\n", "\n    "))
+            click.echo(f"{printable(row['file'])}: rejected\n    " + row["rejected"].replace("\n", "\n    "))
             continue
-        click.echo(f"{row['model_id']}: {row['state']}")
+        click.echo(f"{printable(row['model_id'])}: {row['state']}")
         for warning in row["warnings"]:
-            click.echo(f"    {warning}")
+            click.echo(f"    {printable(warning)}")
     states = [row.get("state", "rejected") for row in rows]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     click.echo(f"dry run, nothing is stored: {counts}" if dry_run else counts)

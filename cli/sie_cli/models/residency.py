@@ -12,11 +12,15 @@ from typing import Any, TypeVar
 
 import click
 import httpx
+from msgspec import Struct
 
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
+from sie_cli.display import printable
 from sie_cli.gateway_client import AdminClient
 from sie_cli.models.service import quoted_model
 from sie_cli.refusal import CommandRefused
+from sie_contracts.api.models import Download
+from sie_contracts.api.residency import LaneResidency, ModelResidency
 from sie_contracts.settings import public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,7 +29,21 @@ POLL_S = 0.5
 STALE_S = 3.0
 
 
-def _states(gateway: AdminClient, name: str, began_s: float, wait_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
+class _LoadErrorFields(Struct, frozen=True):
+    message: str
+
+
+class _ResidencyFields(Struct, frozen=True):
+    """Fields of a gateway's description of a model (`ModelInfo`) that show the progress of a load or unload."""
+
+    state: str
+    loaded: bool
+    workers: list[str]
+    last_error: _LoadErrorFields | None = None
+    downloads: tuple[Download, ...] = ()
+
+
+def _states(gateway: AdminClient, name: str, began_s: float, wait_s: float) -> Iterator[tuple[float, _ResidencyFields]]:
     """Yield, at least once, and every POLL_S seconds until `wait_s` seconds after `began_s`, the time since `began_s`
     and the gateway's description of the model. A failed request is printed and repeated, because the gateway may be
     restarting. Raises CommandRefused.
@@ -33,7 +51,7 @@ def _states(gateway: AdminClient, name: str, began_s: float, wait_s: float) -> I
     while True:
         since_s = time.monotonic() - began_s
         try:
-            yield since_s, gateway.request("GET", _path(name))
+            yield since_s, gateway.request("GET", _path(name), _ResidencyFields)
         except httpx.TransportError:
             click.echo(f"{public_url(gateway.url)} does not answer; the request is repeated", err=True)
         if since_s + POLL_S >= wait_s:
@@ -83,40 +101,41 @@ def load(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target: s
     """
     headers, began_s = _lane_headers(**target), time.monotonic()
     with AdminClient(cluster) as gateway:
-        reply = gateway.first("POST", _path(name, "/load"), headers=headers)
-        for lane in reply["lanes"]:
+        reply = gateway.first("POST", _path(name, "/load"), ModelResidency, headers=headers)
+        for lane in reply.lanes:
             _show_lane(lane)
-        if reply["state"] == "loaded" or not waits:
+        if reply.state == "loaded" or not waits:
             return
-        for model in dict.fromkeys(lane["model"] for lane in reply["lanes"] if lane["state"] != "loaded"):
+        for model in dict.fromkeys(lane.model for lane in reply.lanes if lane.state != "loaded"):
             _await_load(gateway, model, headers, began_s, timeout_s)
 
 
 def _await_load(gateway: AdminClient, model: str, headers: dict[str, str], began_s: float, wait_s: float) -> None:
     has_begun, last = False, ""
     for since_s, info in _states(gateway, model, began_s, wait_s):
-        has_begun = has_begun or info["state"] == "loading"
+        has_begun = has_begun or info.state == "loading"
         # `info` describes the model in all lanes (a lane: pool, machine profile and bundle). The reply to a load
         # request describes only the requested lane.
-        if info["loaded"] and gateway.first("POST", _path(model, "/load"), headers=headers)["state"] == "loaded":
-            click.echo(f"{model}: loaded by {', '.join(info['workers'])} after {since_s:.1f} s")
-            return
-        if info["state"] == "failed" and (has_begun or since_s > STALE_S):
-            raise CommandRefused(
-                f"{model} could not be loaded: {(info.get('last_error') or {}).get('message', 'no reason')}"
-            )
+        if info.loaded:
+            reply = gateway.first("POST", _path(model, "/load"), ModelResidency, headers=headers)
+            if reply.state == "loaded":
+                click.echo(printable(f"{model}: loaded by {', '.join(info.workers)} after {since_s:.1f} s"))
+                return
+        if info.state == "failed" and (has_begun or since_s > STALE_S):
+            reason = info.last_error.message if info.last_error else "no reason"
+            raise CommandRefused(f"{model} could not be loaded: {reason}")
         last = _progress(model, info, last)
     raise CommandRefused(f"{model} is not loaded after {wait_s:g} s; `sie models load {model}` requests the load again")
 
 
-def _progress(model: str, info: dict[str, Any], last: str) -> str:
+def _progress(model: str, info: _ResidencyFields, last: str) -> str:
     """Print a line with the progress of a load, unless it equals `last`. Return the line."""
-    line = f"{model}: {info['state']}"
-    for download in info.get("downloads") or ():
-        total = download["total_bytes"]
-        line += f", {download['worker']} has {100 * download['done_bytes'] // total if total else 0} % of the weights"
+    line = f"{model}: {info.state}"
+    for download in info.downloads:
+        total = download.total_bytes
+        line += f", {download.worker} has {100 * download.done_bytes // total if total else 0} % of the weights"
     if line != last:
-        click.echo(line, err=True)
+        click.echo(printable(line), err=True)
     return line
 
 
@@ -132,35 +151,36 @@ def unload(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target:
     """
     headers, began_s = _lane_headers(**target), time.monotonic()
     with AdminClient(cluster) as gateway:
-        reply = gateway.first("POST", _path(name, "/unload"), headers=headers)
-        if not reply["lanes"]:
+        reply = gateway.first("POST", _path(name, "/unload"), ModelResidency, headers=headers)
+        if not reply.lanes:
             click.echo(f"{name}: no worker has it loaded")
             return
-        for lane in reply["lanes"]:
+        for lane in reply.lanes:
             _show_lane(lane)
         if not waits:
             return
-        for lane in reply["lanes"]:
+        for lane in reply.lanes:
             _await_unload(gateway, lane, began_s, timeout_s)
 
 
-def _await_unload(gateway: AdminClient, lane: dict[str, Any], began_s: float, wait_s: float) -> None:
-    model, having = lane["model"], {worker["worker"] for worker in lane["workers"]}
+def _await_unload(gateway: AdminClient, lane: LaneResidency, began_s: float, wait_s: float) -> None:
+    model, having = lane.model, {worker.worker for worker in lane.workers}
     for since_s, info in _states(gateway, model, began_s, wait_s):
-        if info["state"] not in ("loading", "unloading") and having.isdisjoint(info["workers"]):
-            click.echo(f"{model}: unloaded by {', '.join(sorted(having))} after {since_s:.1f} s")
+        if info.state not in ("loading", "unloading") and having.isdisjoint(info.workers):
+            click.echo(printable(f"{model}: unloaded by {', '.join(sorted(having))} after {since_s:.1f} s"))
             return
     raise CommandRefused(
         f"{model} is still loaded after {wait_s:g} s: other requests still use it, or have loaded it again"
     )
 
 
-def _show_lane(lane: dict[str, Any]) -> None:
+def _show_lane(lane: LaneResidency) -> None:
     workers = ", ".join(
-        f"{worker['worker']}: {worker['state']}" + (f", {worker['in_flight']} in flight" if worker["in_flight"] else "")
-        for worker in lane["workers"]
+        f"{worker.worker}: {worker.state}" + (f", {worker.in_flight} in flight" if worker.in_flight else "")
+        for worker in lane.workers
     )
-    click.echo(f"{lane['model']}: {lane['state']} in {lane['lane']}{f' ({workers})' if workers else ''}", err=True)
+    place = f"{lane.lane} ({workers})" if workers else lane.lane
+    click.echo(printable(f"{lane.model}: {lane.state} in {place}"), err=True)
 
 
 COMMANDS = (load, unload)

@@ -23,7 +23,9 @@ from msgspec import Struct
 
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, SOURCE, Cluster, cluster_options
 from sie_cli.display import printable
+from sie_cli.gateway_client import checked_url
 from sie_cli.refusal import CommandRefused
+from sie_contracts.api.configs import ConfigModels, Written
 from sie_contracts.errors import UNDECODABLE
 from sie_contracts.loopback import cause_of, client_options
 from sie_contracts.settings import public_url
@@ -48,10 +50,13 @@ class Rejected(CommandRefused):
 
 @dataclass(frozen=True)
 class ServiceReply:
-    """Successful reply. `body`: decoded. `revision`: the model's revision, from the header ETag."""
+    """Successful reply. `body`: decoded. `plain`: the same with all fields, also those that this version does not know.
+    `revision`: the model's revision, from the header ETag.
+    """
 
     body: Any
     revision: int | None = None
+    plain: Any = None
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,12 @@ class WriteOptions:
     def send(self, method: str, path: str, body: bytes = b"", content_type: str = JSON) -> ServiceReply:
         """Send a write with these options, and return the reply. Raises UsageError, CommandRefused."""
         with self.service() as service:
-            return service.write(method, path, body, content_type, how=self)
+            return service.write(method, path, body, content_type, how=self, body_type=Written)
 
 
 class ConfigServiceClient:
     def __init__(self, url: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
-        self.url = url.rstrip("/")
+        self.url = checked_url(url.rstrip("/"))
         headers = {"authorization": f"Bearer {token}"} if token else {}
         options = {"transport": transport} if transport else client_options(self.url, httpx.HTTPTransport)
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, **options)
@@ -90,7 +95,7 @@ class ConfigServiceClient:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def read(self, path: str, body_type: Any = Any) -> ServiceReply:
+    def read(self, path: str, body_type: Any) -> ServiceReply:
         """Send a GET and return the reply. `body_type`: the type to decode its body to. Raises CommandRefused."""
         return self._send("GET", path, b"", {"accept": JSON}, body_type)
 
@@ -116,9 +121,9 @@ class ConfigServiceClient:
 
     def add(self, model: str, body: bytes, content_type: str, *, write: WriteOptions) -> ServiceReply:
         """Add a model, or with `force` replace an existing one. Raises CommandRefused."""
-        is_there = write.force and any(listed["model_id"] == model for listed in self.read(MODELS).body["models"])
+        is_there = write.force and any(row.model_id == model for row in self.read(MODELS, ConfigModels).body.models)
         method, path = ("PUT", path_of(model)) if is_there else ("POST", MODELS)
-        return self.write(method, path, body, content_type, how=write)
+        return self.write(method, path, body, content_type, how=write, body_type=Written)
 
     def _send(self, method: str, path: str, body: bytes, headers: dict[str, str], body_type: Any) -> ServiceReply:
         end_s, pause_s, is_announced = time.monotonic() + RETRY_S, FIRST_PAUSE_S, False
@@ -131,10 +136,8 @@ class ConfigServiceClient:
                 # some proxies send a date as retry-after: then wait MAX_PAUSE_S
                 wait_s = float(after) if after.isdecimal() else MAX_PAUSE_S
                 trouble = _message(answer)
-            except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-                raise CommandRefused(
-                    f"{public_url(self.url)} is no URL of a service ({error}): expected http://host:port"
-                ) from error
+            except httpx.DecodingError as error:
+                raise CommandRefused(f"{public_url(self.url)} gave {_ENVELOPE}: {_WRONG_URL}") from error
             except httpx.TransportError as error:
                 wait_s, trouble = pause_s, f"no answer from {public_url(self.url)} ({cause_of(error)})"
                 pause_s = min(MAX_PAUSE_S, 2 * pause_s)
@@ -150,7 +153,8 @@ class ConfigServiceClient:
             tag = answer.headers.get("etag", "").strip('"')
             try:
                 body = msgspec.json.decode(answer.content, type=body_type)
-                return ServiceReply(body, int(tag) if tag.isascii() and tag.isdigit() else None)
+                plain = msgspec.json.decode(answer.content)
+                return ServiceReply(body, int(tag) if tag.isascii() and tag.isdigit() else None, plain)
             except UNDECODABLE as error:
                 raise CommandRefused(f"{public_url(self.url)} replied {_ENVELOPE}: {_WRONG_URL}") from error
         of_document = answer.status_code in _OF_DOCUMENT or _error(answer).get("reason") in _ABOUT_TRUST

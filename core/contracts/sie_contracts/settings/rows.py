@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
-from urllib.parse import urlsplit, urlunsplit
 
 from sie_contracts.settings.values import SECRETIVE, Kind, Parse, password
 
 Mode = Literal["queue", "standalone"]
+# what is before the host: the scheme, then the user name and password, which may have an @ too
+_CREDENTIALS = re.compile(r"^([^/?#@]*//)?[^/?#]*@")
 COMPONENTS = ("gateway", "config", "sidecar", "adapter")
 
 
@@ -99,10 +101,5 @@ def shown(row: SettingRow, value: Any) -> str:
 
 
 def public_url(url: str) -> str:
-    """Return the URLs of a comma-separated list without user names and passwords."""
-    shown_urls = []
-    for part in url.split(","):
-        pieces = urlsplit(part.strip())
-        host = pieces.netloc.rpartition("@")[2]
-        shown_urls.append(urlunsplit(pieces._replace(netloc=host)))
-    return ",".join(shown_urls)
+    """Return the URLs of a comma-separated list without user names and passwords. They need not be valid."""
+    return ",".join(_CREDENTIALS.sub(r"\1", part.strip()) for part in url.split(","))

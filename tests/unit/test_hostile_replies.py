@@ -1,0 +1,120 @@
+"""Commands at an address where another server answers, or one whose names have what a terminal would obey."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from sie_cli.main import main
+from sie_contracts.api.cache import CacheErased, CacheState
+from sie_contracts.api.configs import ConfigModels, ModelHistory, ModelRevisions, Written
+from sie_contracts.api.residency import ModelResidency
+
+ESCAPE = "\x1b[2J\x1b]0;owned\x07\x9b2J\u202e"
+JSON = {"content-type": "application/json"}
+# command -> the reply of each of its calls
+COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "cache status": (["cache", "status"], CacheState.EXAMPLE),
+    "cache erase": (["cache", "erase", "--all"], CacheErased.EXAMPLE),
+    "models list": (["models", "list", "--by", "language"], ConfigModels.EXAMPLE),
+    "models history": (["models", "history", "m"], ModelHistory.EXAMPLE),
+    "models status": (["models", "status", "m"], ModelRevisions.EXAMPLE),
+    "models set": (["models", "set", "m", "max_tokens=5"], {**Written.EXAMPLE, "warnings": ["alias_broken"]}),
+    "models alias": (["models", "alias", "a", "m"], {**Written.EXAMPLE, **ConfigModels.EXAMPLE}),
+    "models rm": (["models", "rm", "m"], Written.EXAMPLE),
+    "models rollback": (["models", "rollback", "m", "1"], Written.EXAMPLE),
+    "models load": (["models", "load", "m"], ModelResidency.EXAMPLE),
+    "models unload": (["models", "unload", "m"], ModelResidency.EXAMPLE),
+}
+OTHER_FORMS: dict[str, tuple[int, dict[str, str], bytes]] = {
+    "list": (200, JSON, b"[]"),
+    "null": (200, JSON, b"null"),
+    "number": (200, JSON, b"12"),
+    "no fields": (200, JSON, b"{}"),
+    "nested": (200, JSON, b'{"a":' * 100_000),
+    "page": (200, {"content-type": "text/html"}, b"<html>"),
+    "not compressed": (200, JSON | {"content-encoding": "gzip"}, b"{}"),
+    "refusal, text": (500, JSON, json.dumps({"error": ESCAPE}).encode()),
+    "refusal, number": (403, JSON, b'{"error": 5}'),
+    "refusal, list": (400, JSON, b'{"error": [1], "errors": 3}'),
+    "refusal, escapes": (400, JSON, json.dumps({"error": {"message": ESCAPE, "code": ESCAPE}}).encode()),
+    "redirect": (308, {"location": "http://127.0.0.1:1/"}, b""),
+}
+
+
+class _Server(ThreadingHTTPServer):
+    reply: tuple[int, dict[str, str], bytes]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def answer(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        status, headers, body = self.server.reply
+        self.send_response(status)
+        for name, value in {**headers, "content-length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = answer
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[_Server]:
+    with _Server(("127.0.0.1", 0), _Handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+def invoked(server: _Server, arguments: list[str]) -> Result:
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    result = CliRunner().invoke(main, [*arguments, "--url", url], env={"SIE_ADMIN_TOKEN": "secret"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+    assert all(letter.isprintable() or letter == "\n" for letter in result.output), result.output
+    return result
+
+
+@pytest.mark.parametrize("form", OTHER_FORMS)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_reply_of_another_form_is_refused_in_words(name: str, form: str, server: _Server) -> None:
+    server.reply = OTHER_FORMS[form]
+    result = invoked(server, COMMANDS[name][0])
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith("Error: "), result.stderr
+
+
+def escaped(value: Any, key: str = "") -> Any:
+    """Return a reply with ESCAPE at the end of each text that is no state and no path of a field."""
+    if isinstance(value, dict):
+        return {name: escaped(inner, name) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [escaped(inner, key) for inner in value]
+    return value + ESCAPE if isinstance(value, str) and key not in ("state", "tasks", "object") else value
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_names_in_a_reply_do_not_control_the_terminal(name: str, server: _Server) -> None:
+    arguments, body = COMMANDS[name]
+    server.reply = (200, JSON, json.dumps(escaped(body)).encode())
+    assert invoked(server, arguments).exit_code == 0
+
+
+@pytest.mark.parametrize("url", ["http://u:secret@[::1", "http://a\nb", "http://a..b", "http://xn--/", "ftp://a", "x"])
+@pytest.mark.parametrize("command", [["cache", "status"], ["models", "list"]])
+def test_an_address_that_is_no_url_is_refused_without_its_password(command: list[str], url: str) -> None:
+    result = CliRunner().invoke(main, [*command, "--url", url])
+    assert isinstance(result.exception, SystemExit), result.exc_info
+    assert "rror: " in result.stderr
+    assert "secret" not in result.output
