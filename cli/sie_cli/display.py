@@ -44,9 +44,9 @@ def printable(text: str, *, lines: bool = False) -> str:
     )
 
 
-def document(value: Any) -> str:
-    """Return a value as JSON for a terminal, with unprintable characters escaped."""
-    text = msgspec.json.format(msgspec.json.encode(value)).decode()
+def document(value: Any, indent: int = 2) -> str:
+    """Return a value as JSON for a terminal, with unprintable characters escaped. `indent`: -1 for one line."""
+    text = msgspec.json.format(msgspec.json.encode(value), indent=indent).decode()
     return re.sub(r"[^ -~]", lambda match: _escaped(match[0]), text)
 
 

@@ -145,7 +145,7 @@ def create(
 
     key, token, now_s = cluster.at_broker("sie-keys", body)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode({**_plain(key), "token": token})))
+        click.echo(display.document({**_plain(key), "token": token}))
         return
     line = f"key {key.id} {name}: {', '.join(scopes)}; {_end(key, now_s)}."
     click.echo(f"{line} Gateways ask for its token where SIE_AUTH_MODE is token. It is shown this once:", err=True)
@@ -186,7 +186,7 @@ def list_command(cluster: Cluster, as_json: bool) -> None:
     keys, now_s = cluster.at_broker("sie-keys", body)
     listed = sorted(keys, key=lambda key: key.created_s)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode([_plain(key) for key in listed])))
+        click.echo(display.document([_plain(key) for key in listed]))
         return
     if not listed:
         click.echo("no keys")

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import msgspec
 
+from sie_cli import display
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
+from sie_cli.display import printable
 from sie_cli.options import AnyPosition
 from sie_contracts.settings import Settings
 from sie_contracts.wire import topology as names
@@ -61,7 +62,7 @@ def show(cluster: Cluster, as_json: bool, with_consumers: bool) -> None:
     """
     present = cluster.at_broker("sie-topology", _shown)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(present)))
+        click.echo(display.document(present))
         return
     for stream in present:
         limits = f"of {_bytes(stream['max_bytes'])}" if stream["max_bytes"] > 0 else "without a limit"
@@ -72,11 +73,11 @@ def show(cluster: Cluster, as_json: bool, with_consumers: bool) -> None:
         )
         for lane in stream["lanes"]:
             counts = f"{lane['own']:>4} own  {lane['shared']:>3} shared"
-            click.echo(f"  {lane['lane']:<40}  {counts}  {lane['waiting']:>8,} waiting  {lane['leased']:>6,} leased")
+            waiting = f"{lane['waiting']:>8,} waiting  {lane['leased']:>6,} leased"
+            click.echo(f"  {printable(lane['lane']):<40}  {counts}  {waiting}")
             for consumer in lane["consumers"] if with_consumers else ():
-                click.echo(
-                    f"    {consumer['subject']:<70}  {consumer['waiting']:>8,} waiting  {consumer['leased']:>6,} leased"
-                )
+                waiting = f"{consumer['waiting']:>8,} waiting  {consumer['leased']:>6,} leased"
+                click.echo(f"    {printable(consumer['subject']):<70}  {waiting}")
 
 
 @topology.command()
@@ -156,7 +157,7 @@ async def _apply(broker: NatsBroker, settings: Settings, steps: list[Step]) -> l
 
 def _print(steps: list[Step], as_json: bool) -> None:
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode([_plain(step) for step in steps])))
+        click.echo(display.document([_plain(step) for step in steps]))
         return
     for step in steps:
         click.secho(f"{step.action} {step.kind} {step.name}", bold=True, nl=False)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from sie_cli.display import rounded_size, size
+from sie_cli.display import document, rounded_size, size
 
 
 @pytest.mark.parametrize(
@@ -29,3 +30,11 @@ def test_an_estimate_of_bytes_has_two_figures(count: int, text: str) -> None:
 )
 def test_a_number_of_bytes_has_a_unit_of_1024(count: int, text: str) -> None:
     assert size(count) == text
+
+
+def test_json_for_a_terminal_has_no_character_that_it_would_obey() -> None:
+    value = {"a": ["\x1b[2J\x9b2J\u202e", "é", "\x7f"]}
+    line = document(value, indent=-1)
+    assert line.isprintable()
+    assert msgspec.json.decode(line) == msgspec.json.decode(document(value)) == value
+    assert document(value).count("\n") > 3

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from sie_broker import BrokerError
 from sie_cli.cluster import SOURCE, Cluster, data_dir_option
-from sie_cli.display import counted
+from sie_cli.display import counted, document, printable
 from sie_cli.doctor import checks, machine
 from sie_cli.doctor.probe import Check, CheckResult, CheckSkipped, ClusterProbe, NotApplicable, open_probe
 from sie_cli.options import ManyOptions, flags_of, refuse, settings_options
@@ -154,8 +153,8 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
         refuse(error)
     status = status_of(reports)
     if as_json:
-        document = {"status": {FINE: "fine", WRONG: "wrong", BLIND: "blind"}[status], "checks": reports}
-        click.echo(msgspec.json.format(msgspec.json.encode(document)).decode())
+        described = {"status": {FINE: "fine", WRONG: "wrong", BLIND: "blind"}[status], "checks": reports}
+        click.echo(document(described))
     else:
         show(reports)
     sys.exit(status)
@@ -203,10 +202,10 @@ def show(reports: list[DoctorCheck]) -> None:
         word, colour = _SHOWN[entry.state]
         click.echo(f"{entry.check:<{width}}  ", nl=False)
         click.secho(f"{word:<8}", fg=colour, nl=False)
-        click.echo(f"  {entry.says}" if entry.says else "")
+        click.echo(printable(f"  {entry.says}" if entry.says else "", lines=True))
         for finding in entry.findings:
-            click.secho(f"  {finding.wrong}", bold=True)
-            click.echo(f"    fix: {finding.fix}")
+            click.secho(printable(f"  {finding.wrong}", lines=True), bold=True)
+            click.echo(printable(f"    fix: {finding.fix}", lines=True))
     count = sum(len(report.findings) for report in reports)
     blind = [report.check for report in reports if report.state == "blind"]
     summary = counted(count, "finding") if count else "nothing is wrong" if not blind else "nothing wrong was found"

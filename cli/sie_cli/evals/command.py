@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-import msgspec
 
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.data_dir import default_data_dir
-from sie_cli.display import table
+from sie_cli.display import document, table
 from sie_cli.evals import evaluation, opened, outputs, targets, tasks
 from sie_cli.evals import results as _results
 from sie_cli.evals.evaluation import EvalOutcome, EvalSpec
@@ -200,7 +199,7 @@ def run(
     reports = [measured.report for measured in outcomes]
     if as_json:
         figures = [report.figures(with_values=False) for report in reports]
-        click.echo(msgspec.json.format(msgspec.json.encode(figures if len(models) > 1 else figures[0])))
+        click.echo(document(figures if len(models) > 1 else figures[0]))
     else:
         for report in reports:
             _show(report)

@@ -13,6 +13,7 @@ import click
 
 from sie_cli import display
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
+from sie_cli.display import printable
 from sie_cli.gateway_client import gateway_client
 from sie_cli.jobs.job import (
     OutputPlace,
@@ -149,7 +150,7 @@ def submit(
             place.unmade()
             raise
         if not as_json:
-            click.echo(job.id)
+            click.echo(printable(job.id))
         if wait or place.folder is not None:
             follow(job, err=True)
             hint_at_failures(job.info)
@@ -245,7 +246,7 @@ def result(cluster: Cluster, name: str, folder: Path) -> None:
         job = client.jobs.get(name)
         fetch_output(job, folder)
     if job.state != "completed":
-        click.echo(f"{job.id} is {job.state}: these are its files so far", err=True)
+        click.echo(printable(f"{job.id} is {job.state}: these are its files so far"), err=True)
     sys.exit(exit_status(job.info))
 
 
@@ -255,7 +256,7 @@ def _changed(cluster: Cluster, name: str, change: Callable[[Job], Job], as_json:
         job = change(client.jobs.get(name))
     is_under_way = goal and job.state in ("queued", "planning", "running", "finalizing")
     then = f", and will be {goal} when the parts under way have stopped" if is_under_way else ""
-    click.echo(display.document(job.info) if as_json else f"{job.id} is {job.state}{then}")
+    click.echo(display.document(job.info) if as_json else printable(f"{job.id} is {job.state}{then}"))
 
 
 @jobs.command()
@@ -295,7 +296,7 @@ def retry(cluster: Cluster, name: str, as_json: bool) -> None:
     """Start a new job for the rows of this job that failed. Prints the id of the new job."""
     with gateway_client(cluster, SCOPE) as client:
         job = client.jobs.get(name).retry()
-    click.echo(display.document(job.info) if as_json else job.id)
+    click.echo(display.document(job.info) if as_json else printable(job.id))
 
 
 @jobs.command()
@@ -307,6 +308,6 @@ def delete(cluster: Cluster, name: str, yes: bool) -> None:
     with gateway_client(cluster, SCOPE) as client:
         job = client.jobs.get(name)
         if not yes:
-            click.confirm(f"Delete {job.id} ({job.state}, {rows_text(job.info)}) and its files?", abort=True)
+            click.confirm(printable(f"Delete {job.id} ({job.state}, {rows_text(job.info)}) and its files?"), abort=True)
         job.delete()
-    click.echo(f"{job.id} is deleted")
+    click.echo(printable(f"{job.id} is deleted"))

@@ -180,7 +180,7 @@ def failures_table(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 def hint_at_failures(job: JobInfo) -> None:
     if job.counts.failed:
-        click.echo(f"`sie jobs show {job.id} --failed` says why rows have an error", err=True)
+        click.echo(f"`sie jobs show {printable(job.id)} --failed` says why rows have an error", err=True)
 
 
 @dataclass(frozen=True)
@@ -328,8 +328,9 @@ def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> Non
     except (JobFailedError, _Stuck):
         return  # the error is already printed, and the caller's exit status reports it
     except KeyboardInterrupt:
+        name = printable(job.id)
         click.echo(
-            f"\n{job.id} goes on: `sie jobs watch {job.id}` shows it again, `sie jobs cancel {job.id}` ends it"
+            f"\n{name} goes on: `sie jobs watch {name}` shows it again, `sie jobs cancel {name}` ends it"
             + (f"; {also}" if also else ""),
             err=True,
         )
@@ -376,7 +377,7 @@ class ProgressLines:
             return
         self._last = shown
         if self._as_json:
-            click.echo(msgspec.json.encode(info).decode(), err=self._err)
+            click.echo(display.document(info, indent=-1), err=self._err)
         else:
             click.echo("; ".join(progress_lines(info, time.time())), err=self._err)
 

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sie_cli import display
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.refusal import CommandRefused
 from sie_cli.replay.curve import BOTTOM, COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH
@@ -144,7 +145,7 @@ def compare(
             plot.write_text(svg(agreement), "utf-8")
         except OSError as error:
             raise CommandRefused(f"--plot {plot}: {error.strerror}") from error
-    click.echo(msgspec.json.format(msgspec.json.encode(figures(agreement))) if as_json else "\n".join(lines(agreement)))
+    click.echo(display.document(figures(agreement)) if as_json else "\n".join(lines(agreement)))
 
 
 def read(file: Path, limit: int) -> ComparisonSample:

@@ -83,7 +83,7 @@ def list_command(as_json: bool, **values: Any) -> None:
             }
         )
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(rows)))
+        click.echo(display.document(rows))
         return
     states = {None: "-", True: "complete", False: "broken"}
     shown: list[tuple[str, ...]] = [("REPOSITORY", "COMMIT", "SIZE", "DISK", "BUCKET")]
