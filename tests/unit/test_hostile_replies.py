@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from sie_cli.main import main
 from sie_contracts.api.cache import CacheErased, CacheState
 from sie_contracts.api.configs import ConfigModels, ModelHistory, ModelRevisions, Written
 from sie_contracts.api.jobs import JobInfo, JobPage
+from sie_contracts.api.operations import Health
 from sie_contracts.api.residency import ModelResidency
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07\x9b2J\u202e"
@@ -127,3 +129,19 @@ def test_an_address_that_is_no_url_is_refused_without_its_password(command: list
     assert isinstance(result.exception, SystemExit), result.exc_info
     assert "rror: " in result.stderr
     assert "secret" not in result.output
+
+
+@pytest.mark.parametrize(
+    "fields", [{"cluster": [None]}, {"workers": [5]}, {"nats_url": 5}, {"config_url": []}, {"models": [None]}], ids=str
+)
+def test_doctor_ends_whatever_a_gateway_says_about_itself(
+    fields: dict[str, Any], server: _Server, tmp_path: Path
+) -> None:
+    body = json.dumps({**escaped(Health.EXAMPLE), **fields}).encode()
+    server.reply = (200, JSON | {"x-sie-version": "0.1", "x-sie-request-id": "a"}, body)
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    environ = {"SIE_GATEWAY_URL": url, "SIE_CONFIG_SERVICE_URL": url, "SIE_NATS_URL": "nats://127.0.0.1:1"}
+    result = CliRunner().invoke(main, ["doctor", "--data-dir", str(tmp_path)], env=environ)
+    assert isinstance(result.exception, SystemExit), result.exc_info
+    assert "findings" in result.output
+    assert all(letter.isprintable() or letter == "\n" for letter in result.output)

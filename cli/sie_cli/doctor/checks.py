@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,8 +21,9 @@ import sie_contracts
 from sie_broker import BrokerError, BrokerUnavailable
 from sie_cli.cluster import BROKER_URL, GATEWAY_URL, SOURCE
 from sie_cli.display import counted
-from sie_cli.doctor.probe import CheckResult, CheckSkipped, ClusterProbe, NotApplicable, ProbeResult
+from sie_cli.doctor.probe import CheckResult, CheckSkipped, ClusterProbe, GatewayHealth, NotApplicable, ProbeResult
 from sie_cli.topology import steps_at
+from sie_contracts.api.configs import ConfigModels
 from sie_contracts.api.views import ClusterView
 from sie_contracts.api.views import DoctorFinding as Finding
 from sie_contracts.errors import UNDECODABLE, SIEError
@@ -76,10 +77,10 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
                 findings.append(Finding(f"the gateway at {reply.url} is {why}", READY_FIX))
     with contextlib.suppress(CheckSkipped):
         findings += _of_check("gateway", await probe.views())
-    cluster = (await probe.health()).get("cluster", {})
+    cluster = (await probe.health() or GatewayHealth(None)).cluster
     says = (
-        f"{counted(len(replies), 'gateway')}, {counted(cluster.get('worker_count', 0), 'healthy worker')}, "
-        f"{counted(cluster.get('models_loaded', 0), 'model')} loaded"
+        f"{counted(len(replies), 'gateway')}, {counted(cluster.worker_count, 'healthy worker')}, "
+        f"{counted(cluster.models_loaded, 'model')} loaded"
     )
     return says, findings
 
@@ -362,7 +363,7 @@ async def config(probe: ClusterProbe) -> CheckResult:
     beats = await probe.heartbeats()
     end_s = time.monotonic() + DRIFT_S
     while True:
-        epoch = probe.epoch_of(reply)
+        epoch = reply.decoded(ConfigEpoch)
         gateways = {name: beat.config_epoch for name, beat in beats.gateways.items() if beat.config_epoch}
         workers = {
             name: (beat.bundle, beat.config_epoch)
@@ -390,8 +391,8 @@ async def restored(probe: ClusterProbe, url: str) -> list[Finding]:
     """List models whose newest revision workers could not load, so the config service restored an earlier one."""
     answer = await probe.get(url, "/v1/configs/models", probe.config_token)
     fix = "correct the entry and write it again (sie models history ID, sie models set ID)"
-    models = msgspec.convert(answer.json().get("models", []), list[dict[str, Any]]) if answer.status == 200 else []
-    return [Finding(f"{model['model_id']}: {model['note']}", fix) for model in models if model.get("note")]
+    listed = answer.decoded(ConfigModels)
+    return [Finding(f"{row.model_id}: {row.note}", fix) for row in listed.models if row.note] if listed else []
 
 
 def drift(

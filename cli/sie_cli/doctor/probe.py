@@ -33,7 +33,6 @@ from sie_contracts.errors import UNDECODABLE
 from sie_contracts.loopback import client_options
 from sie_contracts.settings import BY_NAME, MAX_DEVICES, Secret, public_url
 from sie_contracts.wire import heartbeats, ipc, topology
-from sie_contracts.wire.configs import ConfigEpoch
 from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat
 
 if TYPE_CHECKING:
@@ -72,12 +71,30 @@ class ProbeResult:
     def is_sie(self) -> bool:
         return bool(self.version)
 
-    def json(self) -> dict[str, Any]:
-        """Decode the body, a JSON object. Return an empty map if it is anything else."""
+    def decoded(self, body_type: type[T]) -> T | None:
+        """Decode the body of a successful reply. Return None for another reply, or if the body has another form."""
         try:
-            return msgspec.json.decode(self.body, type=dict[str, Any])
+            return msgspec.json.decode(self.body, type=body_type) if self.status == 200 else None
         except UNDECODABLE:
-            return {}
+            return None
+
+
+class _WorkerName(msgspec.Struct, frozen=True):
+    name: str
+
+
+class _WorkerCounts(msgspec.Struct, frozen=True):
+    worker_count: int = 0
+    models_loaded: int = 0
+
+
+class GatewayHealth(msgspec.Struct, frozen=True):
+    """Fields of a gateway's reply to `/health` that the checks use."""
+
+    nats_url: str | None
+    config_url: str | None = None
+    cluster: _WorkerCounts = _WorkerCounts()
+    workers: tuple[_WorkerName, ...] = ()
 
 
 @dataclass
@@ -191,12 +208,10 @@ class ClusterProbe:
         requests = (self.get(url, "/health", cluster.gateway_token) for url in cluster.gateway_urls)
         return list(await asyncio.gather(*requests))
 
-    async def health(self) -> dict[str, Any]:
-        """Return the health of the first gateway that answers; empty if no gateway answers."""
-        for reply in await self.gateways():
-            if reply.status == 200 and reply.is_sie:
-                return reply.json()
-        return {}
+    async def health(self) -> GatewayHealth | None:
+        """Return the health of the first gateway that answers; None if no gateway answers."""
+        healths = (reply.decoded(GatewayHealth) for reply in await self.gateways() if reply.is_sie)
+        return next((health for health in healths if health is not None), None)
 
     async def ask_views(self) -> dict[str, ClusterView]:
         """Request `/v1/cluster` from each gateway that answers; `views` caches the result. Return the views by URL.
@@ -208,8 +223,9 @@ class ClusterProbe:
         replies = await asyncio.gather(*(self.get(url, "/v1/cluster", cluster.gateway_token) for url in urls))
         views = {}
         for reply in replies:
-            with contextlib.suppress(*UNDECODABLE):  # a gateway of an older version returns another format
-                views[reply.url] = msgspec.json.decode(reply.body, type=ClusterView)
+            view = reply.decoded(ClusterView)  # a gateway of an older version returns another format
+            if view is not None:
+                views[reply.url] = view
         if not views:
             raise CheckSkipped(
                 f"{replies[0].url}/v1/cluster answers {replies[0].trouble or replies[0].status}"
@@ -222,10 +238,11 @@ class ClusterProbe:
 
     async def is_standalone(self) -> bool:
         health = await self.health()
-        return bool(health) and health.get("nats_url") is None
+        return health is not None and health.nats_url is None
 
     async def config_url(self) -> str:
-        return self.settings.config_service_url or str((await self.health()).get("config_url") or "")
+        health = await self.health()
+        return self.settings.config_service_url or (health.config_url if health else None) or ""
 
     async def ask_config(self) -> ProbeResult:
         """Request the config service's epoch; `config` caches it. Raises NotApplicable, CheckSkipped."""
@@ -246,23 +263,16 @@ class ClusterProbe:
         is_known = self.cluster.sources.get(CONFIG_URL) in ("environment", SOURCE)
         return self.cluster.config_token(writes=False) if is_known else None
 
-    @staticmethod
-    def epoch_of(reply: ProbeResult) -> ConfigEpoch | None:
-        try:
-            return msgspec.json.decode(reply.body, type=ConfigEpoch) if reply.status == 200 else None
-        except UNDECODABLE:
-            return None
-
     async def broker_url(self) -> str:
         """Return the broker's address. Raises NotApplicable, CheckSkipped."""
         if self.settings.nats_url:
             return self.settings.nats_url
         health = await self.health()
-        if health and health.get("nats_url") is None:
-            raise NotApplicable("the queue is in the gateway's own process (--standalone)")
-        if not health:
+        if health is None:
             raise CheckSkipped("no address of a broker: give --nats-url, or --url of a gateway")
-        return str(health["nats_url"])
+        if health.nats_url is None:
+            raise NotApplicable("the queue is in the gateway's own process (--standalone)")
+        return health.nats_url
 
     @once
     async def broker(self) -> NatsBroker:
@@ -296,7 +306,8 @@ class ClusterProbe:
         await broker.subscribe(f"{topology.HEALTH_SUBJECT}.*", beats.on_worker)
         await broker.subscribe(f"{topology.GATEWAY_SUBJECT}.*", beats.on_gateway)
         begun_s = time.monotonic()
-        expected = {info["name"] for info in (await self.health()).get("workers", ())}
+        health = await self.health()
+        expected = {worker.name for worker in health.workers} if health else set()
         await asyncio.sleep(GATEWAYS_S)  # wait the full time, because the number of gateways is unknown
         end_s = begun_s + self.settings.health_publish_interval_ms / 1000 + BEAT_MARGIN_S
         while not (expected and expected <= beats.workers.keys() and beats.gateways) and time.monotonic() < end_s:
