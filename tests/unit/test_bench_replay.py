@@ -239,6 +239,11 @@ def test_what_is_no_trace_is_refused_with_its_line(line: bytes, problem: str) ->
     assert problem in str(caught.value)
 
 
+def test_times_that_are_too_far_apart_are_refused() -> None:
+    with pytest.raises(TraceError, match="too far apart"):
+        read([b'{"at": -1e308, "tokens": [1]}', b'{"at": 1e308, "tokens": [1]}'])
+
+
 def test_generated_arrivals_are_as_asked_for() -> None:
     requests = generate("poisson:rate=500,length=50,seconds=20,burst=5,bulk=0.25,models=4,inputs=2,seed=3")
     assert requests == generate("poisson:rate=500,length=50,seconds=20,burst=5,bulk=0.25,models=4,inputs=2,seed=3")
@@ -359,13 +364,16 @@ def test_the_command_makes_a_trace_and_never_over_another(tmp_path: Path) -> Non
         ((), "--device"),
         (("--device", "base_ms=0"), "must be above 0"),
         (("--base", "min_quantum_ms=20", "--device", "base_ms=1"), "above max_quantum_ms"),
+        (("--what-if", "max_batch_cost=1e308"), "too large"),
+        (("--device", "base_ms=1", "--generate", "poisson:length=1e308"), "too large"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_in_one_line(
     tmp_path: Path, arguments: tuple[str, ...], problem: str
 ) -> None:
     trace = tmp_path / "t.jsonl"
-    trace.write_bytes(b"".join(write([TraceRequest(0.0, (1,))])))
+    if "--generate" not in arguments:
+        trace.write_bytes(b"".join(write([TraceRequest(0.0, (1,))])))
     if "--what-if" in arguments:
         arguments = (*arguments, "--device", "base_ms=1")
     status, output = invoked(str(trace), *arguments)

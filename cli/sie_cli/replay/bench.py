@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from sie_cli.options import loaded
+from sie_cli.refusal import CommandRefused
 from sie_cli.replay import trace as traces
 from sie_cli.replay.curve import percentile, svg
 from sie_cli.replay.replay import Machine, Replay, ReplayPlan, ReplayReport, plan_of
@@ -113,7 +114,9 @@ def replay_command(
         if plot is not None:
             plot.write_text(svg({name: report.latency_s for name, report in reports.items()}), "utf-8")
     except (TraceError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+        raise CommandRefused(str(error)) from error
+    except OverflowError as error:
+        raise CommandRefused(f"a number is too large for a replay ({error})") from error
     click.echo(
         f"{len(trace.requests)} requests in {trace.requests[-1].at:.1f} s; a batch takes {machine.base_s * 1e3:.3g} ms "
         f"+ {machine.token_s * 1e6:.3g} us a token + {machine.square_s * 1e9:.3g} ns a squared token"

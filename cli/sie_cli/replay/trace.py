@@ -94,6 +94,8 @@ def read(lines: Iterable[bytes]) -> Trace:
     if not requests:
         raise TraceError("the trace has no requests")
     begin_s = min(request.at for request in requests)
+    if not math.isfinite(max(request.at for request in requests) - begin_s):
+        raise TraceError("the times of the trace are too far apart")
     moved = (msgspec.structs.replace(request, at=request.at - begin_s) for request in requests)
     return Trace(tuple(sorted(moved, key=lambda request: request.at)), tuple(ran), settings)
 
