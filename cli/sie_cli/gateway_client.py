@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import httpx
@@ -54,6 +54,14 @@ def checked_url(url: str) -> str:
     return url
 
 
+def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return headers that a client can send. Raises CommandRefused, without the value, which may be a token."""
+    for name, value in headers.items():
+        if not (value.isascii() and value.isprintable()):
+            raise CommandRefused(f"header {name}: expected printable ASCII in one line")
+    return dict(headers)
+
+
 class AdminClient:
     """Client of a gateway's routes for administrators. It sends `Cluster.gateway_admin_token`."""
 
@@ -61,7 +69,7 @@ class AdminClient:
         self._cluster = cluster
         self.url = checked_url(cluster.gateway_urls[0])
         token = cluster.gateway_admin_token
-        headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
+        headers = checked_headers({"authorization": f"Bearer {token.reveal()}"} if token else {})
         options = client_options(self.url, httpx.HTTPTransport)
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, **options)
 
@@ -77,6 +85,9 @@ class AdminClient:
         """
         try:
             answer = self._client.request(method, path, **content)
+        except httpx.DecodingError as error:
+            raise CommandRefused(f"{public_url(self.url)} gave no answer of a gateway ({error})") from error
+        try:
             if answer.is_success:
                 return msgspec.json.decode(answer.content, type=body_type)
             refusal = msgspec.json.decode(answer.content, type=_AdminErrorBody).error
@@ -85,8 +96,6 @@ class AdminClient:
                 f"{public_url(self.url)} replied with status {answer.status_code}, but not in the form of a gateway: "
                 "name the address of a gateway with --url"
             ) from error
-        except httpx.DecodingError as error:
-            raise CommandRefused(f"{public_url(self.url)} gave no answer of a gateway ({error})") from error
         message = refusal.message or f"status {answer.status_code}"
         following = _NEXT.get(refusal.code)
         raise CommandRefused(f"{message}\n{following}" if following else message)

@@ -75,8 +75,6 @@ def backup(cluster: Cluster, file: Path, force: bool) -> None:
     It has no models from folders, no queued work and no dead letters. It has digests of tokens and names of clients, so
     its mode is 0600: protect it like a secret.
     """
-    if file.exists() and not file.is_file():
-        raise CommandRefused(f"{file} is a device or a pipe, which a backup would replace: name a file")
     if file.exists() and not force:
         raise CommandRefused(f"{file} exists: name another file, or replace it with --force")
 

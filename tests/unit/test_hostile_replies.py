@@ -131,6 +131,17 @@ def test_an_address_that_is_no_url_is_refused_without_its_password(command: list
     assert "secret" not in result.output
 
 
+@pytest.mark.parametrize("value", ["\u00e9", "a\nb", "\x1b"])
+@pytest.mark.parametrize("name", ["cache status", "models list", "models load"])
+def test_a_token_or_a_pool_that_no_header_can_have_is_refused_in_words(name: str, value: str) -> None:
+    arguments, environ = COMMANDS[name][0], {"SIE_API_KEY": value, "SIE_ADMIN_TOKEN": value}
+    if name == "models load":
+        arguments, environ = [*arguments, "--pool", value], {}
+    result = CliRunner().invoke(main, [*arguments, "--url", "http://127.0.0.1:1"], env=environ)
+    assert (result.exit_code, "expected printable ASCII" in result.stderr) == (1, True), result.output
+    assert value not in result.stderr.removesuffix("\n")
+
+
 @pytest.mark.parametrize(
     "fields", [{"cluster": [None]}, {"workers": [5]}, {"nats_url": 5}, {"config_url": []}, {"models": [None]}], ids=str
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import stat
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -199,10 +200,11 @@ async def test_a_backup_is_checked_before_anything_is_written(
     assert "\x1b" not in output
 
 
-def test_a_backup_does_not_replace_a_device(tmp_path: Path) -> None:
+async def test_a_backup_does_not_replace_a_pipe_or_a_device(server: NatsServer, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    done = CliRunner().invoke(main, ["backup", str(tmp_path / "pipe"), "--force"])
-    assert (done.exit_code, (tmp_path / "pipe").is_fifo()) == (1, True)
+    refused = await ran(server, tmp_path, "backup", str(tmp_path / "pipe"), "--force", status=1)
+    assert "is no file that can be replaced" in refused
+    assert stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode)
 
 
 async def test_entries_that_an_interrupted_repair_has_salvaged_are_restored_from_their_file(

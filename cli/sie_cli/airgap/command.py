@@ -293,7 +293,7 @@ def _written(output: Path, size: int) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(growing, output)
+            durable.replace(growing, output)
             durable.sync(output.parent)
         finally:
             growing.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.display import printable
-from sie_cli.gateway_client import AdminClient
+from sie_cli.gateway_client import AdminClient, checked_headers
 from sie_cli.models.service import quoted_model
 from sie_cli.refusal import CommandRefused
 from sie_contracts.api.models import Download
@@ -83,7 +83,7 @@ def _options(command: F) -> F:
 
 def _lane_headers(pool: str, machine_profile: str) -> dict[str, str]:
     headers = {"x-sie-pool": pool, "x-sie-machine-profile": machine_profile}
-    return {name: value for name, value in headers.items() if value}
+    return checked_headers({name: value for name, value in headers.items() if value})
 
 
 @click.command()

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, SOURCE, Cluster, cluster_options
 from sie_cli.display import printable
-from sie_cli.gateway_client import checked_url
+from sie_cli.gateway_client import checked_headers, checked_url
 from sie_cli.refusal import CommandRefused
 from sie_contracts.api.configs import ConfigModels, Written
 from sie_contracts.errors import UNDECODABLE
@@ -85,7 +85,7 @@ class WriteOptions:
 class ConfigServiceClient:
     def __init__(self, url: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
         self.url = checked_url(url.rstrip("/"))
-        headers = {"authorization": f"Bearer {token}"} if token else {}
+        headers = checked_headers({"authorization": f"Bearer {token}"} if token else {})
         options = {"transport": transport} if transport else client_options(self.url, httpx.HTTPTransport)
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, **options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
@@ -21,12 +22,21 @@ def write_through(growing: Path, path: Path, data: bytes) -> None:
     try:
         growing.write_bytes(data)
         sync(growing)
-        os.replace(growing, path)
+        replace(growing, path)
     except BaseException:
         with contextlib.suppress(OSError):
             growing.unlink()
         raise
     sync(path.parent)
+
+
+def replace(growing: Path, path: Path) -> None:
+    """Rename a file to `path`; an existing file or a link to one is replaced. Raises OSError, also for a device or a
+    pipe at `path`, such as /dev/null, which other programs need.
+    """
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, "is no file that can be replaced", str(path))
+    os.replace(growing, path)
 
 
 def sync(path: Path) -> None:
