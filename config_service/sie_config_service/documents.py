@@ -97,7 +97,7 @@ def _parsed(raw: Any, document: ParsedDocument, parse: Callable[[Any], T], kind:
         return parse(raw)
     except ValidationFailed as error:
         (fault,) = error.extras["errors"]
-        loc, message = described(kind, _narrowed(raw, fault["loc"], parse), fault["message"])
+        loc, message = described(kind, narrowed(raw, fault["loc"], parse), fault["message"])
         raise invalid(loc, message + _value_at(raw, loc.removeprefix("$"), message), document.line(loc)) from None
 
 
@@ -123,7 +123,7 @@ def _value_at(value: Any, path: str, message: str) -> str:
     return f": {value!r}" if is_short else ""
 
 
-def _narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
+def narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
     """Replace each `[...]` in the path of a fault by the faulty map key. Keys are parsed in order. So a bisection finds
     the faulty key: the last key of the shortest beginning of its map that has the fault.
     """

@@ -23,7 +23,7 @@ import msgspec
 
 from sie_broker.record import retry_conflicts
 from sie_config_service.aliases import GuardedWrite, guard
-from sie_config_service.documents import ParsedDocument, checked, difference, invalid, merged
+from sie_config_service.documents import ParsedDocument, checked, difference, invalid, merged, narrowed
 from sie_config_service.mirror import HeldModel, bundles_of
 from sie_config_service.store import RESTORE, CatalogueChange, CatalogueStore, RecordedReply, digest_of, normalised
 from sie_contracts.errors import (
@@ -279,11 +279,13 @@ class Edits:
     def _translated(
         document: ParsedDocument, model: str, present: dict[str, Any] | None
     ) -> tuple[ParsedDocument, tuple[str, ...]]:
+        own = None if present is None or is_alias(present) else present
         try:
-            translation = translated(document.value, None if present is None or is_alias(present) else present)
+            translation = translated(document.value, own)
         except ValidationFailed as error:
             (fault,) = error.extras["errors"]
-            raise invalid(fault["loc"], fault["message"], document.line(fault["loc"])) from None
+            loc = narrowed(document.value, fault["loc"], lambda trial: translated(trial, own))
+            raise invalid(loc, fault["message"], document.line(loc)) from None
         return ParsedDocument({"id": model, **translation.entry}, document.node), translation.ignored
 
     def put(self, model: str, document: ParsedDocument, sent: ParsedDocument) -> Edit:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from sie_config_service.documents import read
+from sie_config_service.writes import Edits
 from sie_contracts.errors import ValidationFailed
 from sie_contracts.models.catalogue import packaged_folder
 from sie_contracts.models.entries import parse_entry
@@ -312,3 +314,25 @@ def test_every_file_of_the_public_server_is_an_entry_or_refused_by_a_field_that_
         own = ours.get(raw["sie_id"])
         assert own is None or translation.entry["family"] == own.family, file.name
     assert outcomes == {"entry": 142, "generate": 21, "max_sequence_length": 21, "adapter_path": 29}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "loc", "line"),
+    [
+        ("adapter_path: x:BertFlashAdapter", "adapter_path: 5", "$.profiles.default.adapter_path", 6),
+        ("extends: default", "extends: [a]", "$.profiles.fast.extends", 8),
+        ("loadtime: {}", "loadtime: 1", "$.profiles.fast.adapter_options.loadtime", 9),
+        ("fast:\n", "fast: 5\n  other:\n", "$.profiles.fast", 7),
+    ],
+)
+def test_a_fault_of_a_file_names_its_profile_and_its_line(old: str, new: str, loc: str, line: int) -> None:
+    text = (
+        "sie_id: a/b\nhf_id: a/b\nmax_sequence_length: 9\ntasks: {encode: {dense: {dim: 8}}}\nprofiles:\n"
+        "  default: {adapter_path: x:BertFlashAdapter}\n"
+        "  fast:\n    extends: default\n    adapter_options: {loadtime: {}}\n"
+    )
+    Edits._translated(read(text.encode(), "yaml"), "a/b", None)
+    with pytest.raises(ValidationFailed) as caught:
+        Edits._translated(read(text.replace(old, new).encode(), "yaml"), "a/b", None)
+    (fault,) = caught.value.extras["errors"]
+    assert (fault["loc"], fault["line"]) == (loc, line)
