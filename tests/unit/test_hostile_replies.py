@@ -156,3 +156,12 @@ def test_doctor_ends_whatever_a_gateway_says_about_itself(
     assert isinstance(result.exception, SystemExit), result.exc_info
     assert "findings" in result.output
     assert all(letter.isprintable() or letter == "\n" for letter in result.output)
+
+
+@pytest.mark.parametrize("form", ["table", "json", "yaml"])
+def test_a_file_whose_name_is_no_text_is_imported_and_listed(form: str, server: _Server, tmp_path: Path) -> None:
+    (tmp_path / "\udcff\x1b.yaml").write_text("id: a/b")
+    server.reply = (200, JSON, json.dumps(Written.EXAMPLE).encode())
+    assert invoked(server, ["models", "import", str(tmp_path), "-o", form]).exit_code == 0
+    server.reply = (422, JSON, b'{"error": {"message": "wrong"}}')
+    assert invoked(server, ["models", "import", str(tmp_path), "-o", form]).exit_code == 1

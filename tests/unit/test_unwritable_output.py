@@ -1,4 +1,4 @@
-"""`sie` whose output or file cannot be used: a line and a status, without a traceback."""
+"""`sie` whose output, file or argument cannot be used: a line and a status, without a traceback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import click
 import pytest
+
+from sie_cli.main import main
 
 RUN = [sys.executable, "-c", "from sie_cli.entry import main; main()"]
 COMMANDS = [["--version"], ["settings", "--json"], ["nosuch"]]
@@ -47,3 +50,17 @@ def test_a_full_disk_under_both_outputs_ends_the_command(arguments: list[str]) -
 def test_a_file_name_that_is_too_long_is_one_line() -> None:
     status, written = ran(["backup", "a" * 300], os.devnull)
     assert (status, written) == (1, f"Error: {'a' * 300}: File name too long\n")
+
+
+def test_an_argument_that_is_no_text_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A caller of the program may give it any bytes. Python replaces those that are not UTF-8 by surrogates."""
+    monkeypatch.setattr(click.Command, "invoke", lambda *_: "\udcff".encode())
+    monkeypatch.setattr(sys, "argv", ["sie", "settings", "\u00e9", "a\udcffb"])
+    with pytest.raises(SystemExit) as ended:
+        main._call(["settings"])
+    assert (ended.value.code, capsys.readouterr().err) == (2, "error: the argument a?b is no text in UTF-8\n")
+    monkeypatch.setattr(sys, "argv", ["sie", "settings", "\u00e9"])
+    with pytest.raises(UnicodeEncodeError):
+        main._call(["settings"])

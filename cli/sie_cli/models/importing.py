@@ -7,6 +7,7 @@ the open-source SIE project.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool
 def _imported(write: WriteOptions, service: ConfigServiceClient, file: Path) -> dict[str, Any]:
     from sie_config_service.documents import read
 
-    row: dict[str, Any] = {"file": str(file)}
+    # JSON has no names that are not UTF-8
+    row: dict[str, Any] = {"file": os.fsencode(file).decode("utf-8", "replace")}
     body, content_type = document(file)
     try:
         value = read(body, content_type).value
