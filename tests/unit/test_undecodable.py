@@ -28,7 +28,7 @@ from sie_broker.record import Record, UnreadableRecord
 from sie_broker.tables import read_lane
 from sie_cli import access, recovery
 from sie_cli.airgap import archive
-from sie_cli.doctor.probe import ClusterProbe, Heartbeats, ProbeResult
+from sie_cli.doctor.probe import Heartbeats, ProbeResult
 from sie_cli.evals import results as evaluations
 from sie_cli.gateway_client import AdminClient
 from sie_cli.migrating.migration import has_files
@@ -263,8 +263,7 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Excep
         lambda data: config_source_of(data).epoch(),
         feed.ConfigUnavailable,
     ),
-    "epoch, doctor": ({"epoch": MARK}, json, lambda data: ClusterProbe.epoch_of(ProbeResult("u", 200, data)), None),
-    "health, doctor": ({"name": MARK}, json, lambda data: ProbeResult("u", 200, data).json(), None),
+    "health, doctor": ({"name": MARK}, json, lambda data: ProbeResult("u", 200, data).decoded(dict), None),
     "pools of a worker": (
         {"worker": MARK},
         json,
