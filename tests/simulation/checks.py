@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
-from fake_adapter import vector_of
-from simulation.adapter import Adapter, ModelInput, inputs_of
+from simulation.adapter import Adapter, ModelInput, computed, inputs_of, lora_digest
+from simulation.catalogue import ALIAS
 from simulation.virtual import SCOPE
 
 import sie_sidecar.batching.batch
+from sie_contracts.models.aliases import Alias
+from sie_contracts.models.catalogue import answer_fingerprint, fingerprint
 from sie_contracts.wire import ipc
 from sie_sidecar.batching.batch import Batch
 
@@ -39,11 +41,12 @@ class Checks:
         self.answers: Counter[str] = Counter()
         self._overtakes: dict[int, int] = defaultdict(int)
         self._skipped: dict[int, int] = defaultdict(int)
-        self._idle_s: dict[str, float] = {}  # by worker: since when it has due work and a free device
+        self._idle_s: dict[str, float] = {}  # by worker and device: since when it has due work and a free device
 
     # answers
 
-    def on_answer(self, index: int, request: Asked, answer: Answered) -> None:
+    def on_answer(self, index: int, request: Asked, answer: Answered, epoch: str) -> None:
+        """Check an answer. `epoch`: version of the catalogue that the gateway had when the request began."""
         world = self._world
         self.answers[answer.code or str(answer.status)] += 1
         if answer.took_s > request.budget_s + GRACE_S:
@@ -63,30 +66,55 @@ class Checks:
                 else [answer.body.get("error", {"code": answer.code})]
             )
             for error in mixed:
-                self._check_error(index, request, error["code"], str(error.get("reason", "")), poisoned)
+                self._check_error(index, request, error, poisoned, epoch)
             return
         slots = answer.body.get("items", [])
         if len(slots) != len(request.texts):
             world.violate(f"request {index} has {len(request.texts)} inputs and {len(slots)} slots")
             return
+        by_loaded = self._allowed(request, epoch)
+        loaded = by_loaded.get((answer.headers["x-sie-model"], answer.body["fingerprint"]))
+        if loaded is None and any("error" not in slot for slot in slots):
+            world.violate(f"request {index} has the fingerprint {answer.body['fingerprint']}, not one of {by_loaded}")
+            return
         for place, (text, slot) in enumerate(zip(request.texts, slots, strict=True)):
             if "error" in slot:
-                self._check_error(index, request, slot["error"]["code"], str(slot["error"].get("reason", "")), poisoned)
+                self._check_error(index, request, slot["error"], poisoned, epoch)
                 continue
             ids = world.ids(text)
             if ids in world.faults.poison:
                 world.violate(f"request {index} slot {place}: poison was answered")
-            expected = vector_of(np.frombuffer(ids, "<i4"), request.lora)
+            expected = computed(ids, request.lora, loaded or "")
             if not np.array_equal(np.array(slot["dense"]["values"], np.float32), expected):
                 world.violate(f"request {index} slot {place}: this is not the vector of its text")
 
-    def _check_error(self, index: int, request: Asked, code: str, reason: str, poisoned: bool) -> None:
-        world = self._world
+    def _models(self, request: Asked, epoch: str) -> list[Any]:
+        """Return the entries, or None for a removed one, that a request may be answered by since this epoch."""
+        source = self._world.source
+        names = [request.model]
+        if request.model == ALIAS:
+            aliases = source.documents(ALIAS, epoch)
+            names = [alias.heaviest.model for alias in aliases if isinstance(alias, Alias)]
+        return [document for name in names for document in source.documents(name, epoch)]
+
+    def _allowed(self, request: Asked, epoch: str) -> dict[tuple[str, str], str]:
+        """Return the fingerprints that a request may get: (model, fingerprint of its answers) -> of its loaded model."""
+        allowed = {}
+        for entry in filter(None, self._models(request, epoch)):
+            loaded = fingerprint(entry, entry.load, "float32")
+            allowed[entry.id, answer_fingerprint(loaded, lora_digest(request.lora), "")] = loaded
+        return allowed
+
+    def _check_error(self, index: int, request: Asked, error: dict[str, Any], poisoned: bool, epoch: str) -> None:
+        world, code, reason = self._world, error["code"], error.get("reason", "")
         if code == "INTERNAL_ERROR":
             world.violate(f"request {index} ended in INTERNAL_ERROR")
         elif code == "INFERENCE_ERROR" and reason == "poison":
             if not poisoned and sum(adapter.deaths for adapter in world.adapters) < 2:
                 world.violate(f"request {index} is called poison and is not")
+        elif code == "MODEL_NOT_FOUND":
+            if None not in self._models(request, epoch):
+                world.violate(f"request {index} ended in {code}, and {request.model} was not removed meanwhile")
         elif request.patient and code not in REFUSED and not (code == "MODEL_LOAD_FAILED" and world.loads_fail):
             world.violate(f"request {index} had {request.budget_s} s and ended in {code} {reason}")
 
@@ -100,7 +128,7 @@ class Checks:
     def on_batch(self, adapter: Adapter, batch: ipc.RunBatch) -> None:
         """Check a batch as the adapter receives it."""
         world = self._world
-        worker = next((process for process in world.workers if process.adapter is adapter), None)
+        worker = next((process for process in world.workers if adapter in process.adapters), None)
         if worker is None:
             return
         settings, tokens = worker.settings, len(batch.ids) // 4
@@ -111,7 +139,7 @@ class Checks:
         if len(batch.groups) > 1:
             if tokens > settings.max_batch_cost:
                 world.violate(f"batch {batch.batch} has {tokens} tokens, the budget is {settings.max_batch_cost}")
-            if adapter.suspects & inputs_of(batch):
+            if any(device.suspects & inputs_of(batch) for device in worker.adapters):
                 world.violate(f"batch {batch.batch} has an input that was in a batch that ended an adapter, and others")
         if len(batch.groups) > settings.batcher_max_batch_requests:
             world.violate(
@@ -164,26 +192,22 @@ class Checks:
         """Check before the clock moves that no due work waits while a device is free."""
         world, now_s = self._world, self._world.loop.now_s
         for process in world.workers:
-            worker, adapter = process.part, process.adapter
-            if worker is None or adapter is None or process.scope.dead:
+            if process.part is None or process.scope.dead:
                 continue
-            (device,) = worker.queues.all
-            waiting = device.waiting
-            if not waiting:
-                self._idle_s.pop(process.scope.name, None)
-                continue
-            link = device.link
-            bound_s = process.settings.batcher_coalesce_ms / 1000
-            is_free = (
-                link.connected and link.is_fresh() and not adapter.frozen and not adapter.running and adapter.listens
-            )
-            if is_free and now_s > min(job.arrived_s for job in waiting) + bound_s:
-                since_s = self._idle_s.setdefault(process.scope.name, now_s)
-                if now_s > since_s + IDLE_S:
-                    self._idle_s[process.scope.name] = math.inf  # reported once
-                    world.violate(f"{process.scope.name}: work is due for more than {IDLE_S} s before an idle device")
-            else:
-                self._idle_s.pop(process.scope.name, None)
+            for device, adapter in zip(process.part.queues.all, process.adapters, strict=False):
+                self._check_idle(process, device, adapter, now_s)
+
+    def _check_idle(self, process: Process, device: Any, adapter: Adapter, now_s: float) -> None:
+        link, bound_s = device.link, process.settings.batcher_coalesce_ms / 1000
+        name = f"{process.scope.name} before {adapter.name}"
+        is_free = link.connected and link.is_fresh() and not adapter.frozen and not adapter.running and adapter.listens
+        if is_free and device.waiting and now_s > min(job.arrived_s for job in device.waiting) + bound_s:
+            since_s = self._idle_s.setdefault(name, now_s)
+            if now_s > since_s + IDLE_S:
+                self._idle_s[name] = math.inf  # reported once
+                self._world.violate(f"{name}: work is due for more than {IDLE_S} s before an idle device")
+        else:
+            self._idle_s.pop(name, None)
 
     # the end
 
@@ -206,6 +230,12 @@ class Checks:
             for process in world.gateways
             if process.part is not None and process.part.inference.in_progress
         ]
+        newest = world.source.present_epoch
+        leftovers += [
+            f"the catalogue {process.epoch} of {process.scope.name}, which is not {newest}"
+            for process in (*world.workers, *world.gateways)
+            if process.epoch != newest
+        ]
         return ", ".join(leftovers)
 
     def at_rest(self) -> None:
@@ -220,6 +250,14 @@ class Checks:
                 self._expect(process, f"work held for {hosted.name}", hosted.held)
                 self._expect(process, f"work parked for {hosted.name}", hosted.parked)
         for process in self._world.gateways:
+            for quantity, count in zip(
+                ("tokens with a permit", "messages with a permit", "waiting bytes"),
+                process.part.inference._admission.occupied(),
+                strict=True,
+            ):
+                self._expect(process, quantity, count)
+            for (_, priority), shares in process.part.inference._admission._shares.items():
+                self._expect(process, f"{priority} tokens of keys", shares.total + len(shares.tokens))
             self._expect(process, "open collectors", len(process.part.inference._runner._inbox))
         for process in (*self._world.workers, *self._world.gateways):
             self._bounded(process)

@@ -26,9 +26,10 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from fake_adapter import TOKENIZER, toy_entry
-from inprocess import Source, settings_of
+from fake_adapter import TOKENIZER
+from inprocess import settings_of
 from simulation.adapter import Adapter, Costs, Faults
+from simulation.catalogue import ALIAS, MAX_TOKENS, ConfigService, alias_of
 from simulation.checks import Checks
 from simulation.clients import Asked, Client, Mode
 from simulation.network import Connection, Network, Rates
@@ -40,6 +41,7 @@ import sie_sidecar.process
 from sie_broker.memory import MemoryServer
 from sie_broker.memory.broker import MemoryWatch
 from sie_contracts.settings import Settings
+from sie_contracts.wire import ipc
 from sie_runtime.http import server as http
 from sie_runtime.process import Stop
 
@@ -60,6 +62,7 @@ class Plan:
 
     gateways: int
     workers: int
+    devices: int
     lanes: int
     room: int
     models: int
@@ -73,11 +76,18 @@ class Plan:
     failing: dict[str, list[str]]
     poison: int
 
+    @property
+    def kinds(self) -> set[str]:
+        return {kind for _, kind in self.faults}
+
 
 FAULTS = (
     "adapter dies",
     "adapter dies",
     "adapter freezes",
+    "device away",
+    "device full",
+    "memory short",
     "sidecar crashes",
     "gateway crashes",
     "worker cut off",
@@ -86,6 +96,10 @@ FAULTS = (
     "worker leaves",
     "worker joins",
     "everybody cut off",
+    "model changed",
+    "model restored",
+    "model removed",
+    "alias moved",
 )
 
 
@@ -118,6 +132,7 @@ def plan_of(seed: int) -> Plan:
     plan = Plan(
         gateways=draw.randint(1, 2),
         workers=draw.randint(1, 3),
+        devices=draw.choice((1, 1, 2)),
         lanes=draw.choice((1, 1, 2)),
         room=draw.randint(1, models),
         models=models,
@@ -144,7 +159,8 @@ def plan_of(seed: int) -> Plan:
     if seed % 3 == 1:  # gateways with a small cache, and texts that occur again
         plan.settings["SIE_CACHE_BYTES"] = str(64 << 10)
     if seed % 12 == 5:  # loads that fail while their worker is away: the error comes when another worker has the work
-        plan.workers, plan.models, plan.room, plan.storage, plan.rates = 2, 1, 1, "file", Rates()
+        plan.workers, plan.devices, plan.models, plan.room = 2, 1, 1, 1
+        plan.storage, plan.rates = "file", Rates()
         plan.costs, plan.poison = Costs(0.4, 1e-4, 5.0, 0.1), 0
         plan.settings |= {"SIE_ACK_WAIT_S": "4", "SIE_BATCHER_MAX_BATCH_REQUESTS": "12", "SIE_MAX_BATCH_COST": "1000"}
         plan.faults = [(draw.uniform(0.5, 2.5), "worker away")]
@@ -162,8 +178,16 @@ class Process:
     settings: Settings
     part: Any = None  # the Gateway or the Worker that `serve` made
     server: _Http | None = None
-    adapter: Adapter | None = None
+    adapters: tuple[Adapter, ...] = ()  # of a worker, one for each device
     asked: list[asyncio.Task[Any]] = field(default_factory=list)
+
+    @property
+    def epoch(self) -> str:
+        """Return the version of the catalogue that the process has; an empty string before the first."""
+        if self.part is None:
+            return ""
+        feed = self.part.inference._feed if not self.adapters else self.part.loading._feed
+        return str(feed.catalogue.epoch)
 
 
 @dataclass
@@ -197,9 +221,7 @@ class World:
         self._ids: dict[str, bytes] = {}
         server = MemoryServer(clock=loop.time, wall_clock=lambda: loop.now_s + EPOCH_S)
         self.network = Network(loop, server, plan.rates, seed + 2, self.log, self.violate, self._was_well)
-        self.source = Source(
-            *(toy_entry(model, family="text-encoder", max_tokens=160) for model in MODELS[: plan.models])
-        )
+        self.source = ConfigService(self._connect(Scope("config")), MODELS[: plan.models])
         self.faults = Faults({model: list(kinds) for model, kinds in plan.failing.items()})
         self.checks = Checks(self)
 
@@ -236,7 +258,7 @@ class World:
     @property
     def loads_fail(self) -> bool:
         """Return True if the plan has loads that are refused."""
-        return bool(self.plan.failing) or any(kind == "worker away" for _, kind in self.plan.faults)
+        return bool(self.plan.failing) or "worker away" in self.plan.kinds
 
     def _scope(self, kind: str) -> Scope:
         return Scope(f"{kind}{next(self._names)}", self.random.uniform(-30, 30))
@@ -250,6 +272,7 @@ class World:
                 "SIE_HEALTH_PUBLISH_INTERVAL_MS": "1000",
                 "SIE_HEARTBEAT_TIMEOUT_MS": "4000",
                 "SIE_WORKER_PING_INTERVAL_MS": "500",
+                "SIE_WORKER_CONFIG_POLL_INTERVAL_MS": "5000",
                 "SIE_STREAM_STORAGE": self.plan.storage,
                 "SIE_AUTH_MODE": "static",
                 "SIE_AUTH_TOKENS": "key-one,key-two,key-three",
@@ -267,13 +290,14 @@ class World:
         self.log("started", scope.name)
         return process
 
-    def start_worker(self, adapter: Adapter) -> Process:
-        """Start the sidecar of an adapter. A later one has the same worker id and the same machine."""
+    def start_worker(self, adapters: tuple[Adapter, ...]) -> Process:
+        """Start the sidecar of a machine's adapters. A later one has the same worker id and the same machine."""
         scope, stop = self._scope("worker"), Stop()
-        settings = self._settings(SIE_WORKER_ID=f"w-{adapter.name}", SIE_IPC_SOCKET_PATH=adapter.path)
+        first = adapters[0]
+        settings = self._settings(SIE_WORKER_ID=f"w-{first.name}", SIE_IPC_SOCKET_PATH=first.path)
         connection = self._connect(scope)
         serving = sie_sidecar.process.serve(settings, connection, self.source, stop, host="")
-        process = Process(scope, stop, connection, self.spawn(scope, serving, scope.name), settings, adapter=adapter)
+        process = Process(scope, stop, connection, self.spawn(scope, serving, scope.name), settings, adapters=adapters)
         self.workers.append(process)
         self.log("started", scope.name)
         return process
@@ -283,24 +307,30 @@ class World:
         context.run(SCOPE.set, scope)
         return context.run(self.network.connect, scope)
 
-    async def start_adapter(self) -> Adapter:
+    async def start_adapters(self) -> tuple[Adapter, ...]:
+        """Start the adapters of a new machine, one for each of its devices."""
         number = len(self.adapters)
-        adapter = Adapter(
-            self.loop,
-            f"{self._folder}/{number}",
-            f"adapter{number}",
-            lanes=self.plan.lanes,
-            room=self.plan.room,
-            costs=self.plan.costs,
-            faults=self.faults,
-            seed=self.seed + 100 + number,
-            log=self.log,
-            on_batch=self.checks.on_batch,
-            on_alone=self.checks.on_alone,
+        adapters = tuple(
+            Adapter(
+                self.loop,
+                ipc.device_socket(f"{self._folder}/{number}", device),
+                f"adapter{number}" + (f".{device}" if device else ""),
+                lanes=self.plan.lanes,
+                room=self.plan.room,
+                devices=self.plan.devices,
+                costs=self.plan.costs,
+                faults=self.faults,
+                seed=self.seed + 100 + number + 50 * device,
+                log=self.log,
+                on_batch=self.checks.on_batch,
+                on_alone=self.checks.on_alone,
+            )
+            for device in range(self.plan.devices)
         )
-        self.adapters.append(adapter)
-        await adapter.start()
-        return adapter
+        self.adapters += adapters
+        for adapter in adapters:
+            await adapter.start()
+        return adapters
 
     def process_of(self, scope: Scope) -> Process | None:
         return next((process for process in (*self.gateways, *self.workers) if process.scope is scope), None)
@@ -308,7 +338,7 @@ class World:
     def _was_well(self, scope: Scope, since_s: float) -> bool:
         process = self.process_of(scope)
         # a sidecar notices only by its pings that an adapter is silent, or answers again
-        return process is not None and process.adapter is not None and process.adapter.was_well_since(since_s - 4.0)
+        return process is not None and any(adapter.was_well_since(since_s - 4.0) for adapter in process.adapters)
 
     async def crash(self, process: Process) -> None:
         """Kill a process as SIGKILL does: no later action of its tasks has an effect."""
@@ -365,12 +395,21 @@ class World:
                 seconds = draw.choice((0.3, 2.0, 9.0))
                 adapter.freeze()
                 self.loop.call_later(seconds, self._unfreeze, adapter, draw.random() < 0.5)
+            case "device away":
+                draw.choice(self.adapters).die(draw.choice((2.0, 15.0)))
+            case "device full":  # the other devices take over what cannot be loaded here
+                worker = draw.choice(self.workers or [None])
+                if worker is not None and self.plan.devices > 1:
+                    draw.choice(worker.adapters).full_loads = 1
+            case "memory short":
+                adapter = draw.choice(self.adapters)
+                adapter.is_short = True
+                self.loop.call_later(draw.choice((0.5, 3.0)), adapter.has_memory)
             case "sidecar crashes" if self.workers:
                 worker = draw.choice(self.workers)
                 await self.crash(worker)
                 await asyncio.sleep(draw.uniform(0.1, 3.0))
-                assert worker.adapter is not None
-                self.start_worker(worker.adapter)
+                self.start_worker(worker.adapters)
             case "gateway crashes" if self.gateways:
                 self.gateway_crashes += 1
                 await self.crash(draw.choice(self.gateways))
@@ -379,10 +418,9 @@ class World:
             case "worker cut off" if self.workers:
                 await self._cut_off([draw.choice(self.workers).connection], draw.choice((0.05, 1.0, 7.0)))
             case "worker away" if self.workers:
-                loading = [worker for worker in self.workers if worker.adapter is not None and worker.adapter.loads]
+                loading = [worker for worker in self.workers if worker.adapters[0].loads]
                 away = draw.choice(loading or self.workers)
-                assert away.adapter is not None
-                away.adapter.fails_next = True
+                away.adapters[0].fails_next = True
                 await self._cut_off([away.connection], 9.0)
             case "gateway cut off" if self.gateways:
                 await self._cut_off([draw.choice(self.gateways).connection], draw.choice((0.05, 1.0, 7.0)))
@@ -398,11 +436,29 @@ class World:
                 worker = draw.choice(staying)  # a worker that leaves twice would come back as two at one adapter
                 await self.leave(worker)
                 await asyncio.sleep(1.0)
-                assert worker.adapter is not None
                 if not worker.scope.dead:  # otherwise the fault that killed the worker starts the next one
-                    self.start_worker(worker.adapter)
+                    self.start_worker(worker.adapters)
+            case "model changed" | "model restored" | "model removed" | "alias moved":
+                await self._catalogue_changes(kind)
             case "worker joins" if len(self.workers) < 4:
-                self.start_worker(await self.start_adapter())
+                self.start_worker(await self.start_adapters())
+
+    async def _catalogue_changes(self, kind: str) -> None:
+        draw, source = self.random, self.source
+        model = draw.choice(source.models())
+        match kind:
+            case "model changed":
+                await source.write(model, source.next_version(model))
+            case "model restored":
+                earlier = [document for document in source.documents(model, "") if document is not None]
+                await source.write(model, draw.choice(earlier))
+            case "model removed" if len(source.models()) > 1:  # a catalogue without models is not accepted
+                (entry,) = source.documents(model, source.present_epoch)
+                await source.write(model, None)
+                await asyncio.sleep(draw.choice((0.01, 0.5, 4.0)))
+                await source.write(model, draw.choice((entry, source.next_version(model))))
+            case "alias moved":
+                await source.write(ALIAS, alias_of(model))
 
     def _unfreeze(self, adapter: Adapter, dies: bool) -> None:
         adapter.thaw()
@@ -433,6 +489,7 @@ class World:
         self.healed_s = self.loop.now_s
         self.plan.rates.heal()
         for adapter in self.adapters:
+            adapter.has_memory()
             if adapter.frozen:
                 adapter.thaw()
         for process in (*self.gateways, *self.workers):
@@ -442,7 +499,7 @@ class World:
 
     async def run(self) -> None:
         for _ in range(self.plan.workers):
-            self.start_worker(await self.start_adapter())
+            self.start_worker(await self.start_adapters())
         for _ in range(self.plan.gateways):
             self.start_gateway()
         await self._until(self._is_up, START_S, "the cluster is up")
@@ -513,13 +570,17 @@ class World:
                 usual = [text for text in before if self.ids(text) not in self.faults.poison]
                 texts = [draw.choice(usual) if usual and draw.random() < 0.5 else text for text in texts]
             model = MODELS[min(int(draw.expovariate(1.0)), plan.models - 1)]
+            if "alias moved" in plan.kinds and draw.random() < 0.3:
+                model = ALIAS
             lora = draw.choice(LORAS) if model == MODELS[0] and draw.random() < 0.3 else ""
             patient = draw.random() < 0.7
             budget_s = plan.traffic_s + 45.0 if patient else draw.choice((0.3, 1.5, 5.0))
             mode: Mode = "bulk" if draw.random() < 0.35 else "interactive"
             leaves_s = draw.uniform(0.01, 2.0) if draw.random() < 0.06 else None
-            if index in poisoned:
-                self.faults.poison.add(self.ids(texts[draw.randrange(count)]))
+            if index in poisoned:  # a text that occurs again would end adapters again with another model or LoRA
+                place = draw.randrange(count)
+                texts[place] = f"{index}.{place} poison"
+                self.faults.poison.add(self.ids(texts[place]))
             requests.append(
                 Asked(
                     at_s,
@@ -538,10 +599,9 @@ class World:
     def ids(self, text: str) -> bytes:
         """Return the truncated token ids that the model reads, as the wire has them."""
         if text not in self._ids:
-            limit = 160
             token_ids = self._tokenizer.encode(text).ids
-            if len(token_ids) > limit:
-                token_ids = [*token_ids[: limit - 1], token_ids[-1]]
+            if len(token_ids) > MAX_TOKENS:
+                token_ids = [*token_ids[: MAX_TOKENS - 1], token_ids[-1]]
             self._ids[text] = np.array(token_ids, "<i4").tobytes()
         return self._ids[text]
 
@@ -554,9 +614,10 @@ class World:
                 "ask",
                 f"{index} {len(request.texts)} x {request.model} {request.lora} {request.mode} {request.budget_s} s",
             )
+            epoch = gateway.epoch if gateway is not None else ""
             answer = await Client(self, request, gateway).run()
             self.log("answer", f"{index} {answer.status} {answer.code}")
-            self.checks.on_answer(index, request, answer)
+            self.checks.on_answer(index, request, answer, epoch)
             if not request.patient or answer.left or answer.code not in AGAIN:
                 return
             await asyncio.sleep(AGAIN_S)

@@ -350,8 +350,13 @@ class DeviceQueues:
 
 def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.RunBatch, BatchNote]:
     """Return the frame that sends a batch to the adapter, and the note about the batch for answers and metrics. `span`:
-    the batch's span in a trace; without it, the batch belongs to the trace of its first work item.
+    the batch's span in a trace; without it, the batch belongs to the trace of its first work item. Raises ModelLoading
+    if the model is not loaded: without its fingerprint, the adapter could run another entry of the model.
     """
+    first, key = batch.entries[0].work, batch.key
+    ready = first.hosted.ready if first.hosted is not None else None
+    if ready is None:
+        raise ModelLoading(f"{key.residency} was unloaded while its work waited")
     parts = []
     for entry in batch.entries:
         item = entry.work.item
@@ -361,8 +366,6 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
         context = own.context if own is not None and own.is_recording else NONE
         chunked = tuple(entry.work.chunked[index] for index in chosen) if entry.work.chunked else ()
         parts.append(BatchPart(run, work, context, item.asker, chunked))
-    first, key = batch.entries[0].work, batch.key
-    ready = first.hosted.ready if first.hosted is not None else None
     above = span or first.span
     frame = rows.to_batch(
         name,
@@ -373,7 +376,7 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
         pooling=key.pooling,
         lora=key.lora,
         context=above.context if above is not None else Context(first.item.traceparent, first.item.tracestate),
-        fingerprint=ready.loaded.fingerprint if ready is not None else "",
+        fingerprint=ready.loaded.fingerprint,
     )
     tokens = attention = 0
     for part in parts:
