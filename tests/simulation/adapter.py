@@ -12,7 +12,6 @@ import contextvars
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,7 +27,7 @@ from sie_contracts.wire.messages import ArraySlice, Ok
 
 LORAS_KEPT = 2
 MODEL_BYTES = 1 << 20
-ModelInput = tuple[str, str, bytes]  # model, LoRA, token ids
+ModelInput = tuple[str, str, bytes]  # fingerprint of the model, LoRA, token ids
 RESTART_S = 0.1  # until a spare process takes over
 
 
@@ -61,6 +60,7 @@ class Adapter:
         path: str,
         name: str,
         *,
+        is_last: bool,
         lanes: int,
         room: int,
         devices: int,
@@ -72,6 +72,7 @@ class Adapter:
         on_alone: Callable[[set[ModelInput]], None],
     ) -> None:
         self.path, self.name = path, name
+        self.is_last = is_last  # the last device of its worker
         self.lanes, self.room, self.devices, self.costs, self.faults = lanes, room, devices, costs, faults
         self.loaded: dict[str, ipc.LoadedModel] = {}
         self.loras: dict[str, list[str]] = {}
@@ -181,7 +182,15 @@ class Adapter:
             case ipc.Describe():
                 models = tuple(self.loaded.values())
                 return ipc.Description(
-                    ipc.PROTOCOL, 1, "simulated", "0", self.lanes, "", len(models) * MODEL_BYTES, self.room * MODEL_BYTES, models,
+                    ipc.PROTOCOL,
+                    1,
+                    "simulated",
+                    "0",
+                    self.lanes,
+                    "",
+                    len(models) * MODEL_BYTES,
+                    self.room * MODEL_BYTES,
+                    models,
                     devices=self.devices,
                 )
             case ipc.Release(model):
@@ -318,10 +327,10 @@ def rows_of(batch: ipc.RunBatch) -> list[bytes]:
 
 
 def inputs_of(batch: ipc.RunBatch) -> set[ModelInput]:
-    """Return the inputs of a batch. The same text with another LoRA is another input, as for
-    `contents.content_keys`.
+    """Return the inputs of a batch. The same text with another LoRA, or another revision of the model, is another
+    input, as for `contents.content_keys`.
     """
-    return {(batch.model, batch.lora, row) for row in rows_of(batch)}
+    return {(batch.fingerprint, batch.lora, row) for row in rows_of(batch)}
 
 
 def computed(row: bytes, lora: str, fingerprint: str) -> NDArray[np.float32]:

@@ -98,7 +98,7 @@ class Checks:
         return [document for name in names for document in source.documents(name, epoch)]
 
     def _allowed(self, request: Asked, epoch: str) -> dict[tuple[str, str], str]:
-        """Return the fingerprints that a request may get: (model, fingerprint of its answers) -> of its loaded model."""
+        """Return what a request may get since this epoch: (model, fingerprint of answers) -> fingerprint of a load."""
         allowed = {}
         for entry in filter(None, self._models(request, epoch)):
             loaded = fingerprint(entry, entry.load, "float32")

@@ -315,6 +315,7 @@ class World:
                 self.loop,
                 ipc.device_socket(f"{self._folder}/{number}", device),
                 f"adapter{number}" + (f".{device}" if device else ""),
+                is_last=device == self.plan.devices - 1,
                 lanes=self.plan.lanes,
                 room=self.plan.room,
                 devices=self.plan.devices,
@@ -397,10 +398,8 @@ class World:
                 self.loop.call_later(seconds, self._unfreeze, adapter, draw.random() < 0.5)
             case "device away":
                 draw.choice(self.adapters).die(draw.choice((2.0, 15.0)))
-            case "device full":  # the other devices take over what cannot be loaded here
-                worker = draw.choice(self.workers or [None])
-                if worker is not None and self.plan.devices > 1:
-                    draw.choice(worker.adapters).full_loads = 1
+            case "device full" if self.plan.devices > 1:  # the first device takes over what cannot be loaded there
+                draw.choice([adapter for adapter in self.adapters if adapter.is_last]).full_loads = 1
             case "memory short":
                 adapter = draw.choice(self.adapters)
                 adapter.is_short = True

@@ -175,8 +175,15 @@ async def test_devices_of_one_name_get_a_number_and_cpus_share_their_memory(two:
 
 
 async def dead_with_work(two: TwoDevices) -> tuple[list[asyncio.Task[httpx.Response]], ...]:
-    """Stop the first adapter while it has work. Return the requests whose batches it had, and the requests that waited
-    for it.
+    """Stop the first adapter while it has work. Return the requests of `with_work`."""
+    begun, waiting = await with_work(two)
+    await two.first.stop()
+    return begun, waiting
+
+
+async def with_work(two: TwoDevices) -> tuple[list[asyncio.Task[httpx.Response]], ...]:
+    """Let the first adapter hold its work. Return the requests whose batches it has, and the requests that wait for
+    it.
     """
     await two.answered("a")
     two.first.hold_batches = True
@@ -190,7 +197,6 @@ async def dead_with_work(two: TwoDevices) -> tuple[list[asyncio.Task[httpx.Respo
         return bool(await two.sidecar.metric("sie_queue_depth", model="toy/one") == 7)
 
     await until_told(held, "all work at the worker")
-    await two.first.stop()
     return begun, waiting
 
 
@@ -291,6 +297,27 @@ async def test_a_worker_is_not_ready_without_any_adapter(two: TwoDevices) -> Non
 async def test_a_load_that_fails_for_memory_is_tried_on_another_device(two: TwoDevices) -> None:
     two.first.refusals["toy/one"] = ModelLoadFailed("too large", extras={"error_class": "OOM"})
     await two.answered("a")
+    assert (two.first.loads, two.second.loads) == (["toy/one"], ["toy/one"])
+
+
+async def test_all_work_that_waited_for_a_load_that_fails_for_memory_runs_on_another_device(two: TwoDevices) -> None:
+    begun, waiting = await with_work(two)
+    two.first.loaded.clear()
+    two.first.refusals["toy/one"] = ModelLoadFailed("too large", extras={"error_class": "OOM"})
+    two.first.let_go()
+    for text, answer in zip("bcdefgh", begun + waiting, strict=True):
+        check(await answer, text)
+    assert two.second.loads == ["toy/one"]
+
+
+async def test_a_load_that_fails_for_memory_waits_for_a_device_whose_adapter_restarts(two: TwoDevices) -> None:
+    two.first.refusals["toy/one"] = ModelLoadFailed("too large", extras={"error_class": "OOM"})
+    await two.second.stop()
+    await until(lambda: not two.cluster.beats[-1].devices[1].ready, "the loss of the second adapter")
+    (answer,) = two.ask("a")
+    await two.first.until(lambda adapter: adapter.loads, "the load that fails")
+    await two.second.start()
+    check(await answer, "a")
     assert (two.first.loads, two.second.loads) == (["toy/one"], ["toy/one"])
 
 

@@ -16,6 +16,7 @@ from inprocess import until
 from sie_broker import Delivery, Write
 from sie_broker.dead_letters import Letters
 from sie_broker.memory import MemoryServer
+from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.media.contents import content_keys
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import CancelRequests, Input, RunOptions, WorkItem
@@ -70,6 +71,18 @@ async def test_a_known_poison_is_refused_before_it_runs(cluster: Direct) -> None
     later = await cluster.publish("good", "bad")
     assert reasons(await cluster.result(later)) == ["", POISON]
     assert len(adapter.deaths) == 2
+
+
+async def test_a_suspect_whose_model_does_not_fit_there_again_runs_on_another_device(cluster: Direct) -> None:
+    first = await cluster.deadly("bad", devices=2)
+    second = await cluster.adapter("deadly.sock.1", devices=2)
+    await cluster.sidecar(first)
+    assert reasons(await cluster.result(await cluster.publish("before"))) == [""]
+    first.refusals[ENTRY.id] = ModelLoadFailed("too large", extras={"error_class": "OOM"})
+    item = await cluster.publish("bad", "good")
+    result = await cluster.result(item)
+    assert (reasons(result), is_right(result, item, 0), is_right(result, item, 1)) == (["", ""], True, True)
+    assert (first.deaths, [len(batch.groups) for batch in second.batches]) == ([["bad", "good"]], [1, 1])
 
 
 async def test_copies_of_a_poison_in_one_batch_cost_no_more_deaths(cluster: Direct) -> None:

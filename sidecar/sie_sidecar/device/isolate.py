@@ -109,7 +109,7 @@ class Isolate:
                 return
             try:
                 outcome, block, ran = await self._outcome(flight, index, keys[index])
-            except AdapterGone:  # this device has no adapter any more: another device takes over
+            except AdapterGone:  # this device has no adapter or no memory any more: another device takes over
                 assert flight.hosted is not None
                 self._isolates[self._loading.moved(flight.hosted, [flight]).device].add(flight)
                 return
@@ -123,7 +123,7 @@ class Isolate:
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
         """Run an input alone and return its outcome: an error if the input has crashed two adapters, is late, or if
-        loading its model or running it fails. Raises AdapterGone if this device stays without an adapter.
+        loading its model or running it fails. Raises AdapterGone if another device must run it.
         """
         hosted, lora = flight.hosted, flight.item.options.lora
         assert hosted is not None

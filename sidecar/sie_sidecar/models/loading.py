@@ -232,8 +232,9 @@ class Loading:
 
         If the adapter is lost, wait for it or another device and try again, until the last deadline of the items: an
         input that crashes every adapter must not run for ever. `past_gate`: the items have left the queue, and run on
-        their device although the model is closed to new work; if the adapter stays away, raise AdapterGone instead of
-        moving them. `in_turn`: the caller holds the lock `LoraLoads.turn`.
+        their device although the model is closed to new work; if the adapter stays away, or another device may have
+        room for the model, raise AdapterGone instead of moving them. `in_turn`: the caller holds the lock
+        `LoraLoads.turn`.
         """
         began_s = self._clock()
         try:
@@ -266,18 +267,29 @@ class Loading:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(until_s - self._clock()):
                         await (link.wait_connected() if past_gate else self._links.wait_connected())
-            except ModelLoadFailed:
+            except ModelLoadFailed as error:
                 chosen = self.models.obtain(hosted.resolved, hosted.revision)
-                # `obtain` chooses a device with a failed load only if other devices would probably fail too
-                if past_gate or chosen.refusal(self._clock()) is not None:
-                    raise
-                hosted = self._move(flights, chosen)
+                # without a device where the model may fit, the chosen one has a failed load too
+                if chosen.refusal(self._clock()) is not None:
+                    if error.extras.get("permanent") or not await self._is_another_back():
+                        raise
+                elif past_gate:
+                    raise AdapterGone(f"{hosted.name} was not loaded on device {hosted.device}", died=False) from error
+                else:
+                    hosted = self._move(flights, chosen)
             except ModelLoading:  # the model was evicted before its LoRA was loaded
                 hosted.mark_unloaded()
             else:
                 if hosted.state == "loaded":  # otherwise it was evicted meanwhile, and is loaded again
                     return
         raise GatewayTimeout("the time limit of the request passed before its model was loaded")
+
+    async def _is_another_back(self) -> bool:
+        """Wait until a device without an adapter has one again, at most until AWAY_S seconds after the last loss."""
+        for link in [link for link in self._links if not link.connected]:
+            if await link.is_back():
+                return True
+        return False
 
     def moved(self, hosted: ModelState, flights: Sequence[InFlight]) -> ModelState:
         """Assign these work items to another device. Return the state of their model there."""

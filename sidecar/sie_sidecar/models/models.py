@@ -857,7 +857,8 @@ class WorkerModels:
         return DeviceView(
             connected=device.link.connected,
             loaded=is_open,
-            coming=not is_open and (hosted.state in ("loaded", "loading") or hosted.has_waiters),
+            # the callers that wait for a load still count for a moment after it has failed
+            coming=not is_open and (hosted.state in ("loaded", "loading") or (refusal is None and hosted.has_waiters)),
             refused=refusal is not None,
             gives_up=refusal is not None and refusal.extras.get("error_class") in PERMANENT,
             held_cost=device.held_cost,
