@@ -118,6 +118,13 @@ class Checks:
         elif request.patient and code not in REFUSED and not (code == "MODEL_LOAD_FAILED" and world.loads_fail):
             world.violate(f"request {index} had {request.budget_s} s and ended in {code} {reason}")
 
+    def on_operation(self, action: str, model: str, answer: Answered, epoch: str) -> None:
+        """Check the answer to an operator. `epoch`: as in `on_answer`."""
+        is_removed = answer.code == "MODEL_NOT_FOUND" and None in self._world.source.documents(model, epoch)
+        is_away = answer.status == 0 and (answer.code == "refused" or self._world.gateway_crashes)
+        if not (answer.status in (200, 202) or answer.code in REFUSED or is_removed or is_away):
+            self._world.violate(f"the operator's {action} of {model} ended in {answer.status} {answer.code}")
+
     # batches
 
     def on_alone(self, inputs: set[ModelInput]) -> None:
@@ -243,6 +250,8 @@ class Checks:
         for process in self._world.workers:
             worker = process.part
             self._expect(process, "held cost", worker.inventory.load(bulk=True)[0])
+            if (fetching := worker._settle._fetching) is not None:
+                self._expect(process, "bytes of payloads", fetching.held_bytes)
             for device in worker.queues.all:
                 self._expect(process, "batches sent", device.sent)
                 self._expect(process, "work items waiting", len(device.waiting))

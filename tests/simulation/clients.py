@@ -48,13 +48,35 @@ class Answered:
 
 
 class Client:
-    def __init__(self, world: World, request: Asked, gateway: Process | None) -> None:
-        self._world, self._asked, self._gateway = world, request, gateway
+    """One HTTP POST to `path` of a gateway, by a client that disconnects after `leaves_s`."""
+
+    def __init__(
+        self,
+        world: World,
+        gateway: Process | None,
+        path: str,
+        headers: dict[str, str],
+        body: dict[str, Any],
+        leaves_s: float | None = None,
+    ) -> None:
+        self._world, self._gateway, self._path, self._leaves_s = world, gateway, path, leaves_s
+        self._request_headers, self._body = {"content-type": "application/json", **headers}, orjson.dumps(body)
         self._gone = asyncio.Event()
         self._status = 0
         self._headers: dict[str, str] = {}
         self._pieces: list[bytes] = []
         self._body_read = False
+
+    @classmethod
+    def of(cls, world: World, request: Asked, gateway: Process | None) -> Client:
+        headers = {
+            "authorization": f"Bearer {request.key}",
+            "x-sie-priority": request.mode,
+            "x-sie-timeout-ms": str(int(request.budget_s * 1000)),
+        }
+        params = {"lora_id": request.lora} if request.lora else {}
+        body = {"items": request.texts, "params": params}
+        return cls(world, gateway, f"/v1/encode/{request.model}", headers, body, request.leaves_s)
 
     async def run(self) -> Answered:
         """Send the request once. A connection to a gateway that does not listen yet waits until it does."""
@@ -66,8 +88,7 @@ class Client:
         start_s = world.loop.now_s
         task = world.spawn(gateway.scope, gateway.server.app(self._scope(), self._receive, self._send), "a request")
         gateway.asked.append(task)
-        leaves = self._asked.leaves_s
-        done, _ = await asyncio.wait({task}, timeout=leaves)
+        done, _ = await asyncio.wait({task}, timeout=self._leaves_s)
         if not done:
             self._gone.set()
             world.log("client leaves")
@@ -83,23 +104,16 @@ class Client:
         return Answered(self._status, code, body, self._headers, took_s, left=not done)
 
     def _scope(self) -> dict[str, Any]:
-        request = self._asked
-        headers = {
-            "content-type": "application/json",
-            "authorization": f"Bearer {request.key}",
-            "x-sie-priority": request.mode,
-            "x-sie-timeout-ms": str(int(request.budget_s * 1000)),
-        }
         return {
             "type": "http",
             REQUEST_ID: uuid7(),
             "method": "POST",
-            "path": f"/v1/encode/{request.model}",
+            "path": self._path,
             "raw_path": b"",
             "query_string": b"",
             "scheme": "http",
             "http_version": "1.1",
-            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+            "headers": [(name.encode(), value.encode()) for name, value in self._request_headers.items()],
             "root_path": "",
             "client": ("sim", 1),
             "server": ("sim", 1),
@@ -108,12 +122,7 @@ class Client:
     async def _receive(self) -> dict[str, Any]:
         if not self._body_read:
             self._body_read = True
-            params = {"lora_id": self._asked.lora} if self._asked.lora else {}
-            return {
-                "type": "http.request",
-                "body": orjson.dumps({"items": self._asked.texts, "params": params}),
-                "more_body": False,
-            }
+            return {"type": "http.request", "body": self._body, "more_body": False}
         await self._gone.wait()
         return {"type": "http.disconnect"}
 

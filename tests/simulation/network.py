@@ -110,6 +110,10 @@ class Network:
                 return name
         return ""
 
+    async def pause(self, fate: str) -> None:
+        """Let the time pass that one way of an operation takes."""
+        await asyncio.sleep(self.random.uniform(0.01, LATE_S) if fate == "late" else self.latency_s())
+
     # checks of messages
 
     def published(self, data: bytes, published: Published) -> None:
@@ -187,16 +191,12 @@ class Connection(MemoryBroker):
             self.network.log("reconnected", self.name)
         super().reconnect()
 
-    async def _late(self, fate: str) -> None:
-        network = self.network
-        await asyncio.sleep(network.random.uniform(0.01, LATE_S) if fate == "late" else network.latency_s())
-
     async def reach(self, timeout_s: float) -> float:
         """Reach the broker, which every request to it does first."""
         if not self._live or _SURE.get():
             return await super().reach(timeout_s)
         fate = self.network.draw()
-        await self._late(fate)
+        await self.network.pause(fate)
         if fate == "lost":
             await self._no_answer("a question", timeout_s)
         return await super().reach(timeout_s)
@@ -216,7 +216,7 @@ class Connection(MemoryBroker):
 
     async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
         network, fate = self.network, self.network.draw() if self._live else ""
-        await self._late(fate)
+        await network.pause(fate)
         if fate == "lost":
             await self._no_answer("a publish", timeout_s)
         published = await super().publish(subject, data, message_id, timeout_s)
@@ -248,14 +248,14 @@ class Connection(MemoryBroker):
         fate = self.network.draw()
         if fate in ("lost", "answer_lost"):
             await self._no_answer(f"the answer to {operation}", 5.0)
-        await self._late(fate)
+        await self.network.pause(fate)
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
         if not self._live:
             timeout_s = await super().reach(timeout_s)
         network, fate = self.network, self.network.draw()
         network.sent(data, self.scope)
-        await self._late(fate)
+        await network.pause(fate)
         if fate == "lost":
             await self._no_answer("a request", timeout_s)
         if fate == "twice" and self._live:

@@ -31,8 +31,9 @@ from inprocess import settings_of
 from simulation.adapter import Adapter, Costs, Faults
 from simulation.catalogue import ALIAS, MAX_TOKENS, ConfigService, alias_of
 from simulation.checks import Checks
-from simulation.clients import Asked, Client, Mode
+from simulation.clients import Answered, Asked, Client, Mode
 from simulation.network import Connection, Network, Rates
+from simulation.payloads import Payloads
 from simulation.virtual import EPOCH_S, SCOPE, Scope, VirtualLoop, virtual_time
 from tokenizers import Tokenizer
 
@@ -44,14 +45,18 @@ from sie_contracts.settings import Settings
 from sie_contracts.wire import ipc
 from sie_runtime.http import server as http
 from sie_runtime.process import Stop
+from sie_sidecar.prepare.fetching import PayloadFetching
 
 MODELS = ("toy/a", "toy/b", "toy/c")
 LORAS = ("org/x", "org/y", "org/z")
+OPERATOR = "key-of-the-operator"
+PAYLOAD_MEMORY_BYTES = 8000  # of inputs from the payload store in a sidecar: a few of them wait for memory
 REQUESTS = 96
 TRIES, AGAIN_S = 4, 1.0  # tries of a request that was refused, and the pause between them
 AGAIN = ("QUEUE_UNAVAILABLE", "MODEL_LOAD_FAILED", "refused", "closed")
 START_S = 60.0  # until everything must be up
 SETTLE_S = 60.0  # after the last client, until nothing is left
+OPERATION_S = 40.0  # until a load or unload that an operator requests at rest has come true
 STOP_S = 40.0
 MAX_S = 600.0  # limit for the whole run, in virtual time
 
@@ -100,7 +105,10 @@ FAULTS = (
     "model restored",
     "model removed",
     "alias moved",
+    "operator loads",
+    "operator unloads",
 )
+STORE_FAULTS = ("payloads expire", "payload store away")
 
 
 @functools.cache
@@ -158,6 +166,12 @@ def plan_of(seed: int) -> Plan:
             plan.settings["SIE_SWAP_AFTER_MS"], plan.poison = "1000", 0  # each death costs a load
     if seed % 3 == 1:  # gateways with a small cache, and texts that occur again
         plan.settings["SIE_CACHE_BYTES"] = str(64 << 10)
+    if draw.random() < 0.3:  # large inputs are in the payload store
+        plan.settings |= {"SIE_PAYLOAD_STORE_URL": "/simulated", "SIE_INLINE_PAYLOAD_BYTES": "1024"}
+        plan.faults += [
+            (draw.uniform(0.1, traffic_s), draw.choice(STORE_FAULTS)) for _ in range(draw.choice((0, 0, 1, 3)))
+        ]
+        plan.faults.sort()
     if seed % 12 == 5:  # loads that fail while their worker is away: the error comes when another worker has the work
         plan.workers, plan.devices, plan.models, plan.room = 2, 1, 1, 1
         plan.storage, plan.rates = "file", Rates()
@@ -221,6 +235,7 @@ class World:
         self._ids: dict[str, bytes] = {}
         server = MemoryServer(clock=loop.time, wall_clock=lambda: loop.now_s + EPOCH_S)
         self.network = Network(loop, server, plan.rates, seed + 2, self.log, self.violate, self._was_well)
+        self.payloads = Payloads(self.network)
         self.source = ConfigService(self._connect(Scope("config")), MODELS[: plan.models])
         self.faults = Faults({model: list(kinds) for model, kinds in plan.failing.items()})
         self.checks = Checks(self)
@@ -276,6 +291,7 @@ class World:
                 "SIE_STREAM_STORAGE": self.plan.storage,
                 "SIE_AUTH_MODE": "static",
                 "SIE_AUTH_TOKENS": "key-one,key-two,key-three",
+                "SIE_ADMIN_TOKEN": OPERATOR,
                 **self.plan.settings,
                 **more,
             }
@@ -437,6 +453,18 @@ class World:
                 await asyncio.sleep(1.0)
                 if not worker.scope.dead:  # otherwise the fault that killed the worker starts the next one
                     self.start_worker(worker.adapters)
+            case "operator loads" | "operator unloads" if self.gateways:
+                action = kind.removeprefix("operator ").removesuffix("s")
+                model, gateway = draw.choice(MODELS[: self.plan.models]), draw.choice(self.gateways)
+                epoch = gateway.epoch
+                answer = await self._operate(gateway, model, action)
+                self.checks.on_operation(action, model, answer, epoch)
+            case "payloads expire":
+                self.log("expired", f"{self.payloads.expire()} payloads")
+            case "payload store away":
+                self.payloads.is_away = True
+                await asyncio.sleep(draw.choice((0.3, 4.0)))
+                self.payloads.is_away = False
             case "model changed" | "model restored" | "model removed" | "alias moved":
                 await self._catalogue_changes(kind)
             case "worker joins" if len(self.workers) < 4:
@@ -458,6 +486,28 @@ class World:
                 await source.write(model, draw.choice((entry, source.next_version(model))))
             case "alias moved":
                 await source.write(ALIAS, alias_of(model))
+
+    async def _operate(self, gateway: Process, model: str, action: str) -> Answered:
+        headers = {"authorization": f"Bearer {OPERATOR}"}
+        answer = await Client(self, gateway, f"/v1/models/{model}/{action}", headers, {}).run()
+        self.log("operator", f"{action} {model} {answer.status} {answer.code}")
+        return answer
+
+    async def _operator_has_the_last_word(self) -> None:
+        """Load and unload a model while no work needs any: both must come true."""
+        model = self.random.choice(self.source.models())
+        for action, is_loaded in (("load", True), ("unload", False)):
+            answer = await self._operate(self.gateways[0], model, action)
+            if answer.status not in (200, 202):
+                self.violate(f"the operator's {action} of {model} ended in {answer.status} {answer.code}")
+            await asyncio.sleep(1.0)  # messages of one connection overtake each other here, unlike in NATS
+            await self._until(
+                lambda is_loaded=is_loaded: (
+                    any(worker.part.models.is_open(model) for worker in self.workers) is is_loaded
+                ),
+                OPERATION_S,
+                f"the operator's {action} of {model}",
+            )
 
     def _unfreeze(self, adapter: Adapter, dies: bool) -> None:
         adapter.thaw()
@@ -519,6 +569,8 @@ class World:
             lambda: not self.checks.left(), SETTLE_S, lambda: f"nothing is left, but {self.checks.left()}"
         )
         self.checks.at_rest()
+        if self.gateways and self.workers and not self.loads_fail:
+            await self._operator_has_the_last_word()
         for process in [*self.workers, *self.gateways]:
             await self.leave(process)
         for adapter in self.adapters:
@@ -564,6 +616,9 @@ class World:
             texts = [
                 f"{index}.{place} " + "".join(draw.choices(letters, k=length)) for place, length in enumerate(lengths)
             ]
+            if "SIE_PAYLOAD_STORE_URL" in plan.settings:
+                large = lambda: "".join(draw.choices(letters, k=draw.choice((1100, 3000, 9000))))  # noqa: E731
+                texts = [text + large() if draw.random() < 0.2 else text for text in texts]
             if "SIE_CACHE_BYTES" in plan.settings:
                 before = [text for earlier in requests[-20:] for text in earlier.texts]
                 usual = [text for text in before if self.ids(text) not in self.faults.poison]
@@ -614,7 +669,7 @@ class World:
                 f"{index} {len(request.texts)} x {request.model} {request.lora} {request.mode} {request.budget_s} s",
             )
             epoch = gateway.epoch if gateway is not None else ""
-            answer = await Client(self, request, gateway).run()
+            answer = await Client.of(self, request, gateway).run()
             self.log("answer", f"{index} {answer.status} {answer.code}")
             self.checks.on_answer(index, request, answer, epoch)
             if not request.patient or answer.left or answer.code not in AGAIN:
@@ -696,6 +751,9 @@ def _in_place(world: World, sink: Callable[[str], None] | None) -> Iterator[None
             process.server = server
         return server
 
+    def stored(url: str | None) -> Payloads | None:
+        return world.payloads if url else None
+
     handler = _Errors(world, sink)
     logger = logging.getLogger("sie")
     level, propagates = logger.level, logger.propagate
@@ -705,6 +763,9 @@ def _in_place(world: World, sink: Callable[[str], None] | None) -> Iterator[None
     with contextlib.ExitStack() as stack:
         for target, name, value in (
             (sie_gateway.process, "HttpServer", http),
+            (sie_gateway.process, "open_store", stored),
+            (sie_sidecar.process, "open_store", stored),
+            (PayloadFetching.__init__, "__defaults__", (PAYLOAD_MEMORY_BYTES,)),
             (sie_gateway.process, "Gateway", made(sie_gateway.process.Gateway)),
             (sie_sidecar.process, "HttpServer", http),
             (sie_sidecar.process, "Worker", made(sie_sidecar.process.Worker)),
