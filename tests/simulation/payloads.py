@@ -14,6 +14,9 @@ from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing
 
 
+REFUSED_S = 1.0  # until a lost request has failed
+
+
 class _Stored(NamedTuple):
     data: bytes
     written_s: float
@@ -62,6 +65,6 @@ class Payloads:
     async def _reach(self, timeout_s: float) -> None:
         fate = self._network.draw()
         if self.is_away or fate in ("lost", "answer_lost"):
-            await asyncio.sleep(timeout_s)
-            raise StoreError(f"no answer within {timeout_s:.3g} s")
+            await asyncio.sleep(min(timeout_s, REFUSED_S))
+            raise StoreError("the store refused the request")
         await self._network.pause(fate)

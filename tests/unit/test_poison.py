@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from direct import ENTRY, Direct, is_right, reasons
+from fake_adapter import texts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inprocess import until
@@ -146,6 +147,20 @@ async def test_a_suspect_that_is_cancelled_while_it_waits_for_the_device_does_no
     results = [await cluster.result(item) for item in (good, await cluster.publish("later"))]
     assert [reasons(result) for result in results] == [[""], [""]]
     assert adapter.deaths == []
+
+
+async def test_no_further_input_of_a_suspect_runs_after_it_is_cancelled_while_one_runs(cluster: Direct) -> None:
+    adapter = await cluster.deadly("bad")
+    await cluster.sidecar(adapter)
+    suspect = await cluster.publish("first", "second", "bad")
+    await adapter.until(lambda adapter: adapter.deaths, "the death")
+    adapter.hold_batches = True
+    await adapter.until(lambda adapter: adapter.running, "the first input alone")
+    await cluster.broker.send(topology.cancel_subject("_default"), messages.encode(CancelRequests((suspect.request,))))
+    await cluster.left(0)
+    adapter.let_go()
+    assert reasons(await cluster.result(await cluster.publish("later"))) == [""]
+    assert [texts_of(batch) for batch in adapter.batches] == [["first", "second", "bad"], ["first"], ["later"]]
 
 
 async def test_a_poison_leaves_a_dead_letter_with_the_whole_item(cluster: Direct) -> None:

@@ -1,12 +1,12 @@
 """Work item in flight: one object with one stage, and functions that join the outcomes of its inputs. No I/O.
 
     preparing ──► waiting ──► sealed (in a batch) ──► running ──► settled
-        ▲                                             │   ▲
-        └── model evicted, or adapter lost ◄──────────┘   └── isolated: it runs alone, because a batch with it
-                                                              crashed an adapter
+        ▲                                             │  └── isolated: its inputs run alone, because a batch ──► settled
+        └── model evicted, or adapter gone ◄──────────┘      with them crashed an adapter
 
 A work item may become settled from every stage: answered, cancelled, refused or late. A work item that is cancelled
-while it runs is still run and answered, unless it generates text token by token: then the adapter stops it.
+while it runs is still run and answered, unless it generates text token by token: then the adapter stops it. If it is
+isolated, no further input of it runs.
 
 `Inventory` has all work items in flight. It counts their tokens, and knows which models must not be evicted because
 work items need them.

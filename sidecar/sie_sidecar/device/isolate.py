@@ -110,8 +110,8 @@ class Isolate:
             try:
                 outcome, block, ran = await self._outcome(flight, index, keys[index])
             except AdapterGone:  # this device has no adapter or no memory any more: another device takes over
-                assert flight.hosted is not None
-                self._isolates[self._loading.moved(flight.hosted, [flight]).device].add(flight)
+                if flight.hosted is not None:  # None if it was settled meanwhile
+                    self._isolates[self._loading.moved(flight.hosted, [flight]).device].add(flight)
                 return
             parts.append((outcome, block))
             if ran is not None:
@@ -169,7 +169,6 @@ class Isolate:
             started = True
             flight.started_s = flight.started_s or self._clock()
 
-        flight.move("running")
         flight.dispatched_s = flight.dispatched_s or self._clock()
         flight.fingerprint = hosted.fingerprint(flight.item.profile, flight.item.options)
         batch, number = self._device.alone(single), self._device.number + 1
