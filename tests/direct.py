@@ -99,6 +99,7 @@ class Direct(InProcess):
         budget_ms: int = 60_000,
         operation: Operation = "encode",
         options: RunOptions = _PLAIN,
+        reply: str = "inbox",
         **more: Any,
     ) -> WorkItem:
         self.sent += 1
@@ -111,7 +112,7 @@ class Direct(InProcess):
             operation,
             inputs,
             options,
-            "inbox",
+            reply,
             budget_ms,
             cost=sum(text_input.nbytes + 2 for text_input in inputs),
             **more,

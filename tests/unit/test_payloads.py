@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
 import pytest
+from direct import ENTRY, Direct, is_right, reasons
 from fake_adapter import ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, settings_of, until
 from object_stores import S3, Place
@@ -306,6 +308,29 @@ async def test_fetched_inputs_are_bounded_in_bytes_and_what_fails_holds_nothing(
     with pytest.raises(InternalFailure, match="1 inputs are stored for a chunk of 2"):
         await fetching.fetch(await work(10, count=2))
     assert fetching.held_bytes == 0
+
+
+async def test_a_result_that_no_gateway_confirms_keeps_no_memory_for_inputs_and_holds_back_no_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first work item has an older entry than the worker, so it is answered before it gets a device."""
+    monkeypatch.setattr(PayloadFetching.__init__, "__defaults__", (500,))
+    async with Direct(tmp_path) as cluster:
+        store = opened(str(tmp_path / "store"))
+        key = await store.put(messages.encode(Payload((Input("x" * 400),))), period=1, timeout_s=10)
+        await cluster.sidecar(SIE_PAYLOAD_STORE_URL=str(tmp_path / "store"))
+        (intake,) = (task for task in asyncio.all_tasks() if task.get_name() == "intake")
+        worker = intake.get_coro().cr_frame.f_locals["self"]  # type: ignore[union-attr]
+        lost = await cluster.publish(payload=key, count=1, reply="nobody", config_revision=-1)
+        await until(
+            lambda: [flight.settled for flight in worker.inventory] == [True], "an answer to a gateway that ended"
+        )
+        assert not worker.inventory.is_coming(ENTRY.id)
+        item = await cluster.publish(payload=key, count=1)
+        assert is_right(await cluster.result(item), msgspec.structs.replace(item, inputs=(Input("x" * 400),)), 0)
+        assert [flight.item.request for flight in worker.inventory] == [lost.request]
+        await cluster.broker.subscribe("nobody", cluster._on_result)
+        assert reasons(await cluster.result(lost)) == ["NOT_READY config_changed"]
 
 
 async def test_small_inputs_do_not_keep_a_large_one_from_memory(

@@ -92,6 +92,7 @@ class InFlight:
     batch_entry: BatchEntry[InFlight] | None = None  # set only while it waits in the queue of a device
     given_up: SIEError | None = None  # error of work that was given up: its message becomes a dead letter
     dead: list[Mark] = field(default_factory=list)  # marks of its inputs that are known to crash adapters
+    is_coming: bool = False  # true from its delivery until it is assigned to a device or settled
     payload_bytes: int = 0  # bytes of its inputs in memory that were read from the payload store
     counted: int = 0  # number of its tokens that are counted now as waiting for a device
     span: Span | None = None  # its span in a trace; None if it is not traced
@@ -300,6 +301,7 @@ class Inventory:
 
     def add(self, flight: InFlight) -> None:
         self._all[flight.lease] = flight
+        flight.is_coming = True
         self._coming[flight.item.model] += 1
         self.count(flight, max(1, flight.item.cost))
 
@@ -328,12 +330,18 @@ class Inventory:
         self._models.device_of(hosted).add_items(hosted, cost=flight.item.cost)
 
     def _arrived(self, flight: InFlight) -> None:
+        flight.is_coming = False
         self._coming[flight.item.model] -= 1
         if not self._coming[flight.item.model]:
             del self._coming[flight.item.model]
 
     def let_model_go(self, flight: InFlight) -> None:
-        """Record that a work item no longer needs its model."""
+        """Record that a work item no longer needs its model, or will not need one."""
+        if flight.is_coming:
+            self._arrived(flight)
+            # while this work item had no device, its consumer was not allowed to deliver others, which would wait for
+            # the same load
+            self._on_free(flight.lease.delivery.consumer)
         if flight.hosted is not None:
             self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)
             # a consumer delivers only one work item of a model that is not loaded: it may deliver the next one now
@@ -345,11 +353,6 @@ class Inventory:
         if flight.span is not None:
             flight.span.end()
         del self._all[flight.lease]
-        if flight.entry is None:
-            self._arrived(flight)
-            # while this work item had no device, its consumer was not allowed to deliver others, which would wait for
-            # the same load
-            self._on_free(flight.lease.delivery.consumer)
         self.let_model_go(flight)
 
     def written_ended(self, flight: InFlight) -> None:

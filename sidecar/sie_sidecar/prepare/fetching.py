@@ -87,8 +87,9 @@ class PayloadFetching:
         self.held_bytes += size
 
     def let_go(self, flight: InFlight) -> None:
-        """Record that the inputs of `flight` are not in memory any more."""
+        """Drop the inputs of `flight`, which must not run any more."""
         if flight.payload_bytes:
+            flight.item = msgspec.structs.replace(flight.item, inputs=(), query=None)
             self.held_bytes -= flight.payload_bytes
             flight.payload_bytes = 0
             self._freed.set()

@@ -288,7 +288,7 @@ class Settle:
             stages,
             batch,
         )
-        self._inventory.let_model_go(flight)  # sending the result needs the lease, but not the model
+        self._let_go(flight)  # model and inputs are not needed while the result is sent, but the lease is
         self._work.start(self._answer(flight, result, hosted.name if hosted else "other"), "answer")
 
     async def _answer(self, flight: InFlight, result: WorkResult, name: str) -> None:
@@ -342,9 +342,13 @@ class Settle:
         await self._leases.finish(flight.lease)
         self._remove(flight)
 
-    def _remove(self, flight: InFlight) -> None:
+    def _let_go(self, flight: InFlight) -> None:
         if self._fetching is not None:
             self._fetching.let_go(flight)
+        self._inventory.let_model_go(flight)
+
+    def _remove(self, flight: InFlight) -> None:
+        self._let_go(flight)
         self._inventory.remove(flight)
 
 
