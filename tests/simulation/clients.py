@@ -68,7 +68,7 @@ class Client:
         self._body_read = False
 
     @classmethod
-    def of(cls, world: World, request: Asked, gateway: Process | None) -> Client:
+    def for_request(cls, world: World, request: Asked, gateway: Process | None) -> Client:
         headers = {
             "authorization": f"Bearer {request.key}",
             "x-sie-priority": request.mode,

@@ -50,7 +50,7 @@ from sie_sidecar.prepare.fetching import PayloadFetching
 MODELS = ("toy/a", "toy/b", "toy/c")
 LORAS = ("org/x", "org/y", "org/z")
 OPERATOR = "key-of-the-operator"
-PAYLOAD_MEMORY_BYTES = 8000  # of inputs from the payload store in a sidecar: a few of them wait for memory
+PAYLOAD_MEMORY_BYTES = 20_000  # of inputs from the payload store in a sidecar: a few of them wait for memory
 REQUESTS = 96
 TRIES, AGAIN_S = 4, 1.0  # tries of a request that was refused, and the pause between them
 AGAIN = ("QUEUE_UNAVAILABLE", "MODEL_LOAD_FAILED", "refused", "closed")
@@ -175,6 +175,7 @@ def plan_of(seed: int) -> Plan:
     if seed % 12 == 5:  # loads that fail while their worker is away: the error comes when another worker has the work
         plan.workers, plan.devices, plan.models, plan.room = 2, 1, 1, 1
         plan.storage, plan.rates = "file", Rates()
+        plan.settings.pop("SIE_PAYLOAD_STORE_URL", None)
         plan.costs, plan.poison = Costs(0.4, 1e-4, 5.0, 0.1), 0
         plan.settings |= {"SIE_ACK_WAIT_S": "4", "SIE_BATCHER_MAX_BATCH_REQUESTS": "12", "SIE_MAX_BATCH_COST": "1000"}
         plan.faults = [(draw.uniform(0.5, 2.5), "worker away")]
@@ -669,7 +670,7 @@ class World:
                 f"{index} {len(request.texts)} x {request.model} {request.lora} {request.mode} {request.budget_s} s",
             )
             epoch = gateway.epoch if gateway is not None else ""
-            answer = await Client.of(self, request, gateway).run()
+            answer = await Client.for_request(self, request, gateway).run()
             self.log("answer", f"{index} {answer.status} {answer.code}")
             self.checks.on_answer(index, request, answer, epoch)
             if not request.patient or answer.left or answer.code not in AGAIN:

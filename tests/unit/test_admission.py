@@ -210,6 +210,20 @@ class Alone:
         await self.inference.answer(call, NATIVE[0], read, AsyncMock())
 
 
+def test_an_unused_queue_is_dropped_only_when_no_refused_client_may_come_back() -> None:
+    now_s = 0.0
+    settings = settings_of()
+    admission = Admission(settings, Mock(), Fleet(Mock(), settings), Backlog(Mock(), ()), Metrics(), lambda: now_s)
+    admission._place(LANE, "bulk", "toy/one")
+    admission._place(LANE, "interactive", "toy/one").turns.book(now_s, b"client", 100.0, 110.0)
+    now_s = 100.0
+    admission.sweep()
+    assert [name[1] for name in admission._places] == ["interactive"]
+    now_s = 150.0  # the turn has lapsed
+    admission.sweep()
+    assert not admission._places
+
+
 @pytest.mark.parametrize("rounds", [6, pytest.param(100, marks=pytest.mark.long)])
 async def test_cancelled_requests_leave_every_permit_and_byte_free(rounds: int) -> None:
     """Each request is cancelled some steps of the event loop after it began, at whatever point it then is. A key may

@@ -4,6 +4,7 @@ of any size.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -74,10 +75,21 @@ class Plain:
     """Results of a scan of all heartbeats."""
 
     seen: dict[str, tuple[float, Heartbeat]] = field(default_factory=dict)
+    hearing_s: float = -math.inf
 
     def healthy(self, now_s: float) -> list[Heartbeat]:
         sightings = sorted(self.seen.items())
         return [beat for _, (at_s, beat) in sightings if now_s - at_s < TIMEOUT_S and beat.ready and not beat.leaving]
+
+    def expire(self, now_s: float) -> None:
+        heard_s = max((at_s for at_s, _ in self.seen.values()), default=now_s)
+        if now_s - heard_s >= TIMEOUT_S:
+            self.hearing_s = now_s
+        self.seen = {
+            name: sighting
+            for name, sighting in self.seen.items()
+            if now_s - max(sighting[0], self.hearing_s) < 10 * TIMEOUT_S
+        }
 
     def starting(self, now_s: float) -> list[Heartbeat]:
         return [
@@ -95,6 +107,21 @@ class Plain:
         ]
 
 
+def test_workers_that_are_silent_because_the_broker_was_away_stay_known() -> None:
+    clock = Clock()
+    fleet = fleet_of(clock)
+    first, second = (Heartbeat(name, "_default", "cpu", "default", True, "") for name in ("w0", "w1"))
+    fleet.note(first)
+    fleet.note(second)
+    clock.now_s += 20 * TIMEOUT_S
+    fleet.note(first)
+    assert ([*fleet.worker_names()], fleet.silent()) == (["w1", "w0"], {second.lane: [second]})
+    for _ in range(20):
+        clock.now_s += TIMEOUT_S / 2
+        fleet.note(first)
+    assert [*fleet.worker_names()] == ["w0"]
+
+
 @given(st.lists(st.tuples(beats(), st.sampled_from((0.0, 1.0, 14.9, 15.0, 151.0))), max_size=20))
 @settings(max_examples=60)
 def test_the_indexes_say_what_a_look_at_every_heartbeat_says(events: list[tuple[Heartbeat, float]]) -> None:
@@ -102,9 +129,7 @@ def test_the_indexes_say_what_a_look_at_every_heartbeat_says(events: list[tuple[
     fleet = fleet_of(clock)
     for beat, passed_s in events:
         fleet.note(beat)
-        plain.seen = {
-            name: sighting for name, sighting in plain.seen.items() if clock.now_s - sighting[0] < 10 * TIMEOUT_S
-        }
+        plain.expire(clock.now_s)
         plain.seen[beat.worker] = (clock.now_s, beat)
         clock.now_s += passed_s
         healthy = plain.healthy(clock.now_s)

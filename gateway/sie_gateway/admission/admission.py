@@ -372,7 +372,7 @@ class Admission:
         self._places = {
             name: place
             for name, place in self._places.items()
-            if not place.window.idle or now_s - place.used_s < UNUSED_S
+            if not place.window.idle or now_s - place.used_s < UNUSED_S or place.turns.promised(now_s)
         }
         self.pump()
         for place in [place for place in self._places.values() if place.entered]:

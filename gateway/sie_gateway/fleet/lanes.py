@@ -103,8 +103,9 @@ class _LaneWorkers:
 
 class Fleet:
     """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy; after
-    ten times this time, it is removed. Workers are indexed by lane and by model, so that a look-up costs the same with
-    one worker and with a thousand. `residency`: name of a model with one set of load options.
+    ten times this time, it is removed. Time in which no worker is heard, as without the broker, does not count for the
+    removal. Workers are indexed by lane and by model, so that a look-up costs the same with one worker and with a
+    thousand. `residency`: name of a model with one set of load options.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Fleet:
         # in the order of the heartbeats, the oldest first; _healthy has the same order
         self._seen: dict[str, tuple[float, Heartbeat]] = {}
         self._healthy: dict[str, Heartbeat] = {}
+        self._hearing_s = -math.inf  # time of the first heartbeat after the last time in which no worker was heard
         self._lanes: dict[Lane, _LaneWorkers] = {}
         # (pool, bundle) -> machine profile -> workers of the lane
         self._served: dict[tuple[str, str], dict[str, _LaneWorkers]] = {}
@@ -153,9 +155,11 @@ class Fleet:
 
     def note(self, heartbeat: Heartbeat) -> None:
         now_s, worker = self._clock(), heartbeat.worker
+        if self._seen and now_s - next(reversed(self._seen.values()))[0] >= self._timeout_s:
+            self._hearing_s = now_s
         while self._seen:
             name, (seen_s, _) = next(iter(self._seen.items()))
-            if now_s - seen_s < 10 * self._timeout_s:
+            if now_s - max(seen_s, self._hearing_s) < 10 * self._timeout_s:
                 break
             self._discard(name)
         before = self._loading_s.get(worker, {})
