@@ -20,6 +20,8 @@ import sie_gateway.inference.cached
 import sie_gateway.inference.results
 import sie_sidecar.device.dispatch
 import sie_sidecar.device.in_flight
+import sie_sidecar.models.models
+import sie_sidecar.prepare.fetching
 import sie_sidecar.process
 import sie_sidecar.results.settle
 from sie_broker import BrokerError
@@ -170,6 +172,35 @@ def _held_cost_kept() -> AbstractContextManager[Any]:
     return _around(sie_sidecar.device.in_flight.Inventory, "count", change)
 
 
+def _outdated() -> AbstractContextManager[Any]:
+    """Run work on whatever entry of its model is loaded."""
+    return mock.patch.object(sie_sidecar.device.in_flight.InFlight, "is_outdated", new=False)
+
+
+def _payloads_kept() -> AbstractContextManager[Any]:
+    return mock.patch.object(sie_sidecar.prepare.fetching.PayloadFetching, "let_go", return_value=None)
+
+
+def _never_unloaded() -> AbstractContextManager[Any]:
+    async def unload_when_idle(self: Any, hosted: Any) -> bool:
+        return False
+
+    return mock.patch.object(sie_sidecar.models.models.Hosting, "unload_when_idle", unload_when_idle)
+
+
+def _load_tried_once() -> AbstractContextManager[Any]:
+    """Give up work whose model does not fit on the first device that tries to load it."""
+
+    def change(obtain: Any) -> Any:
+        def obtained(self: Any, resolved: Any, *args: Any) -> Any:
+            failed = [hosted for hosted in self.find(resolved.residency) if hosted.state == "failed"]
+            return failed[0] if failed else obtain(self, resolved, *args)
+
+        return obtained
+
+    return _around(sie_sidecar.models.models.WorkerModels, "obtain", change)
+
+
 BUGS: dict[str, Bug] = {
     "the message is acked before its result is confirmed": Bug(_acked_before_confirmed, 40, "GATEWAY_TIMEOUT"),
     "a late error is not fenced": Bug(_no_fence, 42, "sent an error", long=True),
@@ -192,6 +223,10 @@ BUGS: dict[str, Bug] = {
     "a collector stays open": Bug(_collector_kept, 3, "open collectors"),
     "the gateway waits past the deadline": Bug(_deadline_ignored, 20, "was open for", long=True),
     "held cost is not given back": Bug(_held_cost_kept, 3, "held cost", long=True),
+    "work of an earlier entry runs": Bug(_outdated, 60, "was served by", long=True),
+    "the memory of payloads is kept": Bug(_payloads_kept, 20, "bytes of payloads", long=True),
+    "an operator's unload is ignored": Bug(_never_unloaded, 5, "the operator's unload", long=True),
+    "a load is tried on one device": Bug(_load_tried_once, 60, "MODEL_LOAD_FAILED", long=True),
 }
 
 

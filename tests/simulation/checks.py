@@ -73,9 +73,12 @@ class Checks:
             world.violate(f"request {index} has {len(request.texts)} inputs and {len(slots)} slots")
             return
         by_loaded = self._allowed(request, epoch)
-        loaded = by_loaded.get((answer.headers["x-sie-model"], answer.body["fingerprint"]))
+        served = tuple(answer.headers[name] for name in ("x-sie-model", "x-sie-model-revision"))
+        loaded = by_loaded.get((*served, answer.body["fingerprint"]))
         if loaded is None and any("error" not in slot for slot in slots):
-            world.violate(f"request {index} has the fingerprint {answer.body['fingerprint']}, not one of {by_loaded}")
+            world.violate(
+                f"request {index} was served by {served} {answer.body['fingerprint']}, not one of {by_loaded}"
+            )
             return
         for place, (text, slot) in enumerate(zip(request.texts, slots, strict=True)):
             if "error" in slot:
@@ -97,12 +100,14 @@ class Checks:
             names = [alias.heaviest.model for alias in aliases if isinstance(alias, Alias)]
         return [document for name in names for document in source.documents(name, epoch)]
 
-    def _allowed(self, request: Asked, epoch: str) -> dict[tuple[str, str], str]:
-        """Return what a request may get since this epoch: (model, fingerprint of answers) -> fingerprint of a load."""
-        allowed = {}
+    def _allowed(self, request: Asked, epoch: str) -> dict[tuple[str, ...], str]:
+        """Return what a request may get since this epoch: (model, its revision, fingerprint of the answers) -> the
+        fingerprint of the loaded model.
+        """
+        allowed: dict[tuple[str, ...], str] = {}
         for entry in filter(None, self._models(request, epoch)):
             loaded = fingerprint(entry, entry.load, "float32")
-            allowed[entry.id, answer_fingerprint(loaded, lora_digest(request.lora), "")] = loaded
+            allowed[entry.id, entry.revision, answer_fingerprint(loaded, lora_digest(request.lora), "")] = loaded
         return allowed
 
     def _check_error(self, index: int, request: Asked, error: dict[str, Any], poisoned: bool, epoch: str) -> None:

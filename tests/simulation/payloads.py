@@ -13,7 +13,6 @@ from simulation.network import Network
 from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing
 
-
 REFUSED_S = 1.0  # until a lost request has failed
 
 

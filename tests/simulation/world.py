@@ -91,7 +91,6 @@ FAULTS = (
     "adapter dies",
     "adapter freezes",
     "device away",
-    "device full",
     "memory short",
     "sidecar crashes",
     "gateway crashes",
@@ -166,6 +165,8 @@ def plan_of(seed: int) -> Plan:
             plan.settings["SIE_SWAP_AFTER_MS"], plan.poison = "1000", 0  # each death costs a load
     if seed % 3 == 1:  # gateways with a small cache, and texts that occur again
         plan.settings["SIE_CACHE_BYTES"] = str(64 << 10)
+    if plan.devices > 1 and draw.random() < 0.3:
+        plan.faults = sorted([*plan.faults, (draw.uniform(0.1, traffic_s / 2), "device full")])
     if draw.random() < 0.3:  # large inputs are in the payload store
         plan.settings |= {"SIE_PAYLOAD_STORE_URL": "/simulated", "SIE_INLINE_PAYLOAD_BYTES": "1024"}
         plan.faults += [
@@ -415,7 +416,7 @@ class World:
                 self.loop.call_later(seconds, self._unfreeze, adapter, draw.random() < 0.5)
             case "device away":
                 draw.choice(self.adapters).die(draw.choice((2.0, 15.0)))
-            case "device full" if self.plan.devices > 1:  # the first device takes over what cannot be loaded there
+            case "device full":  # the first device takes over what cannot be loaded there
                 draw.choice([adapter for adapter in self.adapters if adapter.is_last]).full_loads = 1
             case "memory short":
                 adapter = draw.choice(self.adapters)
