@@ -223,7 +223,7 @@ BUGS: dict[str, Bug] = {
     "a collector stays open": Bug(_collector_kept, 3, "open collectors"),
     "the gateway waits past the deadline": Bug(_deadline_ignored, 20, "was open for", long=True),
     "held cost is not given back": Bug(_held_cost_kept, 3, "held cost", long=True),
-    "work of an earlier entry runs": Bug(_outdated, 60, "was served by", long=True),
+    "work of an earlier entry runs": Bug(_outdated, 10, "was served by"),
     "the memory of payloads is kept": Bug(_payloads_kept, 20, "bytes of payloads", long=True),
     "an operator's unload is ignored": Bug(_never_unloaded, 5, "the operator's unload", long=True),
     "a load is tried on one device": Bug(_load_tried_once, 60, "MODEL_LOAD_FAILED", long=True),

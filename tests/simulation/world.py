@@ -1,5 +1,5 @@
 """A whole cluster under a virtual clock: the real `serve` of gateways and sidecars, the memory broker, simulated
-adapters, clients, faults.
+adapters of one or two devices, a config service, a payload store, clients, an operator, faults.
 
     seed ─► Plan ─► World.run: start, traffic with faults, heal, settle, stop ─► Report: events, their digest, what was
     violated
