@@ -206,7 +206,7 @@ BUGS: dict[str, Bug] = {
     "a late error is not fenced": Bug(_no_fence, 42, "sent an error", long=True),
     "leases are not renewed": Bug(_never_renewed, 20, "was delivered again", long=True),
     "a result of another chunk is accepted": Bug(_another_chunk, 10, "not the vector", long=True),
-    "a publish is repeated under a new message id": Bug(_new_message_id, 20, "in the stream twice", long=True),
+    "a publish is repeated under a new message id": Bug(_new_message_id, 40, "in the stream twice", long=True),
     "the cost budget of a batch is ignored": Bug(_limits(cost=lambda cost: 4 * cost), 10, "the budget is", long=True),
     "a batch has too many work items": Bug(
         _limits(requests=lambda requests: 4 * requests), 10, "the limit is", long=True
