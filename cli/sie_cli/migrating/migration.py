@@ -432,8 +432,9 @@ def shadow_line(figures: dict[str, Any]) -> str:
     parts = [", ".join(f"{count:,} {name}" for name, count in sorted(copies.items()))]
     if figures["cosine"] is not None:
         parts.append(f"mean cosine {figures['cosine']:.4f}")
-    if figures["served_ms"] is not None:
-        parts.append(f"{figures['served_ms']:.0f} ms served, {figures['shadow_ms']:.0f} ms shadow")
+    times = {name: figures[f"{name}_ms"] for name in ("served", "shadow")}
+    if shown := [f"{time_ms:.0f} ms {name}" for name, time_ms in times.items() if time_ms is not None]:
+        parts.append(", ".join(shown))
     return "copies: " + "; ".join(parts)
 
 
