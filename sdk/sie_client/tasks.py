@@ -36,7 +36,7 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
 
 
 class TaskDriver:
-    """Driver of plans for the server at `url`, used by one event loop."""
+    """Driver of plans (generators of requests) for the server at `url`, used by one event loop."""
 
     def __init__(self, url: str, session: Session) -> None:
         self.url = url

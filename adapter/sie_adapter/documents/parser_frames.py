@@ -12,7 +12,8 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 class ParseJob(msgspec.Struct, frozen=True, tag=True):
-    """Document to parse. `number` is set when the job is sent. `has_tree`: whether the answer has a tree."""
+    """Document to parse. `number` is set when the job is sent. `has_tree`: whether the answer has the document
+    as docling's JSON."""
 
     number: int
     document: DocumentFile

@@ -141,7 +141,7 @@ class ParakeetReader:
         return ParakeetWindow(self, sound, seek, self._end(sound.levels[0, seek:]) + seek, self._rules)
 
     def _end(self, levels: Any) -> int:
-        """Return the number of frames of the first window of `levels`. The rest has no frame, or at least two."""
+        """Return the number of frames of the first window of `levels`. No frame is left after it, or at least two."""
         if len(levels) <= self._frames:
             return len(levels)
         start = self._frames - self._frames // _SEARCHED_SHARE

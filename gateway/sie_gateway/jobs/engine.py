@@ -102,7 +102,7 @@ class JobEngine:
         return resolved.canonical
 
     def _pinned(self, call: Call, request: JobRequest, model: str) -> PlannedRequest:
-        """Return the plan of a sample request to the model to which the name `model` resolves now. The job keeps this
+        """Plan a sample request, in order to check it. `model` is resolved now, and the job keeps the resolved
         model. Raises SIEError if the model cannot serve such a request.
         """
         resolved = self._inference.resolve(model, call)

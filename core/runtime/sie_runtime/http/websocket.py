@@ -76,8 +76,8 @@ class _Handshake(ServerProtocol):
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
     """uvicorn's websocket protocol with four changes: when the server ends, it sends close code 1001; the application
-    can disconnect a client; every handshake is answered by `_Handshake`; and messages of clients are discarded, and
-    read slowly.
+    can disconnect a client; every handshake is answered by `_Handshake`; and messages of clients are read
+    slowly and discarded.
     """
 
     scope: Any
