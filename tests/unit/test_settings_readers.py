@@ -245,6 +245,7 @@ WRITES_ENVIRON = {
 }
 READS_HOME = {
     "core/contracts/sie_contracts/settings/__init__.py": "~ in SIE_LOCAL_CACHE and HF_HOME",
+    "core/contracts/sie_contracts/settings/values.py": "refuses ~ of a user who does not exist, in any setting",
     "core/store/sie_store/weights/sources.py": "~ in the path of a catalogue entry",
     "adapter/sie_adapter/loading/dependencies.py": "~ in SIE_MODELS_DIR",
     "config_service/sie_config_service/overlay.py": "~ in SIE_MODELS_DIR",
