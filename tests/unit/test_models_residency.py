@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from sie_cli.main import main
 from sie_cli.models import residency
+
+T = TypeVar("T")
 
 
 @pytest.mark.parametrize(("timeout_s", "last_s"), [(10, 8.0), (10, 11.0), (20, 15.0)])
@@ -35,13 +38,15 @@ def test_the_timeout_is_that_of_all_lanes_together(
         def __exit__(self, *_: object) -> None:
             pass
 
-        def first(self, method: str, path: str, **content: Any) -> dict[str, Any]:
+        def first(self, method: str, path: str, form: type[T], **content: Any) -> T:
             workers = [[{"worker": name, "state": "loaded", "in_flight": 0}] for name in ends_s]
             lanes = [{"model": "m", "state": "loaded", "lane": "l", "workers": workers_of} for workers_of in workers]
-            return {"lanes": lanes, "state": "loaded"}
+            reply = {"name": "m", "lanes": lanes, "state": "loaded"}
+            return msgspec.convert(reply, form)
 
-        def request(self, method: str, path: str) -> dict[str, Any]:
-            return {"state": "loaded", "workers": [name for name, end_s in ends_s.items() if now_s < end_s]}
+        def request(self, method: str, path: str, form: type[T]) -> T:
+            workers = [name for name, end_s in ends_s.items() if now_s < end_s]
+            return msgspec.convert({"state": "loaded", "loaded": True, "workers": workers}, form)
 
     monkeypatch.setattr(residency, "AdminClient", Gateway)
     monkeypatch.setattr(residency, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
