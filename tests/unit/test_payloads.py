@@ -328,7 +328,9 @@ async def test_a_result_that_no_gateway_confirms_keeps_no_memory_for_inputs_and_
         assert not worker.inventory.is_coming(ENTRY.id)
         item = await cluster.publish(payload=key, count=1)
         assert is_right(await cluster.result(item), msgspec.structs.replace(item, inputs=(Input("x" * 400),)), 0)
-        assert [flight.item.request for flight in worker.inventory] == [lost.request]
+        await until(
+            lambda: [flight.item.request for flight in worker.inventory] == [lost.request], "only the lost result"
+        )
         await cluster.broker.subscribe("nobody", cluster._on_result)
         assert reasons(await cluster.result(lost)) == ["NOT_READY config_changed"]
 

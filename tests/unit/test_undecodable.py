@@ -73,6 +73,12 @@ def of_handler(handler: Any) -> Reader:
     return lambda data: handler(MagicMock(), CoreMessage("subject", data, "reply"))
 
 
+async def of_inbox(data: bytes) -> None:
+    bus = MagicMock(send=AsyncMock())
+    await ResultInbox(bus, MagicMock())._on_result(CoreMessage("subject", data, "reply"))
+    bus.send.assert_awaited_once()
+
+
 def of_owner(data: bytes) -> Any:
     bus = MagicMock(subscribe=AsyncMock(), send=AsyncMock())
 
@@ -155,7 +161,7 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Excep
     "gateway, gateway": ({"type": "gateway/1", "gateway": MARK}, msgpack, of_handler(Peers._on_beat), None),
     "heartbeat, doctor": ({"type": "heartbeat/1", "worker": MARK}, msgpack, of_handler(Heartbeats.on_worker), None),
     "gateway, doctor": ({"type": "gateway/1", "gateway": MARK}, msgpack, of_handler(Heartbeats.on_gateway), None),
-    "result": ({"type": "result/1", "request": MARK}, msgpack, of_handler(ResultInbox._on_result), None),
+    "result": ({"type": "result/1", "request": MARK}, msgpack, of_inbox, None),
     "parts of a result": (
         {"type": "result/1", "request": MARK},
         msgpack,

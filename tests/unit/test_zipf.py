@@ -21,7 +21,7 @@ from sie_sidecar.models.models import Hosting
 MODELS, CAPACITY, REQUESTS, LOAD_S, RUN_S = 20, 5, 800, 1.0, 0.01
 
 
-class _Jumping(selectors.SelectSelector):
+class _Jumping(selectors.DefaultSelector):
     """A selector that advances its clock instead of waiting."""
 
     now_s = 0.0
