@@ -224,15 +224,15 @@ class Adapter:
         """
         entry, name = parse_entry(request.entry), request.model
         resolved = Catalogue.resolve_profile(entry, request.profile, name)
-        wanted = ipc.LoadedModel(
+        requested_model = ipc.LoadedModel(
             name, entry.revision, fingerprint(entry, resolved.load, "float32"), "float32", "toy", MODEL_BYTES
         )
         self._used_s[name] = self._loop.now_s
-        ready = ipc.Ready(wanted, TOKENIZER, entry.max_tokens, {"encode": ipc.Rows()}, self.costs.load_s)
-        while self.loaded.get(name) != wanted:
+        ready = ipc.Ready(requested_model, TOKENIZER, entry.max_tokens, {"encode": ipc.Rows()}, self.costs.load_s)
+        while self.loaded.get(name) != requested_model:
             if name in self._loading:
                 reply = await asyncio.shield(self._loading[name])
-                if isinstance(reply, ipc.Refused) or reply.loaded == wanted:
+                if isinstance(reply, ipc.Refused) or reply.loaded == requested_model:
                     return reply
                 continue
             self._unload(name)
@@ -256,7 +256,7 @@ class Adapter:
             outcome.set_result(refused or ready)
             if refused is not None:
                 return refused
-            self.loaded[name] = wanted
+            self.loaded[name] = requested_model
             self._used_s[name] = self._loop.now_s
             return msgspec.structs.replace(ready, dropped=tuple(going))
         return ready
