@@ -13,6 +13,8 @@ import msgspec
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
+MAX_LINE = 2_000  # maximum length of a line with untrusted text, in characters
+
 
 def size(count: float) -> str:
     """Format a number of bytes, in powers of 1,024."""
@@ -37,10 +39,12 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Replace each unprintable character of an untrusted text by a space or `?`. `lines`: keep line breaks."""
+    """Replace each unprintable character of an untrusted text by a space or `?`, and cut it to MAX_LINE. `lines`: keep
+    line breaks and the whole text.
+    """
     return "".join(
         letter if letter.isprintable() or (lines and letter == "\n") else " " if letter.isspace() else "?"
-        for letter in text
+        for letter in (text if lines else text[:MAX_LINE])
     )
 
 

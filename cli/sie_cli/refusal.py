@@ -16,8 +16,8 @@ INTERRUPTED = 130  # exit status of a command that Ctrl-C ended (128 + SIGINT)
 
 class CommandRefused(click.ClickException):
     def format_message(self) -> str:
-        """Format the message. Control characters are replaced, because parts of it come from servers and files."""
-        return printable(self.message[:MAX_CHARS], lines=True)
+        """Format the message. Each line is made printable, because parts of it come from servers and files."""
+        return "\n".join(map(printable, self.message[:MAX_CHARS].split("\n")))
 
 
 @contextlib.contextmanager

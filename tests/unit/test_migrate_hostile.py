@@ -288,6 +288,15 @@ def test_texts_of_a_corpus_that_a_terminal_would_obey_are_only_shown(server: Mig
         check_end(migrated(server, corpus), text[:30])
 
 
+def test_the_way_back_to_a_name_that_a_terminal_would_obey_ends_in_lines(server: MigrationServer, corpus: Path) -> None:
+    changes = {"alias": (("alias", 0), ESCAPE), "history": (("revisions", 0, "changes", 0, "path"), "$.alias")}
+    server.revision = 2
+    server.mutate = lambda kind, value: put(value, *changes[kind]) if kind in changes else value
+    done = migrated(server, corpus, "--step", "back")
+    check_end(done, "back")
+    assert done.exit_code == 0, done.output
+
+
 def test_a_migration_runs_to_its_end(server: MigrationServer, corpus: Path) -> None:
     done = migrated(server, corpus)
     assert done.exit_code == 0, (done.output, done.exception)

@@ -446,9 +446,9 @@ def back(aliases: Aliases, alias: Present, echo: Callable[[str], None]) -> dict[
     name, previous = alias.name, before_flip(alias.history)
     revision = aliases.back(alias, previous)
     restored = aliases.read(name)
-    echo(f"{name} names {restored.target} again: revision {revision} is as revision {previous} was")
+    echo(printable(f"{name} names {restored.target} again: revision {revision} is as revision {previous} was"))
     if restored.target != alias.target:
-        echo(f"searches have to use the index of {restored.target} again")
+        echo(printable(f"searches have to use the index of {restored.target} again"))
     return {"alias": name, "names": restored.target, "revision": revision, "restored": previous}
 
 

@@ -40,7 +40,6 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
 _OF_DOCUMENT = frozenset({400, 409, 413, 422})  # HTTP statuses that mean a fault in the sent document
 # reasons of refusals about trust, such as remote code: their messages already name a remedy
 _ABOUT_TRUST = frozenset({"remote_code", "model_path"})
-MAX_LINE = 2_000  # maximum length of a printed line, in characters; the rest is cut
 _ENVELOPE = "not in the form of a config service"
 
 
@@ -158,7 +157,7 @@ class ConfigServiceClient:
             except UNDECODABLE as error:
                 raise CommandRefused(f"{public_url(self.url)} replied {_ENVELOPE}: {_WRONG_URL}") from error
         of_document = answer.status_code in _OF_DOCUMENT or _error(answer).get("reason") in _ABOUT_TRUST
-        lines = (printable(line[:MAX_LINE]) for line in self._refusal(method, answer))
+        lines = (printable(line) for line in self._refusal(method, answer))
         raise (Rejected if of_document else CommandRefused)("\n".join(lines))
 
     def _refusal(self, method: str, answer: httpx.Response) -> list[str]:
@@ -256,7 +255,7 @@ def _field(path: str) -> str:
 
 
 def _message(answer: httpx.Response) -> str:
-    return printable(str(_error(answer).get("message") or f"status {answer.status_code}")[:MAX_LINE])
+    return printable(str(_error(answer).get("message") or f"status {answer.status_code}"))
 
 
 def shown(change: dict[str, Any], side: str) -> str:
