@@ -12,7 +12,7 @@ from msgspec import UNSET
 from sie_cli.models.catalogue import report_write
 from sie_cli.models.service import MODELS, WriteOptions, path_of, write_options
 from sie_cli.refusal import CommandRefused
-from sie_contracts.api.configs import ConfigModels, ListedModel, Written
+from sie_contracts.api.configs import ConfigModels, ListedModel
 
 DEFAULT_SHARE = 0.1
 
@@ -60,7 +60,7 @@ def alias(
             method, path = "POST", MODELS
             body = {"id": name, **{key: value for key, value in patch.items() if value is not None}}
         how = replace(write, force=False)
-        answer = service.write(method, path, msgspec.json.encode(body), how=how, body_type=Written)
+        answer = service.write(method, path, msgspec.json.encode(body), how=how)
     report_write(write, answer)
 
 

@@ -20,6 +20,7 @@ from sie_cli.models.service import (
     JSON,
     MODELS,
     YAML,
+    ChangedField,
     ServiceReply,
     WriteOptions,
     path_of,
@@ -71,17 +72,13 @@ class _ModelListing(Struct):
     models: tuple[_ListedRow, ...]
 
 
-class _ChangedPath(Struct):
-    path: str
-
-
 class _HistoryRow(Struct):
     revision: int
     operation: str
     created_at: str
     author: str = ""
     note: str = ""
-    changes: tuple[_ChangedPath, ...] = ()
+    changes: tuple[ChangedField, ...] = ()
 
 
 class _HistoryRows(Struct):

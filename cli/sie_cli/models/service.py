@@ -78,7 +78,7 @@ class WriteOptions:
     def send(self, method: str, path: str, body: bytes = b"", content_type: str = JSON) -> ServiceReply:
         """Send a write with these options, and return the reply. Raises UsageError, CommandRefused."""
         with self.service() as service:
-            return service.write(method, path, body, content_type, how=self, body_type=Written)
+            return service.write(method, path, body, content_type, how=self)
 
 
 class ConfigServiceClient:
@@ -106,7 +106,7 @@ class ConfigServiceClient:
         content_type: str = JSON,
         *,
         how: WriteOptions,
-        body_type: Any = Any,
+        body_type: Any = Written,
     ) -> ServiceReply:
         """Send a write and return the reply. An Idempotency-Key makes repeated attempts safe. `body_type`: the type to
         decode the body to. Raises CommandRefused.
@@ -122,7 +122,7 @@ class ConfigServiceClient:
         """Add a model, or with `force` replace an existing one. Raises CommandRefused."""
         is_there = write.force and any(row.model_id == model for row in self.read(MODELS, ConfigModels).body.models)
         method, path = ("PUT", path_of(model)) if is_there else ("POST", MODELS)
-        return self.write(method, path, body, content_type, how=write, body_type=Written)
+        return self.write(method, path, body, content_type, how=write)
 
     def _send(self, method: str, path: str, body: bytes, headers: dict[str, str], body_type: Any) -> ServiceReply:
         end_s, pause_s, is_announced = time.monotonic() + RETRY_S, FIRST_PAUSE_S, False
@@ -136,7 +136,7 @@ class ConfigServiceClient:
                 wait_s = float(after) if after.isdecimal() else MAX_PAUSE_S
                 trouble = _message(answer)
             except httpx.DecodingError as error:
-                raise CommandRefused(f"{public_url(self.url)} gave {_ENVELOPE}: {_WRONG_URL}") from error
+                raise CommandRefused(f"{public_url(self.url)} replied {_ENVELOPE}: {_WRONG_URL}") from error
             except httpx.TransportError as error:
                 wait_s, trouble = pause_s, f"no answer from {public_url(self.url)} ({cause_of(error)})"
                 pause_s = min(MAX_PAUSE_S, 2 * pause_s)
@@ -222,7 +222,7 @@ class _FaultFields(Struct):
     line: int | None = None
 
 
-class _ChangedField(Struct):
+class ChangedField(Struct):
     path: str
 
 
@@ -232,7 +232,7 @@ class _RefusalFields(Struct):
     reason: str | None = None
     revision: int | None = None
     errors: list[_FaultFields] | None = None
-    diff: list[_ChangedField] | None = None
+    diff: list[ChangedField] | None = None
 
 
 class _RefusalBody(Struct):
