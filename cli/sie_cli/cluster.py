@@ -194,7 +194,8 @@ class Cluster:
 
     def at_broker(self, name: str, work: Callable[[NatsBroker], Awaitable[T]]) -> T:
         """Call `work` with a connection to the broker; return its result. Exit with status 2 if the broker's address is
-        unknown, if no broker answers, and after a BrokerError of `work`. Raises CommandRefused for its SIEErrors.
+        unknown, if no broker answers, and after a BrokerError of `work`. Raises CommandRefused for its SIEErrors and
+        OSErrors.
         """
         from sie_broker import BrokerError, BrokerUnavailable
 

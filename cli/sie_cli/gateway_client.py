@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TIMEOUT_S = 15.0
+_OTHER_FORM = "not in the form of a gateway: name the address of a gateway with --url"
 _NEXT = {
     "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_API_KEY to a key with the scope admin",
     "PERMISSION_DENIED": "this needs the scope admin: SIE_ADMIN_TOKEN, or a key of `sie keys create --scopes admin`",
@@ -86,16 +87,14 @@ class AdminClient:
         try:
             answer = self._client.request(method, path, **content)
         except httpx.DecodingError as error:
-            raise CommandRefused(f"{public_url(self.url)} gave no answer of a gateway ({error})") from error
+            raise CommandRefused(f"{public_url(self.url)} replied {_OTHER_FORM}") from error
         try:
             if answer.is_success:
                 return msgspec.json.decode(answer.content, type=body_type)
             refusal = msgspec.json.decode(answer.content, type=_AdminErrorBody).error
         except UNDECODABLE as error:
-            raise CommandRefused(
-                f"{public_url(self.url)} replied with status {answer.status_code}, but not in the form of a gateway: "
-                "name the address of a gateway with --url"
-            ) from error
+            status = answer.status_code
+            raise CommandRefused(f"{public_url(self.url)} replied with status {status}, {_OTHER_FORM}") from error
         message = refusal.message or f"status {answer.status_code}"
         following = _NEXT.get(refusal.code)
         raise CommandRefused(f"{message}\n{following}" if following else message)

@@ -103,7 +103,7 @@ class _Program(AnyPosition):
             sys.exit(1)
         except UnicodeEncodeError:
             for word in sys.argv[1:]:
-                if not word.isascii() and word.encode(errors="replace").decode() != word:
+                if word.encode(errors="replace").decode() != word:
                     refuse(f"the argument {word} is no text in UTF-8")
             raise
 

@@ -38,15 +38,14 @@ def test_the_timeout_is_that_of_all_lanes_together(
         def __exit__(self, *_: object) -> None:
             pass
 
-        def first(self, method: str, path: str, form: type[T], **content: Any) -> T:
-            workers = [[{"worker": name, "state": "loaded", "in_flight": 0}] for name in ends_s]
-            lanes = [{"model": "m", "state": "loaded", "lane": "l", "workers": workers_of} for workers_of in workers]
-            reply = {"name": "m", "lanes": lanes, "state": "loaded"}
-            return msgspec.convert(reply, form)
+        def first(self, method: str, path: str, body_type: type[T], **content: Any) -> T:
+            lane = {"model": "m", "state": "loaded", "lane": "l"}
+            lanes = [lane | {"workers": [{"worker": name, "state": "loaded", "in_flight": 0}]} for name in ends_s]
+            return msgspec.convert({"name": "m", "lanes": lanes, "state": "loaded"}, body_type)
 
-        def request(self, method: str, path: str, form: type[T]) -> T:
+        def request(self, method: str, path: str, body_type: type[T]) -> T:
             workers = [name for name, end_s in ends_s.items() if now_s < end_s]
-            return msgspec.convert({"state": "loaded", "loaded": True, "workers": workers}, form)
+            return msgspec.convert({"state": "loaded", "loaded": True, "workers": workers}, body_type)
 
     monkeypatch.setattr(residency, "AdminClient", Gateway)
     monkeypatch.setattr(residency, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))

@@ -19,7 +19,7 @@ from sie_cli.display import printable
 from sie_cli.gateway_client import AdminClient, checked_headers
 from sie_cli.models.service import quoted_model
 from sie_cli.refusal import CommandRefused
-from sie_contracts.api.models import Download
+from sie_contracts.api.models import Download, LoadError
 from sie_contracts.api.residency import LaneResidency, ModelResidency
 from sie_contracts.settings import public_url
 
@@ -29,24 +29,20 @@ POLL_S = 0.5
 STALE_S = 3.0
 
 
-class _LoadErrorFields(Struct, frozen=True):
-    message: str
-
-
 class _ResidencyFields(Struct, frozen=True):
     """Fields of a gateway's description of a model (`ModelInfo`) that show the progress of a load or unload."""
 
     state: str
     loaded: bool
     workers: list[str]
-    last_error: _LoadErrorFields | None = None
+    last_error: LoadError | None = None
     downloads: tuple[Download, ...] = ()
 
 
 def _states(gateway: AdminClient, name: str, began_s: float, wait_s: float) -> Iterator[tuple[float, _ResidencyFields]]:
-    """Yield, at least once, and every POLL_S seconds until `wait_s` seconds after `began_s`, the time since `began_s`
-    and the gateway's description of the model. A failed request is printed and repeated, because the gateway may be
-    restarting. Raises CommandRefused.
+    """Request the gateway's description of the model every POLL_S seconds until `wait_s` seconds after `began_s`, at
+    least once. Yield the time since `began_s` and the description. A failed request is printed and repeated, because
+    the gateway may be restarting. Raises CommandRefused.
     """
     while True:
         since_s = time.monotonic() - began_s
