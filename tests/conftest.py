@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import public_certificates  # noqa: F401
@@ -93,20 +92,6 @@ def pytest_collection_finish() -> None:
     """Freeze the imported objects, as the processes do: collecting them took most of the time of an eviction."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True)
-def released_ports() -> Iterator[None]:
-    """Release the ports that the test has reserved. Each is an open socket, of which a process that runs many tests
-    would have more than 1,024. Ports of a wider fixture stay reserved.
-    """
-    from sie_cli.serve import ports
-
-    descriptors = ports._descriptors
-    before = set(descriptors)
-    yield
-    for port in descriptors.keys() - before:
-        os.close(descriptors.pop(port))
 
 
 @pytest.fixture
