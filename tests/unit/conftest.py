@@ -1,4 +1,4 @@
-"""Fixtures of the files of this folder. They share object stores: each is started once, when the first test wants it."""
+"""Fixtures of the files of this folder. Each object store is started once, when the first test wants it."""
 
 from __future__ import annotations
 
