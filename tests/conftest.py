@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import public_certificates  # noqa: F401
@@ -92,6 +93,20 @@ def pytest_collection_finish() -> None:
     """Freeze the imported objects, as the processes do: collecting them took most of the time of an eviction."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def released_ports() -> Iterator[None]:
+    """Release the ports that the tests of a file have reserved. Each is an open socket, of which a process that runs
+    many files would have more than 1,024. Until then, a process of the file may start again at its port.
+    """
+    from sie_cli.serve import ports
+
+    descriptors = ports._descriptors
+    before = set(descriptors)
+    yield
+    for port in descriptors.keys() - before:
+        os.close(descriptors.pop(port))
 
 
 @pytest.fixture

@@ -1,28 +1,13 @@
-"""Fixtures of the files of this folder. Each object store is started once, when the first test wants it."""
+"""Object stores that the files of this folder share: each is started once, when the first test wants it."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from inprocess import InProcess
 from object_stores import S3, Faults, Google, Moto, Place, s3_server
-
-from sie_cli.serve import ports
-
-
-@pytest.fixture(autouse=True)
-def released_ports() -> Iterator[None]:
-    """Release the ports that the test has reserved. Each is an open socket, of which a process that runs many tests
-    would have more than 1,024.
-    """
-    descriptors = ports._descriptors
-    before = set(descriptors)
-    yield
-    for port in descriptors.keys() - before:
-        os.close(descriptors.pop(port))
 
 
 @pytest.fixture
