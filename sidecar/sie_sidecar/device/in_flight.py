@@ -350,10 +350,10 @@ class Inventory:
             flight.hosted = None
 
     def remove(self, flight: InFlight) -> None:
+        """Remove a work item after `let_model_go`."""
         if flight.span is not None:
             flight.span.end()
         del self._all[flight.lease]
-        self.let_model_go(flight)
 
     def written_ended(self, flight: InFlight) -> None:
         """Record that a work item that generates text has ended: its consumer may deliver another one."""
