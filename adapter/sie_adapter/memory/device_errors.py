@@ -1,5 +1,5 @@
-"""Classification of the exceptions of torch: after a lack of memory, the adapter frees memory and tries again; after
-the loss of the CUDA context, the process must end.
+"""Classification of the exceptions of torch and OpenVINO: after a lack of memory, the adapter frees memory and tries
+again; after the loss of the CUDA context or of a graph, the process must end.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import re
 from sie_contracts.errors import InternalFailure
 
 # Messages of failed allocations by torch's allocator, by mmap of a file, by oneDNN, by OpenVINO, by C++ and for a
-# thread's stack.
-# The last three messages are from CUDA's driver and libraries; the CUDA context still works after them. All are a
-# RuntimeError or a torch.AcceleratorError, so only the text identifies them.
+# thread's stack. The last three messages are from CUDA's driver and libraries; the CUDA context still works after them.
+# All are a RuntimeError or a torch.AcceleratorError, so only the text identifies them.
 _ALLOCATION = (
     "DefaultCPUAllocator",
     "Cannot allocate memory",
