@@ -351,7 +351,8 @@ def _discard_traced_types() -> None:
     """
     with construction():
         torch._C._jit_clear_class_registry()
-        torch.jit._recursive.concrete_type_store = torch.jit._recursive.ConcreteTypeStore()
+        torch.jit._recursive.concrete_type_store.type_store.clear()
+        torch.jit._recursive.concrete_type_store.methods_compiled.clear()
         torch.jit._state._clear_class_state()
 
 
