@@ -347,7 +347,8 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
 
 def _discard_traced_types() -> None:
     """Discard the types that torch registered for the modules of a trace. Otherwise they stay until the process ends,
-    with 1 MB for each layer of each load. torch has no public function for this.
+    with 1 MB for each layer of each load. torch has no public function for this. Functions of `torch.jit.script` stay,
+    but a module that was scripted loses its methods: no model here has one.
     """
     with construction():
         torch._C._jit_clear_class_registry()
