@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -239,17 +240,16 @@ def test_a_cost_above_the_room_of_a_second_has_one_of_its_own() -> None:
     assert turns.book(0.0, b"x", 80, 1.0, room=0.0) > 0
 
 
-def test_costs_that_are_not_whole_leave_nothing_behind() -> None:
+@pytest.mark.parametrize(
+    "costs", [(0.1, 0.2, 0.3), [1e9 if number == 7 else 0.1 * number + 1e-9 for number in range(50)]]
+)
+def test_costs_that_are_not_whole_leave_nothing_behind(costs: Sequence[float]) -> None:
     """Costs with fractions come from other gateways."""
     turns = RetrySlots()
-    turns.peer_announced(
-        0.0,
-        [Turn(b"%d" % number, 3.0 + number % 3, 1e9 if number == 7 else 0.1 * number + 1e-9) for number in range(50)],
-        (),
-    )
-    turns.peer_announced(1.0, (), [b"%d" % number for number in range(50)])
+    turns.peer_announced(0.0, [Turn(b"%d" % number, 3.0 + number % 3, cost) for number, cost in enumerate(costs)], ())
+    turns.peer_announced(1.0, (), [b"%d" % number for number in range(len(costs))])
     assert not turns._open.costs
-    assert turns.promised(1.0) == pytest.approx(0.0, abs=1e-5)
+    assert turns.promised(1.0) == 0
     turns._add(1.0, b"x", 5, 2.0, is_own=True)
     turns._open.costs.clear()  # rounding may remove the cost of a second
     assert turns.claim(6.0, b"x")

@@ -70,7 +70,8 @@ class _SlotCosts:
         left = self.costs.pop(slot, 0.0) - cost
         if left > CRUMB:
             self.costs[slot] = left
-        self.total = max(0.0, self.total - cost)
+        # without costs exactly 0: the rest of a rounding would count as a promise for ever
+        self.total = max(0.0, self.total - cost) if self.costs else 0.0
 
 
 class RetrySlots:
