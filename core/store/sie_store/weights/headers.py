@@ -42,7 +42,7 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
         start = _LENGTH_BYTES + int.from_bytes(prefix, "little")
         if prefix == _POINTER:
             raise DamagedFile("it is a pointer of Git LFS")
-        if start > size or len(prefix) < _LENGTH_BYTES:
+        if start > size:
             raise DamagedFile(f"it has {size} bytes, but its header alone needs {start}")
         if start > _LENGTH_BYTES + _MAX_HEADER_BYTES:
             raise DamagedFile(f"its header has {start - _LENGTH_BYTES} bytes, at most {_MAX_HEADER_BYTES} are allowed")
