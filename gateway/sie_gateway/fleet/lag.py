@@ -78,10 +78,7 @@ class Lag:
         answered: list[tuple[dict[Labels, ModelBacklog], dict[Labels, ModelBacklog]]] = []
 
         async def read(pool: str, counts: Mapping[str, int]) -> None:
-            lanes: dict[Labels, ModelBacklog] = {}
-            models: dict[Labels, ModelBacklog] = {}
-            await self._refresh_pool(pool, counts, lanes, models)
-            answered.append((lanes, models))
+            answered.append(await self._read_pool(pool, counts))
 
         try:
             if not self._queue.connected:
@@ -96,13 +93,12 @@ class Lag:
             self._models = {labels: backlog for _, models in answered for labels, backlog in models.items()}
             self.is_known = bool(answered)
 
-    async def _refresh_pool(
-        self,
-        pool: str,
-        counts: Mapping[str, int],
-        lanes: dict[Labels, ModelBacklog],
-        models: dict[Labels, ModelBacklog],
-    ) -> None:
+    async def _read_pool(
+        self, pool: str, counts: Mapping[str, int]
+    ) -> tuple[dict[Labels, ModelBacklog], dict[Labels, ModelBacklog]]:
+        """Return the work of a pool by lane and by model, like `lanes` and `models`. Raises BrokerError."""
+        lanes: dict[Labels, ModelBacklog] = {}
+        models: dict[Labels, ModelBacklog] = {}
         # any program may publish below `sie.work.`; a subject without a model has no lane and no consumer
         counts = {subject: count for subject, count in counts.items() if subject.count(".") >= 6}
         busy: dict[Lane, int] = {}
@@ -143,6 +139,7 @@ class Lag:
                 models[of_model] = ModelBacklog(
                     before.count + counts.get(first.subject, 1), max(before.oldest_s, oldest_s)
                 )
+        return lanes, models
 
 
 def lane_of(subject: str) -> Lane:
