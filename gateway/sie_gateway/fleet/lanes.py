@@ -103,9 +103,9 @@ class _LaneWorkers:
 
 class Fleet:
     """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy; after
-    ten times this time, it is removed. Time in which no worker is heard, as without the broker, does not count for the
-    removal. Workers are indexed by lane and by model, so that a look-up costs the same with one worker and with a
-    thousand. `residency`: name of a model with one set of load options.
+    ten times this time, it is removed. If no worker is heard for this timeout, as without the broker, the ten times
+    begin again at the next heartbeat. Workers are indexed by lane and by model, so that a look-up costs the same with
+    one worker and with a thousand. `residency`: name of a model with one set of load options.
     """
 
     def __init__(
