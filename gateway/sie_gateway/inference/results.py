@@ -600,7 +600,7 @@ class ResultInbox:
     def _unreadable(self, request: str, error: Exception) -> Verdict:
         """Fail the request of a result that cannot be read. Its sender would only send the same bytes again."""
         self._metrics.outcomes.labels("undecodable").inc()
-        _logger.error("request %s failed: a result from a worker could not be read: %s", request, error)
+        _logger.error("request %s: a result from a worker could not be read: %s", request, error)
         return self._fail(request, InternalFailure("the gateway could not read a result"))
 
     def _offer(self, result: WorkResult) -> Verdict:
@@ -663,7 +663,7 @@ class ResultInbox:
             )
             verdict = "part"
         except Exception:  # outermost handler of a task: the waiting request must get a reply
-            _logger.exception("request %s failed: a result could not be joined from its parts", assembly.request)
+            _logger.exception("request %s: a result could not be joined from its parts", assembly.request)
             verdict = self._fail(assembly.request, InternalFailure("the gateway could not process a result"))
         finally:
             self._fragments.drop(assembly)
