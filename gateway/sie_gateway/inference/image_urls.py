@@ -118,7 +118,7 @@ async def resolved(host: str, port: int) -> list[str]:
     answer: asyncio.Future[list[str]] = loop.create_future()
 
     def settle(result: list[str] | Exception) -> None:
-        if answer.done():  # the fetch was cancelled in the meantime
+        if answer.done():  # cancelled in the meantime, as at the end of the process
             return
         if isinstance(result, Exception):
             answer.set_exception(result)

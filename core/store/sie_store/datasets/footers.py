@@ -289,7 +289,7 @@ def _batches(
     dictionaries = {
         at: source.dictionary_bytes(column)
         for at, column in chunks.items()
-        # values of other types have a few bytes, whatever repeats them
+        # copies of values of other types need little memory, because such a value has only a few bytes
         if schema.column(at).physical_type.endswith("BYTE_ARRAY")
     }
     is_nested = any(size and schema.column(at).max_repetition_level > 0 for at, size in dictionaries.items())

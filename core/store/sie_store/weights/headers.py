@@ -21,7 +21,9 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class StoredTensor(msgspec.Struct):
-    """A tensor of a safetensors file. `data_offsets`: its first byte and the byte behind it, after the header."""
+    """A tensor of a safetensors file. `data_offsets`: positions of its first byte and of the byte after its last one,
+    counted from the end of the header.
+    """
 
     dtype: str
     shape: list[Count]
