@@ -274,8 +274,11 @@ class World:
 
     @property
     def loads_fail(self) -> bool:
-        """Return True if the plan has loads that are refused."""
-        return bool(self.plan.failing) or "worker away" in self.plan.kinds
+        """Return True if the plan has loads that are refused. A worker refuses them too if one device is full and its
+        other device is away for longer than the worker waits for it.
+        """
+        kinds = self.plan.kinds
+        return bool(self.plan.failing) or "worker away" in kinds or {"device full", "device away"} <= set(kinds)
 
     def _scope(self, kind: str) -> Scope:
         return Scope(f"{kind}{next(self._names)}", self.random.uniform(-30, 30))
