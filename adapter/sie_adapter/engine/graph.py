@@ -37,10 +37,13 @@ from sie_store.weights.locks import try_lock
 # limit for the tokens of a group of several texts: a larger group needs more memory and is not faster per token
 GROUP_TOKENS = 1024
 # fixed cost of a pass, expressed in tokens: reading all weights takes as long as computing this number of tokens
-PASS_TOKENS = 64
+PASS_TOKENS = 96
 # (length, step) in tokens: a text of up to this length is padded to a multiple of the step; the last step is also used
 # for longer texts
 _STEPS = ((32, 8), (256, 16), (512, 32), (2048, 128))
+# possible numbers of rows of a group: (number, step), as above
+_ROW_STEPS = ((8, 1), (16, 2), (32, 4), (64, 8), (128, 16))
+_ROWS = sorted({rows + missing(rows, _ROW_STEPS) for rows in range(1, GROUP_TOKENS // 8 + 1)})
 # Number of shapes whose kernels each device thread caches. With OpenVINO's default of 5,000, memory grows for hours.
 # With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
 _KEPT_KERNELS = 100
@@ -206,8 +209,8 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
     """Split sequences, which are sorted by length, into groups with the shortest estimated total time. The estimate for
     a group, in tokens, is rows times columns, plus PASS_TOKENS.
 
-    The number of rows is a power of two. The number of columns is one of few values, unless `max_filling` forbids that.
-    So OpenVINO compiles kernels for few shapes. Rows without a sequence have only padding. No sequence is padded beyond
+    The number of rows is one of few values, and so is the number of columns, unless `max_filling` forbids that. So
+    OpenVINO compiles kernels for few shapes. Rows without a sequence have only padding. No sequence is padded beyond
     `max_tokens`, because the model may have no positions there, or by more than `max_filling` tokens.
     """
     own = lengths.tolist()
@@ -219,20 +222,22 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
     for stop, width in enumerate(columns, 1):
         while width - own[first] > max_filling:
             first += 1
-        start, size = stop - 1, width
-        time, chosen = least[start] + size, start
-        while start > first and 2 * size <= GROUP_TOKENS:
-            size *= 2
-            start = max(first, stop - size // width)
-            if least[start] + size < time:
-                time, chosen = least[start] + size, start
+        start = chosen = stop - 1
+        time = least[start] + width
+        for rows in _ROWS[1:]:
+            if start == first or rows * width > GROUP_TOKENS:
+                break
+            start = max(first, stop - rows)
+            if least[start] + rows * width < time:
+                time, chosen = least[start] + rows * width, start
         least.append(time + PASS_TOKENS)
         starts.append(chosen)
     groups: list[RowGroup] = []
     stop = len(columns)
     while stop:
         start = starts[stop - 1]
-        groups.append(RowGroup(start, stop, 1 << (stop - start - 1).bit_length(), columns[stop - 1]))
+        count = stop - start
+        groups.append(RowGroup(start, stop, count + missing(count, _ROW_STEPS), columns[stop - 1]))
         stop = start
     return groups[::-1]
 

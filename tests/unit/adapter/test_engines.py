@@ -121,7 +121,7 @@ def cost(row_groups: list[RowGroup]) -> int:
     st.integers(1, 900),
     st.sampled_from([0, 7, 31, sys.maxsize]),
 )
-def test_groups_hold_every_sequence_once_in_a_power_of_two_of_rows(
+def test_groups_hold_every_sequence_once_and_few_rows_without_one(
     lengths: list[int], max_tokens: int, max_filling: int
 ) -> None:
     lengths.sort()
@@ -130,8 +130,7 @@ def test_groups_hold_every_sequence_once_in_a_power_of_two_of_rows(
     assert row_groups[-1].stop == len(lengths)
     for group in row_groups:
         held = lengths[group.start : group.stop]
-        assert group.rows.bit_count() == 1
-        assert 0 < len(held) <= group.rows < 2 * len(held)
+        assert 0 < len(held) <= group.rows <= 1.25 * len(held)
         assert group.rows == 1 or group.rows * group.columns <= GROUP_TOKENS
         assert group.columns == filled_length(held[-1], max_tokens, max_filling)
         assert group.columns <= max(held[-1], max_tokens)
@@ -142,8 +141,9 @@ def test_groups_hold_every_sequence_once_in_a_power_of_two_of_rows(
 
 
 def test_what_fills_up_costs_less_than_a_pass_more() -> None:
-    rows = {number: [group.rows for group in groups(np.full(number, 8), 512)] for number in (1, 7, 20, 64)}
-    assert rows == {1: [1], 7: [8], 20: [16, 4], 64: [64]}
+    rows = {number: [group.rows for group in groups(np.full(number, 8), 512)] for number in (1, 7, 21, 64)}
+    assert rows == {1: [1], 7: [7], 21: [24], 64: [64]}
+    assert len({group.rows for number in range(1, 129) for group in groups(np.full(number, 8), 512)}) == 24
     assert groups(np.array([40, 48]), 512) == [RowGroup(0, 2, 2, 48)]
     assert groups(np.array([3, 500]), 512) == [RowGroup(0, 1, 1, 8), RowGroup(1, 2, 1, 512)]
 
@@ -167,7 +167,7 @@ def test_what_fills_up_a_text_of_a_model_with_windows_sees_the_text() -> None:
         RowGroup(3, 4, 1, 200),
         RowGroup(4, 5, 1, 500),
     ]
-    assert groups(lengths, 512, 31) == [RowGroup(0, 3, 4, 24), RowGroup(3, 4, 1, 208), RowGroup(4, 5, 1, 512)]
+    assert groups(lengths, 512, 31) == [RowGroup(0, 3, 3, 24), RowGroup(3, 4, 1, 208), RowGroup(4, 5, 1, 512)]
 
 
 @pytest.fixture(scope="module")
