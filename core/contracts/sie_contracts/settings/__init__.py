@@ -6,7 +6,7 @@ flag > environment > machine-profile default > documented default
 The settings are in one class for each of the GROUPS; `Settings` inherits from all of them. `load` is called once per
 process, and does not change the environment. An invalid value raises SettingError, which names the variable and ends
 the process with status 2; only an invalid OTEL_ variable is ignored with a warning. Each setting is one field, one
-variable and one flag (`SIE_MAX_BATCH_COST` is `--max-batch-cost`).
+variable and one flag: the field `max_batch_cost` is `SIE_MAX_BATCH_COST` and `--max-batch-cost`.
 """
 
 from __future__ import annotations
@@ -222,13 +222,12 @@ def _warnings(sources: Mapping[str, str], environ: Mapping[str, str], mode: Mode
         for name in sorted(environ)
         if name.startswith("SIE_") and name not in BY_NAME and name not in client_environment.NAMES
     ]
-    for row in ROWS:
-        if sources[row.name] not in ("flag", "environment"):
-            continue
-        if row.mode is not None and row.mode != mode:
-            warnings.append(
-                f"{row.name} is set, but has no effect {'with --standalone' if mode == 'standalone' else 'in queue mode'}"
-            )
+    here = "with --standalone" if mode == "standalone" else "in queue mode"
+    warnings += [
+        f"{row.name} is set, but has no effect {here}"
+        for row in ROWS
+        if row.mode not in (None, mode) and sources[row.name] in ("flag", "environment")
+    ]
     return warnings
 
 

@@ -12,7 +12,6 @@ from sie_contracts.settings.values import number, whole
 class BatchingSettings:
     max_batch_requests: int = row(
         64,
-        "SIE_MAX_BATCH_REQUESTS",
         "sidecar",
         whole(1),
         "Maximum number of requests per batch. In queue mode SIE_BATCHER_MAX_BATCH_REQUESTS applies.",
@@ -20,7 +19,6 @@ class BatchingSettings:
     )
     max_batch_wait_ms: int = row(
         10,
-        "SIE_MAX_BATCH_WAIT_MS",
         "sidecar",
         whole(0),
         "Maximum time that a batch waits to fill, milliseconds. In queue mode SIE_BATCHER_COALESCE_MS applies.",
@@ -28,24 +26,19 @@ class BatchingSettings:
     )
     max_batch_cost: int = row(
         16384,
-        "SIE_MAX_BATCH_COST",
         "sidecar",
         whole(1),
         "Maximum cost of a batch, in tokens. The cost of a text is its number of tokens after truncation. The model determines the cost of an image, such as its number of patches. An item above the maximum runs alone.",
     )
     max_concurrent_requests: int = row(
         512,
-        "SIE_MAX_CONCURRENT_REQUESTS",
         "gateway",
         whole(1),
         "Maximum number of requests in progress per gateway process. More requests get 503 QUEUE_FULL.",
     )
-    max_items_per_request: int = row(
-        2048, "SIE_MAX_ITEMS_PER_REQUEST", "gateway", whole(1), "Maximum number of inputs per request, on every API."
-    )
+    max_items_per_request: int = row(2048, "gateway", whole(1), "Maximum number of inputs per request, on every API.")
     rust_pipeline_depth: int = row(
         2,
-        "SIE_RUST_PIPELINE_DEPTH",
         "sidecar",
         whole(1, 8),
         "One less than this many batches are ready at the adapter, beside one that runs on each lane of the device. The "
@@ -53,7 +46,6 @@ class BatchingSettings:
     )
     batcher_coalesce_ms: int = row(
         5,
-        "SIE_BATCHER_COALESCE_MS",
         "sidecar",
         whole(0),
         "Maximum time that a batch waits for more requests that can join it, milliseconds.",
@@ -61,7 +53,6 @@ class BatchingSettings:
     )
     batcher_max_batch_requests: int = row(
         12,
-        "SIE_BATCHER_MAX_BATCH_REQUESTS",
         "sidecar",
         whole(1),
         "Maximum number of work items (queue messages) per batch. A chunk of many texts is one work item.",
@@ -69,56 +60,36 @@ class BatchingSettings:
     )
     adaptive_min_quantum_ms: int = row(
         2,
-        "SIE_ADAPTIVE_MIN_QUANTUM_MS",
         "sidecar",
         whole(0),
         "Minimum time for which deliveries are gathered before they are tokenised together, milliseconds.",
     )
     adaptive_max_quantum_ms: int = row(
-        15,
-        "SIE_ADAPTIVE_MAX_QUANTUM_MS",
-        "sidecar",
-        whole(0),
-        "Maximum time for which deliveries are gathered, milliseconds.",
+        15, "sidecar", whole(0), "Maximum time for which deliveries are gathered, milliseconds."
     )
     adaptive_target_p50_ms: float = row(
         50.0,
-        "SIE_ADAPTIVE_TARGET_P50_MS",
         "sidecar",
         number(0, open_low=True),
         "Target for the median latency at the worker, milliseconds. The further the median is below it, the longer deliveries are gathered.",
     )
     chunk_cost: int = row(
-        4096,
-        "SIE_CHUNK_COST",
-        "gateway",
-        whole(1),
-        "Tokens per queue message. A request is split into messages of about this cost.",
+        4096, "gateway", whole(1), "Tokens per queue message. A request is split into messages of about this cost."
     )
     bulk_max_overtakes: int = row(
-        4,
-        "SIE_BULK_MAX_OVERTAKES",
-        "sidecar",
-        whole(0),
-        "How many times interactive batches may overtake the oldest bulk batch.",
+        4, "sidecar", whole(0), "How many times interactive batches may overtake the oldest bulk batch."
     )
     key_window_tokens: int = row(
-        65536,
-        "SIE_KEY_WINDOW_TOKENS",
-        "gateway",
-        whole(1),
-        "Maximum number of tokens in the queue for each API key, lane and priority.",
+        65536, "gateway", whole(1), "Maximum number of tokens in the queue for each API key, lane and priority."
     )
     adopt_after_ms: int = row(
         2000,
-        "SIE_ADOPT_AFTER_MS",
         "gateway",
         whole(0),
         "Age of a model's oldest waiting work above which the model gets one more host, milliseconds.",
     )
     swap_after_ms: int = row(
         1000,
-        "SIE_SWAP_AFTER_MS",
         "sidecar",
         whole(0),
         "How long work of a model that is not loaded waits before another model is evicted for it, milliseconds. The evicted model has been loaded for at least this time, and for at least as long as its load took, of which at most 5 s count.",

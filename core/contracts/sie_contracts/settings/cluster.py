@@ -35,371 +35,275 @@ from sie_contracts.settings.values import (
 class ClusterSettings:
     nats_url: str | None = row(
         None,
-        "SIE_NATS_URL",
         "gateway sidecar config",
         NATS,
         "Address of the broker; USER@HOST:PORT if it requires SIE_NATS_PASSWORD. Credentials in the address are never shown.",
     )
     nats_password: Secret | None = row(
         None,
-        "SIE_NATS_PASSWORD",
         "gateway sidecar config",
         PASSWORD,
         "Password of the user that SIE_NATS_URL names, without any encoding. A percent-encoded password in the URL takes precedence. If there is no password at all, a name in the URL is used as a token.",
     )
     nats_streams_password: Secret | None = row(
         None,
-        "SIE_NATS_STREAMS_PASSWORD",
         "config",
         PASSWORD,
         "Password of the user `streams`, at the servers of SIE_NATS_URL: the only one that makes streams and buckets, for all processes. Without it each process makes those that it needs, which a broker with users refuses.",
     )
     gateway_health_mode: str = row(
         "ws",
-        "SIE_GATEWAY_HEALTH_MODE",
         "gateway",
         choice("ws", "nats"),
         "Source of the workers in /health and /ws/cluster-status. nats: their heartbeats. ws: their status websockets (SIE_GATEWAY_WORKERS, SIE_GATEWAY_KUBERNETES), for local diagnosis. Work is routed by heartbeats in both cases. `sie serve` and the chart set nats.",
     )
     gateway_configured_gpus: tuple[str, ...] | None = row(
         None,
-        "SIE_GATEWAY_CONFIGURED_GPUS",
         "gateway",
         LIST,
         "Machine profiles that requests may be routed to, even if none of their workers runs. For a request that names none, one with the model loaded is preferred, then one with a worker of the bundle; of several, the first in the list.",
     )
     config_service_url: str | None = row(
         None,
-        "SIE_CONFIG_SERVICE_URL",
         "gateway sidecar",
         HTTP,
         "Address of the config service, from which gateway and sidecar read the catalogue.",
     )
     payload_store_url: str | None = row(
         None,
-        "SIE_PAYLOAD_STORE_URL",
         "gateway sidecar",
         PAYLOAD_STORE,
         "Store for inputs that no queue message can hold and for files, shared by gateways and workers. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables. Unset: such inputs are refused, and so are files.",
     )
     inline_payload_bytes: int | None = row(
         None,
-        "SIE_INLINE_PAYLOAD_BYTES",
         "gateway",
         whole(1024),
         "Maximum size of a payload in a queue message, bytes. Default and upper limit: the broker's max_payload less headers.",
     )
     payload_ttl_s: int | None = row(
         None,
-        "SIE_PAYLOAD_TTL_S",
         "gateway",
         whole(1),
         "Lifetime of an object in the payload store, seconds. It must be longer than the age limit of the work stream. Default: that limit plus an hour.",
     )
     admin_token: Secret | None = row(
-        None,
-        "SIE_ADMIN_TOKEN",
-        "gateway config",
-        SECRET,
-        "Bearer token with all scopes. Unset: operations of administrators are refused.",
+        None, "gateway config", SECRET, "Bearer token with all scopes. Unset: operations of administrators are refused."
     )
     config_read_token: Secret | None = row(
         None,
-        "SIE_CONFIG_READ_TOKEN",
         "gateway sidecar config",
         SECRET,
         "Bearer token that may read the catalogue at the config service, its epoch and export at a gateway, the pools to which workers are assigned, and /ws/status of a worker. It can change nothing.",
     )
     auth_mode: str = row(
         "none",
-        "SIE_AUTH_MODE",
         "gateway config",
         choice("none", "static", "token"),
         "Authentication. Gateway: none; static tokens; or token, API keys that are stored hashed in the broker. Config service: with token it accepts API keys in addition to the admin token.",
     )
     auth_token: Secret | None = row(
-        None, "SIE_AUTH_TOKEN", "gateway", SECRET, "An accepted bearer token, with the scopes infer, read and pools."
+        None, "gateway", SECRET, "An accepted bearer token, with the scopes infer, read and pools."
     )
     auth_tokens: tuple[Secret, ...] | None = row(
-        None, "SIE_AUTH_TOKENS", "gateway", SECRETS, "Several accepted bearer tokens, for rotation."
+        None, "gateway", SECRETS, "Several accepted bearer tokens, for rotation."
     )
     nats_config_trusted_producers: tuple[str, ...] = row(
-        ("sie-config",),
-        "SIE_NATS_CONFIG_TRUSTED_PRODUCERS",
-        "gateway sidecar",
-        LIST,
-        "Producers whose config deltas are applied.",
+        ("sie-config",), "gateway sidecar", LIST, "Producers whose config deltas are applied."
     )
     gateway_workers: tuple[str, ...] | None = row(
         None,
-        "SIE_GATEWAY_WORKERS",
         "gateway",
         WORKERS,
         "URLs of workers. With SIE_GATEWAY_HEALTH_MODE=ws the gateway watches their status websockets, to which it sends the SIE_CONFIG_READ_TOKEN. /ws/status shows the first of them, or ?worker=N. `sie serve` sets its own workers.",
     )
     gateway_kubernetes: bool = row(
         False,
-        "SIE_GATEWAY_KUBERNETES",
         "gateway",
         BOOL,
         "Whether the gateway finds further such workers by the EndpointSlices of a service. The pod's service account needs list and watch on EndpointSlices.",
     )
     gateway_k8s_namespace: str = row(
-        "default",
-        "SIE_GATEWAY_K8S_NAMESPACE",
-        "gateway",
-        LABEL,
-        "Namespace of the service whose EndpointSlices are watched.",
+        "default", "gateway", LABEL, "Namespace of the service whose EndpointSlices are watched."
     )
     gateway_k8s_service: str = row(
-        "sie-worker",
-        "SIE_GATEWAY_K8S_SERVICE",
-        "gateway",
-        LABEL,
-        "Name of the service whose EndpointSlices are watched.",
+        "sie-worker", "gateway", LABEL, "Name of the service whose EndpointSlices are watched."
     )
     gateway_k8s_port: int = row(
         8080,
-        "SIE_GATEWAY_K8S_PORT",
         "gateway",
         whole(1, 65535),
         "Port of the workers that are found by EndpointSlices: their SIE_WORKER_METRICS_PORT.",
     )
     gateway_api_metrics: bool = row(
         False,
-        "SIE_GATEWAY_API_METRICS",
         "gateway",
         BOOL,
         "Whether /metrics is also on the API port, for tokens with the scope metrics. `sie serve` turns it on.",
     )
     gateway_metrics_port: int = row(
         9090,
-        "SIE_GATEWAY_METRICS_PORT",
         "gateway",
         PORT,
         "Port of /metrics and the probes, which need no token. 0 chooses a free port; so does `sie serve` if no port is given.",
     )
     gateway_request_timeout: float = row(
         120.0,
-        "SIE_GATEWAY_REQUEST_TIMEOUT",
         "gateway",
         number(0, 600, open_low=True),
         "Budget of a request, seconds. A smaller X-SIE-Timeout-Ms takes precedence.",
     )
     max_body_bytes: int = row(
         96 << 20,
-        "SIE_MAX_BODY_BYTES",
         "gateway",
         whole(1 << 20, 256 << 20),
         "Maximum size of the body of an inference request, bytes. The default has room for a document of 64 MiB as base64. A smaller limit of an API key takes precedence.",
     )
     body_memory_bytes: int | None = row(
         None,
-        "SIE_BODY_MEMORY_BYTES",
         "gateway",
         whole(1 << 20),
         "Memory that the bodies of all inference requests of a gateway may take, bytes: three times their size, and 80 for each value in them. Beyond it large bodies are refused with 503. Default: half of the memory limit of its container, 1 GiB at most.",
     )
     min_body_rate: int = row(
         4096,
-        "SIE_MIN_BODY_RATE",
         "gateway config",
         whole(0),
         "Least rate at which the body of a request must come and its response must be read, bytes per second, over 15 s and over 60 s. A slower client is disconnected. 0: any rate.",
     )
     load_hold_s: float = row(
         20.0,
-        "SIE_LOAD_HOLD_S",
         "gateway",
         number(0, 29.999),
         "How long a request waits for a model that is not loaded, or for a lane without workers, seconds.",
     )
     allowed_hosts: tuple[str, ...] | None = row(
         None,
-        "SIE_ALLOWED_HOSTS",
         "gateway sidecar config",
         HOSTS,
         "Names that a request may have in Host, in addition to the addresses and local names of the server itself. Web pages of these names may call the server from a browser. `*` allows any name. Unset: on loopback the names of loopback and of this machine, elsewhere any name.",
     )
     cors_origins: tuple[str, ...] | None = row(
         None,
-        "SIE_CORS_ORIGINS",
         "gateway",
         ORIGINS,
         "Origins whose web pages may call the API from a browser and read its answers (CORS), for example `https://search.example.com`. A page sends its key itself; cookies are not used. Unset: none but the pages of the gateway itself.",
     )
     image_url_hosts: tuple[str, ...] | None = row(
         None,
-        "SIE_IMAGE_URL_HOSTS",
         "gateway",
         HOSTS,
         "Hosts from which the gateway fetches images whose URLs a request names. A name without a port allows the ports 80 and 443. `*` allows any name. Addresses that are not public are never fetched from. Unset: nothing is fetched.",
     )
     remotes: str | None = row(
         None,
-        "SIE_REMOTES",
         "gateway",
         REMOTES,
         "Remote servers that may answer for a model when this cluster has no room (docs/remote.md): a YAML file, or its content as JSON. Read at the start. Unset: nothing is ever sent to another server.",
     )
     root_path: str | None = row(
         None,
-        "SIE_ROOT_PATH",
         "gateway",
         pattern("a path that starts with / and does not end with it", r"(/[A-Za-z0-9._~-]+)+"),
         "Prefix under which a reverse proxy serves the gateway.",
     )
     default_models: tuple[tuple[str, str], ...] | None = row(
-        None,
-        "SIE_DEFAULT_MODELS",
-        "gateway",
-        DEFAULT_MODELS,
-        "Models for requests that name no model, one for each operation.",
+        None, "gateway", DEFAULT_MODELS, "Models for requests that name no model, one for each operation."
     )
     pool_write_role: str = row(
         "user",
-        "SIE_POOL_WRITE_ROLE",
         "gateway",
         choice("user", "admin"),
         "Who may create, renew and delete reservations. user: callers with the scope pools. admin: only callers with the scope admin.",
     )
     stream_storage: str = row(
         "file",
-        "SIE_STREAM_STORAGE",
         "gateway config",
         choice("memory", "file"),
         "Storage of the work streams, of the catalogue and of most other records at the broker. memory is lost when the broker ends. file survives a restart of the broker.",
     )
     stream_replicas: int = row(
         1,
-        "SIE_STREAM_REPLICAS",
         "gateway config",
         whole(1, 5),
         "Number of copies of each stream and bucket at the broker, at most the number of brokers.",
     )
     queue_max_bytes: int = row(
         1 << 30,
-        "SIE_QUEUE_MAX_BYTES",
         "gateway",
         whole(1 << 20),
         "Maximum size of the work stream of a pool, bytes. When it is full, new work is refused.",
     )
     jobs_urls: tuple[str, ...] | None = row(
         None,
-        "SIE_JOBS_URLS",
         "gateway",
         STORES,
         "Places that jobs may read from and write to: everything below one of these URLs, and nothing else. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables. Unset: jobs read uploaded files and keep their output themselves.",
     )
     jobs_sinks: tuple[tuple[str, Secret], ...] | None = row(
         None,
-        "SIE_JOBS_SINKS",
         "gateway",
         SINKS,
         "Databases that jobs may write vectors to, each as NAME=URL, for example `main=qdrant://host:6333`. A job names one by its NAME, and so does `sie migrate`, which reads this setting itself. A comma in a password is written as %2C. Unset: none.",
     )
     jobs_at_once: int = row(
         4,
-        "SIE_JOBS_AT_ONCE",
         "gateway",
         whole(0),
         "Jobs and batches that one gateway runs at a time; the oldest run first. 0: this gateway runs none.",
     )
     jobs_keep_s: int = row(
         2_592_000,
-        "SIE_JOBS_KEEP_S",
         "gateway",
         whole(60),
         "A job or batch that has ended is forgotten after this time, seconds, with the output that it keeps itself.",
     )
     jobs_per_key: int = row(
         1000,
-        "SIE_JOBS_PER_KEY",
         "gateway",
         whole(1),
         "Jobs and batches of one key, those that run and those that have ended and are not deleted. A further one is refused with 429.",
     )
     jobs_bytes_per_key: int = row(
         4 << 20,
-        "SIE_JOBS_BYTES_PER_KEY",
         "gateway",
         whole(64 << 10),
         "Bytes of the records of a key's jobs and batches: their requests, counts and errors, without files and parts.",
     )
     max_jobs: int = row(
-        10_000,
-        "SIE_MAX_JOBS",
-        "gateway",
-        whole(1),
-        "Jobs and batches of all keys. Every gateway has their records in memory.",
+        10_000, "gateway", whole(1), "Jobs and batches of all keys. Every gateway has their records in memory."
     )
-    max_jobs_bytes: int = row(
-        64 << 20,
-        "SIE_MAX_JOBS_BYTES",
-        "gateway",
-        whole(64 << 10),
-        "Bytes of the records of all jobs and batches.",
-    )
+    max_jobs_bytes: int = row(64 << 20, "gateway", whole(64 << 10), "Bytes of the records of all jobs and batches.")
     files_per_key: int = row(
         10_000,
-        "SIE_FILES_PER_KEY",
         "gateway",
         whole(1),
         "Files of one key, outputs of its batches included. A further upload is refused with 429; an output is kept.",
     )
     files_bytes_per_key: int = row(
-        64 << 30,
-        "SIE_FILES_BYTES_PER_KEY",
-        "gateway",
-        whole(1 << 20),
-        "Bytes of the files of one key, those that are being uploaded included.",
+        64 << 30, "gateway", whole(1 << 20), "Bytes of the files of one key, those that are being uploaded included."
     )
-    max_files: int = row(
-        100_000,
-        "SIE_MAX_FILES",
-        "gateway",
-        whole(1),
-        "Files of all keys. Every gateway has their records in memory.",
-    )
-    max_files_bytes: int = row(
-        1 << 40,
-        "SIE_MAX_FILES_BYTES",
-        "gateway",
-        whole(1 << 20),
-        "Bytes of the files of all keys.",
-    )
+    max_files: int = row(100_000, "gateway", whole(1), "Files of all keys. Every gateway has their records in memory.")
+    max_files_bytes: int = row(1 << 40, "gateway", whole(1 << 20), "Bytes of the files of all keys.")
     jobs_cache_bytes: int = row(
         4 << 30,
-        "SIE_JOBS_CACHE_BYTES",
         "gateway",
         whole(0),
         "Bytes of the payload store that answers of jobs may take, for later jobs that ask for the cache. The oldest are removed first. 0: none are kept.",
     )
     cache_bytes: int = row(
         0,
-        "SIE_CACHE_BYTES",
         "gateway",
         whole(0),
         "Memory of each gateway for answers that later requests with the same inputs get without a worker, bytes. 0: there is no cache.",
     )
-    cache_ttl_s: int = row(
-        3600,
-        "SIE_CACHE_TTL_S",
-        "gateway",
-        whole(1),
-        "How long a gateway uses an answer of its cache, seconds.",
-    )
+    cache_ttl_s: int = row(3600, "gateway", whole(1), "How long a gateway uses an answer of its cache, seconds.")
     cache_shared: bool = row(
         False,
-        "SIE_CACHE_SHARED",
         "gateway",
         BOOL,
         "Whether all keys use the same cached answers, those that jobs keep included. Then a key learns whether another one had the same input. Otherwise each key has the answers to its own inputs only.",
     )
     cache_excluded_models: tuple[str, ...] | None = row(
-        None,
-        "SIE_CACHE_EXCLUDED_MODELS",
-        "gateway",
-        LIST,
-        "Ids of models whose answers are never cached, neither for requests nor for jobs.",
+        None, "gateway", LIST, "Ids of models whose answers are never cached, neither for requests nor for jobs."
     )

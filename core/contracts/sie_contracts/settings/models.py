@@ -12,38 +12,33 @@ from sie_contracts.settings.values import BOOL, CLUSTER_STORE, DEVICE, LABEL, LI
 class ModelSettings:
     device: str = row(
         "auto",
-        "SIE_DEVICE",
         "adapter",
         DEVICE,
         "Device of all forward passes. auto uses one: CUDA, else MPS, else the CPU. all uses every GPU that CUDA shows, else as auto. With a list or all the worker has one adapter process for each device, which needs Linux. A named device that is absent is a start error.",
     )
     models_dir: str | None = row(
         None,
-        "SIE_MODELS_DIR",
         "config adapter",
         STORE,
         "Folder or bucket of model files that are added to the packaged catalogue or replace its entries. Requests may name LoRAs in such a folder by path. Default: ./models if it exists. A named folder that is missing is a start error.",
     )
     allow_remote_code: bool = row(
         False,
-        "SIE_ALLOW_REMOTE_CODE",
         "config adapter",
         BOOL,
         "Whether entries written over HTTP may make workers run code, or use installed packages: load.trust_remote_code, weights.package, families of other distributions. Entries of SIE_MODELS_DIR and of the package always may.",
     )
     model_paths: tuple[str, ...] | None = row(
         None,
-        "SIE_MODEL_PATHS",
         "config adapter",
         LIST,
         "Comma-separated folders that entries written over HTTP may name (weights.path, run.lora, golden), in addition to the models folder. A models folder that belongs to another user, or that every user may write to, is accepted if it is named here.",
     )
     model_filter: tuple[str, ...] | None = row(
-        None, "SIE_MODEL_FILTER", "config", LIST, "Only these models are available. An unknown name is a start error."
+        None, "config", LIST, "Only these models are available. An unknown name is a start error."
     )
     gpu_type: str | None = row(
         None,
-        "SIE_GPU_TYPE",
         "sidecar gateway",
         LABEL,
         "Overrides the detected type of the GPU. Requests may be routed by this type. It is also the machine profile if SIE_MACHINE_PROFILE is unset.",
@@ -54,28 +49,21 @@ class ModelSettings:
 class WeightSettings:
     local_cache: str | None = row(
         None,
-        "SIE_LOCAL_CACHE",
         "sidecar adapter config",
         PATH,
         "Folder where weights are looked up first, and to which downloads are written. The sidecar only reads it, to announce the models that are there. Default: HF_HOME.",
     )
     cluster_cache: str | None = row(
         None,
-        "SIE_CLUSTER_CACHE",
         "adapter",
         CLUSTER_STORE,
         "Bucket of weights that workers share, looked up after the local cache. `sie weights push` fills it. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables.",
     )
     hf_fallback: bool = row(
-        True,
-        "SIE_HF_FALLBACK",
-        "adapter",
-        BOOL,
-        "Whether weights that no cache has may be downloaded from the Hugging Face Hub.",
+        True, "adapter", BOOL, "Whether weights that no cache has may be downloaded from the Hugging Face Hub."
     )
     hf_home: str = row(
         "~/.cache/huggingface",
-        "HF_HOME",
         "sidecar adapter config",
         PATH,
         "Variable of Hugging Face, only read: the default of SIE_LOCAL_CACHE.",
@@ -86,46 +74,38 @@ class WeightSettings:
 class EngineSettings:
     preprocessor_workers: int = row(
         4,
-        "SIE_PREPROCESSOR_WORKERS",
         "sidecar adapter",
         whole(1),
         "Number of threads that tokenise, shared by all models; in the adapter for families that tokenise themselves.",
     )
     image_workers: int = row(
         4,
-        "SIE_IMAGE_WORKERS",
         "sidecar",
         whole(1),
         "Number of processes that turn image files into pixels and sound files into features, shared by all models. They start when the first files come.",
     )
     attention_backend: str = row(
         "auto",
-        "SIE_ATTENTION_BACKEND",
         "adapter",
         choice("auto", "flash_attention_2", "sdpa", "eager"),
         "Attention implementation. One that the device does not support is replaced by sdpa with a warning.",
     )
     sglang_python: str | None = row(
         None,
-        "SIE_SGLANG_PYTHON",
         "adapter",
         PATH,
         "Python of an environment that has the package sglang. With it, decoder models of dense vectors run on SGLang on a GPU, and wherever their entry asks for it.",
     )
     default_compute_precision: str = row(
         "float16",
-        "SIE_DEFAULT_COMPUTE_PRECISION",
         "adapter",
         choice("float16", "bfloat16", "float32"),
         "Precision of models that do not set their own. A CPU runs 16-bit models in bfloat16 if it has the instructions, else in float32.",
     )
     instrumentation: bool = row(
         False,
-        "SIE_INSTRUMENTATION",
         "adapter",
         BOOL,
         "Whether /ws/status of the worker shows sizes, padding, times and memory of the last 100 batches.",
     )
-    max_loras_per_model: int = row(
-        10, "SIE_MAX_LORAS_PER_MODEL", "adapter", whole(1), "Maximum number of loaded LoRAs per model."
-    )
+    max_loras_per_model: int = row(10, "adapter", whole(1), "Maximum number of loaded LoRAs per model.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,9 +26,10 @@ class SettingError(Exception):
 
 @dataclass(frozen=True)
 class SettingRow:
-    """Definition of one setting. `expected`: the words after "expected" in an error message."""
+    """Definition of one setting. `field`: its field in `Settings`. `expected`: the words after "expected" in an error
+    message.
+    """
 
-    name: str
     field: str
     default: Any
     components: tuple[str, ...]
@@ -37,6 +39,12 @@ class SettingRow:
     mode: Mode | None = None
     secret: bool = False
     heading: str = ""  # heading of the setting in documents and in --help
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Return the name of the variable: SIE_ and the field, except for variables that other programs also read."""
+        name = self.field.upper()
+        return name if name.startswith("OTEL_") or name == "HF_HOME" else f"SIE_{name}"
 
     @property
     def is_standard(self) -> bool:
@@ -70,18 +78,10 @@ class SettingRow:
             raise SettingError(self.name, f"got {got}, expected {self.expected}{detail}") from error
 
 
-def row(
-    default: Any,
-    name: str,
-    components: str,
-    kind: Kind,
-    meaning: str,
-    *,
-    mode: Mode | None = None,
-) -> Any:
+def row(default: Any, components: str, kind: Kind, meaning: str, *, mode: Mode | None = None) -> Any:
     expected, parse = kind
     readers = COMPONENTS if components == "all" else tuple(components.split())
-    meta = SettingRow(name, "", default, readers, expected, parse, meaning, mode, parse in SECRETIVE)
+    meta = SettingRow("", default, readers, expected, parse, meaning, mode, parse in SECRETIVE)
     return dataclasses.field(default=default, metadata={"row": meta})
 
 

@@ -126,16 +126,21 @@ def _list_of(text: str) -> tuple[str, ...]:
     return values
 
 
+def _checked_list(check: Parse) -> Parse:
+    """Return the parser of a list whose values `check` accepts. The values stay as they are written."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        values = _list_of(text)
+        for value in values:
+            check(value)
+        return values
+
+    return parse
+
+
 # an origin as browsers send it: scheme, host, port
 _ORIGIN = re.compile(r"https?://([a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:]+\])(:\d{1,5})?")
-_HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*(:\d{1,5})?|\[[0-9a-f:.]+\](:\d{1,5})?", re.IGNORECASE)
-
-
-def _hosts(text: str) -> tuple[str, ...]:
-    hosts = _list_of(text)
-    if not all(_HOST.fullmatch(host) for host in hosts):
-        raise ValueError
-    return hosts
+_HOST = r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*(:\d{1,5})?|\[[0-9a-f:.]+\](:\d{1,5})?"
 
 
 def _secret(text: str) -> Secret:
@@ -163,15 +168,9 @@ def _url(*schemes: str) -> Kind:
     return "a URL of the form " + " or ".join(f"{scheme}://..." for scheme in schemes), parse
 
 
-_WORKER = _url("http", "https", "ws", "wss")
-
-
-def _workers(text: str) -> tuple[str, ...]:
-    """Parse a list of URLs of workers, each with a scheme or without. Raises ValueError."""
-    urls = _list_of(text)
-    for url in urls:
-        _WORKER[1](url if "//" in url else f"http://{url}")
-    return urls
+def _worker(url: str) -> None:
+    _, check = _url("http", "https", "ws", "wss")
+    check(url if "//" in url else f"http://{url}")
 
 
 @dataclass(frozen=True)
@@ -204,13 +203,6 @@ def _store(*, file_urls: bool = True, paths: bool = True) -> Parse:
         return text
 
     return parse
-
-
-def _stores(text: str) -> tuple[str, ...]:
-    urls = _list_of(text)
-    for url in urls:
-        store_url(url)
-    return urls
 
 
 def _sinks(text: str) -> tuple[tuple[str, Secret], ...]:
@@ -272,7 +264,7 @@ PATH = ("a path", _path)
 REMOTES = ("a path, or a JSON document", _text)
 PORT = whole(0, 65535)
 HTTP = _url("http", "https")
-WORKERS = "a comma-separated list of http://..., https://..., ws://..., wss://... or host:port", _workers
+WORKERS = "a comma-separated list of http://..., https://..., ws://..., wss://... or host:port", _checked_list(_worker)
 COLLECTOR = "a URL of the form http://... or https://..., or host:port", _collector
 PROTOCOL = choice("grpc", "http/protobuf")
 LABEL = pattern("a label of letters, digits, ., _ and -", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}|_default", lower=True)
@@ -282,7 +274,10 @@ DEVICE = (
 )
 STORE = "s3://bucket/prefix, gs://bucket/prefix or a path", _store(file_urls=False)
 CLUSTER_STORE = "s3://bucket/prefix or gs://bucket/prefix", _store(file_urls=False, paths=False)
-STORES = "a comma-separated list of s3://bucket/prefix, gs://bucket/prefix, file:///path or paths", _stores
+STORES = (
+    "a comma-separated list of s3://bucket/prefix, gs://bucket/prefix, file:///path or paths",
+    _checked_list(store_url),
+)
 SINKS = "a comma-separated list of NAME=URL", _sinks
 PAYLOAD_STORE = "s3://bucket/prefix, gs://bucket/prefix, file:///path or a path", _store()
 POOL = "1 to 63 letters, digits, _ or -", pool_name
@@ -300,7 +295,7 @@ ORIGINS = (
     "a comma-separated list of origins, each http:// or https://, a host in lower case and a port if it has one",
     _origins,
 )
-HOSTS = "a comma-separated list of host names, *.suffixes or *", _hosts
+HOSTS = "a comma-separated list of host names, *.suffixes or *", _checked_list(pattern("", _HOST, lower=True)[1])
 SOCKET = "an absolute path of at most 100 bytes", _socket_path
 DEFAULT_MODELS = (
     "a list of operation=model with operation embed, embed_sparse, embed_all, rerank, predict, transcribe or redact",

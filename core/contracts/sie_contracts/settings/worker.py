@@ -11,123 +11,89 @@ from sie_contracts.settings.values import BOOL, HTTP, LABEL, LIST, POOL, PORT, S
 @dataclass(frozen=True, kw_only=True, repr=False)
 class WorkerSettings:
     pool: str = row(
-        "_default",
-        "SIE_POOL",
-        "sidecar gateway",
-        POOL,
-        "Pool of the worker. It is a part of the names of streams and subjects.",
+        "_default", "sidecar gateway", POOL, "Pool of the worker. It is a part of the names of streams and subjects."
     )
     bundle: str = row(
         "default",
-        "SIE_BUNDLE",
         "sidecar adapter",
         LABEL,
         "Bundle that this worker serves. An adapter without a package that the bundle requires does not start.",
     )
     ipc_socket_path: str = row(
         "/tmp/sie-ipc.sock",  # noqa: S108
-        "SIE_IPC_SOCKET_PATH",
         "sidecar adapter",
         SOCKET,
         "Path of the Unix socket between sidecar and adapter, mode 0600. With several devices it is that of the first one; the others are beside it, with .1, .2 and so on appended.",
     )
     max_concurrent_batches: int = row(
         4,
-        "SIE_MAX_CONCURRENT_BATCHES",
         "sidecar",
         whole(1, 64),
         "Maximum number of batches that the sidecar has at the adapter of each device, of all models together. The lanes of the device and SIE_RUST_PIPELINE_DEPTH may allow fewer.",
     )
     ipc_pool_size: int | None = row(
         None,
-        "SIE_IPC_POOL_SIZE",
         "sidecar",
         whole(1),
         "Connections to the adapter of each device for batches; one more carries control messages. Default: SIE_MAX_CONCURRENT_BATCHES. If that is more than 6: at most as many as the lanes of the device need.",
     )
     worker_metrics_port: int = row(
         9095,
-        "SIE_WORKER_METRICS_PORT",
         "sidecar",
         PORT,
         "Port of the sidecar's /metrics, /healthz and /readyz. 0 chooses a free port; so does `sie serve` if no port is given.",
     )
     worker_id: str | None = row(
         None,
-        "SIE_WORKER_ID",
         "sidecar adapter",
         LABEL,
         "Stable id of the worker in logs, results and health; its sidecar and its adapter have the same. Default: the host name, which in Kubernetes is the name of the pod; a UUID if it is localhost.",
     )
     machine_profile: str | None = row(
         None,
-        "SIE_MACHINE_PROFILE",
         "sidecar gateway",
         LABEL,
         "Kind of the node. Requests are routed by it, and it selects measured defaults. Default: SIE_GPU_TYPE, else SIE_POOL. At a gateway with SIE_GATEWAY_CONFIGURED_GPUS: where work of the bundle `default` goes that names no machine profile, if its model's entry names none.",
     )
     gpu_count: int = row(
         1,
-        "SIE_GPU_COUNT",
         "sidecar",
         whole(0),
         "Number of GPUs that the worker reports in its heartbeats. A worker whose device is a CPU reports 0, and one with several devices their number.",
     )
     gateway_url: str | None = row(
         None,
-        "SIE_GATEWAY_URL",
         "sidecar",
         HTTP,
         "Gateway that the worker asks which pool to serve. Several are separated by commas; each is asked if the one before does not answer.",
     )
     pool_admission_enabled: bool = row(
-        True,
-        "SIE_POOL_ADMISSION_ENABLED",
-        "sidecar",
-        BOOL,
-        "Whether the worker asks which pool to serve before it pulls work.",
+        True, "sidecar", BOOL, "Whether the worker asks which pool to serve before it pulls work."
     )
     worker_ping_interval_ms: int = row(
-        2000,
-        "SIE_WORKER_PING_INTERVAL_MS",
-        "sidecar",
-        whole(100),
-        "Interval of the pings to the adapter, milliseconds.",
+        2000, "sidecar", whole(100), "Interval of the pings to the adapter, milliseconds."
     )
     worker_readyz_stale_mult: float = row(
-        3.0,
-        "SIE_WORKER_READYZ_STALE_MULT",
-        "sidecar",
-        number(1),
-        "Number of ping intervals without an answer after which /readyz fails.",
+        3.0, "sidecar", number(1), "Number of ping intervals without an answer after which /readyz fails."
     )
     worker_config_poll_interval_ms: int = row(
-        30000,
-        "SIE_WORKER_CONFIG_POLL_INTERVAL_MS",
-        "sidecar",
-        whole(1000),
-        "Interval at which the worker asks for the epoch of the catalogue, milliseconds.",
+        30000, "sidecar", whole(1000), "Interval at which the worker asks for the epoch of the catalogue, milliseconds."
     )
     worker_config_full_export_interval_ms: int = row(
         300000,
-        "SIE_WORKER_CONFIG_FULL_EXPORT_INTERVAL_MS",
         "sidecar",
         whole(0),
         "Interval at which the worker reads the whole catalogue, milliseconds. 0: only at start, and after it has missed changes.",
     )
-    health_publish_interval_ms: int = row(
-        5000, "SIE_HEALTH_PUBLISH_INTERVAL_MS", "sidecar", whole(100), "Interval of heartbeats, milliseconds."
-    )
+    health_publish_interval_ms: int = row(5000, "sidecar", whole(100), "Interval of heartbeats, milliseconds.")
     heartbeat_timeout_ms: int = row(
         15000,
-        "SIE_HEARTBEAT_TIMEOUT_MS",
         "gateway sidecar",
         whole(1),
         "Time without a heartbeat after which a worker no longer counts, milliseconds.",
     )
     ack_wait_s: int = row(
         10,
-        "SIE_ACK_WAIT_S",
         "gateway sidecar",
         whole(3),
         "Time without a renewal of its lease after which work is delivered to another worker, seconds. A worker renews leases at every third of it.",
@@ -137,40 +103,29 @@ class WorkerSettings:
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MemorySettings:
     memory_pressure_threshold_percent: float = row(
-        85.0,
-        "SIE_MEMORY_PRESSURE_THRESHOLD_PERCENT",
-        "adapter",
-        number(0, 100),
-        "Use of device memory, percent, above which idle models are evicted.",
+        85.0, "adapter", number(0, 100), "Use of device memory, percent, above which idle models are evicted."
     )
     disk_cache_enabled: bool = row(
         True,
-        "SIE_DISK_CACHE_ENABLED",
         "adapter",
         BOOL,
         "Whether weights are removed from a disk above the threshold, the least recently used ones first: before a download, and every 30 s. Only weights that SIE downloaded and that no process uses are removed.",
     )
     disk_pressure_threshold_percent: float = row(
         85.0,
-        "SIE_DISK_PRESSURE_THRESHOLD_PERCENT",
         "adapter",
         number(0, 100),
         "Use of the disk, percent, above which cached weights that no process uses are removed.",
     )
     disk_cache_bytes: int | None = row(
         None,
-        "SIE_DISK_CACHE_BYTES",
         "adapter",
         whole(1 << 20),
         "Maximum size of all weights below SIE_LOCAL_CACHE, bytes, for example the size limit of a volume. Default: the size of the disk.",
     )
     idle_evict_s: int | None = row(
-        None, "SIE_IDLE_EVICT_S", "sidecar", whole(1), "Models that were idle for this long are evicted, seconds."
+        None, "sidecar", whole(1), "Models that were idle for this long are evicted, seconds."
     )
     preload_models: tuple[str, ...] | None = row(
-        None,
-        "SIE_PRELOAD_MODELS",
-        "sidecar",
-        LIST,
-        "Models that are loaded before the worker is ready. An unknown name is a start error.",
+        None, "sidecar", LIST, "Models that are loaded before the worker is ready. An unknown name is a start error."
     )
