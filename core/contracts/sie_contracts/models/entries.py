@@ -12,9 +12,11 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from sie_contracts.errors import ValidationFailed, faulty
-from sie_contracts.models import families, muvera
+from sie_contracts.errors import faulty
+from sie_contracts.models import families
 from sie_contracts.models.aliases import Alias, is_alias, parse_alias
+from sie_contracts.models.muvera import Muvera
+from sie_contracts.models.option_values import muvera_parameters
 from sie_contracts.names import located
 from sie_contracts.wire.messages import Truncate
 
@@ -262,69 +264,60 @@ def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
     widths_by_name = {name: width for name, width in entry.outputs.items() if name in VECTORS and width}
     if run.muvera and "multivector" in widths_by_name:
         own = run.muvera if isinstance(run.muvera, dict) else {}
-        widths_by_name["dense"] = muvera.parse({**entry.head.muvera, **own} or True, None, "muvera").width(
-            widths_by_name["multivector"]
-        )
+        parameters = muvera_parameters("muvera", {**entry.head.muvera, **own}, Muvera())
+        widths_by_name["dense"] = parameters.width(widths_by_name["multivector"])
     return widths_by_name
 
 
 def parse_entry(raw: object) -> ModelEntry:
     """Check a document and return the entry. Raises ValidationFailed; its `errors` have the path of the first fault."""
     if isinstance(raw, dict) and "sie_id" in raw and "id" not in raw:
-        raise _invalid("a field of the public SIE's model files; `sie models import` translates them - at `$.sie_id`")
+        raise faulty("$.sie_id", "a field of the public SIE's model files; `sie models import` translates them")
     # `score: {}` is allowed and means an output without a width
     if isinstance(raw, dict) and isinstance(raw.get("outputs"), dict):
         raw = {**raw, "outputs": {name: 0 if width in ({}, None) else width for name, width in raw["outputs"].items()}}
     try:
         entry = msgspec.convert(raw, ModelEntry)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from error
+        raise faulty(*located(str(error))) from error
     _check_id(entry.id)
     if not (entry.weights.hub or entry.weights.package or entry.weights.path):
-        raise _invalid("expected at least one of hub, package and path - at `$.weights`")
+        raise faulty("$.weights", "expected at least one of hub, package and path")
     if entry.weights.hub and bool(entry.weights.revision) == entry.weights.unpinned:
-        raise _invalid(
-            "a hub source needs a pinned commit, or unpinned: true if none is known - at `$.weights.revision`"
-        )
+        message = "a hub source needs a pinned commit, or unpinned: true if none is known"
+        raise faulty("$.weights.revision", message)
     if unknown := sorted(set(entry.outputs) - {*VECTORS, *EXTRACTS, "score"}):
-        raise _invalid(
-            f"no such output, expected some of {', '.join((*VECTORS, 'score', *EXTRACTS))} - at "
-            f"`$.outputs.{unknown[0]}`"
-        )
+        message = f"no such output, expected some of {', '.join((*VECTORS, 'score', *EXTRACTS))}"
+        raise faulty(f"$.outputs.{unknown[0]}", message)
     if entry.max_tokens < 1:
-        raise _invalid("expected at least 1 - at `$.max_tokens`")
+        raise faulty("$.max_tokens", "expected at least 1")
     for number, language in enumerate(entry.languages):
         if not LANGUAGE.fullmatch(language) or (language == MULTILINGUAL and len(entry.languages) > 1):
-            raise _invalid(
-                f"expected a code of ISO 639, such as de, or {MULTILINGUAL} alone - at `$.languages[{number}]`"
-            )
+            message = f"expected a code of ISO 639, such as de, or {MULTILINGUAL} alone"
+            raise faulty(f"$.languages[{number}]", message)
     for number, machine in enumerate(entry.machine_profiles):
         if not _MACHINE_PROFILE.fullmatch(machine):
-            raise _invalid(
-                "expected a machine profile in lower case, the SIE_MACHINE_PROFILE of its workers - at "
-                f"`$.machine_profiles[{number}]`"
-            )
+            message = "expected a machine profile in lower case, the SIE_MACHINE_PROFILE of its workers"
+            raise faulty(f"$.machine_profiles[{number}]", message)
     for name, profile in entry.profiles.items():
         if not _PROFILE.fullmatch(name) or name == "default":
-            raise _invalid(f"profile name {name!r} is not allowed - at `$.profiles`")
+            raise faulty("$.profiles", f"profile name {name!r} is not allowed")
         if profile.extends and profile.extends not in entry.profiles:
-            raise _invalid(f"extends an unknown profile {profile.extends!r} - at `$.profiles.{name}.extends`")
-    for where, run in (
-        ("run", entry.run),
-        *((f"profiles.{name}.run", profile.run) for name, profile in entry.profiles.items()),
-    ):
+            raise faulty(f"$.profiles.{name}.extends", f"extends an unknown profile {profile.extends!r}")
+    runs = {"$.run": entry.run} | {f"$.profiles.{name}.run": profile.run for name, profile in entry.profiles.items()}
+    for path, run in runs.items():
         if run.pooling and poolings(run.pooling) is None:
             expected = f"expected one of {', '.join(POOLINGS)}, or at most {MAX_POOLINGS} of them joined by +"
-            raise _invalid(f"{expected}, got {run.pooling[:60]!r} - at `$.{where}.pooling`")
+            raise faulty(f"{path}.pooling", f"{expected}, got {run.pooling[:60]!r}")
     for name, template in entry.prompts.items():
         if name != "default_instruction" and "{text}" not in template:
-            raise _invalid(f"a template needs {{text}} - at `$.prompts.{name}`")
+            raise faulty(f"$.prompts.{name}", "a template needs {text}")
     if entry.default_prompt_name and entry.default_prompt_name not in templates(entry):
-        raise _invalid("expected the name of a template in `prompts` - at `$.default_prompt_name`")
+        raise faulty("$.default_prompt_name", "expected the name of a template in `prompts`")
     if entry.pair and not all(
         sum(piece.count(field) for piece in entry.pair) == 1 for field in ("{query}", "{document}")
     ):
-        raise _invalid("the pieces need {query} and {document}, once each - at `$.pair`")
+        raise faulty("$.pair", "the pieces need {query} and {document}, once each")
     return entry
 
 
@@ -351,11 +344,8 @@ def is_id(model: str) -> bool:
 
 def _check_id(model: str) -> None:
     if not is_id(model):
-        raise _invalid(
+        message = (
             f"id {model[:100]!r} is not of the form {MODEL_ID.pattern}, without `..`, without segments that are empty "
-            f"or `.`, and without the ends {', '.join(_RESERVED_SUFFIXES)} - at `$.id`"
+            f"or `.`, and without the ends {', '.join(_RESERVED_SUFFIXES)}"
         )
-
-
-def _invalid(message: str) -> ValidationFailed:
-    return faulty(*located(message))
+        raise faulty("$.id", message)

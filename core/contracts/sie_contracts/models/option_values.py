@@ -5,12 +5,13 @@ needs, and raises InvalidInput with `path`, the path of the parameter in the req
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
 
 from sie_contracts.errors import InvalidInput
+from sie_contracts.models.muvera import MAX_WIDTH, Muvera
 from sie_contracts.wire.messages import Truncate
 
 # score mode -> outputs from which a model with vector outputs computes the score
@@ -27,6 +28,16 @@ MAX_TASK = 100  # maximum number of characters in `task` and in `language`
 MAX_NEW_TOKENS = 1 << 20
 # maximum number of bytes of an option that is a list, a map or a schema, or that only the family itself checks
 MAX_OWN_BYTES = 64 << 10
+# parameter of MUVERA that is a whole number -> its bounds
+_MUVERA_NUMBERS = {
+    "num_repetitions": (1, 128),
+    "num_simhash_projections": (0, 10),
+    # at most 1,024 values per token and repetition: more would need too much memory for long texts
+    "projection_dim": (1, 1024),
+    "final_projection_dim": (1, MAX_WIDTH),
+    "seed": (0, (1 << 53) - 1),  # largest whole number that every JSON reader represents exactly
+}
+_MUVERA_NULLABLE = {"projection_dim", "final_projection_dim"}
 
 
 def bad(path: str, value: object, expected: str, reason: str = "schema") -> InvalidInput:
@@ -54,12 +65,12 @@ def boolean(path: str, value: Any, *, default: bool = False) -> bool:
     raise bad(path, value, "true or false")
 
 
-def one_of(path: str, value: Any, *, choices: Mapping[str, str], default: str, reason: str = "schema") -> str:
+def one_of(path: str, value: Any, *, choices: Collection[str], default: str, reason: str = "schema") -> str:
     if value is None:
         return default
     if not isinstance(value, str) or value not in choices:
         raise bad(path, value, f"one of {', '.join(choices)}", reason)
-    return choices[value]
+    return value
 
 
 def integer(path: str, value: Any, expected: str, low: int, high: int) -> int:
@@ -67,7 +78,7 @@ def integer(path: str, value: Any, expected: str, low: int, high: int) -> int:
         value = int(value)
     if type(value) is not int or not low <= value <= high:
         raise bad(path, value, expected)
-    return int(value)
+    return value
 
 
 def number(path: str, value: Any) -> float:
@@ -100,15 +111,9 @@ def hypothesis(path: str, value: Any) -> str:
     return value
 
 
-def task(path: str, value: Any) -> str:
+def short_text(path: str, value: Any, expected: str) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_TASK:
-        raise bad(path, value, f"the name of a task, at most {MAX_TASK} characters")
-    return value
-
-
-def language(path: str, value: Any) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_TASK:
-        raise bad(path, value, f"the name or the code of a language, at most {MAX_TASK} characters")
+        raise bad(path, value, f"{expected}, at most {MAX_TASK} characters")
     return value
 
 
@@ -172,6 +177,30 @@ def any_value(path: str, value: Any) -> Any:
     return value
 
 
+def muvera_parameters(path: str, value: Mapping[str, Any], defaults: Muvera) -> Muvera:
+    """Return `defaults`, overridden by the keys of `value`. A null value keeps the default; for the two projection
+    sizes, null means no projection. An encoding that is too wide even for token vectors of width 1 is refused.
+    """
+    changes: dict[str, int | bool | None] = {}
+    for name, own in value.items():
+        if name not in Muvera.__struct_fields__:
+            expected = f"expected one of {', '.join(Muvera.__struct_fields__)}"
+            raise InvalidInput.at(f"{path}.{str(name)[:64]}", f"no such key, {expected}")
+        where = f"{path}.{name}"
+        if own is None:
+            if name in _MUVERA_NULLABLE:
+                changes[name] = None
+        elif name in _MUVERA_NUMBERS:
+            low, high = _MUVERA_NUMBERS[name]
+            or_null = " or null" if name in _MUVERA_NULLABLE else ""
+            changes[name] = integer(where, own, f"a whole number from {low} to {high}{or_null}", low, high)
+        else:
+            changes[name] = boolean(where, own)
+    parsed: Muvera = msgspec.structs.replace(defaults, **changes)
+    parsed.width(1, path)
+    return parsed
+
+
 def truncate(path: str, value: Any, *, default: Truncate) -> Truncate:
     if value is None or value is True:
         return default
@@ -200,8 +229,8 @@ THRESHOLDS = frozenset(
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(THRESHOLDS, number),
     "top_k": lambda path, value: integer(path, value, "a whole number from 1 to 1000", 1, 1000),
-    "task": task,
-    "language": language,
+    "task": lambda path, value: short_text(path, value, "the name of a task"),
+    "language": lambda path, value: short_text(path, value, "the name or the code of a language"),
     "examples": examples,
     "label_thresholds": label_thresholds,
     "relation_labels": relation_labels,
@@ -216,7 +245,5 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "word_times": boolean,
     "hypothesis_template": hypothesis,
     "score_weights": weights,
-    "score_mode": lambda path, value: one_of(
-        path, value, choices={mode: mode for mode in SCORE_MODES}, default="dense"
-    ),
+    "score_mode": lambda path, value: one_of(path, value, choices=SCORE_MODES, default="dense"),
 }

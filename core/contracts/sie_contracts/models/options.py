@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import re
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping
@@ -20,7 +19,7 @@ import msgspec
 
 from sie_contracts.api.inference import Dtype, Item
 from sie_contracts.errors import InvalidInput, faulty
-from sie_contracts.models import families, muvera, output_schemas
+from sie_contracts.models import families, output_schemas
 from sie_contracts.models.aliases import Alias
 from sie_contracts.models.catalogue import Catalogue, Resolved
 from sie_contracts.models.entries import (
@@ -44,6 +43,7 @@ from sie_contracts.models.option_values import (
     boolean,
     check_fraction,
     integer,
+    muvera_parameters,
     one_of,
     text,
     truncate,
@@ -104,14 +104,12 @@ _USED: dict[str, frozenset[str]] = {
     "score": _EVERYWHERE,
     "extract": _EVERYWHERE | {"labels"},
 }
-_NEEDS = {"relation_threshold": "relation_labels"}  # parameter -> the parameter that it needs to have an effect
 _TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
 _KNOWN = _TOP_LEVEL.union(*_USED.values())
 # all parameters that at least one model reads
 FIELDS = _KNOWN.union(*(family.parameters for family in FAMILIES.values()))
 ITEM_FIELDS = frozenset(Item.__struct_fields__) - FIELDS
 _FIELD = re.compile(r"\{(query|document)\}")
-_DTYPES = {name: name for name in DTYPES}
 _QUERY_KINDS = {"query", "search_query"}
 
 
@@ -240,9 +238,11 @@ def run_options(
         usual = _merged(entry, defaults, request.only(neutral - {"output_types"}), operation, names)
         usual = msgspec.structs.replace(usual, outputs=run.outputs)
         run = altered(usual, **{name: getattr(run, name) for name in RunOptions.__struct_fields__})
-    on_error = one_of(*request.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default=on_item_error)
-    timing = one_of(*request.get("timing"), choices={"request": "request", "items": "items"}, default="request")
-    lacking = {} if own is None else _lacking(request, run)
+    on_error = one_of(*request.get("on_item_error"), choices=("slot", "fail"), default=on_item_error)
+    timing = one_of(*request.get("timing"), choices=("request", "items"), default="request")
+    lacking = {}
+    if own is not None and request.is_set("relation_threshold") and not run.parameters.get("relation_labels"):
+        lacking = {"relation_threshold": "relation_labels"}
     unused = list(itertools.islice(request.unused(used, lacking), MAX_WARNINGS))
     if unused and strict:
         path, suggestion = unused[0]
@@ -254,11 +254,6 @@ def run_options(
             "input_type or prompt_name (null: no prompt)",
         )
     return resolved, RequestOptions(run, on_error, timing == "items", warnings)
-
-
-def _lacking(request: _Parameters, run: RunOptions) -> dict[str, str]:
-    """Return the parameters of the request that have no effect, each with the missing parameter that it needs."""
-    return {name: needed for name, needed in _NEEDS.items() if request.is_set(name) and not run.parameters.get(needed)}
 
 
 def _merged(
@@ -336,9 +331,10 @@ def _encode(
     muvera = _muvera(entry, defaults, *request.get("muvera"))
     outputs = _outputs(entry, defaults, *request.get("output_types"), muvera=muvera is not None)
     path, value = request.get("output_dtype")
-    dtype = one_of(path, value, choices=_DTYPES, default=defaults.output_dtype or "float32", reason="unsupported_dtype")
+    dtype = one_of(path, value, choices=DTYPES, default=defaults.output_dtype or "float32", reason="unsupported_dtype")
     is_query = _is_query(defaults, request)
     chosen = _template(entry, defaults, request, is_query=is_query)
+    pooling = one_of(*request.get("pooling"), choices=POOLING_OPTIONS, default=defaults.pooling or "")
     is_instructed = request.is_set("instruction") or not request.is_set("prompt_name")
     prefix, suffix = _prompt(entry, defaults, request, chosen, is_query=is_query, instructed=is_instructed)
     return {
@@ -348,7 +344,7 @@ def _encode(
         "dtype": dtype,
         "is_query": is_query,
         "muvera": muvera,
-        "pooling": one_of(*request.get("pooling"), choices=POOLING_OPTIONS, default=defaults.pooling or ""),
+        "pooling": POOLING_OPTIONS.get(pooling, pooling),
         "normalize": boolean(
             *request.get("normalize"), default=defaults.normalize if defaults.normalize is not None else True
         ),
@@ -515,10 +511,10 @@ def _check_bounds(entry: ModelEntry) -> None:
 def _check_defaults(entry: ModelEntry, run: RunDefaults, path: str) -> None:
     """Raise InvalidInput for a faulty default in `run`. The path of a parameter of the family begins with `params.`."""
     if entry.head.muvera:
-        muvera.parse(entry.head.muvera, None, "$.head.muvera")
+        muvera_parameters("$.head.muvera", entry.head.muvera, Muvera())
     is_muvera = _muvera(entry, RunDefaults(), f"{path}.muvera", run.muvera) is not None
     _outputs(entry, RunDefaults(), f"{path}.output_types", list(run.output_types or ()), muvera=is_muvera)
-    one_of(f"{path}.output_dtype", run.output_dtype, choices=_DTYPES, default="", reason="unsupported_dtype")
+    one_of(f"{path}.output_dtype", run.output_dtype, choices=DTYPES, default="", reason="unsupported_dtype")
     for width in run.dimensions or ():
         integer(f"{path}.dimensions", width, "whole numbers of at least 1", 1, 1 << 20)
     parameters = any_value(f"{path}.parameters", run.parameters or {})
@@ -556,10 +552,10 @@ def _muvera(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any) -> 
         return None
     if "multivector" not in entry.outputs:
         raise InvalidInput.at(path, f"{entry.id} has no multivectors to encode", reason="muvera_unsupported")
-    chosen = muvera.parse(entry.head.muvera or True, None, "head.muvera")
+    chosen = muvera_parameters("head.muvera", entry.head.muvera, Muvera())
     for where, layer in (("muvera", defaults.muvera), (path, value)):
         if isinstance(layer, dict):
-            chosen = muvera.parse(layer, chosen, where)
+            chosen = muvera_parameters(where, layer, chosen)
     if not isinstance(muvera_option, bool | dict):
         raise bad(path, muvera_option, "true, false or a map")
     chosen.width(entry.outputs["multivector"], path)
@@ -602,8 +598,6 @@ def _dimensions(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any)
         return 0
     native = entry.outputs.get("dense", 0) or entry.outputs.get("multivector", 0)
     allowed = sorted({native, *(defaults.dimensions or ())} - {0})
-    if isinstance(value, float) and (math.isnan(value) or math.isinf(value)):
-        raise bad(path, value, "a whole number")
     width = integer(path, value, "a whole number", 1, 1 << 20)
     if width not in allowed:
         remedy = ""
