@@ -22,6 +22,8 @@ from sie_contracts.errors import GatewayTimeout, InvalidInput, PayloadTooLarge
 from sie_contracts.models.aliases import is_alias
 from sie_contracts.names import did_you_mean
 from sie_contracts.wire import configs
+from sie_runtime.http import config_routes
+from sie_runtime.http.routes import JSON, YAML
 
 if TYPE_CHECKING:
     from sie_config_service.state import ConfigService
@@ -79,7 +81,7 @@ async def status(service: ConfigService, request: Request) -> Response:
         None
         if is_alias(held.entry)
         else {
-            bundle: (configs.bundle_hash(read.revisions(bundle)), service.workers.of_bundle(bundle))
+            bundle: (configs.digest(read.revisions(bundle)), service.workers.of_bundle(bundle))
             for bundle in bundles_of(read.bundles, held.entry)
         }
     )
@@ -104,7 +106,7 @@ async def model(service: ConfigService, request: Request) -> Response:
     held = await service.require().held(model)
     if held.entry is None:
         raise await service.require().not_found(model)
-    return _document(request, held.entry, configs.JSON, {"ETag": f'"{held.revision}"'})
+    return _document(request, held.entry, JSON, {"ETag": f'"{held.revision}"'})
 
 
 async def bundles(service: ConfigService, _request: Request) -> Response:
@@ -113,7 +115,7 @@ async def bundles(service: ConfigService, _request: Request) -> Response:
 
 async def bundle(service: ConfigService, request: Request) -> Response:
     bundle = request.path_params["id"]
-    return _document(request, configs.bundle_of(await service.require().bundles(), bundle), configs.YAML)
+    return _document(request, configs.bundle_of(await service.require().bundles(), bundle), YAML)
 
 
 async def resolve(service: ConfigService, request: Request) -> Response:
@@ -129,7 +131,7 @@ async def epoch(service: ConfigService, _request: Request) -> Response:
 
 async def export(service: ConfigService, _request: Request) -> Response:
     """Return the whole catalogue at one epoch."""
-    return Response(await service.require().exported(), media_type=configs.JSON)
+    return Response(await service.require().exported(), media_type=JSON)
 
 
 async def create(service: ConfigService, request: Request) -> Response:
@@ -257,12 +259,12 @@ def _flags(request: Request, *names: str) -> list[bool]:
 
 
 def _document(request: Request, document: Any, default: str, headers: dict[str, str] | None = None) -> Response:
-    content_type = configs.negotiated(request.headers.get("accept", ""), default)
-    return Response(configs.rendered(document, content_type), 200, headers, media_type=content_type)
+    content, content_type = config_routes.rendered(document, request.headers.get("accept", ""), default)
+    return Response(content, 200, headers, media_type=content_type)
 
 
 def json_response(body: Any, headers: dict[str, str] | None = None, status: int = 200) -> Response:
-    return Response(configs.rendered(body, configs.JSON), status, headers, media_type=configs.JSON)
+    return Response(msgspec.json.encode(body), status, headers, media_type=JSON)
 
 
 HANDLERS = {

@@ -130,7 +130,7 @@ class CatalogueSnapshot:
     @cached_property
     def catalogue_epoch(self) -> ConfigEpoch:
         """Return the epochs and hashes that gateways and workers compare with their own."""
-        hashes = {bundle: configs.bundle_hash(revisions) for bundle, revisions in self._revisions.items()}
+        hashes = {bundle: configs.digest(revisions) for bundle, revisions in self._revisions.items()}
         return ConfigEpoch(
             self.epoch,
             {bundle: self.since(bundle) for bundle in self.bundles},

@@ -30,8 +30,8 @@ from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.trust import USUAL, Allowed, Trust
 from sie_contracts.names import NameIndex
 from sie_contracts.settings import SettingError, Settings
-from sie_contracts.wire.configs import YAML
 from sie_runtime.feed import read_bundles, read_folder
+from sie_runtime.http.routes import YAML
 from sie_store.models_bucket import BucketFolder
 from sie_store.models_folder import MAX_FILE_BYTES, SUFFIXES, examined, in_use
 

@@ -552,7 +552,7 @@ def _export(read: CatalogueSnapshot) -> ConfigExport:
         if held.entry is not None
     )
     bundles = tuple(msgspec.to_builtins(bundle) for bundle in read.bundles.values())
-    hashes = {bundle: configs.bundle_hash(read.revisions(bundle)) for bundle in read.bundles}
+    hashes = {bundle: configs.digest(read.revisions(bundle)) for bundle in read.bundles}
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return ConfigExport(read.epoch, listed, bundles, generated_at=now, bundle_config_hashes=hashes)
 

@@ -20,7 +20,7 @@ from sie_contracts.errors import ErrorInfo, InternalFailure, SIEError
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire import chunk_tables
 from sie_contracts.wire.messages import Failed, Ok, Outcome, RunOptions, WorkResult
-from sie_runtime.http.asgi import Body
+from sie_runtime.http.asgi import Body, media_weights
 
 if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem
@@ -51,18 +51,7 @@ def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = 
     own: Format = "msgpack" if body_is_msgpack else "json"
     if not accept:
         return own
-    weights: dict[str, float] = {}
-    for part in accept.split(","):
-        name, *parameters = (piece.strip() for piece in part.split(";"))
-        weight = 1.0
-        for parameter in parameters:
-            key, _, value = parameter.partition("=")
-            if key.strip() == "q":
-                try:
-                    weight = float(value)
-                except ValueError:
-                    weight = 0.0
-        weights[name.lower()] = weight
+    weights = media_weights(accept)
     json = weights.get("application/json", 0.0)
     packed = max((weights[name] for name in MSGPACK_TYPES if name in weights), default=0.0)
     if msgpack and packed > 0 and packed >= json:

@@ -28,7 +28,7 @@ from sie_contracts.wire.configs import config_shape
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.operations.handlers import json_response
 from sie_runtime.http import config_routes
-from sie_runtime.http.routes import Route
+from sie_runtime.http.routes import JSON, YAML, Route
 
 if TYPE_CHECKING:
     from sie_contracts.models.catalogue import Catalogue
@@ -119,11 +119,9 @@ def _catalogue(gateway: Gateway) -> Catalogue:
     return gateway.inference.catalogue  # raises NotReady while the gateway has no catalogue
 
 
-def _document(
-    request: Request, document: Any, default: str = configs.JSON, headers: dict[str, str] | None = None
-) -> Response:
-    content_type = configs.negotiated(request.headers.get("accept", ""), default)
-    return Response(configs.rendered(document, content_type), headers=headers, media_type=content_type)
+def _document(request: Request, document: Any, default: str = JSON, headers: dict[str, str] | None = None) -> Response:
+    body, content_type = config_routes.rendered(document, request.headers.get("accept", ""), default)
+    return Response(body, headers=headers, media_type=content_type)
 
 
 async def models(gateway: Gateway, _request: Request) -> Response:
@@ -155,7 +153,7 @@ async def status(gateway: Gateway, request: Request) -> Response:
             for stored in present.entries.values()
             if bundle in present.bundles_of(stored)
         }
-        bundles[bundle] = configs.bundle_hash(revisions), workers
+        bundles[bundle] = configs.digest(revisions), workers
     revision, since = present.revisions[entry.id], present.since(entry.id)
     gateways = gateway.peers.epochs()
 
@@ -181,7 +179,7 @@ async def bundles(gateway: Gateway, _request: Request) -> Response:
 
 async def bundle(gateway: Gateway, request: Request) -> Response:
     bundle_entry = configs.bundle_of(_catalogue(gateway).bundles, request.path_params["id"])
-    return _document(request, bundle_entry, configs.YAML)
+    return _document(request, bundle_entry, YAML)
 
 
 async def resolve(gateway: Gateway, request: Request) -> Response:

@@ -6,8 +6,8 @@
 
 An epoch is the version of the whole catalogue: `created:number`, the creation time of the catalogue's bucket and the
 number of the last write. Changes to the structs follow the rules of `wire.messages`. The config service and every
-gateway answer reads of `/v1/configs` with the functions here, so their replies are equal. A document is sent as JSON,
-or as YAML if `Accept` prefers it. `config_shape` builds the error bodies of these routes.
+gateway answer reads of `/v1/configs` with the functions here, so their replies are equal. `config_shape` builds the
+error bodies of these routes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import tasks_of
 from sie_contracts.names import did_you_mean
 from sie_contracts.wire.heartbeats import Heartbeat
-
-JSON, YAML = "application/json", "application/x-yaml"
-_YAMLS = frozenset({YAML, "application/yaml", "text/yaml", "text/x-yaml"})
 
 
 class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
@@ -83,39 +80,6 @@ class ConfigExport(msgspec.Struct, frozen=True, omit_defaults=False):
 decode_delta = msgspec.msgpack.Decoder(ConfigDelta).decode
 
 
-def negotiated(accept: str, default: str) -> str:
-    """Return the content type, JSON or YAML, with the highest weight in `Accept`. If their weights are equal, return
-    the first one. If `Accept` has neither, return `default`.
-    """
-    best, chosen = 0.0, default
-    for part in accept.split(","):
-        name, _, parameters = part.partition(";")
-        kind = JSON if (name := name.strip().lower()) == JSON else YAML if name in _YAMLS else None
-        if kind is not None and (weight := _weight(parameters)) > best:
-            best, chosen = weight, kind
-    return chosen
-
-
-def _weight(parameters: str) -> float:
-    for parameter in parameters.split(";"):
-        name, _, value = parameter.partition("=")
-        if name.strip().lower() == "q":
-            try:
-                return float(value)
-            except ValueError:
-                return 0.0
-    return 1.0
-
-
-def rendered(document: Any, content_type: str) -> bytes:
-    """Encode a document, which consists of maps, lists, texts and numbers, as JSON or YAML."""
-    if content_type == JSON:
-        return msgspec.json.encode(document)
-    import yaml
-
-    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, encoding="utf-8")
-
-
 def listed(model: str, document: Mapping[str, Any], source: str, note: str = "") -> dict[str, Any]:
     """Return one row for the list of models. An alias has its targets in place of tasks and languages. `note`: the
     reason why the model has this revision, if a program wrote it.
@@ -135,22 +99,13 @@ def bundle_of(bundles: Mapping[str, BundleEntry], name: str) -> dict[str, Any]:
     """Return the bundle `name` as a JSON-like document. Raises NotFound."""
     if name not in bundles:
         raise NotFound(f"no bundle named {name[:100]!r}; there are {', '.join(sorted(bundles))}", param="id")
-    return {"id": name, **_bundle(bundles[name])}
+    return msgspec.structs.asdict(bundles[name])
 
 
 def bundle_list(bundles: Mapping[str, BundleEntry]) -> dict[str, Any]:
     """Return all bundles as a JSON-like document, with the preferred bundle first."""
-    return {"bundles": [{"bundle_id": bundle.id, **_bundle(bundle)} for bundle in bundling.ordered(bundles)]}
-
-
-def _bundle(bundle: BundleEntry) -> dict[str, Any]:
-    return {
-        "priority": bundle.priority,
-        "description": bundle.description,
-        "image": bundle.image,
-        "families": list(bundle.families),
-        "requires": list(bundle.requires),
-    }
+    rows = map(msgspec.structs.asdict, bundling.ordered(bundles))
+    return {"bundles": [{"bundle_id": row.pop("id"), **row} for row in rows]}
 
 
 def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
@@ -192,11 +147,6 @@ def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
 def digest(facts: Any) -> str:
     """Return a hash of JSON-like data as 16 hex digits. Equal data have equal hashes."""
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]
-
-
-def bundle_hash(revisions: Mapping[str, int]) -> str:
-    """Return a hash of a bundle's models, which changes with each revision. `revisions`: model -> revision."""
-    return digest(revisions)
 
 
 def has_seen(epoch: str, required: str) -> bool:

@@ -148,6 +148,24 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return headers
 
 
+def media_weights(accept: str) -> dict[str, float]:
+    """Return the weight of each media type in `Accept`, by lower-case name: its `q`, 1 without `q`, 0 if `q` is not a
+    number.
+    """
+    weights: dict[str, float] = {}
+    for part in accept.split(","):
+        name, *parameters = (piece.strip().lower() for piece in part.split(";"))
+        weights[name] = 1.0
+        for parameter in parameters:
+            key, _, value = parameter.partition("=")
+            if key.strip() == "q":
+                try:
+                    weights[name] = float(value)
+                except ValueError:
+                    weights[name] = 0.0
+    return weights
+
+
 async def reply(
     send: Send,
     status: int,

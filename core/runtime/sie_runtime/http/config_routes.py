@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+import msgspec
+
 from sie_contracts.api import configs as api
 from sie_contracts.api.shapes import MINI
 from sie_contracts.wire.configs import ConfigEpoch, ConfigExport
+from sie_runtime.http.asgi import media_weights
 from sie_runtime.http.routes import JSON, YAML, Content, Parameter, Route
 
 PREFIX = "/v1/configs/"
@@ -23,6 +26,8 @@ _WRITE = (
     Parameter("If-Match", "header", str, "Write only if the newest revision is this one: its ETag."),
     Parameter("Idempotency-Key", "header", str, "A write with a known key is answered again, and not done again."),
 )
+# media type in `Accept` -> content type of the document
+_DOCUMENT_TYPES = {JSON: JSON} | dict.fromkeys((YAML, "application/yaml", "text/yaml", "text/x-yaml"), YAML)
 _DOCUMENT = Content(api.ModelDocument, (JSON, YAML))
 _WRITTEN = Content(api.Written)
 PLACEHOLDERS = {"id": Parameter("id", "path", example=MINI)}
@@ -83,6 +88,19 @@ CONFIG_ROUTES: tuple[Route, ...] = (
     _write("DELETE", "model", _MODEL, "Remove a model", None),
     _write("POST", "rollback", f"{_MODEL}/rollback", "Make a former revision the newest again", Content(api.Rollback)),
 )
+
+
+def rendered(document: Any, accept: str, default: str) -> tuple[bytes, str]:
+    """Return a document, which consists of maps, lists, texts and numbers, as JSON or YAML, and its content type: the
+    type that `Accept` prefers, the first of several with the same weight, or `default` if it names neither.
+    """
+    weights = {name: weight for name, weight in media_weights(accept).items() if name in _DOCUMENT_TYPES and weight > 0}
+    content_type = _DOCUMENT_TYPES[max(weights, key=weights.__getitem__)] if weights else default
+    if content_type == JSON:
+        return msgspec.json.encode(document), JSON
+    import yaml
+
+    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, encoding="utf-8"), YAML
 
 
 def bound(handlers: Mapping[tuple[str, str], Any], endpoint: str = "") -> tuple[Route, ...]:
