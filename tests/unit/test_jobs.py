@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
@@ -401,7 +402,7 @@ async def test_a_job_that_has_ended_is_forgotten_after_a_time_with_what_it_kept(
     entry = await bucket.get(f"job.{old}")
     assert entry is not None
     assert entry.value is not None
-    ended = replace(records.decode_job(entry.value), ended_s=time.time() - 3601)
+    ended = replace(msgspec.msgpack.decode(entry.value, type=records.JobRecord), ended_s=time.time() - 3601)
     await bucket.write([Write(entry.key, records.encode(ended))])
 
     async def gone() -> bool:
@@ -642,7 +643,7 @@ async def test_the_scaler_is_told_of_a_deadline(place: Place) -> None:
     entry = await bucket.get(f"job.{job}")
     assert entry is not None
     assert entry.value is not None
-    record = records.decode_job(entry.value)
+    record = msgspec.msgpack.decode(entry.value, type=records.JobRecord)
     assert record.lane == str(LANE)
     assert record.request is not None
     late = replace(

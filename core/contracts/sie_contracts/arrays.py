@@ -125,34 +125,27 @@ def _nested(rows: list[Any]) -> Array:
         raise ValueError("expected numbers in the range of float64, got a larger number") from error
 
 
-def ext_hook(code: int, data: memoryview) -> Array:
-    """Decode an ext type for msgspec: an array from a JavaScript client. Raises ValueError for any other ext type."""
-    dtype, axes, raw = _ext(code, data)
-    return _array(dtype, axes, raw, _EXT_ACCEPTED)
-
-
-def _ext_map(code: int, data: memoryview) -> dict[bytes, Any]:
-    dtype, axes, raw = _ext(code, data)
-    _array(dtype, axes, raw, _EXT_ACCEPTED)
-    return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": axes, b"data": raw}
-
-
-def _ext(code: int, data: memoryview) -> tuple[str, list[int], bytes]:
+def ext_hook(code: int, data: memoryview) -> dict[bytes, Any]:
+    """Decode an ext type for msgspec: an array from a JavaScript client becomes the map of the array, which `unpack`
+    converts. Raises ValueError for any other ext type.
+    """
     if code != NUMPY_EXT:
         raise ValueError(f"msgpack ext type {code} is not accepted")
     parts = bytes(data).split(b"|", 2)
     # splitting at bars is safe: some dtypes such as "|i1" contain one, but none of _EXT_ACCEPTED
     if len(parts) != 3:
         raise ValueError("array ext: expected `dtype|shape|data`")
-    dtype, shape, raw = parts
+    name, shape, raw = parts
+    dtype = name.decode("ascii", "replace")
     try:
         axes = [int(axis) for axis in shape.decode("ascii").split(",") if axis]
     except ValueError as error:
         raise ValueError("array ext: shape is not a list of integers") from error
-    return dtype.decode("ascii", "replace"), axes, raw
+    _array(dtype, axes, raw, _EXT_ACCEPTED)
+    return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": axes, b"data": raw}
 
 
-_DECODER = msgspec.msgpack.Decoder(ext_hook=_ext_map)
+_DECODER = msgspec.msgpack.Decoder(ext_hook=ext_hook)
 
 
 def decode_msgpack(data: bytes) -> Any:

@@ -2,9 +2,9 @@
 may become a Python object of 70 bytes.
 
     JSON ──{ [ , : outside of strings──► count ◄──headers of lists and maps── msgpack
-                                           └ Excess
+                                           └ Malformed: too many values
 
-A body that is malformed or incomplete raises no error here: the decoder reports the fault.
+The decoder, not this count, reports that a body is incomplete or not JSON or msgpack.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ _PIECE_BYTES = 256 << 10  # bytes that are counted before another thread may run
 _NO_MARK = bytes(set(range(256)) - set(b"{[,:"))
 
 
-class Excess(ValueError):
-    """Error for a body that exceeds a limit. The message names the limit. `reason`: reason in the client's error."""
+class Malformed(ValueError):
+    """Error for bytes that are not a plain value, or that contain too many values. `reason`: `reason` of the error that
+    the client gets. The message repeats no part of the bytes.
+    """
 
-    def __init__(self, message: str, reason: str) -> None:
+    def __init__(self, message: str, reason: str = "malformed") -> None:
         super().__init__(message)
         self.reason = reason
 
@@ -31,12 +33,12 @@ class Excess(ValueError):
 def of_json(data: bytes) -> int:
     """Return the number of values and keys inside a JSON body. The number may be too high, because a fast count
     includes marks inside strings. Only if this count exceeds a limit, a slower count leaves these marks out. Raises
-    Excess.
+    Malformed for too many values.
     """
     pieces = (data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES))
     try:
         return _count(piece.translate(None, _NO_MARK) for piece in pieces)
-    except Excess:
+    except Malformed:
         return _count(_marks(data))
 
 
@@ -55,10 +57,10 @@ def _count(pieces: Iterable[bytes]) -> int:
 def _check(values: int, containers: int) -> None:
     if values > MAX_VALUES:
         message = f"holds more than {MAX_VALUES:,} values: send fewer at a time, and vectors as arrays in msgpack"
-        raise Excess(message, "too_many_values")
+        raise Malformed(message, "too_many_values")
     if containers > MAX_CONTAINERS:
         message = f"holds more than {MAX_CONTAINERS:,} lists, maps and keys: send fewer at a time"
-        raise Excess(message, "too_many_values")
+        raise Malformed(message, "too_many_values")
 
 
 def _marks(data: bytes) -> Iterator[bytes]:
@@ -100,7 +102,7 @@ _ALIKE = 8
 
 def of_msgpack(data: bytes) -> int:
     """Return the number of values and keys inside a msgpack body, in which each list or map may count twice. Raises
-    Excess, also for nesting above MAX_NESTING.
+    Malformed for too many values, and for nesting deeper than MAX_NESTING.
     """
     values = containers = at = 0
     # numbers of values still to read: in the innermost container, and in each container around it
@@ -129,7 +131,7 @@ def of_msgpack(data: bytes) -> int:
             _check(values, containers)
             outer.append(left)
             if len(outer) > MAX_NESTING + 1:
-                raise Excess(f"nested deeper than {MAX_NESTING}", "malformed")
+                raise Malformed(f"nested deeper than {MAX_NESTING}")
             at = _behind_alike(data, begin, count) if count >= _ALIKE else begin
             left = count if at == begin else 0
 

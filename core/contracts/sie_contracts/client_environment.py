@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 
 BASE_URL, API_KEY = "SIE_BASE_URL", "SIE_API_KEY"
-KEY_ALIASES = ("SIE_AUTH_TOKEN",)
 LOOPBACK = "http://127.0.0.1:8080"
 NAMES = frozenset({BASE_URL, API_KEY})
 
@@ -18,8 +17,8 @@ def base_url() -> str | None:
 
 
 def api_key() -> str | None:
-    """Return the client's key from the first variable that is set: API_KEY, then KEY_ALIASES; None if none is set."""
-    return _value(API_KEY) or next(filter(None, map(_value, KEY_ALIASES)), None)
+    """Return the client's key from API_KEY, or else from SIE_AUTH_TOKEN; None if neither is set."""
+    return _value(API_KEY) or _value("SIE_AUTH_TOKEN")
 
 
 def _value(name: str) -> str | None:

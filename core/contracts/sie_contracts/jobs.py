@@ -200,7 +200,6 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
         return f"{url.rstrip('/')}/retry-{self.id}/" if url and self.retry_of else url
 
 
-decode_job = msgspec.msgpack.Decoder(JobRecord).decode
 decode_shard = msgspec.msgpack.Decoder(ShardRecord).decode
 decode_plan = msgspec.msgpack.Decoder(Plan).decode
 encode = msgspec.msgpack.encode

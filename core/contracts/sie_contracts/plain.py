@@ -16,6 +16,7 @@ import msgspec
 
 from sie_contracts import arrays, body_values
 from sie_contracts.body_values import MAX_NESTING
+from sie_contracts.body_values import Malformed as Malformed
 from sie_contracts.json_faults import fault_of
 
 SMALL_BYTES = 4096  # largest size in bytes of a body whose values are not counted, because it cannot contain too many
@@ -24,26 +25,13 @@ _PLAIN = frozenset({dict, list, str, int, float, bool, type(None), bytes})
 _TEXT_KEYS = frozenset({str})
 
 
-class Malformed(ValueError):
-    """Error for bytes that are not a plain value, or that contain too many values. `reason`: `reason` of the error that
-    the client gets. The message repeats no part of the bytes.
-    """
-
-    def __init__(self, message: str, reason: str = "malformed") -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
 def count(data: bytes, *, msgpack: bool) -> int:
     """Return an upper bound of the number of values inside a body; 0 for a body of at most SMALL_BYTES, which is not
     counted. Raises Malformed for too many values, and in msgpack for nesting deeper than MAX_NESTING.
     """
     if len(data) <= SMALL_BYTES:
         return 0
-    try:
-        return body_values.of_msgpack(data) if msgpack else body_values.of_json(data)
-    except body_values.Excess as error:
-        raise Malformed(str(error), error.reason) from None
+    return body_values.of_msgpack(data) if msgpack else body_values.of_json(data)
 
 
 def from_json(data: bytes, *, is_counted: bool = False) -> Any:

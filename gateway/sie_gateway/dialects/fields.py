@@ -10,7 +10,7 @@ from typing import Any
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import ModelEntry
-from sie_contracts.models.option_values import describe
+from sie_contracts.models.option_values import bad, one_of
 from sie_contracts.wire.messages import Priority
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
@@ -18,10 +18,7 @@ from sie_gateway.inference.body import RequestItem
 FIRST_BULK = 500  # from this number on, Cohere's `priority` means bulk: 0 is the most urgent, 999 the least urgent
 _SIDES = {"query": True, "document": False, "passage": False}
 Body = Mapping[str, Any]
-
-
-def refused(path: str, value: Any, expected: str, reason: str = "schema") -> InvalidInput:
-    return InvalidInput.at(path, f"expected {expected}, got {describe(value)}", reason=reason)
+refused = bad
 
 
 def flag(body: Body, name: str, *, default: bool = False) -> bool:
@@ -54,12 +51,7 @@ def text(body: Body, name: str) -> str:
 
 
 def choice(body: Body, name: str, choices: Sequence[str], default: str) -> str:
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, str) or value not in choices:
-        raise refused(name, value, f"one of {', '.join(choices)}")
-    return value
+    return one_of(name, body.get(name), choices=choices, default=default)
 
 
 def inputs(value: Any, name: str, limit: int) -> list[Any]:

@@ -318,7 +318,7 @@ class JobService:
 
 
 def _error(info: ErrorInfo | None) -> api.JobError | None:
-    return None if info is None else api.job_error(info)
+    return None if info is None else api.JobError(code=info.code, message=info.message, param=info.param)
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from sie_contracts.api.shapes import MINI
-from sie_contracts.errors import ErrorInfo
 from sie_contracts.wire.messages import ChunkRule
 
 JobOperation = Literal["encode", "score", "extract"]
@@ -295,7 +294,3 @@ class JobDeleted(Struct, kw_only=True):
     id: str
     object: Literal["job"] = "job"
     deleted: bool = True
-
-
-def job_error(info: ErrorInfo) -> JobError:
-    return JobError(code=info.code, message=info.message, param=info.param)

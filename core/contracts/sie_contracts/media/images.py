@@ -372,8 +372,6 @@ def from_processor(config: Mapping[str, Any]) -> Recipe:
     read, _ = _PROCESSORS[_name(config)]
     try:
         return msgspec.structs.replace(read(settings), resample=_FILTERS[number])
-    except UnknownProcessor:
-        raise
     except ValueError as error:
         raise UnknownProcessor(str(error)) from error
 

@@ -175,19 +175,14 @@ def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
         recipe = _EXTRACTORS[name](config, positions)
         # the sidecar decodes a recipe strictly, and a file may have 30.0 for 30
         return msgspec.convert(msgspec.structs.asdict(recipe), SoundRecipe, strict=False)
-    except UnknownExtractor:
-        raise
     except (ValueError, TypeError) as error:
         raise UnknownExtractor(str(error)) from error
 
 
 def _clap(config: Mapping[str, Any], positions: int) -> SoundRecipe:
-    settings = {**_CLAP, **{key: value for key, value in config.items() if value is not None}}
-    if settings["truncation"] not in ("fusion", "rand_trunc") or settings["padding"] not in (
-        "repeatpad",
-        "repeat",
-        "pad",
-    ):
+    settings = {**_CLAP, **_fixed(config, {})}
+    truncations, paddings = ("fusion", "rand_trunc"), ("repeatpad", "repeat", "pad")
+    if settings["truncation"] not in truncations or settings["padding"] not in paddings:
         raise UnknownExtractor(f"not supported: truncation is {settings['truncation']}, padding {settings['padding']}")
     fused = settings["truncation"] == "fusion"
     if fused and settings["feature_size"] != FUSED_BINS:

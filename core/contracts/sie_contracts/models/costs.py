@@ -101,8 +101,8 @@ class BatchTimes:
         self._y = keep * self._y + seconds
         self._xx = keep * self._xx + tokens * tokens
         self._xy = keep * self._xy + tokens * seconds
-        if (line := self.line()) is not None:
-            self._fixed = line[0] / line[1] if line[1] else math.inf
+        if self.line() is not None:
+            self._fixed = self.fixed_tokens()
 
     def _oddness(self, tokens: float, seconds: float) -> float:
         if not self._n:

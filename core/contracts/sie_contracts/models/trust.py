@@ -135,7 +135,7 @@ def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
     """Return whether a path (with links resolved) is in one of the folders; False for a path with a NUL. With
     `is_here`, each file and folder below the path must be there too, and the path must have at most MAX_FILES files.
     """
-    if "\0" in path:
+    if "\0" in path:  # no file can have the character NUL in its path
         return False
     roots = [folder.rstrip("/") + "/" for folder in folders]
 
@@ -143,7 +143,7 @@ def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
         return f"{os.path.realpath(place)}/".startswith(tuple(roots))
 
     place = os.path.expanduser(path)
-    if "\0" in place or not is_in(place):  # no file can have the character NUL in its path
+    if not is_in(place):
         return False
     file_count = 0
     for parent, below, files in os.walk(place) if is_here else ():

@@ -266,7 +266,7 @@ def slot_subject(lane: Lane, priority: str, model: str) -> str:
 
 
 def _lane_subject(lane: Lane, priority: str) -> str:
-    return f"sie.work.{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}.{priority}"
+    return f"sie.work.{lane_key(lane)}.{priority}"
 
 
 def work_consumer(lane: Lane, priority: str, model: str, ack_wait_s: float) -> ConsumerSpec:
@@ -329,8 +329,7 @@ def gateway_subject(gateway: str) -> str:
 @functools.lru_cache(1024)
 def lane_filter(lane: Lane, priority: str = "") -> str:
     """Return the filter for all subjects of work of a lane, or only for those of `priority`."""
-    subject = f"sie.work.{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}"
-    return f"{subject}.{priority}.>" if priority else f"{subject}.>"
+    return f"{_lane_subject(lane, priority)}.>" if priority else f"sie.work.{lane_key(lane)}.>"
 
 
 @functools.lru_cache(1024)
