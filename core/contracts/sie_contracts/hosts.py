@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 UNLIMITED = 1 << 30
 _LOAD_STEPS = 10  # planned use is compared in tenths: workers whose use is in the same tenth count as equal
 _NEAR = 16  # number of neighbours on a ring among which a model chooses, see `Order`
-# order of workers: first those with room, then by planned use in tenths, then by number of models
+# order of workers: first those with a free slot, then by planned use in tenths, then by number of models
 Key = tuple[bool, int, int]
 
 
@@ -54,7 +54,7 @@ class HostWorker:
 
 class Order:
     """Workers in the order in which a model chooses them as hosts, if none of them has loaded it. The order is by
-    `Key`: first workers with room, then by planned use, then by number of models.
+    `Key`: first workers with a free slot, then by planned use, then by number of models.
 
     Workers with equal keys are on a ring, ordered by a hash of their names. A model takes the next _NEAR workers after
     its own hash (consistent hashing) and chooses the one with the smallest hash of worker and model (rendezvous
@@ -73,7 +73,7 @@ class Order:
         self._sorted = sorted(self._rings)
 
     def moved(self, worker: HostWorker) -> None:
-        """Move the worker to its new position, after its room, use or number of models has changed."""
+        """Move the worker to its new position, after its slots, use or number of models have changed."""
         before, key, entry = self._keys[worker.name], worker.key, (worker.lot, worker.name)
         if key == before:
             return
@@ -91,7 +91,7 @@ class Order:
 
     def first(self, lot: int, excluded: set[str], *, only_free: bool) -> tuple[Key, str] | None:
         """Return the key and the name of the worker that a model with the hash `lot` chooses, outside `excluded`; None
-        if there is none. `only_free`: skip workers without room.
+        if there is none. `only_free`: skip workers without a free slot.
         """
         for key in self._sorted:
             if only_free and key[0]:

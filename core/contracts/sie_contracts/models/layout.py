@@ -57,10 +57,10 @@ class Layout:
 
     A step of `settle` does the following, in this order. A model keeps its live hosts. A model without a host gets
     workers that have loaded it or are loading it; models with the highest demand come first. Missing hosts are added,
-    in the order (room, planned use, model already loaded, number of models, hash). A model that is not loaded moves
-    away from a worker that has more models than slots, if another worker has room. At most one model moves away from a
-    worker that is above HOT. A former host that has loaded the model stays in the table, before the new hosts, until
-    all new hosts have loaded the model.
+    in the order (free slot, planned use, model already loaded, number of models, hash). A model that is not loaded
+    moves away from a worker that has more models than slots, if another worker has a free slot. At most one model moves
+    away from a worker that is above HOT. A former host that has loaded the model stays in the table, before the new
+    hosts, until all new hosts have loaded the model.
 
     So the loss of a worker moves only the models of this worker, except if other workers become too full or hot. If no
     worker is above HOT, a step with equal inputs moves no model. To reduce the number of hosts, the caller passes a
@@ -317,9 +317,9 @@ class Layout:
             self._add(row, worker)
 
     def _best(self, row: _ModelHosts, *, only_free: bool) -> HostWorker | None:
-        """Return the next host for a model; None if no worker is left. The order is: room, low planned use, model
+        """Return the next host for a model; None if no worker is left. The order is: free slot, low planned use, model
         already loaded, few models; a hash decides between equal workers. Workers that refused the model come last; with
-        `only_free`, these and workers without room are left out.
+        `only_free`, these and workers without a free slot are left out.
         """
         if self._order is None:
             self._order = Order(self.workers.values())
@@ -342,14 +342,17 @@ class Layout:
         return min(left, key=lambda worker: (worker.key, pair(lot, worker.lot), worker.name), default=None)
 
     def _relieve_full(self, demand: NDArray[np.float64], touched: set[str]) -> None:
-        """For workers with more models than slots: move unloaded models to workers with room, lowest demand first."""
+        """Move models away from workers with more models than slots, to workers with a free slot. Only models that the
+        worker has not loaded move, those with the lowest demand first.
+        """
         if not self._overfull:
             return
-        room = sum(max(0, worker.free) for worker in self.workers.values())
-        full = {model for name in self._overfull for model in self.workers[name].models} if room else set()
-        for row in sorted(map(self.rows.__getitem__, full), key=lambda row: (demand[row.index], _reversed(row.model))):
+        free_slots = sum(max(0, worker.free) for worker in self.workers.values())
+        full = {model for name in self._overfull for model in self.workers[name].models} if free_slots else set()
+        rows = map(self.rows.__getitem__, full)
+        for row in sorted(rows, key=lambda row: (-demand[row.index], row.model), reverse=True):
             for worker in list(row.hosts):
-                if room <= 0:
+                if free_slots <= 0:
                     return
                 if worker.free >= 0 or worker.holdings.has(row.model):
                     continue
@@ -358,7 +361,7 @@ class Layout:
                     self._drop(row, worker)
                     self._add(row, better)
                     touched.add(row.model)
-                    room -= 1
+                    free_slots -= 1
 
     def _relieve_hot(self, touched: set[str]) -> None:
         """Move one model away from the worker with the highest planned use, if this use is above HOT and the move
@@ -402,7 +405,3 @@ def _note(index: dict[str, set[str]], model: str, name: str, *, is_in: bool) -> 
         index[model].discard(name)
         if not index[model]:
             del index[model]
-
-
-def _reversed(name: str) -> tuple[int, ...]:
-    return (*(-ord(char) for char in name), 1)
