@@ -18,9 +18,7 @@ BatchState = Literal[
 
 
 class FileUpload(Struct, kw_only=True, frozen=True):
-    """Form fields of an upload. `seconds` after its creation, the file expires; without `seconds` it does not
-    expire.
-    """
+    """Form fields of an upload. The file expires `seconds` after its creation; without `seconds` it does not expire."""
 
     file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
     purpose: Literal["batch", "jobs", "user_data"]

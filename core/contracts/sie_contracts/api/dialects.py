@@ -109,7 +109,7 @@ class EmbeddingsRequest(Struct, kw_only=True):
     token_encoding: Annotated[
         Literal["model", "cl100k_base", "o200k_base"] | UnsetType,
         Meta(
-            description="Whose token ids `input` has; by default `openai_token_encoding` of the entry, `cl100k_base`."
+            description="Vocabulary of the token ids; default `openai_token_encoding` of the entry, or `cl100k_base`."
         ),
     ] = UNSET
     late_chunking: Annotated[
@@ -160,9 +160,9 @@ class ContextualizedRequest(Struct, kw_only=True):
     output_dtype: VectorType | UnsetType = UNSET
     output_dimension: Whole = UNSET
     enable_auto_chunking: Flag = UNSET
-    chunk_size: Annotated[Whole, Meta(description="Most tokens of a chunk, 512; with `enable_auto_chunking`.")] = UNSET
+    chunk_size: Annotated[Whole, Meta(description="Most tokens of an automatic chunk; default 512.")] = UNSET
     chunk_overlap: Annotated[
-        Whole, Meta(description="Tokens that the next chunk repeats, at most half of `chunk_size`; 0.")
+        Whole, Meta(description="Tokens that the next chunk repeats, at most half of `chunk_size`; default 0.")
     ] = UNSET
     normalize: Flag = UNSET
     options: Map = UNSET

@@ -44,7 +44,7 @@ class Item(Struct, kw_only=True):
     multivector: Vectors | UnsetType = UNSET
     chunks: Annotated[
         Spans | ChunkRule | UnsetType | None,
-        Meta(description="Encode: parts of the text with vectors of their own: spans in code points, or a rule."),
+        Meta(description="Encode: chunks of the text, each with its own vectors: spans in code points, or a rule."),
     ] = UNSET
     context: Annotated[
         Flag,
@@ -61,7 +61,7 @@ class _Params(Struct, kw_only=True):
     query_template: Annotated[Text, Meta(description="Replaces the template of the model; contains `{text}`.")] = UNSET
     doc_template: Annotated[Text, Meta(description="Replaces the template of the model; contains `{text}`.")] = UNSET
     is_query: Annotated[
-        Flag, Meta(description="The side whose prompt the texts get: true queries, false (the default) documents.")
+        Flag, Meta(description="True: texts get the prompt of queries. False, the default: that of documents.")
     ] = UNSET
     input_type: Annotated[Text, Meta(description="`query` and `search_query` set `is_query`.")] = UNSET
     truncate: Truncation | bool | UnsetType = UNSET
@@ -73,7 +73,7 @@ class _Params(Struct, kw_only=True):
     timing: Annotated[
         Literal["request", "items"] | UnsetType, Meta(description="`items`: each result has its own timing as well.")
     ] = UNSET
-    options: Annotated[Map, Meta(description="The same parameters. Those beside it take precedence.")] = UNSET
+    options: Annotated[Map, Meta(description="The same parameters. Those outside `options` take precedence.")] = UNSET
 
 
 class EncodeParams(_Params, kw_only=True):
@@ -81,7 +81,7 @@ class EncodeParams(_Params, kw_only=True):
 
     prompt_name: Annotated[
         str | UnsetType | None,
-        Meta(description="A prompt of the model, in place of that of its side. Null: no prompt."),
+        Meta(description="Name of a prompt of the model, in place of that of queries or documents. Null: no prompt."),
     ] = UNSET
     output_types: list[Literal["dense", "sparse", "multivector"]] | UnsetType = UNSET
     output_dtype: Dtype | UnsetType = UNSET
@@ -121,7 +121,7 @@ class ExtractParams(_Params, kw_only=True):
         Number, Meta(description="The least score, from 0 to 1. A detector reads it in place of its own thresholds.")
     ] = UNSET
     box_threshold: Annotated[Number, Meta(description="Grounding DINO: the least score of a box.")] = UNSET
-    text_threshold: Annotated[Number, Meta(description="Grounding DINO: the least score of its label.")] = UNSET
+    text_threshold: Annotated[Number, Meta(description="Grounding DINO: the least score of a label.")] = UNSET
     score_threshold: Annotated[Number, Meta(description="OWLv2: the least score of a box.")] = UNSET
     multi_label: Flag = UNSET
     flat_ner: Flag = UNSET
@@ -139,26 +139,26 @@ class ExtractParams(_Params, kw_only=True):
         Number, Meta(description="The least score of a relation, from 0 to 1. The default is `threshold`.")
     ] = UNSET
     examples: Annotated[
-        list[ExtractExample] | UnsetType, Meta(description="GLiClass: texts with their labels, read before the text.")
+        list[ExtractExample] | UnsetType, Meta(description="GLiClass: example texts with labels, read before the text.")
     ] = UNSET
     task: Annotated[
         Text,
         Meta(
-            description="Readers: what to write, such as `<s_docvqa>` or `translate`. GLiNER2: what the classes are of."
+            description="Readers: the task, such as `<s_docvqa>` or `translate`. GLiNER2: the name of a classification."
             " Laya: `score` for labels that are the levels of a scale."
         ),
     ] = UNSET
-    language: Annotated[Text, Meta(description="Readers of sounds: what is spoken, such as `en`.")] = UNSET
+    language: Annotated[Text, Meta(description="Readers of sounds: the spoken language, such as `en`.")] = UNSET
     max_new_tokens: Annotated[
-        Whole, Meta(description="Readers: the most that is written, of a sound for each 30 s.")
+        Whole, Meta(description="Readers: the most tokens that the model writes; of a sound, in each 30 s.")
     ] = UNSET
     word_times: Annotated[
         Flag, Meta(description="Readers of sounds: true adds `words` with their times to `data`.")
     ] = UNSET
-    ocr: Annotated[Flag, Meta(description="Docling: only false, since it reads the text that a file has.")] = UNSET
+    ocr: Annotated[Flag, Meta(description="Docling: only false; text in images is not read.")] = UNSET
     tree: Annotated[Flag, Meta(description="Docling: false leaves `document` out of `data`.")] = UNSET
     output_schema: Annotated[
-        Map, Meta(description="JSON Schema of the values to answer in `data`: docs/schemas.md has what it may hold.")
+        Map, Meta(description="JSON Schema of the answer in `data`; docs/schemas.md has the supported keywords.")
     ] = UNSET
     label_groups: Annotated[
         dict[str, list[str]] | UnsetType,
@@ -181,8 +181,8 @@ class RedactParams(_Params, kw_only=True):
     kinds: Annotated[
         Texts,
         Meta(
-            description="What to replace. A model with labels looks for these; one with kinds of its own for all of "
-            "its own. Patterns: `card_number`, `iban`, `email`, `ip_address`, `phone_number`; without `kinds` all."
+            description="Kinds of values to replace. A model with fixed kinds always replaces all of them. Patterns: "
+            "`card_number`, `iban`, `email`, `ip_address`, `phone_number`; without `kinds` all of these are replaced."
         ),
     ] = UNSET
     models: Annotated[
@@ -191,16 +191,16 @@ class RedactParams(_Params, kw_only=True):
     ] = UNSET
     style: Annotated[
         RedactionStyle | UnsetType,
-        Meta(description="What stands for a value: `*****` (mask, the default), a keyed hash, a tag, a stand-in."),
+        Meta(description="Replacement of a value: `*****` (mask, the default), a keyed hash, a tag, a made-up value."),
     ] = UNSET
     key: Annotated[
         Annotated[str, Meta(min_length=16, max_length=1024)] | UnsetType,
-        Meta(description="Of the style `hash`. The default exists for one request."),
+        Meta(description="Key of the style `hash`. The default is a new key for each request."),
     ] = UNSET
     region: Annotated[
-        Text, Meta(description="Country, such as `US`, whose phone numbers count without their country code.")
+        Text, Meta(description="Country, such as `US`, whose phone numbers are replaced without country code too.")
     ] = UNSET
-    offsets: Annotated[Offsets | UnsetType, Meta(description="What offsets count: code points by default.")] = UNSET
+    offsets: Annotated[Offsets | UnsetType, Meta(description="Unit of offsets; code points by default.")] = UNSET
     restorable: Annotated[Flag, Meta(description="False: the answer has no `map`, and nothing restores the text.")] = (
         UNSET
     )
@@ -461,7 +461,7 @@ class Extracted(_Native, kw_only=True):
 
 
 class RedactedSpan(Struct, kw_only=True):
-    """A part of the text that was replaced. `start` and `end` are places in the text before it. `score` is null for a
+    """A part of the text that was replaced. `start` and `end`: positions in the original text. `score` is null for a
     pattern.
     """
 
@@ -473,7 +473,7 @@ class RedactedSpan(Struct, kw_only=True):
 
 
 class RedactionPart(Struct, kw_only=True):
-    """A value, and what stands for it. `start` and `end` are places in the redacted text."""
+    """A value and its replacement. `start` and `end`: positions of the replacement in the redacted text."""
 
     start: int
     end: int
@@ -482,8 +482,8 @@ class RedactionPart(Struct, kw_only=True):
 
 
 class RedactionMap(Struct, kw_only=True):
-    """Values of a redacted text, with which it is restored: keep the map apart. `length` is that of the redacted
-    text.
+    """Values of a redacted text, from which the text is restored. Store the map in another place than the text.
+    `length`: length of the redacted text.
     """
 
     offsets: Offsets

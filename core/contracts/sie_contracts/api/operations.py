@@ -30,7 +30,7 @@ class PoolRequest(Struct, kw_only=True):
     ]
     gpu_caps: dict[str, Count] | UnsetType = UNSET
     queue_pool: (
-        Annotated[Literal["default", "_default"] | None, Meta(description="The pool whose workers it takes.")]
+        Annotated[Literal["default", "_default"] | None, Meta(description="Pool from which workers are taken.")]
         | UnsetType
     ) = UNSET
     bundle: str | UnsetType | None = UNSET
