@@ -333,7 +333,7 @@ class Field:
         return sum(consumer["num_ack_pending"] for consumer in consumers)
 
     def letters(self) -> int:
-        return int(self.stream(topology.dead_letter_stream(POOL, storage="file", replicas=1).name)["state"]["messages"])
+        return int(self.stream(topology.dead_letter_stream(POOL, replicas=1).name)["state"]["messages"])
 
     def settled(self) -> None:
         """Assert that the work stream becomes empty, whichever process died."""

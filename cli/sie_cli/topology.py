@@ -139,9 +139,7 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
         steps += plan(facts, work_spec(settings, pool, reserved=reserved), float(settings.ack_wait_s))
         if reserved:
             continue
-        dead = names.dead_letter_stream(
-            pool, storage="file", replicas=settings.stream_replicas, queue_bytes=settings.queue_max_bytes
-        )
+        dead = names.dead_letter_stream(pool, replicas=settings.stream_replicas, queue_bytes=settings.queue_max_bytes)
         steps += plan(await read_facts(broker, dead.name), dead, float(settings.ack_wait_s))
     return steps
 

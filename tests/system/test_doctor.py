@@ -249,7 +249,7 @@ def test_a_stream_with_another_setting_and_a_consumer_that_is_missing_are_named(
     ), report.output
     report.named(
         "streams",
-        f"stream {topology.dead_letter_stream('_default', storage='file', replicas=1).name} is missing",
+        f"stream {topology.dead_letter_stream('_default', replicas=1).name} is missing",
         migrate,
     )
     pasted = {finding["fix"].split("`")[1] for finding in report.findings["streams"]}  # as a reader would paste it

@@ -165,7 +165,7 @@ def test_what_would_cost_messages_is_refused_with_what_helps(server: NatsServer)
 
 def test_a_lower_limit_than_the_stored_dead_letters_is_refused(server: NatsServer) -> None:
     """The broker would drop the oldest letters. A work queue refuses new messages instead: its limit may be lowered."""
-    letters = topology.dead_letter_stream(LANE.pool, storage="file", replicas=1, queue_bytes=4 << 20)
+    letters = topology.dead_letter_stream(LANE.pool, replicas=1, queue_bytes=4 << 20)
     at(server, lambda broker: broker.ensure_stream(letters, owner=True))
 
     async def store(broker: NatsBroker) -> None:

@@ -43,7 +43,7 @@ TOY: dict[str, Any] = {
 
 def test_each_bucket_and_stream_has_a_row_with_a_bound() -> None:
     buckets = {value for name, value in vars(topology).items() if name.endswith("_BUCKET")}
-    streams = {topology.stream_name("{pool}"), topology.dead_letter_stream("{pool}", storage="file", replicas=1).name}
+    streams = {topology.stream_name("{pool}"), topology.dead_letter_stream("{pool}", replicas=1).name}
     named = {word for _, where, *_ in ROWS for word in re.findall(r"`([^`]+)`", where)}
     assert named == buckets | streams
     assert all(len(row) == 5 and all(row) for row in ROWS)

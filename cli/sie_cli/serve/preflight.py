@@ -146,7 +146,7 @@ def _disk(needs: MachineNeeds) -> Iterator[str]:
 
 
 def _stream_bytes(queue_bytes: int) -> int:
-    dead = topology.dead_letter_stream("_default", storage="file", replicas=1, queue_bytes=queue_bytes)
+    dead = topology.dead_letter_stream("_default", replicas=1, queue_bytes=queue_bytes)
     return queue_bytes + dead.max_bytes
 
 

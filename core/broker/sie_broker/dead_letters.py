@@ -45,7 +45,7 @@ class DeadLetterEntry:
 
 def letter_stream(pool: str) -> str:
     """Return the name of the stream for a pool's dead letters."""
-    return topology.dead_letter_stream(pool, storage="file", replicas=1).name
+    return topology.dead_letter_stream(pool, replicas=1).name
 
 
 class Letters:

@@ -33,8 +33,8 @@ _FIRST_LEVEL: dict[Boundary, int] = {"paragraph": PARAGRAPH, "sentence": SENTENC
 _LINE_END = re.compile(r"\r\n?|\n")
 _WORD_START = re.compile(r"(?<=\s)(?=\S)")
 _GRAPHEME = regex.compile(r"\X")
-# number of code points in a call of sentencex, and in the second call if no sentence ends in them; they are small
-# because the time of a call grows with the square of the number
+# numbers of code points that are passed to sentencex: in a first call, and in a second call if no sentence ends in
+# these; both are small, because the time of a call grows with the square of the number
 _PIECE, _LONGEST_PIECE = 512, 2048
 _TABLE = re.compile(r"(?m)^(?: {0,3}\|.*(?:\r\n?|\n|\Z))+")
 

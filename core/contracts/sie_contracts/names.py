@@ -41,18 +41,14 @@ _TYPES = {
 _EXPECTED = re.compile(r"Expected `([^`]+)`(?:, got `([^`]+)`)?")
 
 
-def in_words(message: str) -> str:
-    """Replace type names in a message of msgspec by words, as in "expected a string or null, got a whole number"."""
-    return _EXPECTED.sub(
-        lambda match: f"expected {_kinds(match[1])}" + (f", got {_kinds(match[2])}" if match[2] else ""), message
-    )
-
-
 def located(message: str) -> tuple[str, str]:
     """Split a message of msgspec, such as "Expected `str`, got `int` - at `$.id`", into the path of the field and the
-    fault in words. The path is `$` if the message names no field.
+    fault in words, such as "expected a string, got a whole number". The path is `$` if the message names no field.
     """
-    text, at, where = in_words(message).rpartition(" - at ")
+    in_words = _EXPECTED.sub(
+        lambda match: f"expected {_kinds(match[1])}" + (f", got {_kinds(match[2])}" if match[2] else ""), message
+    )
+    text, at, where = in_words.rpartition(" - at ")
     if not at:
         return "$", where
     field = where.removeprefix("`key` in ")  # the fault is a key of the map at the path

@@ -527,7 +527,7 @@ class WorkQueue:
     async def _ensure_dead_letters(self, pool: str) -> None:
         """Create the stream of dead letters, and the bucket of poison marks: records of inputs that crash adapters."""
         replicas, queue_bytes = self._settings.stream_replicas, self._settings.queue_max_bytes
-        spec = topology.dead_letter_stream(pool, storage="file", replicas=replicas, queue_bytes=queue_bytes)
+        spec = topology.dead_letter_stream(pool, replicas=replicas, queue_bytes=queue_bytes)
         try:
             await self._broker.ensure_stream(spec, owner=True)
         except (TopologyMismatch, UnsafeUpdate) as error:

@@ -190,7 +190,7 @@ async def test_an_update_that_would_drop_messages_waits_until_they_are_done(harn
 async def test_an_update_that_would_drop_dead_letters_is_refused(harness: Harness) -> None:
     """A stream that discards the oldest messages drops those above a lower limit of bytes."""
     broker = await harness.connect()
-    letters = dead_letter_stream("full", storage="file", replicas=1, queue_bytes=1 << 20)
+    letters = dead_letter_stream("full", replicas=1, queue_bytes=1 << 20)
     await broker.ensure_stream(letters, owner=True)
     for number in range(20):
         await broker.publish(letters.subjects[0], b"x" * 2000, f"letter-{number}")

@@ -79,7 +79,7 @@ async def test_stored_messages_are_found_in_order_also_while_they_are_leased(bro
 
 async def test_a_stream_of_dead_letters_drops_the_oldest_when_it_is_full(broker: Broker) -> None:
     """The stream accepts each new message, and a read removes no message."""
-    spec = dataclasses.replace(dead_letter_stream("_default", storage="file", replicas=1), max_bytes=4096)
+    spec = dataclasses.replace(dead_letter_stream("_default", replicas=1), max_bytes=4096)
     await broker.ensure_stream(spec, owner=True)
     for number in range(8):
         await broker.publish(dead_letter_subject("_default"), bytes(1000) + b"%d" % number, f"letter-{number}")

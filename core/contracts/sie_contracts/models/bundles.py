@@ -7,7 +7,7 @@ serve the model.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -17,6 +17,7 @@ from sie_contracts.names import located
 
 DEFAULT = "default"
 BUILT_IN = "built-in"  # value in `families` that stands for all families that need no extra dependencies
+_BUILT_IN_FAMILIES = [name for name, row in FAMILIES.items() if not row.extra]
 # allowed form of a bundle's id, in the catalogue and in SIE_BUNDLE
 BUNDLE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\s*(\[[^\]]*\])?\s*([<>=!~(;].*)?$")
@@ -57,15 +58,8 @@ def parse_bundle(raw: object) -> BundleEntry:
             raise faulty(
                 f"$.requires[{number}]", f"expected a requirement such as `torch>=2.13`, got {requirement[:100]!r}"
             )
-    return msgspec.structs.replace(bundle, families=tuple(dict.fromkeys(_named(bundle.families))))
-
-
-def _named(families: Iterable[str]) -> Iterator[str]:
-    for family in families:
-        if family == BUILT_IN:
-            yield from (name for name, row in FAMILIES.items() if not row.extra)
-        else:
-            yield family
+    families = [name for family in bundle.families for name in (_BUILT_IN_FAMILIES if family == BUILT_IN else [family])]
+    return msgspec.structs.replace(bundle, families=tuple(dict.fromkeys(families)))
 
 
 def ordered(bundles: Mapping[str, BundleEntry]) -> list[BundleEntry]:

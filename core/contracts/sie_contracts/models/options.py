@@ -234,7 +234,9 @@ def run_options(
         used -= {"instruction", "default_instruction"}
         request.drop("instruction", "default_instruction")
     run = _merged(entry, defaults, request, operation, names)
-    if request.has_others(neutral := _neutral(entry)):
+    # an instruction that is the query of a model is an input, like the text
+    neutral = NEUTRAL.keys() | ({"instruction"} if families.row(entry.family).needs_instruction else set())
+    if request.has_others(neutral):
         usual = _merged(entry, defaults, request.only(neutral - {"output_types"}), operation, names)
         usual = msgspec.structs.replace(usual, outputs=run.outputs)
         run = altered(usual, **{name: getattr(run, name) for name in RunOptions.__struct_fields__})
@@ -269,13 +271,6 @@ def _merged(
     }
     merge = {"encode": _encode, "score": _score, "extract": _extract}[operation]
     return RunOptions(**common, **merge(entry, defaults, request, parameters))
-
-
-def _neutral(entry: ModelEntry) -> frozenset[str]:
-    """Return the parameters that do not change the fingerprint. For a model whose instruction is its query, they
-    include `instruction`.
-    """
-    return frozenset(NEUTRAL) | (frozenset({"instruction"}) if families.row(entry.family).needs_instruction else set())
 
 
 def altered(usual: RunOptions, **changes: Any) -> RunOptions:
@@ -441,7 +436,7 @@ def _schema_parts(
 ) -> tuple[output_schemas.SchemaPart, ...]:
     schema, groups = parameters.pop("output_schema", None), parameters.pop("label_groups", None)
     path, _ = request.get("label_groups")
-    if request.is_set("label_groups") != request.is_set("output_schema"):  # only the one in the request counts
+    if request.is_set("label_groups") != request.is_set("output_schema"):  # the request's replaces the profile's
         schema, groups = (schema, None) if request.is_set("output_schema") else (None, groups)
     if schema is not None and groups is not None:
         raise InvalidInput.at(path, "expected label_groups or output_schema, got both")

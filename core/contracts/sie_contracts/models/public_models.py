@@ -9,8 +9,9 @@ the file does not have are copied from this catalogue's entry of the same model.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import msgspec
@@ -210,16 +211,8 @@ class Translation:
     ignored: tuple[str, ...] = ()
 
 
-@dataclass
-class _Draft:
-    """Parts of an entry that one profile of the file determines."""
-
-    load: dict[str, Any] = field(default_factory=dict)
-    run: dict[str, Any] = field(default_factory=dict)
-    head: dict[str, Any] = field(default_factory=dict)
-    prompts: dict[str, Any] = field(default_factory=dict)
-    pair: dict[str, Any] = field(default_factory=dict)
-    ignored: dict[str, str] = field(default_factory=dict)
+# what one profile of a file determines: the parts load, run, head, prompts and pair of an entry, and ignored fields
+_Draft = defaultdict[str, dict[str, Any]]
 
 
 def is_public(raw: Any) -> bool:
@@ -263,10 +256,10 @@ class _Translator:
         for name in model.profiles:
             if name != base and (profile := self._profile(name, kind, own, outputs)) is not None:
                 profiles[name] = profile
-        self._ignored |= own.ignored
-        if own.run.get("normalize"):  # an entry does not need `normalize: true`, which is the default
-            del own.run["normalize"]
-        parts = {name: part for name in ("load", "run", "head", "prompts") if (part := getattr(own, name))}
+        self._ignored |= own["ignored"]
+        if own["run"].get("normalize"):  # an entry does not need `normalize: true`, which is the default
+            del own["run"]["normalize"]
+        parts = {name: part for name in ("load", "run", "head", "prompts") if (part := own[name])}
         entry: dict[str, Any] = {
             **({"id": model.sie_id} if model.sie_id else {}),
             "family": kind.family,
@@ -275,7 +268,7 @@ class _Translator:
             **({"inputs": list(kind.inputs)} if kind.inputs != ("text",) else {}),
             "max_tokens": self._max_tokens(),
             **parts,
-            **own.pair,
+            **own["pair"],
         }
         rest = {name: value for name, value in self._present.items() if name not in ("profiles", *entry)}
         for name in parts:
@@ -396,38 +389,38 @@ class _Translator:
             return None
         draft = self._draft(name, kind, outputs)
         for part in ("head", "prompts", "pair"):
-            if changed := _beside(getattr(own, part), getattr(draft, part)):
+            if changed := _beside(own[part], draft[part]):
                 self._ignored[f"profiles.{name}"] = (
                     f"{part} ({', '.join(sorted(changed))}) belongs to the model, so no profile can change it"
                 )
-        for path, why in draft.ignored.items():
-            if not any(ignored_path.rpartition(".")[2] == path.rpartition(".")[2] for ignored_path in own.ignored):
+        for path, why in draft["ignored"].items():
+            if not any(ignored_path.rpartition(".")[2] == path.rpartition(".")[2] for ignored_path in own["ignored"]):
                 self._ignored[path] = why
-        return {
-            part: changed for part in ("load", "run") if (changed := _beside(getattr(own, part), getattr(draft, part)))
-        }
+        return {part: changed for part in ("load", "run") if (changed := _beside(own[part], draft[part]))}
 
     def _draft(self, name: str, kind: _Kind, outputs: Mapping[str, int]) -> _Draft:
         profile, row = self._flat(name), families.row(kind.family)
-        draft = _Draft()
+        draft: _Draft = defaultdict(dict)
         if profile.compute_precision:
             if profile.compute_precision in get_args(Precision):
-                draft.load["precision"] = profile.compute_precision
+                draft["load"]["precision"] = profile.compute_precision
             else:
-                draft.ignored[f"profiles.{name}.compute_precision"] = _NOTHING
+                draft["ignored"][f"profiles.{name}.compute_precision"] = _NOTHING
         for part, table in (("loadtime", _LOADTIME), ("runtime", _RUNTIME)):
             for option, value in getattr(profile.adapter_options, part).items():
                 path = f"profiles.{name}.adapter_options.{part}.{option}"
                 if value is None or (value is False and option == "trust_remote_code"):
                     continue
                 if option in row.parameters:
-                    draft.run.setdefault("parameters", {})[option] = value
+                    draft["run"].setdefault("parameters", {})[option] = value
                 elif option == "classification_type" and "multi_label" in row.parameters:
-                    draft.run.setdefault("parameters", {})["multi_label"] = value == "multi-label"
+                    draft["run"].setdefault("parameters", {})["multi_label"] = value == "multi-label"
                 elif option in table and self._is_read(option, row, outputs):
                     self._set(draft, *table[option], value, path)
-                elif not self._is_clear(option, value, outputs):
-                    draft.ignored[path] = _WHY.get(option, _NOTHING)
+                elif option == "pooling" and "dense" not in outputs:
+                    continue
+                elif option != "token_dim" or value != outputs.get("multivector"):
+                    draft["ignored"][path] = _WHY.get(option, _NOTHING)
         return draft
 
     @staticmethod
@@ -445,35 +438,29 @@ class _Translator:
         return True
 
     @staticmethod
-    def _is_clear(option: str, value: Any, outputs: Mapping[str, int]) -> bool:
-        return (option == "pooling" and "dense" not in outputs) or (
-            option == "token_dim" and value == outputs.get("multivector")
-        )
-
-    @staticmethod
     def _set(draft: _Draft, part: str, name: str, value: Any, path: str) -> None:
         if name in ("pooling", "score") or part == "pair":
             choices: Mapping[str, Any] = {"pooling": POOLING_OPTIONS, "score": _SCORES, "": _PAIRS}[name]
             if not isinstance(value, str) or value not in choices:
-                draft.ignored[path] = f"expected one of {', '.join(choices)}"
+                draft["ignored"][path] = f"expected one of {', '.join(choices)}"
                 return
             value = choices[value]
         if part == "pair":
-            draft.pair["pair"] = list(value)
+            draft["pair"]["pair"] = list(value)
             return
         if name == "muvera":
             if part == "head":
                 if not isinstance(value, dict):
-                    draft.ignored[path] = "expected a map"
+                    draft["ignored"][path] = "expected a map"
                     return
                 for unread in sorted(map(str, value.keys() - set(Muvera.__struct_fields__))):
-                    draft.ignored[f"{path}.{unread}"] = _NOTHING
+                    draft["ignored"][f"{path}.{unread}"] = _NOTHING
                 value = {key: option for key, option in value.items() if key in Muvera.__struct_fields__}
             else:
                 value = value if value is False else True
         if part == "prompts" and value == "{text}":
             return
-        getattr(draft, part)[name] = value
+        draft[part][name] = value
 
 
 def _overlaid(below: Any, above: Any) -> Any:

@@ -212,18 +212,20 @@ def pool_of(subject: str) -> str:
     return tokens[2]
 
 
-def dead_letter_stream(
-    pool: str, *, storage: str, replicas: int, queue_bytes: int = 4 * DEAD_LETTER_BYTES
-) -> StreamSpec:
+def dead_letter_stream(pool: str, *, replicas: int, queue_bytes: int = 4 * DEAD_LETTER_BYTES) -> StreamSpec:
     """Return the settings of the stream for the dead letters of a pool: messages whose work was given up. It keeps them
-    for DEAD_LETTER_AGE_S seconds.
+    in files for DEAD_LETTER_AGE_S seconds.
 
     Its size is a quarter of the work queue's size, at most DEAD_LETTER_BYTES, because a broker reserves the whole size
     at once and refuses a size for which it has no disk space.
     """
-    most = min(DEAD_LETTER_BYTES, queue_bytes // 4)
     return StreamSpec(
-        f"DEAD_{pool}", (dead_letter_subject(pool),), storage, replicas, DEAD_LETTER_AGE_S, most, retention="limits"
+        f"DEAD_{pool}",
+        (dead_letter_subject(pool),),
+        replicas=replicas,
+        max_age_s=DEAD_LETTER_AGE_S,
+        max_bytes=min(DEAD_LETTER_BYTES, queue_bytes // 4),
+        retention="limits",
     )
 
 
