@@ -309,8 +309,9 @@ def test_an_empty_value_is_unset_where_unset_is_the_default_and_an_error_elsewhe
         assert getattr(configuration.settings, row.field) == row.default
         assert configuration.sources[row.name] == "default"
     else:
-        with pytest.raises(SettingError, match=f"^{row.name}: "):
+        with pytest.raises(SettingError, match=f"^{row.name}: ") as caught:
             load(environ={row.name: "  "})
+        assert "no such user" not in str(caught.value)
 
 
 @each_row

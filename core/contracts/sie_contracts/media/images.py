@@ -144,7 +144,7 @@ def check(recipe: Recipe, size: Size) -> None:
     """Raise an error if an image exceeds the limits. `size`: size in the file's header, before any rotation."""
     height, width = size
     if min(size) < 1:
-        raise fault("undecodable", f"the image is {width} x {height} pixels")
+        raise fault("undecodable", f"the image is {width} x {height} pixels, expected at least 1 x 1")
     if height * width > MAX_DECODED_PIXELS:
         raise fault(
             "too_large", f"the image has {height * width} pixels ({width} x {height}), at most {MAX_DECODED_PIXELS}"

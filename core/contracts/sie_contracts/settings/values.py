@@ -245,7 +245,7 @@ def _text(text: str) -> str:
 
 
 def _path(text: str) -> str:
-    if not text or os.path.expanduser(text).startswith("~"):
+    if os.path.expanduser(_text(text)).startswith("~"):
         raise ValueError("there is no such user")
     return text
 
