@@ -307,3 +307,11 @@ async def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path) ->
     with pytest.raises(StoreError) as caught:
         await put_once(replace(place, patience=FAST), NAME, part(), "parquet")
     assert not isinstance(caught.value, ObjectMissing)
+
+
+async def test_a_folder_whose_disk_is_away_is_a_failure_that_may_disappear(tmp_path: Path) -> None:
+    place = output(str(tmp_path / "disk"))
+    (tmp_path / "disk").rmdir()
+    with pytest.raises(StoreError, match="folder of the store cannot be read") as caught:
+        await put_once(place, NAME, part(), "parquet")
+    assert type(caught.value) is StoreError, "a job waits and tries again"

@@ -164,12 +164,16 @@ def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]
     for the queue and for payloads. The claims of a writer count until it leaves the context, because its bytes may not
     be on the disk yet.
 
-    The function raises StoreFull if less than these reserves would stay free.
+    The function raises StoreFull if less than these reserves would stay free. Raises StoreError if the folder of the
+    store cannot be read, for example because its disk is not mounted.
     """
     from obstore.store import LocalStore
 
     folder = str(store.prefix) if isinstance(store, LocalStore) else None
-    device = os.stat(folder).st_dev if folder is not None else None
+    try:
+        device = os.stat(folder).st_dev if folder is not None else None
+    except OSError as error:
+        raise StoreError(f"the folder of the store cannot be read: {error.strerror}") from error
     own = 0
 
     def claim(size: int) -> None:
