@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from sie_store import object_stores
-from sie_store.object_stores import AccessRefused, BucketMissing, NameUnusable, StoreError
+from sie_store.object_stores import BucketMissing, StoreError
 from sie_store.weights.bucket import BucketSource, CommitState, WeightBucket
 from sie_store.weights.cache import Fetch
-from sie_store.weights.download import Digests, DownloadLimits, Reader, RemoteFile, SnapshotDownload, each_file
-from sie_store.weights.manifest import FetchFailed, Manifest, check_names, encode
+from sie_store.weights.download import FILES_AT_ONCE, Digests, DownloadLimits, Reader, RemoteFile, SnapshotDownload
+from sie_store.weights.manifest import FetchErrorClass, FetchFailed, Manifest, check_names, encode
 from sie_store.weights.progress import FetchProgress
 from sie_store.weights.push import Push, Pushed
 from sie_store.weights.selection import Wanted, check_size
@@ -47,7 +47,7 @@ async def _wrong(source: BucketSource, files: list[RemoteFile], progress: FetchP
 
     return [
         f"{file.path} has the SHA-256 {digest[:16]}.., the manifest says {file.sha256[:16]}.."
-        for file, digest in zip(files, (await each_file(digested, files)).values(), strict=True)
+        for file, digest in zip(files, await object_stores.gather(digested, files, FILES_AT_ONCE), strict=True)
         if digest != file.sha256
     ]
 
@@ -118,20 +118,6 @@ class ClusterCache:
         """Run `work` in a new event loop. A StoreError becomes a FetchFailed, whose message says how to fix it."""
         try:
             return asyncio.run(work)
-        except BucketMissing as error:
-            bucket = self.url.split("/")[2]
-            raise FetchFailed(
-                "NOT_FOUND", f"there is no bucket {bucket}: make it, or name another one in {SETTING}"
-            ) from error
-        except AccessRefused as error:
-            fix = (
-                "give credentials that may list and read it, and for a push write to it, by AWS_ACCESS_KEY_ID, "
-                "GOOGLE_SERVICE_ACCOUNT and their like, or by the machine's role"
-            )
-            raise FetchFailed("NETWORK", f"access is refused ({error}): {fix}") from error
-        except NameUnusable as error:
-            raise FetchFailed("NETWORK", f"{self.url}: {error}") from error
         except StoreError as error:
-            raise FetchFailed(
-                "NETWORK", f"the store did not answer properly ({error}): is its endpoint right, and is it up?"
-            ) from error
+            error_class: FetchErrorClass = "NOT_FOUND" if isinstance(error, BucketMissing) else "NETWORK"
+            raise FetchFailed(error_class, object_stores.remedy(error, SETTING)) from error

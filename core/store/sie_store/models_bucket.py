@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from sie_contracts.settings import SettingError
 from sie_store import object_stores
-from sie_store.object_stores import AccessRefused, BucketMissing, NameUnusable, ObjectMissing, RetryPolicy, StoreError
+from sie_store.object_stores import ObjectMissing, RetryPolicy, StoreError
 
 _T = TypeVar("_T")
 
@@ -65,44 +65,19 @@ class BucketFolder:
         return files
 
     async def _bodies(self, paths: Collection[str], max_bytes: int) -> dict[str, bytes]:
-        turns = asyncio.Semaphore(READS_AT_ONCE)
         bodies: dict[str, bytes] = {}
 
         async def read_body(path: str) -> None:
-            async with turns:
-                with contextlib.suppress(ObjectMissing):
-                    _, bodies[path] = await self._patience.call(
-                        lambda: object_stores.first_bytes(self._store, path, max_bytes)
-                    )
+            with contextlib.suppress(ObjectMissing):
+                _, bodies[path] = await self._patience.call(
+                    lambda: object_stores.first_bytes(self._store, path, max_bytes)
+                )
 
-        async with asyncio.TaskGroup() as group:
-            for path in paths:
-                group.create_task(read_body(path))
+        await object_stores.gather(read_body, paths, READS_AT_ONCE)
         return bodies
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run `work` in a new event loop and return its result. Raises SettingError."""
         try:
-            try:
-                return asyncio.run(work)
-            except BaseExceptionGroup as group:
-                raise _first(group.exceptions) from group
-        except BucketMissing as error:
-            raise SettingError(SETTING, f"{self.url}: there is no such bucket: make it, or name another one") from error
-        except AccessRefused as error:
-            fix = (
-                "give credentials that may list and read it by AWS_ACCESS_KEY_ID, GOOGLE_SERVICE_ACCOUNT and their like"
-            )
-            raise SettingError(
-                SETTING, f"{self.url}: access is refused ({error}): {fix}, or by the machine's role"
-            ) from error
-        except NameUnusable as error:
-            raise SettingError(SETTING, f"{self.url}: {error}") from error
+            return asyncio.run(work)
         except StoreError as error:
-            fix = "is its endpoint right (AWS_ENDPOINT_URL), and is it up?"
-            raise SettingError(SETTING, f"{self.url}: the store did not answer properly ({error}): {fix}") from error
-
-
-def _first(errors: Collection[BaseException]) -> BaseException:
-    first = next(iter(errors))
-    return _first(first.exceptions) if isinstance(first, BaseExceptionGroup) else first
+            raise SettingError(SETTING, f"{self.url}: {object_stores.remedy(error, SETTING)}") from error

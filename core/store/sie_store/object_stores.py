@@ -2,15 +2,6 @@
 
 s3://bucket/prefix, gs://bucket/prefix, file:///path or a path ──opened──► ObjectStore ──within──► reply or error
                                                                     └── RetryPolicy.repeated: another attempt
-
-StoreError             no reply in time, or a failure that may disappear
-├── ObjectMissing      no such object
-├── BucketMissing      no such bucket
-├── NameUnusable       a listing has an object whose name no call can use
-├── AccessRefused      credentials are missing, wrong, expired or without the permission
-├── RangeMissing       the requested range begins after the end of the object
-├── WrittenMeanwhile   another writer wrote the object after it was read, or created it first
-└── StoreFull          the store has no space for the object, or a write would not leave the reserve free
 """
 
 from __future__ import annotations
@@ -25,7 +16,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sie_contracts.settings import SettingError, store_url
+from sie_runtime.process import cancel_all
 from sie_store import durable
 
 if TYPE_CHECKING:
@@ -40,6 +32,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _T = TypeVar("_T")
+_Item = TypeVar("_Item")
 _logger = logging.getLogger("sie.store")
 
 MAX_PAUSE_S = 30.0
@@ -230,6 +223,23 @@ async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
         raise failure(error) from error
 
 
+async def gather(call: Callable[[_Item], Awaitable[_T]], items: Iterable[_Item], at_once: int) -> list[_T]:
+    """Return the results of `call` for all items, in their order. At most `at_once` calls run at a time. The first
+    exception of a call is raised, and cancels the other calls.
+    """
+    turns = asyncio.Semaphore(at_once)
+
+    async def call_in_turn(item: _Item) -> _T:
+        async with turns:
+            return await call(item)
+
+    tasks = [asyncio.create_task(call_in_turn(item)) for item in items]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel_all(tasks)
+
+
 async def first_bytes(store: ObjectStore, key: str, most: int) -> tuple[GetResult, bytes]:
     """Return the store's response (with metadata) and the first bytes of an object, at most `most`."""
     import obstore
@@ -333,6 +343,20 @@ def failure(error: Exception) -> StoreError:
     ):
         return AccessRefused(answer or _first_line(error))
     return StoreError(answer or _first_line(error))
+
+
+def remedy(error: StoreError, setting: str) -> str:
+    """Return an error text with a fix, for the operator who has named a bucket in `setting`."""
+    if isinstance(error, BucketMissing):
+        return f"there is no such bucket: make it, or name another one in {setting}"
+    if isinstance(error, AccessRefused):
+        return (
+            f"access is refused ({error}): give credentials that may list and read it, and for a push write to it, by "
+            "AWS_ACCESS_KEY_ID, GOOGLE_SERVICE_ACCOUNT and their like, or by the machine's role"
+        )
+    if isinstance(error, NameUnusable):
+        return str(error)
+    return f"the store did not answer properly ({error}): is its endpoint right (AWS_ENDPOINT_URL), and is it up?"
 
 
 def _first_group(pattern: re.Pattern[str], text: str) -> str:

@@ -27,6 +27,7 @@ from sie_store.datasets.plans import MAX_SPAN_BYTES, images, tag_of_run
 from sie_store.datasets.scan import Cut, rows_of
 from sie_store.datasets.sizes import SpanSize
 from sie_store.datasets.templates import ColumnFault, columns, plain, templates
+from sie_store.object_stores import gather
 
 MAX_ID = 1024  # largest number of characters in the id of a row
 IMAGES_AT_ONCE = 8
@@ -79,7 +80,6 @@ async def read(place: Place, span: RowSpan, source: JobInput) -> list[InputRow]:
 
 
 def _parsed(data: bytes, span: RowSpan, names: Sequence[str], size: SpanSize) -> Iterator[_Columns]:
-    """Yield the columns of each row, or the fault of the row."""
     lines = rows_of(data, is_quoted=span.format == "csv")
     if len(lines) != span.rows:
         raise changed(span.source)
@@ -150,24 +150,20 @@ class _RowMaker:
         if isinstance(row, ErrorInfo):
             return InputRow(default, copied=dict.fromkeys(self._source.keep), fault=row)
         columns_to_keep = {name: row.get(name) for name in self._source.keep}
+        own, texts, param = default, dict[str, str](), "input.id"
         try:
             own = self._id(row, default)
-        except ColumnFault as error:
-            return InputRow(default, copied=columns_to_keep, fault=_fault("schema", f"{error}", "input.id"))
-        texts: dict[str, str] = {}
-        for name, template in self._templates.items():
-            try:
+            for name, template in self._templates.items():
+                param = f"input.{name}"
                 texts[name] = template.text(row)
-            except ColumnFault as error:
-                return InputRow(own, copied=columns_to_keep, fault=_fault("schema", f"{error}", f"input.{name}"))
-        try:
+            param = "input.image"
             files = self._images(row)
+            for name, column in self._unchecked.items():
+                param = f"input.{name}"
+                if row.get(column) is None:
+                    raise ColumnFault(f"column {column!r} is null or missing")
         except ColumnFault as error:
-            return InputRow(own, copied=columns_to_keep, fault=_fault("schema", f"{error}", "input.image"))
-        for name, column in self._unchecked.items():
-            if row.get(column) is None:
-                fault = _fault("schema", f"column {column!r} is null or missing", f"input.{name}")
-                return InputRow(own, copied=columns_to_keep, fault=fault)
+            return InputRow(own, copied=columns_to_keep, fault=_fault("schema", str(error), param))
         chunks, file = (row.get(self._unchecked.get(name, "")) for name in ("chunks", "documents"))
         return InputRow(
             own,
@@ -230,27 +226,19 @@ async def _images(place: Place, span: RowSpan) -> list[InputRow]:
         run = [await find(place, place.label or place.name)]
     if tag_of_run(run) != span.tag:
         raise changed(run[0].source if run else place.folder)
-    turns = asyncio.Semaphore(IMAGES_AT_ONCE)
 
     async def read_image(entry: ObjectEntry) -> InputRow:
         if entry.size > MAX_SPAN_BYTES:
             return InputRow(
                 entry.source, fault=_fault("invalid_media", f"the image has more than {MAX_SPAN_BYTES} bytes")
             )
-        async with turns:
-            try:
-                # Read without a check of the tag: some stores (Google's emulator) use other tags in responses than in
-                # listings. The tag of the listing was compared with that of the span above.
-                return InputRow(entry.source, images=(await whole(place, replace(entry, tag="")),))
-            except InvalidInput as error:
-                if error.reason == "not_allowed":
-                    return InputRow(entry.source, fault=error.info())
-                raise
+        try:
+            # Read without a check of the tag: some stores (Google's emulator) use other tags in responses than in
+            # listings. The tag of the listing was compared with that of the span above.
+            return InputRow(entry.source, images=(await whole(place, replace(entry, tag="")),))
+        except InvalidInput as error:
+            if error.reason == "not_allowed":
+                return InputRow(entry.source, fault=error.info())
+            raise
 
-    outcomes = await asyncio.gather(*map(read_image, run), return_exceptions=True)
-    rows: list[InputRow] = []
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-        rows.append(outcome)
-    return rows
+    return await gather(read_image, run, IMAGES_AT_ONCE)

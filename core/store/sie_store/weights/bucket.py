@@ -7,9 +7,9 @@ StoreError or FetchFailed.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
+import itertools
 import re
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -129,17 +129,14 @@ class WeightBucket:
         return CommitState(repository, revision, manifest, sizes, wrong)
 
     async def listed(self) -> list[CommitState]:
-        turns = asyncio.Semaphore(self.limits.parts_at_once)
-
         async def states(folder: str) -> list[CommitState]:
             repository = folder.removeprefix("models--").replace("--", "/")
-            async with turns:
-                return [await self.stored(repository, revision) for revision in await self.below(folder)]
+            return [await self.stored(repository, revision) for revision in await self.below(folder)]
 
         folders = [name for name in await self.below(None) if _FOLDER.fullmatch(name)]
-        all_snapshots = [stored for snapshots in await asyncio.gather(*map(states, folders)) for stored in snapshots]
+        listed = await object_stores.gather(states, folders, self.limits.parts_at_once)
         # an empty object can stand for a folder, which is not a snapshot
-        return [stored for stored in all_snapshots if stored.bytes or stored.manifest is not None]
+        return [stored for stored in itertools.chain(*listed) if stored.bytes or stored.manifest is not None]
 
     async def removed(self, repository: str, revision: str) -> int:
         import obstore

@@ -18,18 +18,18 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
+from sie_runtime.process import cancel_all
 from sie_store.durable import PART
-from sie_store.object_stores import RetryPolicy, StoreError
+from sie_store.object_stores import RetryPolicy, StoreError, gather
 from sie_store.weights.manifest import FetchFailed, FileFact
 from sie_store.weights.progress import FetchProgress
 
 _logger = logging.getLogger("sie.store")
-_T = TypeVar("_T")
 Piece = bytes | bytearray
 
 FILES_AT_ONCE = 8
@@ -110,7 +110,7 @@ class Reader:
                 yield await ahead.popleft()
                 self._turns.release()
         finally:
-            await _cancelled(ahead)
+            await cancel_all(ahead)
 
     async def _part(self, file: RemoteFile, start: int, end: int) -> bytearray:
         await self._turns.acquire()
@@ -199,13 +199,14 @@ class SnapshotDownload:
 
     async def all(self, files: Sequence[RemoteFile]) -> dict[str, FileFact]:
         """Fetch all files. Returns size and SHA-256 of each file, by path. Raises FetchFailed, StoreError, OSError."""
-        present = await each_file(lambda file: asyncio.to_thread(self._present, file), files)
-        missing = [file for file in files if present[file.path] is None]
+        present = await gather(lambda file: asyncio.to_thread(self._present, file), files, FILES_AT_ONCE)
+        complete = {file.path: fact for file, fact in zip(files, present, strict=True) if fact is not None}
+        missing = [file for file in files if file.path not in complete]
         total, lacking = (sum(file.size for file in some) for some in (files, missing))
         had = total - lacking + sum(_size(self._part(file)) for file in missing)
         await asyncio.to_thread(self._progress.expect, total, had)
-        fetched = await each_file(self._fetched, missing)
-        return {path: fact or fetched[path] for path, fact in present.items()}
+        fetched = await gather(self._fetched, missing, FILES_AT_ONCE)
+        return complete | {file.path: fact for file, fact in zip(missing, fetched, strict=True)}
 
     def _present(self, file: RemoteFile) -> FileFact | None:
         """Return size and SHA-256 of a file that is already complete and correct, otherwise None. A wrong file, or a
@@ -296,27 +297,6 @@ class _Appending:
             while view:
                 view = view[growing.write(view) :]
         self._digests.add(data)
-
-
-async def each_file(call: Callable[[RemoteFile], Awaitable[_T]], files: Sequence[RemoteFile]) -> dict[str, _T]:
-    """Return the results of `call` by path, for FILES_AT_ONCE files at a time. A failure cancels the others."""
-    turns = asyncio.Semaphore(FILES_AT_ONCE)
-
-    async def call_in_turn(file: RemoteFile) -> _T:
-        async with turns:
-            return await call(file)
-
-    tasks = [asyncio.create_task(call_in_turn(file)) for file in files]
-    try:
-        return dict(zip([file.path for file in files], await asyncio.gather(*tasks), strict=True))
-    finally:
-        await _cancelled(tasks)
-
-
-async def _cancelled(tasks: Sequence[asyncio.Task[_T]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _complete(part: Path, path: Path) -> None:
