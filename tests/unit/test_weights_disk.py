@@ -31,7 +31,7 @@ from sie_contracts.settings import Settings, load
 from sie_store.configured import weight_sources
 from sie_store.weights.cache import LocalCache
 from sie_store.weights.disk import DiskUsage, limited
-from sie_store.weights.manifest import FetchFailed, FileFact, Manifest
+from sie_store.weights.manifest import MANIFEST, FetchFailed, FileFact, Manifest, decode, verify
 from sie_store.weights.progress import FetchProgress
 from sie_store.weights.sources import WeightSources, on_disk
 
@@ -78,7 +78,10 @@ def put(cache: LocalCache, repository: str, size: int = SIZE) -> Path:
 
 
 def there(cache: LocalCache) -> list[str]:
-    return [snapshot.manifest.repository for snapshot in cache.listed()]
+    """Return the repositories of all complete snapshots, sorted."""
+    manifests = sorted(cache.hub.glob(f"models--*/snapshots/*/{MANIFEST}"))
+    read = [(path.parent, decode(path.read_bytes())) for path in manifests]
+    return [copy.repository for folder, copy in read if not verify(folder, copy, digests=False)]
 
 
 @pytest.fixture

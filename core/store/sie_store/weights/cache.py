@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import json
 import logging
 import os
 import shutil
@@ -58,6 +57,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 REMOVED = ".removed"
 
 T = TypeVar("T")
+_note_decoder = msgspec.json.Decoder(tuple[Fetched, float])
 
 
 class Fetch(Protocol):
@@ -70,15 +70,6 @@ class Fetch(Protocol):
     """
 
     def __call__(self, folder: Path, progress: FetchProgress) -> Manifest: ...
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Complete snapshot in the cache. `used_s`: time of its last use, seconds since 1970."""
-
-    folder: Path
-    manifest: Manifest
-    used_s: float
 
 
 @dataclass(frozen=True)
@@ -122,7 +113,7 @@ class LocalCache:
         folder = self.place(repository, revision)
         manifest = self.manifest(repository, revision)
         if manifest is None:
-            is_whole = folder.is_dir() and listing.is_listed_whole(self.hub, repository, revision, select or common)
+            is_whole = folder.is_dir() and listing.is_listed_whole(self.hub, repository, folder, select or common)
         else:
             lacks = select is not None and any(select(name) for name in manifest.left_out)
             is_whole = not lacks and not verify(folder, manifest, digests=False)
@@ -134,7 +125,7 @@ class LocalCache:
         """
         folder, manifest = self.place(repository, revision), self.manifest(repository, revision)
         if manifest is None:
-            return listing.contradiction(self.hub, repository, revision)
+            return listing.contradiction(folder)
         return "; ".join(verify(folder, manifest, digests=False))
 
     def log_name(self, repository: str, revision: str) -> str:
@@ -237,26 +228,6 @@ class LocalCache:
         except OSError as error:
             raise _disk_failed(label, self.folder, error) from error
 
-    def listed(self) -> list[Snapshot]:
-        """Return all snapshots that have a manifest and all its files, sorted by name."""
-        return [
-            snapshot
-            for snapshot in self._with_manifest()
-            if not verify(snapshot.folder, snapshot.manifest, digests=False)
-        ]
-
-    def _with_manifest(self) -> list[Snapshot]:
-        """Return all snapshots that have a manifest, even if files are missing or incomplete."""
-        snapshots = []
-        for path in sorted(self.hub.glob(f"models--*/snapshots/*/{MANIFEST}")):
-            try:
-                manifest = decode(path.read_bytes())
-            except (OSError, ManifestError):
-                continue
-            if self.place(manifest.repository, manifest.revision) == path.parent:
-                snapshots.append(Snapshot(path.parent, manifest, self.used_s(manifest.repository, manifest.revision)))
-        return snapshots
-
     def used_s(self, repository: str, revision: str) -> float:
         """Return the time when a lease on a snapshot last began or ended, in seconds since 1970; the time of the last
         change of its folder if it never had a lease; 0 if it does not exist.
@@ -275,15 +246,17 @@ class LocalCache:
         Snapshots that are in use or that SIE did not fetch are omitted.
         """
         going = []
-        for snapshot in self._with_manifest():
-            repository, revision = snapshot.manifest.repository, snapshot.manifest.revision
-            if snapshot.manifest.origin != "found" and not self._is_used(repository, revision):
+        for path in self.hub.glob(f"models--*/snapshots/*/{MANIFEST}"):
+            try:
+                manifest = decode(path.read_bytes())
+            except (OSError, ManifestError):
+                continue
+            repository, revision = manifest.repository, manifest.revision
+            is_own = manifest.origin != "found" and self.place(repository, revision) == path.parent
+            if is_own and not self._is_used(repository, revision):
                 with contextlib.suppress(FileNotFoundError):  # a file was removed while the size was computed
-                    going.append(
-                        Candidate(
-                            repository, revision, snapshot.used_s, is_partial=False, bytes=_bytes_in(snapshot.folder)
-                        )
-                    )
+                    used_s, size = self.used_s(repository, revision), _bytes_in(path.parent)
+                    going.append(Candidate(repository, revision, used_s, is_partial=False, bytes=size))
         for path in self.hub.glob("models--*/partial/*"):
             repository, revision = (
                 path.parents[1].name.removeprefix("models--").replace("--", "/"),
@@ -463,9 +436,8 @@ def _disk_failed(label: str, folder: Path, error: OSError) -> FetchFailed:
 
 
 def _note(lock: Lock, fetched: Fetched) -> None:
-    lock.write(
-        json.dumps([os.getpid(), fetched.done_bytes, fetched.total_bytes, fetched.bytes_per_s, time.time()]).encode()
-    )
+    # the time makes each note differ: waiting processes then see that work continues
+    lock.write(msgspec.json.encode((fetched, time.time())))
 
 
 def _remove(folder: Path) -> None:
@@ -494,9 +466,8 @@ def _has_size(path: Path, size: int) -> bool:
 def _noted(note: bytes) -> Fetched:
     """Return the progress in the lock file of the fetching process; an empty `Fetched` if the file is incomplete."""
     try:
-        _, done_bytes, total_bytes, bytes_per_s, _ = json.loads(note)
-        return Fetched(int(done_bytes), int(total_bytes), float(bytes_per_s))
-    except (*UNDECODABLE, TypeError):
+        return _note_decoder.decode(note)[0]
+    except UNDECODABLE:
         return Fetched()
 
 

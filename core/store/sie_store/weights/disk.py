@@ -156,19 +156,15 @@ def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[C
         if not is_above():
             return
         name = cache.log_name(candidate.repository, candidate.revision)
-        if _removed(cache, candidate):
+        try:
+            is_removed = cache.discard(candidate)
+        except OSError as error:  # for example, the snapshot belongs to another user; the next one may be removable
+            cause = error.strerror or type(error).__name__  # without the path, which contains the snapshot's name
+            _logger.warning("%s could not be removed from the local cache: %s", name, cause)
+            continue
+        if is_removed:
             minutes = (time.time() - candidate.used_s) / 60
             _logger.warning("removed %s from the local cache, last used %.0f min ago: %s", name, minutes, why)
-
-
-def _removed(cache: LocalCache, candidate: Candidate) -> bool:
-    try:
-        return cache.discard(candidate)
-    except OSError as error:  # for example, the snapshot belongs to another user; the next one may be removable
-        name = cache.log_name(candidate.repository, candidate.revision)
-        why = error.strerror or type(error).__name__  # without the path, which contains the snapshot's name
-        _logger.warning("%s could not be removed from the local cache: %s", name, why)
-        return False
 
 
 def _no_room(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,7 +56,12 @@ _listings = msgspec.json.Decoder(_Listing)
 
 def hub_fetch(repository: str, revision: str, select: Wanted) -> Fetch:
     """Return a function for `LocalCache.obtain` that fetches those files of a commit that `select` accepts."""
-    return functools.partial(_fetch, repository, revision, select)
+
+    def fetch(folder: Path, progress: FetchProgress) -> Manifest:
+        with _classed(progress.label):
+            return asyncio.run(_fetched(repository, revision, select, folder, progress))
+
+    return fetch
 
 
 def commit_of(repository: str, revision: str | None = None, *, label: str = "") -> str:
@@ -75,11 +79,6 @@ def commit_of(repository: str, revision: str | None = None, *, label: str = "") 
     if not sha:
         raise FetchFailed("NOT_FOUND", f"the hub reports no commit of {label}: give the id of a commit as the revision")
     return sha
-
-
-def _fetch(repository: str, revision: str, select: Wanted, folder: Path, progress: FetchProgress) -> Manifest:
-    with _classed(progress.label):
-        return asyncio.run(_fetched(repository, revision, select, folder, progress))
 
 
 async def _fetched(repository: str, revision: str, select: Wanted, folder: Path, progress: FetchProgress) -> Manifest:

@@ -20,29 +20,27 @@ from sie_store.weights.selection import Wanted
 _NO_FILES = ("Normalize",)
 
 
-def is_listed_whole(cache: Path, repository: str, revision: str, select: Wanted) -> bool:
-    """Return whether the snapshot has every file that `select` accepts, with its size in the listing that the hub's
-    client stored; False without a listing. `cache` is the folder `hub` of HF_HOME.
+def is_listed_whole(cache: Path, repository: str, folder: Path, select: Wanted) -> bool:
+    """Return whether the snapshot in `folder` has every file that `select` accepts, with its size in the listing that
+    the hub's client stored; False without a listing. `cache` is the folder `hub` of HF_HOME.
     """
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     try:
-        listing = get_cached_repo_tree(repository, revision=revision, cache_dir=cache)
+        listing = get_cached_repo_tree(repository, revision=folder.name, cache_dir=cache)
     # the hub's client raises the last three for a file that is not a listing
     except (CachedRepoTreeNotFoundError, OSError, AttributeError, TypeError, RecursionError):
         return False
-    folder = _folder(cache, repository) / "snapshots" / revision
     files = [file for file in listing if select(file.path)]
     return bool(files) and all(_size(folder / file.path) == file.size for file in files)
 
 
-def contradiction(cache: Path, repository: str, revision: str) -> str:
-    """Return why a snapshot without a listing is incomplete, as an error text; empty if no fault is found."""
-    folder = _folder(cache, repository) / "snapshots" / revision
+def contradiction(folder: Path) -> str:
+    """Return why the snapshot in `folder`, which has no listing, is incomplete; empty if no fault is found."""
     if not folder.is_dir():
         return "its folder is missing"
-    if any((_folder(cache, repository) / "blobs").glob("*.incomplete")):
+    if any((folder.parents[1] / "blobs").glob("*.incomplete")):
         return "blobs of its repository are marked as incomplete"
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -93,7 +91,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size if path.is_file() else -1
     except OSError:
         return -1
-
-
-def _folder(cache: Path, repository: str) -> Path:
-    return cache / f"models--{repository.replace('/', '--')}"

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import os
 from pathlib import Path
-from types import TracebackType
 
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -57,9 +56,7 @@ class Lock:
     def __enter__(self) -> Lock:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -44,15 +44,11 @@ class FetchProgress:
             self._total_bytes, self._had_bytes, self._stepped_s = total_bytes, had_bytes, -STEP_EVERY_S
             self._started_s, self._arrived_bytes = self._clock(), 0
         self.on_expect(total_bytes - had_bytes)
-        self._step(0)
-
-    def add(self, count: int) -> None:
-        """Count bytes that arrived. A negative `count`: bytes that must be fetched again."""
-        self._step(count)
+        self.add(0)
 
     def touch(self, _: int = 0) -> None:
         """Record that work continues without new bytes: a file is being checked."""
-        self._step(0)
+        self.add(0)
 
     def follow(self, fetched: Fetched) -> None:
         """Use the figures of another process that fetches this snapshot, so that `state` returns them."""
@@ -63,7 +59,8 @@ class FetchProgress:
                 fetched.bytes_per_s,
             )
 
-    def _step(self, count: int) -> None:
+    def add(self, count: int) -> None:
+        """Count bytes that arrived. A negative `count`: bytes that must be fetched again."""
         with self._lock:
             self._arrived_bytes += count
             now_s = self._clock()

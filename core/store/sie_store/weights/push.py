@@ -58,7 +58,7 @@ class Push:
     def __init__(self, bucket: WeightBucket, folder: Path, manifest: Manifest, progress: FetchProgress) -> None:
         self._bucket, self._folder, self._manifest, self._progress = bucket, folder, manifest, progress
         self._place = place(manifest.repository, manifest.revision)
-        self._what = f"{manifest.repository}@{manifest.revision}"
+        self._label = f"{manifest.repository}@{manifest.revision}"
         self._written: dict[str, int] = {}
 
     async def all(self, *, force: bool) -> Pushed:
@@ -86,7 +86,7 @@ class Push:
                         len(self._written), len(self._manifest.files) - len(self._written), sum(self._written.values())
                     )
             except WrittenMeanwhile as error:
-                _logger.info("%s: %s", self._what, error)
+                _logger.info("%s: %s", self._label, error)
             # random, so that several pushers do not retry at the same moment
             await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311
         raise StoreError(
@@ -111,7 +111,7 @@ class Push:
         ]
         if changed and not force:
             raise PushRefused(
-                f"{self._what} is in the bucket with another content of {changed[0]}, "
+                f"{self._label} is in the bucket with another content of {changed[0]}, "
                 f"SHA-256 {there.files[changed[0]].sha256[:16]}.. there and "  # type: ignore[union-attr]
                 f"{self._manifest.files[changed[0]].sha256[:16]}.. here, but the files of a commit never differ. "
                 "Push it under another name or revision, "

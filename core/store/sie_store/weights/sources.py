@@ -90,11 +90,9 @@ class WeightSources:
             if located is not None:
                 return located
         if weights.package:
-            is_whole = families.row(entry.family).is_package
-            packaged = distribution_folder(weights.package) if is_whole else package_folder(weights.package)
-            if packaged is not None:
+            if (packaged := _packaged(entry)) is not None:
                 return Located(packaged)
-            if is_whole:
+            if families.row(entry.family).is_package:
                 raise load_failed("DEPENDENCY", _lacks_package(entry))
             looked.append(f"the package {weights.package} is not installed or has no model files")
         if weights.unpinned:
@@ -357,40 +355,45 @@ def on_disk(entries: Iterable[ModelEntry], cache: LocalCache) -> tuple[str, ...]
     models = []
     for entry in entries:
         with contextlib.suppress(OSError):
-            if _is_on_disk(entry.weights, entry, cache):
+            if _is_on_disk(entry, cache):
                 models.append(entry.id)
     return tuple(models)
 
 
-def _is_on_disk(weights: Weights, entry: ModelEntry, cache: LocalCache) -> bool:
+def _is_on_disk(entry: ModelEntry, cache: LocalCache) -> bool:
+    weights = entry.weights
     if weights.path and is_model(Path(os.path.expanduser(weights.path)), entry):
         return True
     if weights.hub and weights.revision:
         with contextlib.suppress(ManifestError):
             if cache.place(weights.hub, weights.revision).is_dir() and cache.find(weights.hub, weights.revision):
                 return True
-    is_whole = families.row(entry.family).is_package
-    return bool(weights.package) and (distribution_folder if is_whole else package_folder)(weights.package) is not None
+    return bool(weights.package) and _packaged(entry) is not None
+
+
+def _packaged(entry: ModelEntry) -> Path | None:
+    find = distribution_folder if families.row(entry.family).is_package else package_folder
+    return find(entry.weights.package)
 
 
 def package_folder(package: str) -> Path | None:
     """Return the folder with config.json and safetensors in an installed distribution; None if there is none."""
-    try:
-        files = importlib.metadata.files(package) or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    folders = (Path(str(file.locate())).parent for file in files if file.name == "config.json")
+    folders = (Path(str(file.locate())).parent for file in _files_of(package) if file.name == "config.json")
     return next((folder for folder in folders if has_safetensors(folder)), None)
 
 
 def distribution_folder(package: str) -> Path | None:
     """Return the folder of the modules of an installed distribution; None if it is not installed."""
-    try:
-        files = importlib.metadata.files(package) or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    module = min((file for file in files if file.name == "__init__.py"), key=lambda file: len(file.parts), default=None)
+    modules = (file for file in _files_of(package) if file.name == "__init__.py")
+    module = min(modules, key=lambda file: len(file.parts), default=None)
     return None if module is None else Path(str(module.locate())).parent
+
+
+def _files_of(package: str) -> list[importlib.metadata.PackagePath]:
+    try:
+        return importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
 
 
 def _lacks_package(entry: ModelEntry) -> str:
