@@ -351,10 +351,8 @@ def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
     for file in sorted(path for path in folder.rglob("*.yaml") if path.is_file()):
         try:
             entry = parse_entry(yaml_text.load(file.read_text("utf-8")))
-        except (yaml_text.NotYAML, UnicodeDecodeError, OSError) as error:
-            raise _named(file, str(error)) from error
-        except SIEError as error:
-            raise _named(file, error.message) from error
+        except (yaml_text.NotYAML, UnicodeDecodeError, OSError, SIEError) as error:
+            raise ValidationFailed(f"{file.name}: {error}") from error
         entries[entry.id] = entry
     return entries
 
@@ -374,7 +372,3 @@ def packaged_catalogue() -> Catalogue:
     folder = packaged_folder()
     entries = read_folder(folder / "models")
     return Catalogue(entries, dict.fromkeys(entries, 0), read_bundles(folder / "bundles"), "packaged")
-
-
-def _named(file: Path, message: str) -> SIEError:
-    return ValidationFailed(f"{file.name}: {message}")

@@ -199,29 +199,24 @@ class MetricMaker:
         return Counter(name, self._row(name, "counter", labelled=False).text, registry=self.registry)
 
     def counters(self, name: str) -> Labelled[Counter]:
-        metric = self._row(name, "counter", labelled=True)
-        return self._registered(Labelled(metric, Counter(name, metric.text, metric.labels, registry=self.registry)))
+        return self._labels(name, "counter", Counter)
 
     def gauge(self, name: str) -> Gauge:
         return Gauge(name, self._row(name, "gauge", labelled=False).text, registry=self.registry)
 
     def gauges(self, name: str) -> Labelled[Gauge]:
-        metric = self._row(name, "gauge", labelled=True)
-        return self._registered(Labelled(metric, Gauge(name, metric.text, metric.labels, registry=self.registry)))
+        return self._labels(name, "gauge", Gauge)
 
     def histogram(self, name: str) -> Histogram:
         metric = self._row(name, "histogram", labelled=False)
         return Histogram(name, metric.text, buckets=metric.buckets, registry=self.registry)
 
     def histograms(self, name: str) -> Labelled[Histogram]:
-        metric = self._row(name, "histogram", labelled=True)
-        return self._registered(
-            Labelled(
-                metric, Histogram(name, metric.text, metric.labels, buckets=metric.buckets, registry=self.registry)
-            )
-        )
+        return self._labels(name, "histogram", Histogram, buckets=self._table[name].buckets)
 
-    def _registered(self, labelled: Labelled[Child]) -> Labelled[Child]:
+    def _labels(self, name: str, kind: Kind, new: type[Child], **more: Any) -> Labelled[Child]:
+        metric = self._row(name, kind, labelled=True)
+        labelled = Labelled(metric, new(name, metric.text, metric.labels, registry=self.registry, **more))
         self._labelled.append(labelled)
         return labelled
 

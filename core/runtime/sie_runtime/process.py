@@ -37,7 +37,7 @@ START_S = 30.0  # seconds after a first failure in which its cause may be anothe
 # until START_S is over, a failure is logged only if it lasts this many seconds: shorter failures occur at every start
 QUIET_S = 10.0
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms", "worker", "key")
-_TOLD = ("model", "worker", "key", "request_id", "trace_id")  # fields that a log line for people shows
+_SHOWN = ("model", "worker", "key", "request_id", "trace_id")  # fields that a log line for people shows
 # id of the worker to which the current task belongs; tasks that this task starts inherit the value
 WORKER: ContextVar[str | None] = ContextVar("sie_worker", default=None)
 
@@ -84,7 +84,7 @@ class _Plain(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         fields = _fields(record)
-        return super().formatMessage(record) + "".join(f" {name}={fields[name]}" for name in _TOLD if fields[name])
+        return super().formatMessage(record) + "".join(f" {name}={fields[name]}" for name in _SHOWN if fields[name])
 
     def formatException(self, ei: Any) -> str:
         return traceback_of(ei[1])
@@ -265,7 +265,7 @@ class Trouble:
         self._grace_s = grace_s
         self._clock = clock
         self._since_s = 0.0
-        self._is_told = self._is_warned = False
+        self._is_logged = self._is_warned = False
         self.lasting = False
 
     def met(self, error: Exception | str) -> None:
@@ -273,13 +273,13 @@ class Trouble:
         not logged at this level yet.
         """
         if not self.lasting:
-            self.lasting, self._is_told, self._is_warned, self._since_s = True, False, False, self._clock()
+            self.lasting, self._is_logged, self._is_warned, self._since_s = True, False, False, self._clock()
         lasts_s = self._clock() - self._since_s
         if not self._is_warned and lasts_s >= self._grace_s:
-            self._is_told = self._is_warned = True
+            self._is_logged = self._is_warned = True
             self._logger.warning("%s: %s", self._purpose, error)
-        elif not self._is_told and lasts_s >= QUIET_S:
-            self._is_told = True
+        elif not self._is_logged and lasts_s >= QUIET_S:
+            self._is_logged = True
             self._logger.info("%s: %s", self._purpose, error)
 
     def passed(self) -> None:

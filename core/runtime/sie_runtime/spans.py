@@ -38,7 +38,6 @@ FLUSH_S = 1.0  # seconds in which the last spans must be exported; `sie serve` w
 Value = str | int | float | bool
 Kind = Literal["server", "consumer", "internal"]
 
-_KINDS = {"server": trace.SpanKind.SERVER, "consumer": trace.SpanKind.CONSUMER, "internal": trace.SpanKind.INTERNAL}
 _headers = TraceContextTextMapPropagator()
 _logger = logging.getLogger("sie.tracing")
 
@@ -146,9 +145,8 @@ class Tracer:
         """Return a new span, which the caller must end. Without a valid `parent` it begins a new trace."""
         above = _headers.extract(parent._asdict(), context.Context())
         linked = [span.link() for span in links]
-        return Span(
-            self._tracer, self._tracer.start_span(name, above, _KINDS[kind], attributes, linked, start_ns), name
-        )
+        span_kind = trace.SpanKind[kind.upper()]
+        return Span(self._tracer, self._tracer.start_span(name, above, span_kind, attributes, linked, start_ns), name)
 
     def close(self) -> None:
         """Export the remaining spans, for at most FLUSH_S; then wait at most GIVE_UP_S for the exporters to stop. Spans

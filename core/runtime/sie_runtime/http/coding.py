@@ -108,17 +108,25 @@ def _corrupt(why: str) -> InvalidInput:
 # compression of replies
 
 
-def accepts_gzip(accepted: str) -> bool:
-    """Return whether an Accept-Encoding header accepts gzip (RFC 9110, 12.5.3)."""
+def weights_of(accepted: str) -> dict[str, float]:
+    """Return the weights in an Accept or Accept-Encoding header, by lower-case name (RFC 9110, 12.4.2). A weight that
+    cannot be parsed is 0: the client does not accept the choice.
+    """
     weights: dict[str, float] = {}
     for choice in accepted.lower().split(","):
         name, *parameters = (part.strip() for part in choice.split(";"))
         weight = next((text[2:] for text in parameters if text.startswith("q=")), "1")
         try:
-            weights["gzip" if name == "x-gzip" else name] = float(weight)
+            weights[name] = float(weight)
         except ValueError:
-            weights[name] = 0.0  # a weight that cannot be parsed counts as 0: the client does not accept the coding
-    return 0.0 < weights.get("gzip", weights.get("*", 0.0)) <= 1.0
+            weights[name] = 0.0
+    return weights
+
+
+def accepts_gzip(accepted: str) -> bool:
+    """Return whether an Accept-Encoding header accepts gzip (RFC 9110, 12.5.3)."""
+    weights = weights_of(accepted)
+    return 0.0 < weights.get("gzip", weights.get("x-gzip", weights.get("*", 0.0))) <= 1.0
 
 
 class CompressedReply:

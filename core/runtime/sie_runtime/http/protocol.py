@@ -30,7 +30,8 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import httptools
@@ -113,19 +114,6 @@ class SharedState(ServerState):
 
     def leave(self) -> None:
         self.leaving = True
-
-
-class _Outlet:
-    """Transport for the responses of a connection. `close` first waits until a client that is still sending can have
-    read the response.
-    """
-
-    __slots__ = ("close", "is_closing", "write")
-
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write = transport.write
-        self.is_closing = transport.is_closing
-        self.close = close
 
 
 class _Cycle(RequestResponseCycle):
@@ -230,7 +218,8 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._outlet = _Outlet(transport, self._end)
+        # transport for responses; its `close` lets a client that is still sending read the response first
+        self._outlet = SimpleNamespace(write=transport.write, is_closing=transport.is_closing, close=self._end)
         if len(self.connections) > max_connections():
             self._refuse(QueueFull("this process has the maximum number of connections"), "connections")
         else:
@@ -427,9 +416,9 @@ class Protocol(HttpToolsProtocol):
         cycle = self.cycle
         if self._is_lingering or not cycle.more_body:
             return
-        is_ours = self._was_paused or self.flow.read_paused or cycle.waiting_for_100_continue
+        was_unread = self._was_paused or self.flow.read_paused or cycle.waiting_for_100_continue
         self._was_paused, rate = False, self.server_state.min_rate
-        if is_ours or cycle.response_complete or self._body_bytes - before_bytes >= rate * RATE_S:
+        if was_unread or cycle.response_complete or self._body_bytes - before_bytes >= rate * RATE_S:
             self._watch_body()
             return
         message = (

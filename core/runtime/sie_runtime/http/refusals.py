@@ -20,13 +20,13 @@ class Refusals:
     def __init__(self, count: Callable[[str], object] | None = None) -> None:
         self._tally = count
         self._count = 0
-        self._told_s = -TELL_S
+        self._logged_s = -TELL_S
 
     def note(self, reason: str, message: str) -> None:
         if self._tally is not None:
             self._tally(reason)
         self._count += 1
         now_s = time.monotonic()
-        if now_s - self._told_s >= TELL_S:
+        if now_s - self._logged_s >= TELL_S:
             _logger.info("the HTTP server refused or broke off %d requests, the last one: %s", self._count, message)
-            self._count, self._told_s = 0, now_s
+            self._count, self._logged_s = 0, now_s

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from prometheus_client.exposition import choose_encoder
 from sie_contracts.errors import NotFound
 from sie_contracts.settings import SettingError
 from sie_runtime.http.asgi import App, Receive, Scope, Send, headers_of, refuse, reply
+from sie_runtime.http.coding import weights_of
 from sie_runtime.http.protocol import MIN_RATE, Guarded, HostNames, Protocol, SharedState
 from sie_runtime.http.refusals import Refusals
 from sie_runtime.metrics import Registry
@@ -160,11 +160,7 @@ def accepts_json(accept: str) -> bool:
     """Return whether an Accept header names application/json. `*/*` does not count: curl sends it, and people read the
     reply.
     """
-    for part in accept.lower().split(","):
-        media, *parameters = (piece.strip() for piece in part.split(";"))
-        if media == "application/json":
-            return not any(re.fullmatch(r"q=0(\.0*)?", parameter) for parameter in parameters)
-    return False
+    return weights_of(accept).get("application/json", 0.0) > 0.0
 
 
 def scrape(registry: Registry, accept: str) -> tuple[bytes, str]:
