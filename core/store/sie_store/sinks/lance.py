@@ -26,8 +26,8 @@ from sie_store.sinks.sink import (
     Kind,
     NearRow,
     SinkRows,
-    SinkUnsuitable,
     Widths,
+    check_dims,
     checked_name,
     encoded,
     payload_object,
@@ -89,8 +89,7 @@ class LanceSink:
         """Create or check the table. `kinds` is unused: the payload is one text."""
         checked_name(collection)
         dims = widths["dense"]
-        if not 1 <= dims <= MAX_DIMS:
-            raise SinkUnsuitable(f"a vector has {dims} numbers, but a table of LanceDB takes at most {MAX_DIMS}")
+        check_dims(dims, MAX_DIMS, "LanceDB")
         schema = _schema(dims)
 
         async def created(connection: Any) -> Any:

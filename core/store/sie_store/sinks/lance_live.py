@@ -38,7 +38,7 @@ from sie_store.sinks.lance import (
     vectors_array,
 )
 from sie_store.sinks.live import SIDES, LiveRow, LiveSource, LiveState, ScannedPage, Side, Vector, opposite
-from sie_store.sinks.sink import CollectionMismatch, SinkUnsuitable, checked_name
+from sie_store.sinks.sink import CollectionMismatch, check_dims, checked_name
 
 T = TypeVar("T")
 NEXT, BEFORE, MARKER = "_next", "_before", "_marker_"
@@ -159,8 +159,7 @@ class LanceLive:
 
     async def begin(self, dims: int) -> None:
         shape = self._opened()
-        if not 1 <= dims <= MAX_DIMS:
-            raise SinkUnsuitable(f"a vector has {dims} numbers, but a table of LanceDB takes at most {MAX_DIMS}")
+        check_dims(dims, MAX_DIMS, "LanceDB")
         column, marker = shape.column("new"), self._own_marker(shape.vector)
         type = pyarrow.list_(shape.columns[shape.vector].type.value_type, dims)
         if not shape.is_begun:

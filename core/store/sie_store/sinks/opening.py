@@ -98,7 +98,6 @@ def _scheme(url: str, setting: str) -> str:
 
 
 def _need(package: str, database: str, extra: str, setting: str) -> None:
-    """Raise SettingError if the package of a database is not installed."""
     if importlib.util.find_spec(package) is None:
         raise SettingError(setting, f"{database} needs {package}: pip install 'sie-cluster[{extra}]'")
 

@@ -35,6 +35,7 @@ from sie_store.sinks.sink import (
     SinkUnsuitable,
     SparseRow,
     Widths,
+    check_dims,
     checked_name,
     encoded,
     payload_object,
@@ -56,10 +57,13 @@ _NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")  # the character NUL in JSON: \u
 SCHEMA_OF_EXTENSION = """
 SELECT n.nspname FROM pg_extension e JOIN pg_namespace n ON n.oid = e.extnamespace WHERE e.extname = 'vector'
 """
-_COLUMNS = """
-SELECT a.attname, format_type(a.atttypid, a.atttypmod) AS type, n.nspname,
+COLUMNS_OF_TABLE = """
+SELECT a.attname AS name, format_type(a.atttypid, a.atttypmod) AS type, a.attnotnull AS not_null, n.nspname AS schema,
        EXISTS (SELECT FROM pg_index i WHERE i.indrelid = a.attrelid AND i.indisunique AND i.indimmediate
-               AND i.indpred IS NULL AND i.indnkeyatts = 1 AND i.indkey[0] = a.attnum) AS is_unique
+               AND i.indpred IS NULL AND i.indnkeyatts = 1 AND i.indkey[0] = a.attnum) AS is_unique,
+       EXISTS (SELECT FROM pg_index i WHERE i.indrelid = a.attrelid AND i.indisprimary AND i.indnkeyatts = 1
+               AND i.indkey[0] = a.attnum) AS is_primary,
+       col_description(a.attrelid, a.attnum) AS comment
 FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE a.attrelid = to_regclass($1) AND a.attnum > 0 AND NOT a.attisdropped
 """
@@ -143,8 +147,7 @@ class PgvectorSink:
         """Create or check the table. `kinds` is unused: jsonb stores types, and the operator creates indexes."""
         checked_name(collection)
         for output, dims in widths.items():
-            if not 1 <= dims <= MAX_WIDTHS[output]:
-                raise SinkUnsuitable(f"a vector has {dims} numbers, but pgvector takes at most {MAX_WIDTHS[output]}")
+            check_dims(dims, MAX_WIDTHS[output], "pgvector")
         self._extension, schema = await self._database.transaction(
             functools.partial(_prepared, collection=collection, columns=_vector_columns(widths))
         )
@@ -224,7 +227,7 @@ async def _prepared(connection: Any, collection: str, columns: Mapping[str, str]
         except (asyncpg.UndefinedFileError, asyncpg.FeatureNotSupportedError, asyncpg.UndefinedObjectError):
             raise SinkUnsuitable("pgvector is not installed on the server of the database") from None
         extension = await connection.fetchval(SCHEMA_OF_EXTENSION)
-    stored = await connection.fetch(_COLUMNS, quoted(collection))
+    stored = await connection.fetch(COLUMNS_OF_TABLE, quoted(collection))
     if not stored:
         vectors = ", ".join(f"{name} {quoted(extension)}.{type} NOT NULL" for name, type in columns.items())
         try:
@@ -237,22 +240,22 @@ async def _prepared(connection: Any, collection: str, columns: Mapping[str, str]
                 f"the extension vector of the database is too old for {', '.join(columns.values())}: sparse vectors "
                 "need pgvector 0.7 or later"
             ) from None
-        stored = await connection.fetch(_COLUMNS, quoted(collection))
+        stored = await connection.fetch(COLUMNS_OF_TABLE, quoted(collection))
     types = _types(stored)
     for name, type in columns.items():
         if (actual := types.get(name, f"no column {name}")) != type:
             raise CollectionMismatch(f"the table {collection} has {actual}, but {type} is written")
     if types.get("id") != "text" or types.get("payload") != "jsonb":
         raise CollectionMismatch(f"the table {collection} lacks the columns id of type text and payload of type jsonb")
-    if not any(column["attname"] == "id" and column["is_unique"] for column in stored):
+    if not any(column["name"] == "id" and column["is_unique"] for column in stored):
         raise CollectionMismatch(f"the column id of the table {collection} is neither a primary key nor unique")
-    return extension, stored[0]["nspname"]
+    return extension, stored[0]["schema"]
 
 
 async def _searched(connection: Any, collection: str, vector: NDArray[np.float32], limit: int) -> list[Any]:
     """Return id, score and payload of the nearest rows, in a transaction that cannot write."""
     await connection.execute("SET TRANSACTION READ ONLY")
-    columns = await connection.fetch(_COLUMNS, quoted(collection))
+    columns = await connection.fetch(COLUMNS_OF_TABLE, quoted(collection))
     if not columns:
         raise CollectionMissing("PostgreSQL has no such table")
     extension = await connection.fetchval(SCHEMA_OF_EXTENSION)
@@ -264,7 +267,7 @@ async def _searched(connection: Any, collection: str, vector: NDArray[np.float32
     await connection.execute(_SEARCH_WIDTHS, limit)
     distance = f"embedding OPERATOR({quoted(extension)}.<=>) $1::{quoted(extension)}.vector"
     rows: list[Any] = await connection.fetch(
-        f"SELECT id, 1 - ({distance}) AS score, payload::text FROM {quoted(columns[0]['nspname'])}."  # noqa: S608  quoted
+        f"SELECT id, 1 - ({distance}) AS score, payload::text FROM {quoted(columns[0]['schema'])}."  # noqa: S608  quoted
         f"{quoted(collection)} ORDER BY {distance} LIMIT $2",
         binary(vector),
         limit,
@@ -274,7 +277,7 @@ async def _searched(connection: Any, collection: str, vector: NDArray[np.float32
 
 def _types(columns: Sequence[Any]) -> dict[str, str]:
     """Return the types of columns by name, without their schemas."""
-    return {column["attname"]: column["type"].rpartition(".")[2] for column in columns}
+    return {column["name"]: column["type"].rpartition(".")[2] for column in columns}
 
 
 def binary(vector: NDArray[np.float32]) -> bytes:

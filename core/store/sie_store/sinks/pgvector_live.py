@@ -23,6 +23,7 @@ import msgspec
 from sie_contracts.errors import UNDECODABLE
 from sie_store.sinks.live import LiveRow, LiveSource, LiveState, ScannedPage, Side, Vector, opposite
 from sie_store.sinks.pgvector import (
+    COLUMNS_OF_TABLE,
     MAX_WIDTHS,
     SCHEMA_OF_EXTENSION,
     PostgresDatabase,
@@ -37,6 +38,7 @@ from sie_store.sinks.sink import (
     Output,
     SinkUnsuitable,
     SparseRow,
+    check_dims,
 )
 
 DEFAULT_VECTOR, PAYLOAD = "embedding", "payload"  # columns of a table that a job has created
@@ -57,17 +59,8 @@ _OPERATORS = {
 COSINE, INNER_PRODUCT = "<=>", "<#>"
 INDEX_DIMS = {"vector": 2_000, "halfvec": 4_000}  # largest width that an hnsw or ivfflat index takes, by type
 _TABLE = """
-SELECT c.oid, c.relkind = 'r' AS is_table, pg_has_role(c.relowner, 'USAGE') AS is_owner
+SELECT c.relkind = 'r' AS is_table, pg_has_role(c.relowner, 'USAGE') AS is_owner
 FROM pg_class c WHERE c.oid = to_regclass($1)
-"""
-_COLUMNS = """
-SELECT a.attname AS name, format_type(a.atttypid, a.atttypmod) AS type, a.attnotnull AS not_null,
-       EXISTS (SELECT FROM pg_index i WHERE i.indrelid = a.attrelid AND i.indisunique AND i.indimmediate
-               AND i.indpred IS NULL AND i.indnkeyatts = 1 AND i.indkey[0] = a.attnum) AS is_unique,
-       EXISTS (SELECT FROM pg_index i WHERE i.indrelid = a.attrelid AND i.indisprimary AND i.indnkeyatts = 1
-               AND i.indkey[0] = a.attnum) AS is_primary,
-       col_description(a.attrelid, a.attnum) AS comment
-FROM pg_attribute a WHERE a.attrelid = $1 AND a.attnum > 0 AND NOT a.attisdropped
 """
 _INDEXES = """
 SELECT c.relname AS name, m.amname AS method, o.opcname AS operators, i.indisvalid AS is_valid,
@@ -135,8 +128,9 @@ class _TableShape:
 
 
 class _MarkerRecord(msgspec.Struct, frozen=True):
-    """Comment of the marker column. `new`: fingerprint of the new model. `not_null`: the
-    vector column was NOT NULL before the migration."""
+    """Comment of the marker column. `new`: fingerprint of the new model. `not_null`: whether the column of vectors was
+    NOT NULL before the migration.
+    """
 
     new: str
     not_null: bool = False
@@ -181,7 +175,7 @@ class PgvectorLive:
             raise CollectionMissing(f"the database has no table {source.collection} in its search path")
         if not table["is_table"]:
             raise CollectionMismatch(f"{source.collection} is not a table, or it is partitioned: name another table")
-        rows = await connection.fetch(_COLUMNS, table["oid"])
+        rows = await connection.fetch(COLUMNS_OF_TABLE, self._table)
         columns = {row["name"]: row["type"] for row in rows}
         vector = source.vector or DEFAULT_VECTOR
         if len(vector.encode()) + len(MARKER) > MAX_NAME:
@@ -250,8 +244,7 @@ class PgvectorLive:
 
     async def begin(self, dims: int) -> None:
         shape = self._opened()
-        if dims > (most := MAX_WIDTHS[shape.output]):
-            raise SinkUnsuitable(f"a vector has {dims} numbers, but pgvector takes at most {most}")
+        check_dims(dims, MAX_WIDTHS[shape.output], "pgvector")
         # checked before rows are embedded: `build_indexes` would fail only afterwards
         if shape.in_use == "old" and shape.indexes and dims > (most := INDEX_DIMS.get(shape.kind, dims)):
             raise SinkUnsuitable(
@@ -291,24 +284,24 @@ class PgvectorLive:
             )
 
     async def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
-        shape = self._opened()
         after: str | None = None
         while True:
             scanned, after, rows, same = await self._database.transaction(
-                functools.partial(self._page, shape=shape, side=side, after=after)
+                functools.partial(self._page, side=side, after=after)
             )
             if same:
-                await self._database.transaction(functools.partial(self._adopt, shape=shape, side=side, ids=same))
+                await self._database.transaction(functools.partial(self._adopt, side=side, ids=same))
             yield ScannedPage(scanned, rows)
             if scanned < SCAN_ROWS:
                 return
 
     async def _page(
-        self, connection: Any, shape: _TableShape, side: Side, after: str | None
+        self, connection: Any, side: Side, after: str | None
     ) -> tuple[int, str | None, list[LiveRow], list[str]]:
         """Read the next rows. Returns their number, the last id, the pending rows, and the ids of rows whose vector
         was computed earlier from the same text.
         """
+        shape = self._opened()
         identity, column = f"t.{quoted(shape.id_column)}", f"t.{quoted(shape.column(side))}"
         key = f"$1::text::{shape.id_type}"
         span = f"{identity} > {key}" if after is not None else "$1::text IS NULL"
@@ -320,17 +313,17 @@ class PgvectorLive:
             return 0, None, [], []
         last = ids[-1]["id"]
         same = (
-            f"{column} IS NOT NULL AND t.{quoted(shape.marker)} = {self._digest(shape, opposite(side))}"
+            f"{column} IS NOT NULL AND t.{quoted(shape.marker)} = {self._digest(opposite(side))}"
             if shape.column(opposite(side)) in shape.columns
             else "false"
         )
         fields = ", ".join(f"{_literal(name)}, {shape.field(name)}" for name in self._source.text.columns)
         stale = await connection.fetch(
-            f"SELECT {identity}::text AS id, {_version(self._source, shape)} AS version, "  # noqa: S608
+            f"SELECT {identity}::text AS id, {self._version()} AS version, "  # noqa: S608
             f"{same} AS is_same, jsonb_build_object({fields})::text AS columns "
             f"FROM {self._table} t WHERE {span} AND {identity} <= $2::text::{shape.id_type} AND "
             f"({column} IS NULL OR t.{quoted(shape.marker)} IS NULL OR t.{quoted(shape.marker)} NOT IN "
-            f"({self._digest(shape, side)}, sha256({self._digest(shape, side)}))) "
+            f"({self._digest(side)}, sha256({self._digest(side)}))) "
             f"ORDER BY {identity}",
             after,
             last,
@@ -342,12 +335,13 @@ class PgvectorLive:
         ]
         return len(ids), last, rows, [row["id"] for row in stale if row["is_same"]]
 
-    async def _adopt(self, connection: Any, shape: _TableShape, side: Side, ids: list[str]) -> None:
+    async def _adopt(self, connection: Any, side: Side, ids: list[str]) -> None:
+        shape = self._opened()
         await connection.execute(
-            f"UPDATE {self._table} t SET {quoted(shape.marker)} = {self._digest(shape, side)} "  # noqa: S608
+            f"UPDATE {self._table} t SET {quoted(shape.marker)} = {self._digest(side)} "  # noqa: S608
             f"WHERE t.{quoted(shape.id_column)} = ANY($1::text[]::{shape.id_type}[]) "
             f"AND t.{quoted(shape.column(side))} IS NOT NULL AND t.{quoted(shape.marker)} = "
-            f"{self._digest(shape, opposite(side))}",
+            f"{self._digest(opposite(side))}",
             ids,
         )
 
@@ -355,24 +349,21 @@ class PgvectorLive:
         shape = self._opened()
         if vectors is None:
             if side != shape.in_use:
-                await self._database.transaction(functools.partial(self._cleared, shape=shape, side=side, rows=rows))
+                await self._database.transaction(functools.partial(self._cleared, side=side, rows=rows))
             return
         dims = shape.dims(side)
         encoded = await asyncio.to_thread(lambda: [vector_binary(vector, dims) for vector in vectors])
         records = [(row.id, vector, row.version) for row, vector in zip(rows, encoded, strict=True)]
         size = sum(len(row_id) + len(vector) + len(version) for row_id, vector, version in records)
-        await self._database.transaction(
-            functools.partial(self._written, shape=shape, side=side, records=records), size
-        )
+        await self._database.transaction(functools.partial(self._written, side=side, records=records), size)
 
-    async def _written(
-        self, connection: Any, shape: _TableShape, side: Side, records: Sequence[tuple[str, bytes, bytes]]
-    ) -> None:
+    async def _written(self, connection: Any, side: Side, records: Sequence[tuple[str, bytes, bytes]]) -> None:
+        shape = self._opened()
         await copy_rows(connection, shape.extension, {"embedding": shape.copied_type, "version": "bytea"}, records)
         identity, vector = quoted(shape.id_column), f"fresh.embedding::{shape.type}"
         changes = [
             f"{quoted(shape.column(side))} = {vector}",
-            f"{quoted(shape.marker)} = {self._fresh_marker(shape, side, vector)}",
+            f"{quoted(shape.marker)} = {self._fresh_marker(side, vector)}",
         ]
         away = shape.column(opposite(side))
         if side == shape.in_use and away in shape.columns:
@@ -380,21 +371,22 @@ class PgvectorLive:
             changes.append(f"{quoted(away)} = NULL")
         await connection.execute(
             f"WITH fresh AS (SELECT t.{identity} AS id, r.embedding FROM pg_temp.sie_rows r JOIN {self._table} t "  # noqa: S608
-            f"ON t.{identity} = r.id::{shape.id_type} WHERE {_version(self._source, shape)} = r.version "
+            f"ON t.{identity} = r.id::{shape.id_type} WHERE {self._version()} = r.version "
             # a row that another transaction has locked is taken by the next scan, so there are no deadlocks
             f"FOR UPDATE OF t SKIP LOCKED) "
             f"UPDATE {self._table} t SET {', '.join(changes)} FROM fresh WHERE t.{identity} = fresh.id"
         )
 
-    async def _cleared(self, connection: Any, shape: _TableShape, side: Side, rows: Sequence[LiveRow]) -> None:
+    async def _cleared(self, connection: Any, side: Side, rows: Sequence[LiveRow]) -> None:
+        shape = self._opened()
         column, marker = quoted(shape.column(side)), quoted(shape.marker)
-        digest = self._fresh_marker(shape, side, f"NULL::{shape.type}")
+        digest = self._fresh_marker(side, f"NULL::{shape.type}")
         await connection.execute(
             # with this marker, a later scan for the opposite side accepts the row's vector of that side
             f"UPDATE {self._table} t SET {column} = NULL, {marker} = {digest} FROM "  # noqa: S608
             "unnest($1::text[], $2::bytea[]) AS r(id, version) "
             f"WHERE t.{quoted(shape.id_column)} = r.id::{shape.id_type} "
-            f"AND {_version(self._source, shape)} = r.version "
+            f"AND {self._version()} = r.version "
             f"AND (t.{column} IS NOT NULL OR t.{marker} IS DISTINCT FROM {digest})",
             [row.id for row in rows],
             [row.version for row in rows],
@@ -498,7 +490,6 @@ class PgvectorLive:
         return self._shape
 
     def _record(self) -> _MarkerRecord:
-        """Return the decoded comment of the marker column."""
         try:
             return msgspec.json.decode(self._opened().comment, type=_MarkerRecord)
         except UNDECODABLE:
@@ -522,32 +513,32 @@ class PgvectorLive:
         await self._database.transaction(run)
         self._shape = await self._database.transaction(self._read_shape)
 
-    def _fresh_marker(self, shape: _TableShape, side: Side, vector: str) -> str:
+    def _fresh_marker(self, side: Side, vector: str) -> str:
         """Return the SQL expression for the marker of a row whose vector of a side is written. A scan for the new side
         accepts the new vector of a row that has the marker of the old side. If the new vectors are in use and this
         row's new vector has no valid marker, the digest is hashed twice, so that the scan does not accept it.
         """
-        digest = self._digest(shape, side, vector)
+        shape, digest = self._opened(), self._digest(side, vector)
         if side == shape.in_use or side == "new":
             return digest
-        valid = f"t.{quoted(shape.marker)} IN ({self._digest(shape, 'new')}, {digest})"
+        valid = f"t.{quoted(shape.marker)} IN ({self._digest('new')}, {digest})"
         return f"CASE WHEN {valid} THEN {digest} ELSE sha256({digest}) END"
 
-    def _digest(self, shape: _TableShape, side: Side, vector: str = "") -> str:
+    def _digest(self, side: Side, vector: str = "") -> str:
         """Return the SQL expression for the marker of a row whose vector of this side is current. `vector`: expression
         for this vector, by default the stored one.
         """
+        shape = self._opened()
         send = f"{quoted(shape.extension)}.{shape.kind}_send"
         return (
-            f"sha256(convert_to({_literal(self._source.salt(side))}, 'UTF8') || {_version(self._source, shape)} || "
+            f"sha256(convert_to({_literal(self._source.salt(side))}, 'UTF8') || {self._version()} || "
             f"coalesce({send}({vector or 't.' + quoted(shape.column(side))}), ''::bytea))"
         )
 
-
-def _version(source: LiveSource, shape: _TableShape) -> str:
-    """Return the SQL expression for the digest of the columns that the template names."""
-    columns = ", ".join(map(shape.field, source.text.columns))
-    return f"sha256(convert_to(jsonb_build_array({columns})::text, 'UTF8'))"
+    def _version(self) -> str:
+        """Return the SQL expression for the digest of the columns that the template names."""
+        columns = ", ".join(map(self._opened().field, self._source.text.columns))
+        return f"sha256(convert_to(jsonb_build_array({columns})::text, 'UTF8'))"
 
 
 def _text(vector: Vector, dims: int) -> str:

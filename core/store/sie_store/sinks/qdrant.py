@@ -42,6 +42,7 @@ from sie_store.sinks.sink import (
     SinkUnsuitable,
     SparseRow,
     Widths,
+    check_dims,
     checked_name,
     encoded,
 )
@@ -76,6 +77,10 @@ class _QdrantPoint(msgspec.Struct):
     payload: dict[str, Any] = {}
 
 
+class _QdrantPoints(msgspec.Struct):
+    points: list[_QdrantPoint]
+
+
 class QdrantConnection:
     """Requests to the Qdrant server at `url`. `answer_bytes`: largest number of bytes of a reply."""
 
@@ -106,16 +111,17 @@ class QdrantConnection:
         self,
         method: str,
         path: str,
-        content: bytes | None = None,
+        body: Any = None,
         *,
         missing: bool = False,
         exists: bool = False,
         completed: bool = False,
     ) -> Any:
-        """Send a request and return its result. It is repeated if another attempt may help. `missing`: return None if
-        the collection does not exist. `exists`: return None if it already exists. `completed`: raise StoreError if
-        Qdrant does not confirm that the rows are applied.
+        """Send a request and return its result. It is repeated if another attempt may help. `body`: bytes in JSON, or a
+        value to encode. `missing`: return None if the collection does not exist. `exists`: return None if it already
+        exists. `completed`: raise StoreError if Qdrant does not confirm that the rows are applied.
         """
+        content = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
         ask = functools.partial(self._once, method, path, content, completed)
         try:
             return (await self._patience.repeated(ask)).result
@@ -126,6 +132,14 @@ class QdrantConnection:
             if not exists:
                 raise
         return None
+
+    async def read(self, method: str, path: str, type: Any, body: Any = None) -> Any:
+        """Send a request and return its result as a `type`. Raises SinkUnsuitable for a reply of another form."""
+        result = await self.send(method, path, body)
+        try:
+            return msgspec.convert(result, type)
+        except msgspec.ValidationError:
+            raise SinkUnsuitable("the server does not answer as Qdrant does") from None
 
     async def _once(self, method: str, path: str, content: bytes | None, completed: bool) -> _QdrantReply:
         try:
@@ -159,19 +173,19 @@ class QdrantSink:
     async def prepare(self, collection: str, widths: Widths, kinds: Mapping[str, Kind]) -> None:
         path = f"/collections/{checked_name(collection)}"
         for output, dims in widths.items():
-            if output != "sparse" and not 1 <= dims <= MAX_DIMS:
-                raise SinkUnsuitable(f"a vector has {dims} numbers, Qdrant takes 1 to {MAX_DIMS}")
+            if output != "sparse":
+                check_dims(dims, MAX_DIMS, "Qdrant")
         if any('"' in field for field in kinds):
             raise CollectionRefused("Qdrant cannot index a field with a quotation mark in its name: rename the column")
         settings = _settings(widths)
         collection_info = await self._server.send("GET", path, missing=True)
         if collection_info is None:
-            await self._server.send("PUT", path, msgspec.json.encode(settings), exists=True)
+            await self._server.send("PUT", path, settings, exists=True)
             collection_info = await self._server.send("GET", path)
         _check(collection_info, collection, settings)
         for field, kind in kinds.items():
             index = {"field_name": f'"{field}"', "field_schema": kind}
-            await self._server.send("PUT", f"{path}/index?wait=true", msgspec.json.encode(index))
+            await self._server.send("PUT", f"{path}/index?wait=true", index)
         self._collection, self._widths = collection, widths
 
     async def upsert(self, rows: SinkRows) -> None:
@@ -193,12 +207,8 @@ class QdrantSink:
         query = {"query": vector.tolist(), "limit": limit, "with_payload": True, "with_vector": False}
         if name:
             query["using"] = name
-        result = await self._server.send("POST", f"{path}/points/query", msgspec.json.encode(query))
-        try:
-            points = msgspec.convert(result["points"], list[_QdrantPoint])
-        except (TypeError, KeyError, msgspec.ValidationError):
-            raise SinkUnsuitable("the server does not answer as Qdrant does") from None
-        return [NearRow(str(point.payload.pop(ROW_ID, point.id)), point.score, point.payload) for point in points]
+        near = await self._server.read("POST", f"{path}/points/query", _QdrantPoints, query)
+        return [NearRow(str(point.payload.pop(ROW_ID, point.id)), point.score, point.payload) for point in near.points]
 
     async def close(self) -> None:
         await self._server.close()
@@ -311,7 +321,6 @@ def _refusal(response: httpx.Response, rows: bool) -> StoreError:
 
 
 def _settings(widths: Widths) -> dict[str, Any]:
-    """Return the settings of a collection for vectors of these widths."""
     named = {name: {"size": dims, "distance": DISTANCE} for name, dims in widths.items() if name != "sparse"}
     if set(widths) == {"dense"}:
         return {"vectors": named["dense"]}

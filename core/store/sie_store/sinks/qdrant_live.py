@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -37,7 +37,7 @@ from sie_store.sinks.qdrant import (
     point_bodies,
     vector_settings,
 )
-from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, SinkUnsuitable, checked_name
+from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, check_dims, checked_name
 
 MARKER = "_sie"
 NO_VECTOR, CLAIM = "none", "claim"  # values that a marker may have instead of the text's digest
@@ -151,7 +151,7 @@ class QdrantLive:
                 f"collection {aliases[self._before]}. Remove both, or run the command of that migration with "
                 "--step clean-up"
             )
-        info = await self._read("GET", _path(target), _CollectionInfo)
+        info = await self._server.read("GET", _path(target), _CollectionInfo)
         vector, params, more_vectors = self._vectors(info)
         if info.config.params.get("sharding_method") == "custom":
             raise CollectionMismatch(f"the collection {target} has shards by key, which are not migrated")
@@ -160,7 +160,7 @@ class QdrantLive:
         else:
             is_begun = await self._server.send("GET", _path(new), missing=True) is not None
         self._layout = _CollectionPair({"old": old, "new": new}, in_use, is_begun, info, vector, params, more_vectors)
-        counted = await self._read("POST", _path(target, "/points/count"), _PointCount, {"exact": True})
+        counted = await self._server.read("POST", _path(target, "/points/count"), _PointCount, {"exact": True})
         return LiveState(counted.count, params.get("size", 0), in_use, is_begun, _output_of(params))
 
     def _vectors(self, info: _CollectionInfo) -> tuple[str, dict[str, Any], tuple[str, ...]]:
@@ -183,8 +183,8 @@ class QdrantLive:
     async def begin(self, dims: int) -> None:
         layout = self._opened()
         name = layout.names["new"]
-        if layout.params and not 1 <= dims <= MAX_DIMS:
-            raise SinkUnsuitable(f"a vector has {dims} numbers, Qdrant takes 1 to {MAX_DIMS}")
+        if layout.params:
+            check_dims(dims, MAX_DIMS, "Qdrant")
         if not layout.is_begun:
             config = layout.info.config
             vectors: Any = config.params.get("vectors") or {}
@@ -200,11 +200,11 @@ class QdrantLive:
                 },
                 **{key: getattr(config, own) for own, key in _CONFIGS.items() if getattr(config, own)},
             }
-            await self._server.send("PUT", _path(name), msgspec.json.encode(settings), exists=True)
+            await self._server.send("PUT", _path(name), settings, exists=True)
         for field, index in layout.info.payload_schema.items():
             body = {"field_name": field, "field_schema": index.params or index.data_type}
-            await self._server.send("PUT", _path(name, "/index?wait=true"), msgspec.json.encode(body))
-        created = await self._read("GET", _path(name), _CollectionInfo)
+            await self._server.send("PUT", _path(name, "/index?wait=true"), body)
+        created = await self._server.read("GET", _path(name), _CollectionInfo)
         _, params, _ = self._vectors(created)
         if params and params["size"] != dims:
             raise CollectionMismatch(
@@ -270,9 +270,7 @@ class QdrantLive:
             if deleted := [point_id for point_id in copies if point_id not in present]:
                 unchanged = _with_marker(*(copies[point_id] for point_id in deleted), ids=deleted)
                 await self._check_in_use()
-                await self._server.send(
-                    "POST", _path(source, "/points/delete?wait=true"), msgspec.json.encode({"filter": unchanged})
-                )
+                await self._server.send("POST", _path(source, "/points/delete?wait=true"), {"filter": unchanged})
 
     async def _agree(self, collection: str, points: Sequence[_Point]) -> None:
         """Set PAYLOAD in the markers of points to the digest of their payload, now that both collections have it."""
@@ -289,18 +287,15 @@ class QdrantLive:
             await self._change(collection, operations)
 
     async def _change(self, collection: str, operations: Sequence[Mapping[str, Any]]) -> None:
-        body = msgspec.json.encode({"operations": operations})
-        await self._server.send("POST", _path(collection, "/points/batch?wait=true"), body)
+        await self._server.send("POST", _path(collection, "/points/batch?wait=true"), {"operations": operations})
 
     async def _remove_deleted(self, source: str, copies: str) -> None:
-        """Remove the copies of points that were deleted."""
         async for points in self._scroll(copies, with_payload=False):
             ids = [point.id for point in points]
             present = await self._points(source, ids, with_payload=False)
             if deleted := [point_id for point_id in ids if point_id not in present]:
                 await self._check_in_use()
-                body = msgspec.json.encode({"points": deleted})
-                await self._server.send("POST", _path(copies, "/points/delete?wait=true"), body)
+                await self._server.send("POST", _path(copies, "/points/delete?wait=true"), {"points": deleted})
 
     async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> None:
         layout = self._opened()
@@ -408,7 +403,7 @@ class QdrantLive:
         layout = self._opened()
         # payloads are read separately, because those of all points may be larger than the limit of one reply
         body = {"query": {"sample": "random"}, "limit": count, "with_payload": False}
-        page = await self._read("POST", self._points_path(layout.in_use, "/query"), _PointPage, body)
+        page = await self._server.read("POST", self._points_path(layout.in_use, "/query"), _PointPage, body)
         points = await self._points(layout.names[layout.in_use], [point.id for point in page.points])
         return [LiveRow(str(point.id), _plain(point)) for point in points.values()]
 
@@ -420,7 +415,7 @@ class QdrantLive:
             "with_payload": False,
             **({"using": name} if name else {}),
         }
-        page = await self._read("POST", self._points_path(side, "/query"), _PointPage, body)
+        page = await self._server.read("POST", self._points_path(side, "/query"), _PointPage, body)
         return [str(point.id) for point in page.points]
 
     async def build_indexes(self) -> None:
@@ -437,12 +432,12 @@ class QdrantLive:
             if side == "new"
             else {"delete_alias": {"alias_name": self._before}},
         ]
-        await self._change_aliases(actions)
+        await self._server.send("POST", "/collections/aliases", {"actions": actions})
         await self.open()
 
     async def clean_up(self) -> None:
         layout = self._opened()
-        body = msgspec.json.encode({"keys": [MARKER], "filter": {}})
+        body = {"keys": [MARKER], "filter": {}}
         await self._server.send("POST", self._points_path(layout.in_use, "/payload/delete?wait=true"), body)
         if layout.is_begun:
             # This collection is deleted last: if the clean-up is interrupted before, the next clean-up still finds the
@@ -467,7 +462,7 @@ class QdrantLive:
 
     async def _aliases(self) -> dict[str, str]:
         """Return the names of collections by alias."""
-        listed = await self._read("GET", "/aliases", _AliasListing)
+        listed = await self._server.read("GET", "/aliases", _AliasListing)
         return {alias.alias_name: alias.collection_name for alias in listed.aliases}
 
     async def _check_in_use(self) -> None:
@@ -478,9 +473,6 @@ class QdrantLive:
         if (await self._aliases()).get(self._alias) != layout.names[layout.in_use]:
             raise CollectionMismatch(f"another command has switched {self._alias} meanwhile: run one at a time")
 
-    async def _change_aliases(self, actions: Iterable[Mapping[str, Any]]) -> None:
-        await self._server.send("POST", "/collections/aliases", msgspec.json.encode({"actions": list(actions)}))
-
     async def _scroll(self, collection: str, *, with_payload: bool = True) -> AsyncIterator[tuple[_Point, ...]]:
         """Yield all points, ordered by id."""
         offset: int | str | None = None
@@ -488,7 +480,7 @@ class QdrantLive:
         while True:
             body = {"limit": limit, "offset": offset, "with_payload": with_payload, "with_vector": False}
             try:
-                page = await self._read("POST", _path(collection, "/points/scroll"), _PointPage, body)
+                page = await self._server.read("POST", _path(collection, "/points/scroll"), _PointPage, body)
             except AnswerTooLarge:
                 if limit == 1:
                     raise
@@ -528,16 +520,8 @@ class QdrantLive:
     ) -> dict[int | str, _Point]:
         """Read points by id in one request. Missing ones are left out. Raises AnswerTooLarge."""
         body = {"ids": list(ids), "with_payload": with_payload, "with_vector": list(with_vector) or False}
-        points = await self._read("POST", _path(collection, "/points"), tuple[_Point, ...], body)
+        points = await self._server.read("POST", _path(collection, "/points"), tuple[_Point, ...], body)
         return {point.id: point for point in points}
-
-    async def _read(self, method: str, path: str, type: Any, body: Any = None) -> Any:
-        """Send a request and return its decoded result. Raises SinkUnsuitable for a reply of another form."""
-        result = await self._server.send(method, path, None if body is None else msgspec.json.encode(body))
-        try:
-            return msgspec.convert(result, type)
-        except msgspec.ValidationError:
-            raise SinkUnsuitable("the server does not answer as Qdrant does") from None
 
 
 def _path(collection: str, suffix: str = "") -> str:
@@ -545,7 +529,6 @@ def _path(collection: str, suffix: str = "") -> str:
 
 
 def _output_of(params: Mapping[str, Any]) -> Output:
-    """Return the kind of a vector with these settings."""
     if not params:
         return "sparse"
     return "multivector" if params.get("multivector_config") else "dense"

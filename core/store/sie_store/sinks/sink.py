@@ -3,16 +3,8 @@
     rows ──SinkRows.latest──► rows with distinct ids ──Sink.upsert──► database
                                                           └── RetryPolicy: repeated while the database is away
 
-StoreError                another attempt may help
-├── AccessRefused         the credentials are missing or wrong, or do not allow the call
-├── SinkUnsuitable        the server cannot store these vectors: no extension, no such database, another kind of server
-├── CollectionRefused     the database cannot have a collection of this name or of these fields
-├── CollectionMismatch    the collection exists with other dimensions, distance or columns
-├── CollectionMissing     the collection does not exist, or was removed after `prepare`
-└── RowsRefused           the database cannot store these rows
-
-No message has a credential or the contents of a row. Errors of libraries quote rows, so they never become the cause of
-an exception.
+Errors are StoreError, after which another attempt may help, AccessRefused, and the classes below. No message has a
+credential or the contents of a row. Errors of libraries quote rows, so they never become the cause of an exception.
 """
 
 from __future__ import annotations
@@ -165,6 +157,12 @@ def checked_name(collection: str) -> str:
     if not _NAME.fullmatch(collection):
         raise CollectionRefused("the name of a collection has 1 to 63 letters, digits, hyphens and underscores")
     return collection
+
+
+def check_dims(dims: int, most: int, database: str) -> None:
+    """Raise SinkUnsuitable for vectors of a width that no vector of the database can have."""
+    if not 1 <= dims <= most:
+        raise SinkUnsuitable(f"a vector has {dims} numbers, but {database} takes 1 to {most}")
 
 
 def payload_object(payload: str | None) -> dict[str, Any]:
