@@ -120,4 +120,4 @@ class ClusterCache:
             return asyncio.run(work)
         except StoreError as error:
             error_class: FetchErrorClass = "NOT_FOUND" if isinstance(error, BucketMissing) else "NETWORK"
-            raise FetchFailed(error_class, object_stores.remedy(error, SETTING)) from error
+            raise FetchFailed(error_class, object_stores.remedy(error, self.url, SETTING)) from error

@@ -80,4 +80,4 @@ class BucketFolder:
         try:
             return asyncio.run(work)
         except StoreError as error:
-            raise SettingError(SETTING, f"{self.url}: {object_stores.remedy(error, SETTING)}") from error
+            raise SettingError(SETTING, f"{self.url}: {object_stores.remedy(error, self.url, SETTING)}") from error

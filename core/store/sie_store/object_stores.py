@@ -345,10 +345,10 @@ def failure(error: Exception) -> StoreError:
     return StoreError(answer or _first_line(error))
 
 
-def remedy(error: StoreError, setting: str) -> str:
-    """Return an error text with a fix, for the operator who has named a bucket in `setting`."""
+def remedy(error: StoreError, url: str, setting: str) -> str:
+    """Return an error text with a fix, for the operator who has named the bucket at `url` in `setting`."""
     if isinstance(error, BucketMissing):
-        return f"there is no such bucket: make it, or name another one in {setting}"
+        return f"there is no bucket {store_url(url).bucket}: make it, or name another one in {setting}"
     if isinstance(error, AccessRefused):
         return (
             f"access is refused ({error}): give credentials that may list and read it, and for a push write to it, by "
