@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ from pyarrow import dataset, parquet
 
 from sie_contracts.api.jobs import OutputFormat
 from sie_contracts.errors import ErrorInfo
-from sie_store.datasets.answers import About, RowAnswer, Shard, counted, shard_of
+from sie_store.datasets.answers import About, RowAnswer, Shard, most_frequent, shard_of
 from sie_store.datasets.parts import PartFault, encode, inspect, outcomes, part_name
 from sie_store.datasets.rows import InputRow
 
@@ -379,7 +380,7 @@ def test_names_of_parts_sort_by_number() -> None:
 
 def test_codes_are_counted_apart_up_to_a_bound() -> None:
     codes = ["A"] * 3 + [f"C{number}" for number in range(30)]
-    counts = counted(codes)
+    counts = most_frequent(Counter(codes))
     assert counts["A"] == 3
     assert len(counts) == 21
     assert sum(counts.values()) == 33

@@ -95,11 +95,7 @@ def _key(file: str) -> str:
 
 async def _pieces(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     try:
-        while True:
-            try:
-                piece = await object_stores.within(CALL_S, anext(stream))
-            except StopAsyncIteration:
-                return
+        while (piece := await object_stores.within(CALL_S, anext(stream, None))) is not None:
             yield bytes(piece)
     finally:
         del stream  # closes the object: otherwise the traceback of a cancelled download would keep it open

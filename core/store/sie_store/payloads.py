@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, TypeVar
 
 from sie_runtime.failpoints import failpoint
 from sie_store import object_stores
@@ -68,14 +68,11 @@ class PayloadStore:
 
         _digest_of(key)
 
-        async def looked_up() -> int:
-            return (await obstore.head_async(self._store, key))["size"]
-
-        return await _within(timeout_s, looked_up())
+        meta = await _within(timeout_s, obstore.head_async(self._store, key))
+        return meta["size"]
 
     async def get(self, key: str, timeout_s: float) -> bytes:
         """Return a payload whose digest equals the digest in its key. Raises PayloadMissing, StoreError."""
-
         digest = _digest_of(key)
 
         async def read() -> bytes:
@@ -120,7 +117,7 @@ def _digest_of(key: str) -> str:
     return match[1]
 
 
-async def _within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:
+async def _within(timeout_s: float, work: Awaitable[_T]) -> _T:
     try:
         return await object_stores.within(timeout_s, work)
     except ObjectMissing as error:

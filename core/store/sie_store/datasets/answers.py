@@ -12,7 +12,7 @@ further columns `chunk`, `start`, `end`, `text` and `row_tokens`; if the row has
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -148,7 +148,7 @@ def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer
         rows=len(rows),
         failed=len(errors),
         tokens=sum(answer.tokens for answer in answers),
-        codes=counted(error.code for error in errors),
+        codes=most_frequent(Counter(error.code for error in errors)),
         lines=len(chunks),
     )
     rows, answers = [line.row for line in lines], [line.answer for line in lines]
@@ -176,11 +176,6 @@ def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer
         {name: values for name, values in extracted.items() if any(value is not None for value in values)},
         chunks,
     )
-
-
-def counted(codes: Iterable[str]) -> dict[str, int]:
-    """Return how often each code occurs; only the MAX_CODES most frequent codes, the others summed as OTHER."""
-    return most_frequent(Counter(codes))
 
 
 def most_frequent(counts: Counter[str]) -> dict[str, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import io
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sie_contracts.errors import InvalidInput
 from sie_store.datasets.places import Place
@@ -83,10 +83,10 @@ async def pieces(place: Place, entry: ObjectEntry, start: int, end: int) -> Asyn
             if (tag_of(place, answer.meta), answer.meta["size"]) != (tag, entry.size):
                 raise changed(entry.source)
             stream = aiter(answer.stream(min_chunk_size=PIECE_BYTES))
-            while (piece := await within(place.patience.stall_s, _next(stream))) is not None:
+            while (piece := await within(place.patience.stall_s, anext(stream, None))) is not None:
                 start += len(piece)
                 tries = 0
-                yield piece
+                yield bytes(piece)
             if start < end:
                 raise StoreError("the store's answer ended too early")
         except ObjectMissing as error:
@@ -100,11 +100,6 @@ async def pieces(place: Place, entry: ObjectEntry, start: int, end: int) -> Asyn
     # a file on a disk can be written over while it is open: then its later bytes are of another version
     if place.root is not None and tag and (await find(place, entry.source)).tag != tag:
         raise changed(entry.source)
-
-
-async def _next(stream: AsyncIterator[Any]) -> bytes | None:
-    piece = await anext(stream, None)
-    return None if piece is None else bytes(piece)
 
 
 async def whole(place: Place, entry: ObjectEntry, start: int = 0, end: int | None = None) -> bytes:
@@ -129,9 +124,6 @@ class RangeFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._entry.size}[whence]
         return self._at
@@ -145,11 +137,6 @@ class RangeFile(io.RawIOBase):
             until = min(self._entry.size, max(end, start + READ_AHEAD_BYTES))
             self._ahead, self._ahead_at = self._fetched(start, until), start
         return self._ahead[start - self._ahead_at : end - self._ahead_at]
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
 
     def _fetched(self, start: int, end: int) -> bytes:
         import obstore

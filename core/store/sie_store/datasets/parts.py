@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,9 +21,8 @@ import msgspec
 import numpy as np
 
 from sie_contracts.api.jobs import OutputFormat
-from sie_contracts.errors import ErrorInfo
 from sie_store.datasets import tables
-from sie_store.datasets.answers import About, Array, Shard, counted, kept_json
+from sie_store.datasets.answers import About, Array, Shard, kept_json, most_frequent
 
 SUFFIX: dict[OutputFormat, str] = {"parquet": ".parquet", "jsonl": ".jsonl", "npy": ".npz"}
 MIN_DIGITS = 5
@@ -61,12 +61,9 @@ def inspect(data: bytes, format: OutputFormat) -> About:
     """Return the description in a part. In JSON Lines the description lacks job, number, model, `reused` and `lines`.
     Raises PartFault.
     """
-    if format == "parquet":
-        try:
-            return tables.inspect(data)
-        except _FAULTS as error:
-            raise PartFault("the object is no part in Parquet") from error
     try:
+        if format == "parquet":
+            return tables.inspect(data)
         if format == "jsonl":
             return _counted(data)
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -75,10 +72,6 @@ def inspect(data: bytes, format: OutputFormat) -> About:
         raise
     except _FAULTS as error:
         raise PartFault(f"the object is no part in the format {format}") from error
-
-
-def error_of(info: ErrorInfo) -> dict[str, str]:
-    return {"code": info.code, "message": info.message}
 
 
 def _lines(shard: Shard, *, has_arrays: bool) -> Iterator[bytes]:
@@ -95,7 +88,7 @@ def _lines(shard: Shard, *, has_arrays: bool) -> Iterator[bytes]:
         if shard.chunks and (chunk := shard.chunks[at]) is not None:
             row |= chunk.columns
         if error is not None:
-            row["error"] = error_of(error)
+            row["error"] = {"code": error.code, "message": error.message}
         row["tokens"], row["truncated"] = int(shard.tokens[at]), bool(shard.truncated[at])
         row["fingerprint"] = shard.about.fingerprint
         if error is None:
@@ -174,7 +167,7 @@ _line = msgspec.json.Decoder(_Line)
 def _counted(data: bytes) -> About:
     rows = tokens = 0
     fingerprint = ""
-    codes: list[str] = []
+    codes = Counter[str]()
     if data and not data.endswith(b"\n"):
         raise PartFault("the last line is not complete")
     for text in io.BytesIO(data):
@@ -183,8 +176,8 @@ def _counted(data: bytes) -> About:
         if line.begins_row:
             rows, tokens = rows + 1, tokens + line.of_row
         if line.error is not None:
-            codes.append(line.error["code"])
-    return About("", 0, "", fingerprint, rows, len(codes), 0, tokens, counted(codes))
+            codes[line.error["code"]] += 1
+    return About("", 0, "", fingerprint, rows, codes.total(), 0, tokens, most_frequent(codes))
 
 
 def _npz(shard: Shard) -> bytes:

@@ -56,12 +56,11 @@ class Place:
                 f"{param}: expected s3://bucket/path, gs://bucket/path or file:///path", param=param
             ) from error
         _check_segments(url, where, param)
-        root = next(
-            (allowed_root for allowed_root in allowed if _below(where, store_url(allowed_root)) is not None), None
-        )
-        if root is None:
+        for root in allowed:
+            if (path := _below(where, store_url(root))) is not None:
+                break
+        else:
             raise InvalidInput.at(param, f"this URL is not below one of {SETTING}", reason="not_allowed")
-        path = _below(where, store_url(root)) or ""
         try:
             store = object_stores.opened(root, SETTING)
         except SettingError as error:

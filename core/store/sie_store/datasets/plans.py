@@ -123,7 +123,7 @@ async def inputs(place: Place, source: JobInput) -> list[ObjectEntry]:
         return [await find(place, place.label or place.name)]
     if reads_images(source):
         return await images(place)
-    return await _listed(place, lambda name: _is_input(name, source.format))
+    return await place.patience.repeated(lambda: _listed(place, lambda name: _is_input(name, source.format)))
 
 
 def _is_input(name: str, input_format: InputFormat | None) -> bool:
@@ -133,7 +133,7 @@ def _is_input(name: str, input_format: InputFormat | None) -> bool:
 
 async def images(place: Place, after: str = "", most: int | None = None) -> list[ObjectEntry]:
     """Return the images below a folder by name: all, or the first `most` whose names sort after `after`."""
-    return await _listed(place, lambda name: format_of(name) == "images", after, most)
+    return await place.patience.repeated(lambda: _listed(place, lambda name: format_of(name) == "images", after, most))
 
 
 async def _listed(
@@ -142,12 +142,6 @@ async def _listed(
     """Return the objects below a folder by name: all, or the first `most` whose names sort after `after`. Raises
     InvalidInput if there are more than MAX_OBJECTS, and StoreError.
     """
-    return await place.patience.repeated(lambda: _listed_once(place, is_wanted, after, most))
-
-
-async def _listed_once(
-    place: Place, is_wanted: Callable[[str], bool], after: str, most: int | None
-) -> list[ObjectEntry]:
     import obstore
 
     objects: list[ObjectEntry] = []

@@ -85,7 +85,7 @@ def _count(text: bytes, marks: bytes, most: int) -> int:
     """Return how often `marks` occur in JSON. Occurrences inside strings count as well, because this is faster; only a
     result above `most` is counted again without them.
     """
-    total = sum(text.count(marks[at : at + 1]) for at in range(len(marks)))
+    total = sum(map(text.count, marks))
     return total if total <= most else count_outside(text, marks, most)
 
 
@@ -95,8 +95,8 @@ def count_outside(text: bytes, marks: bytes, most: int) -> int:
     """
     total = at = 0
     for string in _STRING.finditer(text):
-        total += sum(text.count(marks[index : index + 1], at, string.start()) for index in range(len(marks)))
+        total += sum(text.count(mark, at, string.start()) for mark in marks)
         at = string.end()
         if total > most:
             return total
-    return total + sum(text.count(marks[index : index + 1], at) for index in range(len(marks)))
+    return total + sum(text.count(mark, at) for mark in marks)
