@@ -126,7 +126,7 @@ async def run(consumers: list[int], credits: list[int], messages: int, report: C
         with tempfile.TemporaryDirectory() as folder, NatsServer(Path(folder)) as server:
             broker = await connect(server.url, name="setup")
             spec = topology.work_stream(LANE.pool, storage="file", replicas=1, max_bytes=1 << 30, max_age_s=720.0)
-            await broker.ensure_stream(spec, owner=True)
+            await broker.ensure_stream(spec)
             await broker.close()
             process = multiprocessing.get_context("spawn").Process(target=worker, args=(server.url, credit))
             process.start()

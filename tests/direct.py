@@ -66,8 +66,8 @@ class Direct(InProcess):
         self.results: dict[tuple[str, int], WorkResult] = {}
         self.broker: Broker = self.server.connect("gateway")
         self.stream = topology.work_stream("_default", storage="memory", replicas=1, max_bytes=-1, max_age_s=0.0)
-        await self.broker.ensure_stream(topology.dead_letter_stream("_default", replicas=1), owner=True)
-        await self.broker.ensure_stream(self.stream, owner=True)
+        await self.broker.ensure_stream(topology.dead_letter_stream("_default", replicas=1))
+        await self.broker.ensure_stream(self.stream)
         await self.broker.ensure_consumer(topology.work_consumer(self.lane, "interactive", ENTRY.id, 10.0))
         await self.broker.subscribe("inbox", self._on_result)
         self.sent = 0

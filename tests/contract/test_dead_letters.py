@@ -39,7 +39,7 @@ async def write(broker: Broker, name: str, item: bytes = b"") -> None:
 
 @pytest.fixture
 async def letters(broker: Broker) -> Letters:
-    await broker.ensure_stream(topology.dead_letter_stream("_default", replicas=1), owner=True)
+    await broker.ensure_stream(topology.dead_letter_stream("_default", replicas=1))
     return Letters(broker, "_default")
 
 

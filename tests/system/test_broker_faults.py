@@ -207,7 +207,7 @@ async def test_a_black_holed_connection_is_noticed_in_thirty_seconds_and_left(
     async with TcpProxy(server.port) as proxy, connections() as opened:
         worker, publisher = await connect(proxy.url, name="worker"), await connect(server.url, name="publisher")
         opened += [worker, publisher]
-        await publisher.ensure_stream(SPEC, owner=True)
+        await publisher.ensure_stream(SPEC)
         await publisher.ensure_consumer(spec)
         worker.pulls(STREAM, received.put).want(spec.name, 4)
         await worker.flush()

@@ -39,9 +39,9 @@ async def nats(tmp_path: Path) -> AsyncIterator[NatsServer]:
 async def broker(nats: NatsServer) -> AsyncIterator[Broker]:
     """A gateway's connection, with the streams and the consumer that a gateway makes."""
     broker = await connect(nats.url, name="gateway")
-    await broker.ensure_stream(topology.dead_letter_stream("_default", replicas=1), owner=True)
+    await broker.ensure_stream(topology.dead_letter_stream("_default", replicas=1))
     work = topology.work_stream("_default", storage="file", replicas=1, max_bytes=-1, max_age_s=0.0)
-    await broker.ensure_stream(work, owner=True)
+    await broker.ensure_stream(work)
     await broker.ensure_consumer(topology.work_consumer(LANE, "interactive", ENTRY.id, 10.0))
     yield broker
     await broker.close()

@@ -129,7 +129,7 @@ async def workers(folder: Path, setup: Setup) -> AsyncIterator[tuple[Stack, Brok
             part.wait_ready()
         broker = await connect(stack.broker_urls, name="test")
         stream = topology.work_stream(LANE.pool, storage="memory", replicas=1, max_bytes=1 << 28, max_age_s=600.0)
-        await broker.ensure_stream(stream, owner=True)
+        await broker.ensure_stream(stream)
         for model in setup.models:
             await broker.ensure_consumer(topology.work_consumer(LANE, "interactive", model, 10.0))
         yield stack, broker

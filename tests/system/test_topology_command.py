@@ -127,7 +127,7 @@ def test_an_older_topology_is_shown_field_by_field_and_migrated_without_loss(ser
     assert "3 of 3 done" in done.stdout
     assert stored(server) == 500
     assert sie(server, "check").exit_code == 0
-    at(server, lambda broker: broker.ensure_stream(WANTED, owner=True))
+    at(server, lambda broker: broker.ensure_stream(WANTED))
     at(server, lambda broker: broker.ensure_consumer(dataclasses.replace(consumer, version=topology.TOPOLOGY_VERSION)))
 
 
@@ -166,7 +166,7 @@ def test_what_would_cost_messages_is_refused_with_what_helps(server: NatsServer)
 def test_a_lower_limit_than_the_stored_dead_letters_is_refused(server: NatsServer) -> None:
     """The broker would drop the oldest letters. A work queue refuses new messages instead: its limit may be lowered."""
     letters = topology.dead_letter_stream(LANE.pool, replicas=1, queue_bytes=4 << 20)
-    at(server, lambda broker: broker.ensure_stream(letters, owner=True))
+    at(server, lambda broker: broker.ensure_stream(letters))
 
     async def store(broker: NatsBroker) -> None:
         for number in range(60):

@@ -735,9 +735,7 @@ async def test_the_backlog_is_unknown_and_not_zero_while_the_broker_is_away() ->
     broker = server.connect("g")
     backlog = Backlog(broker, {"_default"}, lambda: now_s)
     assert backlog.messages(LANE, "bulk") is None
-    await broker.ensure_stream(
-        topology.work_stream("_default", storage="memory", replicas=1, max_bytes=0, max_age_s=0), owner=True
-    )
+    await broker.ensure_stream(topology.work_stream("_default", storage="memory", replicas=1, max_bytes=0, max_age_s=0))
     second_lane = Lane("_default", "_default", "default-2")
     work = [(LANE, "bulk", "a"), (LANE, "bulk", "b"), (LANE, "interactive", "a"), (second_lane, "bulk", "a")]
     for number, (lane, priority, model) in enumerate(work):

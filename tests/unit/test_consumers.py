@@ -43,7 +43,7 @@ class Clock:
 async def server() -> AsyncIterator[MemoryServer]:
     memory_server = MemoryServer()
     broker = memory_server.connect("owner")
-    await broker.ensure_stream(stream_of(LANE.pool), owner=True)
+    await broker.ensure_stream(stream_of(LANE.pool))
     yield memory_server
     await broker.close()
 
@@ -340,7 +340,7 @@ async def test_a_stream_that_is_lost_keeps_no_round_from_the_others(server: Memo
     broker = server.connect("c")
     consumers = WorkConsumers(server.connect("a"), settings_of(), idle_s=0.0)
     for pool in ("before", LANE.pool, "later"):
-        await broker.ensure_stream(stream_of(pool), owner=True)
+        await broker.ensure_stream(stream_of(pool))
         await consumers.follow(pool)
     for pool in ("before", "later"):
         await broker.delete_stream(topology.stream_name(pool))

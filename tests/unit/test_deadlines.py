@@ -40,7 +40,7 @@ def test_the_offset_is_off_by_no_more_than_the_margin(offset_s: float, trips: li
 async def test_our_own_clock_may_be_30_s_off() -> None:
     server = MemoryServer(wall_clock=lambda: time.time() + 30.0)
     broker = server.connect("test")
-    await broker.ensure_stream(STREAM, owner=True)
+    await broker.ensure_stream(STREAM)
     clock = BrokerClock(broker, STREAM.name)
     assert clock.margin_s == float("inf"), "nothing may be dropped before the broker was asked"
     await clock.measure()
@@ -56,7 +56,7 @@ async def test_without_an_answer_the_last_offset_stays() -> None:
     clock = BrokerClock(broker, STREAM.name, lambda: 10.0)
     with pytest.raises(BrokerError, match="no stream"):
         await clock.measure()
-    await broker.ensure_stream(STREAM, owner=True)
+    await broker.ensure_stream(STREAM)
     await clock.measure()
     server.lose_stream(STREAM.name)
     with pytest.raises(BrokerError, match="no stream"):
@@ -75,7 +75,7 @@ async def test_a_reconnect_measures_at_once() -> None:
 
     server = MemoryServer(wall_clock=wall_clock)
     broker = server.connect("test")
-    await broker.ensure_stream(STREAM, owner=True)
+    await broker.ensure_stream(STREAM)
     wall_times.clear()
     clock = BrokerClock(broker, STREAM.name, lambda: 10.0)
     task = asyncio.create_task(clock.run())
@@ -96,7 +96,7 @@ async def test_an_end_that_meets_a_reconnect_is_not_lost() -> None:
     """
     server = MemoryServer()
     broker = server.connect("test")
-    await broker.ensure_stream(STREAM, owner=True)
+    await broker.ensure_stream(STREAM)
     again: list[Callable[[], Awaitable[None]]] = []
     broker.on_reconnect = again.append  # type: ignore[method-assign]
     clock = BrokerClock(broker, STREAM.name)

@@ -85,7 +85,7 @@ async def test_what_cannot_be_asked_is_absent() -> None:
     server = MemoryServer()
     broker = server.connect("gateway")
     await broker.ensure_stream(
-        topology.work_stream("_default", storage="memory", replicas=1, max_bytes=1 << 20, max_age_s=60), owner=True
+        topology.work_stream("_default", storage="memory", replicas=1, max_bytes=1 << 20, max_age_s=60)
     )
     backlog = Backlog(broker, {"_default"}, lambda: now_s)
     queue_lag = lag.Lag(broker, backlog, {"_default"}, lambda: now_s)
@@ -119,7 +119,7 @@ async def test_lag_of_a_pool_is_known_while_the_stream_of_another_pool_is_lost()
     queue_lag = lag.Lag(broker, backlog, {"a", "b"}, lambda: 0.0)
     for pool in ("a", "b"):
         stream = topology.work_stream(pool, storage="memory", replicas=1, max_bytes=1 << 20, max_age_s=60)
-        await broker.ensure_stream(stream, owner=True)
+        await broker.ensure_stream(stream)
         await broker.publish(topology.work_subject(Lane(pool, "cpu", "default"), "bulk", "m"), b"", pool)
         await backlog.fresh(pool, 0)
     await broker.delete_stream(topology.stream_name("a"))

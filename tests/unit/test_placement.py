@@ -430,9 +430,7 @@ async def test_a_placer_holds_nothing_of_a_pool_that_was_deleted(drops_first: bo
 
 async def test_ages_hold_nothing_of_a_pool_that_was_deleted() -> None:
     broker = MemoryServer().connect("g")
-    await broker.ensure_stream(
-        topology.work_stream(LANE.pool, storage="memory", replicas=1, max_bytes=0, max_age_s=0), owner=True
-    )
+    await broker.ensure_stream(topology.work_stream(LANE.pool, storage="memory", replicas=1, max_bytes=0, max_age_s=0))
     await broker.publish(topology.work_subject(LANE, "bulk", "m"), b"x", "1")
     ages = Ages(Backlog(broker, {LANE.pool}), Clock())
     assert (await ages.waiting_of(LANE, ["m"]))["m"].count == 1

@@ -162,7 +162,7 @@ async def test_with_an_old_table_a_worker_that_has_a_model_takes_work_of_it_that
         host.loaded |= {"a", "b"}
         await host.assignment.start()
         stream = topology.work_stream("_default", storage="memory", replicas=1, max_bytes=-1, max_age_s=0)
-        await host.broker.ensure_stream(stream, owner=True)
+        await host.broker.ensure_stream(stream)
         await host.broker.publish(topology.work_subject(LANE, "bulk", "a"), b"", "1")
         for _ in range(2):
             await host.assignment.check_unassigned(host.loaded)

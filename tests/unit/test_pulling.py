@@ -46,7 +46,7 @@ class Taking:
 @pytest.fixture
 async def broker() -> AsyncIterator[MemoryBroker]:
     broker = MemoryServer().connect("test")
-    await broker.ensure_stream(STREAM, owner=True)
+    await broker.ensure_stream(STREAM)
     yield broker
     await broker.close()
 

@@ -449,9 +449,7 @@ async def test_work_of_a_silent_worker_goes_to_another_after_the_ack_wait(
     settings = settings_of(**variable)
     server = MemoryServer(clock=lambda: now_s)
     broker = server.connect("gateway")
-    await broker.ensure_stream(
-        topology.work_stream("_default", storage="file", replicas=1, max_bytes=-1, max_age_s=0), owner=True
-    )
+    await broker.ensure_stream(topology.work_stream("_default", storage="file", replicas=1, max_bytes=-1, max_age_s=0))
     consumer = topology.work_consumer(
         Lane("_default", "l4", "default"), "interactive", "toy/one", float(settings.ack_wait_s)
     )

@@ -349,10 +349,10 @@ class Queue(Connection, Protocol):
 class Administration(Queue, Protocol):
     """Queue whose streams and consumers this process may create, update and delete."""
 
-    async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
-        """Ensure that a stream exists with these settings. With `owner`, create it, or update it from an older topology
-        version; if the component that owns the streams is connected, it does this. Otherwise only compare the settings.
-        Raises TopologyMismatch, UnsafeUpdate, and BrokerError if there is no stream after that.
+    async def ensure_stream(self, spec: StreamSpec) -> StreamState:
+        """Ensure that a stream exists with these settings: create it, or update it from an older topology version. If
+        the component that owns the streams is connected, it does this. Raises TopologyMismatch, UnsafeUpdate, and
+        BrokerError if there is no stream after that.
         """
 
     async def delete_stream(self, stream: str) -> bool:

@@ -50,7 +50,7 @@ async def make(broker: Broker, request: StreamRequest) -> None:
     if request.version > topology.TOPOLOGY_VERSION:
         raise ValueError(f"topology {request.version} is newer than this config service knows: upgrade the service")
     if not request.name.startswith("KV_"):
-        await broker.ensure_stream(spec_of(request), owner=True)
+        await broker.ensure_stream(spec_of(request))
         return
     bucket = request.name.removeprefix("KV_")
     if bucket not in topology.BUCKETS:

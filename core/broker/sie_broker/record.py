@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import random
@@ -88,22 +89,15 @@ class RecordBucket:
     ) -> None:
         self.broker = broker
         self.name = name
-        self._storage = storage
-        self._replicas = replicas
-        self._max_age_s = max_age_s
-        self._removed_age_s = removed_age_s
+        self._key_value = functools.partial(
+            broker.key_value, name, storage=storage, replicas=replicas, max_age_s=max_age_s, removed_age_s=removed_age_s
+        )
         self._opened: KeyValue | None = None
 
     async def open(self) -> KeyValue:
         """Open the bucket, also if it is open already, because the broker may have lost it. Raises BrokerError."""
         with self.reporting():
-            self._opened = await self.broker.key_value(
-                self.name,
-                storage=self._storage,
-                replicas=self._replicas,
-                max_age_s=self._max_age_s,
-                removed_age_s=self._removed_age_s,
-            )
+            self._opened = await self._key_value()
         return self._opened
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Background tasks of a broker connection, and safe calls of callbacks that code outside the connection registered."""
+"""State and background tasks of a broker connection, and safe calls of callbacks that its users registered."""
 
 from __future__ import annotations
 
@@ -12,53 +12,74 @@ from sie_broker import BrokerError, BrokerUnavailable
 log = logging.getLogger("sie.broker")
 
 
-class OwnedTasks:
-    """Tasks of one connection, cancelled when it ends. `crashed` is True if one of them ended with an error."""
+class ConnectionState:
+    """State of a connection that all implementations have: whether it exists, its tasks and its reconnect handlers."""
 
-    def __init__(self, owner: str) -> None:
-        self.crashed = False
-        self._owner = owner
-        self._running: set[asyncio.Task[None]] = set()
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.troubles: dict[str, str] = {}
+        self._live = False
+        self._closed = False
+        self._up = asyncio.Event()  # set while the connection exists or is closed
+        self._crashed = False  # True if a task ended with an error
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reconnect_handlers: list[Callable[[], Awaitable[None]]] = []
+        self._reconnected = asyncio.Event()
 
-    def start(self, work: Coroutine[Any, Any, None], work_name: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=f"{self._owner}: {work_name}")
-        self._running.add(task)
+    @property
+    def live(self) -> bool:
+        """Return whether the connection exists. `connected` is also False if a task of the connection crashed."""
+        return self._live
+
+    @property
+    def connected(self) -> bool:
+        return self.live and not self._crashed
+
+    async def reach(self, timeout_s: float) -> float:
+        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable at the time-out, or
+        if the connection is closed.
+        """
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        if not self._closed:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._up.wait()
+            except TimeoutError:
+                raise BrokerUnavailable(f"{self.name}: no connection to the broker for {timeout_s} s") from None
+        if self._closed:
+            raise BrokerUnavailable(f"{self.name}: the connection to the broker is closed")
+        return timeout_s - (loop.time() - start_s)
+
+    def own(self, work: Coroutine[Any, Any, None], work_name: str) -> asyncio.Task[None]:
+        """Run `work` as a task until the connection is closed. If it crashes, `connected` becomes False."""
+        task = asyncio.get_running_loop().create_task(work, name=f"{self.name}: {work_name}")
+        self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
-    async def cancel(self) -> None:
-        tasks = list(self._running)
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._crashed = True
+            log.critical("%s crashed", task.get_name(), exc_info=error)
+
+    async def _cancel_tasks(self) -> None:
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.crashed = True
-            log.critical("%s crashed", task.get_name(), exc_info=error)
+    def on_reconnect(self, handler: Callable[[], Awaitable[None]]) -> None:
+        self._reconnect_handlers.append(handler)
+        if len(self._reconnect_handlers) == 1:
+            self.own(self._call_reconnect_handlers(), "reconnect handlers")
 
-
-class ReconnectHandlers:
-    """Handlers that are called after each reconnect, one after the other, by the task `run`."""
-
-    def __init__(self) -> None:
-        self._handlers: list[Callable[[], Awaitable[None]]] = []
-        self._reconnected = asyncio.Event()
-
-    def add(self, handler: Callable[[], Awaitable[None]]) -> bool:
-        """Add a handler. Return whether it is the first handler: the caller must then start `run`."""
-        self._handlers.append(handler)
-        return len(self._handlers) == 1
-
-    def reconnected(self) -> None:
-        self._reconnected.set()
-
-    async def run(self) -> None:
+    async def _call_reconnect_handlers(self) -> None:
         while True:
             await self._reconnected.wait()
             self._reconnected.clear()
-            for handler in list(self._handlers):
+            for handler in list(self._reconnect_handlers):
                 await guarded("a reconnect handler", handler())
 
 

@@ -495,7 +495,7 @@ class WorkQueue:
         if not reserved:
             await self._ensure_dead_letters(pool)
         spec = work_spec(self._settings, pool, reserved=reserved)
-        state = await self._broker.ensure_stream(spec, owner=True)
+        state = await self._broker.ensure_stream(spec)
         # the reservation ended during this call: `ensure_stream` may have created its stream again after the removal
         if not self._serves(pool):
             await self._broker.delete_stream(spec.name)
@@ -529,7 +529,7 @@ class WorkQueue:
         replicas, queue_bytes = self._settings.stream_replicas, self._settings.queue_max_bytes
         spec = topology.dead_letter_stream(pool, replicas=replicas, queue_bytes=queue_bytes)
         try:
-            await self._broker.ensure_stream(spec, owner=True)
+            await self._broker.ensure_stream(spec)
         except (TopologyMismatch, UnsafeUpdate) as error:
             # only logged, because a stream with other settings still stores dead letters
             _logger.error("%s", error)

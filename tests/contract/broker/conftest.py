@@ -44,5 +44,5 @@ async def nats(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[NatsHarn
 async def broker(harness: Harness) -> Broker:
     """A connection to a broker that has the work stream."""
     connection = await harness.connect()
-    await connection.ensure_stream(STREAM, owner=True)
+    await connection.ensure_stream(STREAM)
     return connection

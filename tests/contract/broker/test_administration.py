@@ -12,14 +12,11 @@ from sie_broker import Broker, BrokerError, ConsumerState, Delivery, StreamFull,
 from sie_contracts.wire.topology import TOPOLOGY_VERSION, dead_letter_stream
 
 
-async def test_the_owner_creates_and_everybody_else_compares(harness: Harness) -> None:
-    """A process that does not own a stream cannot create it, and settings that differ are refused without a change."""
-    gateway, sidecar = await harness.connect("gateway"), await harness.connect("sidecar")
-    with pytest.raises(BrokerError, match=STREAM.name):
-        await sidecar.ensure_stream(STREAM, owner=False)
-    created = await gateway.ensure_stream(STREAM, owner=True)
-    assert (await sidecar.ensure_stream(STREAM, owner=False)).created == created.created
-    assert (await gateway.ensure_stream(STREAM, owner=True)).created == created.created
+async def test_a_stream_is_created_once_and_other_settings_are_refused(harness: Harness) -> None:
+    """Settings that differ are refused without a change."""
+    gateway, other = await harness.connect("gateway"), await harness.connect("other")
+    created = await gateway.ensure_stream(STREAM)
+    assert (await other.ensure_stream(STREAM)).created == created.created
 
     for change in (
         {"storage": "memory"},
@@ -29,33 +26,29 @@ async def test_the_owner_creates_and_everybody_else_compares(harness: Harness) -
         {"duplicate_window_s": 60.0},
         {"subjects": (*STREAM.subjects, "sie.more.>")},
     ):
-        for owner in (True, False):
-            with pytest.raises(TopologyMismatch) as refusal:
-                await gateway.ensure_stream(dataclasses.replace(STREAM, **change), owner=owner)  # type: ignore[arg-type]
-            assert refusal.value.field in change
-    assert await sidecar.ensure_stream(STREAM, owner=False) == created
+        with pytest.raises(TopologyMismatch) as refusal:
+            await gateway.ensure_stream(dataclasses.replace(STREAM, **change))  # type: ignore[arg-type]
+        assert refusal.value.field in change
+    assert await other.ensure_stream(STREAM) == created
 
 
-async def test_a_newer_topology_is_applied_by_the_owner_only(harness: Harness) -> None:
+async def test_a_newer_topology_is_applied(harness: Harness) -> None:
     """The update keeps all messages. A field that the broker cannot change in place is refused by its name. After the
     update, an older topology is refused.
     """
     broker = await harness.connect()
-    await broker.ensure_stream(STREAM, owner=True)
+    await broker.ensure_stream(STREAM)
     await publish(broker, "a", 2)
     newer = dataclasses.replace(STREAM, max_per_subject=5, max_age_s=600.0, version=STREAM.version + 1)
 
-    with pytest.raises(TopologyMismatch):
-        await broker.ensure_stream(newer, owner=False)
-    assert (await broker.ensure_stream(newer, owner=True)).messages == 2
-    await broker.ensure_stream(newer, owner=False)
+    assert (await broker.ensure_stream(newer)).messages == 2
     with pytest.raises(TopologyMismatch) as refusal:
-        await broker.ensure_stream(STREAM, owner=True)
+        await broker.ensure_stream(STREAM)
     assert refusal.value.field in ("max_per_subject", "max_age_s")
     with pytest.raises(TopologyMismatch) as refusal:
-        await broker.ensure_stream(dataclasses.replace(newer, storage="memory", version=newer.version + 1), owner=True)
+        await broker.ensure_stream(dataclasses.replace(newer, storage="memory", version=newer.version + 1))
     assert refusal.value.field == "storage"
-    assert (await broker.ensure_stream(newer, owner=False)).messages == 2
+    assert (await broker.ensure_stream(newer)).messages == 2
 
 
 async def test_a_durable_is_compared_and_updated_from_an_older_topology_only(broker: Broker) -> None:
@@ -121,7 +114,7 @@ async def test_a_stream_is_removed_with_all_that_is_in_it_and_made_anew_is_anoth
     """The ack of a message from the removed stream has no effect: the message with the same sequence in the new stream
     stays. Open pulls find the new stream.
     """
-    before = await broker.ensure_stream(STREAM, owner=True)
+    before = await broker.ensure_stream(STREAM)
     await broker.ensure_consumer(consumer_of("m"))
     await publish(broker, "m", 2)
     box: Box[Delivery] = Box()
@@ -134,7 +127,7 @@ async def test_a_stream_is_removed_with_all_that_is_in_it_and_made_anew_is_anoth
         await broker.stream_state(STREAM.name)
     with pytest.raises(BrokerError):
         await publish(broker, "m", 1)
-    after = await broker.ensure_stream(STREAM, owner=True)
+    after = await broker.ensure_stream(STREAM)
     assert (after.messages, after.created != before.created) == (0, True)
     assert await broker.consumers(STREAM.name) == []
     await broker.publish(subject_of("m"), b"new", "another id")
@@ -173,15 +166,15 @@ async def test_states_of_consumers_are_told(broker: Broker) -> None:
 async def test_an_update_that_would_drop_messages_waits_until_they_are_done(harness: Harness) -> None:
     """A broker drops messages above a lowered limit per subject, even in a stream that discards new messages."""
     broker = await harness.connect()
-    await broker.ensure_stream(STREAM, owner=True)
+    await broker.ensure_stream(STREAM)
     sequences = await publish(broker, "a", 100)
     newer = dataclasses.replace(STREAM, max_per_subject=60, version=STREAM.version + 1)
     with pytest.raises(BrokerError, match="not updated yet"):
-        await broker.ensure_stream(newer, owner=True)
+        await broker.ensure_stream(newer)
     assert (await broker.stream_state(STREAM.name)).messages == 100
     for sequence in sequences[30:]:
         await broker.delete(STREAM.name, sequence)
-    assert (await broker.ensure_stream(newer, owner=True)).messages == 30
+    assert (await broker.ensure_stream(newer)).messages == 30
     await publish(broker, "a", 30, first=100)
     with pytest.raises(StreamFull):
         await publish(broker, "a", 1, first=200)
@@ -191,14 +184,14 @@ async def test_an_update_that_would_drop_dead_letters_is_refused(harness: Harnes
     """A stream that discards the oldest messages drops those above a lower limit of bytes."""
     broker = await harness.connect()
     letters = dead_letter_stream("full", replicas=1, queue_bytes=1 << 20)
-    await broker.ensure_stream(letters, owner=True)
+    await broker.ensure_stream(letters)
     for number in range(20):
         await broker.publish(letters.subjects[0], b"x" * 2000, f"letter-{number}")
     newer = dataclasses.replace(letters, version=letters.version + 1)
     with pytest.raises(UnsafeUpdate, match="would drop"):
-        await broker.ensure_stream(dataclasses.replace(newer, max_bytes=20_000), owner=True)
+        await broker.ensure_stream(dataclasses.replace(newer, max_bytes=20_000))
     assert (await broker.stream_state(letters.name)).messages == 20
-    assert (await broker.ensure_stream(dataclasses.replace(newer, max_bytes=100_000), owner=True)).messages == 20
+    assert (await broker.ensure_stream(dataclasses.replace(newer, max_bytes=100_000))).messages == 20
 
 
 async def test_many_consumers_are_listed(broker: Broker) -> None:

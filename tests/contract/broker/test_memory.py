@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 from broker_harness import STREAM, WAIT_S, Box, consumer_of, publish, subject_of
 
-from sie_broker import BrokerError, BrokerUnavailable, Delivery, Entry, Write
+from sie_broker import BrokerError, Delivery, Entry, Write
 from sie_broker.memory import MemoryServer, matches, overlap
 from sie_broker.memory import broker as memory_broker
 from sie_contracts.wire.topology import StreamSpec
@@ -19,7 +19,7 @@ async def test_the_broker_in_memory_obeys_a_clock_of_the_test() -> None:
     now_s = 1000.0
     server = MemoryServer(clock=lambda: now_s)
     broker = server.connect("test")
-    await broker.ensure_stream(STREAM, owner=True)
+    await broker.ensure_stream(STREAM)
     spec = consumer_of("a", ack_wait_s=10.0)
     await broker.ensure_consumer(spec)
     box: Box[Delivery] = Box()
@@ -55,10 +55,10 @@ async def test_a_changed_age_limit_holds_for_stored_messages(
     now_s = 0.0
     server = MemoryServer(clock=lambda: now_s)
     broker = server.connect("test")
-    await broker.ensure_stream(dataclasses.replace(STREAM, max_age_s=before_s), owner=True)
+    await broker.ensure_stream(dataclasses.replace(STREAM, max_age_s=before_s))
     await publish(broker, "a", 1)
     changed = dataclasses.replace(STREAM, max_age_s=after_s, version=STREAM.version + 1)
-    await broker.ensure_stream(changed, owner=True)
+    await broker.ensure_stream(changed)
     for now_s in (9.0, 10.0, 999.0, 1000.0, 2000.0):
         server.run_due()
         is_stored = end_s is None or now_s < end_s
@@ -66,19 +66,14 @@ async def test_a_changed_age_limit_holds_for_stored_messages(
     await broker.close()
 
 
-async def test_the_broker_in_memory_loses_answers_and_streams_on_demand() -> None:
-    """A message whose acknowledgement was lost is stored, and a second publish is answered as a duplicate."""
+async def test_the_broker_in_memory_loses_streams_on_demand() -> None:
     server = MemoryServer()
     broker = server.connect("test")
-    created = (await broker.ensure_stream(STREAM, owner=True)).created
-    server.lose_answers = 1
-    with pytest.raises(BrokerUnavailable):
-        await broker.publish(subject_of("a"), b"x", "1")
-    assert (await broker.publish(subject_of("a"), b"x", "1")).duplicate
+    created = (await broker.ensure_stream(STREAM)).created
     server.lose_stream(STREAM.name)
     with pytest.raises(BrokerError):
         await broker.stream_state(STREAM.name)
-    assert (await broker.ensure_stream(STREAM, owner=True)).created != created
+    assert (await broker.ensure_stream(STREAM)).created != created
     await broker.close()
 
 

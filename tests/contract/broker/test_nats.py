@@ -80,7 +80,7 @@ async def test_a_limit_of_the_broker_is_read_and_the_connection_kept(
     harness = await nats(max_payload=65536)
     broker = await harness.connect()
     assert broker.max_payload == 65536
-    await broker.ensure_stream(STREAM, owner=True)
+    await broker.ensure_stream(STREAM)
     before = await connections(harness)
     for size in (65536, 65530):
         with pytest.raises(PayloadTooBig):
@@ -97,7 +97,7 @@ async def test_a_broker_in_memory_storage_is_noticed_to_be_new(nats: Callable[..
     box: Box[Entry] = Box()
     harness = await nats()
     broker = await harness.connect()
-    before = await broker.ensure_stream(spec, owner=True)
+    before = await broker.ensure_stream(spec)
     await publish(broker, "a", 3)
     bucket = await broker.key_value("things", storage="memory")
     epoch = await bucket.epoch()
@@ -107,7 +107,7 @@ async def test_a_broker_in_memory_storage_is_noticed_to_be_new(nats: Callable[..
 
     await harness.crash()
     await harness.restore()
-    after = await broker.ensure_stream(spec, owner=True)
+    after = await broker.ensure_stream(spec)
     assert after.created != before.created
     assert after.messages == 0
     fresh = await broker.key_value("things", storage="memory")
@@ -129,7 +129,7 @@ async def test_a_broker_that_falls_silent_is_left_and_found_again(
     box: Box[Delivery] = Box()
     harness = await nats()
     broker = await harness.connect()
-    await broker.ensure_stream(STREAM, owner=True)
+    await broker.ensure_stream(STREAM)
     await broker.ensure_consumer(spec)
     broker.pulls(STREAM.name, box.put).want(spec.name, 1)
     await broker.flush(WAIT_S)
@@ -153,7 +153,7 @@ async def test_a_durable_of_an_earlier_topology_keeps_its_files(nats: Callable[.
     harness = await nats()
     broker = await harness.connect()
     assert isinstance(broker, NatsBroker)
-    await broker.ensure_stream(STREAM, owner=True)
+    await broker.ensure_stream(STREAM)
     spec = consumer_of("a")
     older = consumer_config(dataclasses.replace(spec, version=1, ack_wait_s=5.0)) | {"mem_storage": False}
     body = {"stream_name": STREAM.name, "action": "create", "config": older}
@@ -222,7 +222,7 @@ async def test_a_holder_that_stopped_takes_work_until_its_pulls_expire_and_none_
     """
     harness = await nats()
     broker = await harness.connect()
-    await broker.ensure_stream(STREAM, owner=True)
+    await broker.ensure_stream(STREAM)
     spec, step_s, sent = consumer_of("a", ack_wait_s=3.0), 0.02, 0
     await broker.ensure_consumer(spec)
     got: dict[int, tuple[float, int]] = {}  # by message: seconds after it was sent, and the number of the delivery
@@ -278,7 +278,7 @@ async def test_no_reader_asks_for_more_than_a_connection_may_hold(
     for name in names:
         await bucket.write([Write(name, value)])
     spec = consumer_of("a")
-    await writer.ensure_stream(STREAM, owner=True)
+    await writer.ensure_stream(STREAM)
     await writer.ensure_consumer(spec)
     for name in names:
         await writer.publish(subject_of("a"), value, name)

@@ -45,7 +45,7 @@ async def test_many_publishers_in_flight_all_get_their_own_answer(broker: Broker
 async def test_a_full_subject_refuses_the_newest_while_others_go_on(harness: Harness) -> None:
     """No stored message is dropped, and a refused message id is not remembered as stored."""
     broker = await harness.connect()
-    await broker.ensure_stream(dataclasses.replace(STREAM, max_per_subject=3), owner=True)
+    await broker.ensure_stream(dataclasses.replace(STREAM, max_per_subject=3))
     sequences = await publish(broker, "busy", 3)
 
     with pytest.raises(StreamFull):
@@ -60,7 +60,7 @@ async def test_a_full_subject_refuses_the_newest_while_others_go_on(harness: Har
 
 async def test_a_full_stream_refuses_the_newest_and_keeps_the_oldest(harness: Harness) -> None:
     broker = await harness.connect()
-    await broker.ensure_stream(dataclasses.replace(STREAM, max_bytes=4096), owner=True)
+    await broker.ensure_stream(dataclasses.replace(STREAM, max_bytes=4096))
 
     async def publish_until_refused() -> None:
         for number in range(10):

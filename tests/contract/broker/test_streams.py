@@ -80,7 +80,7 @@ async def test_stored_messages_are_found_in_order_also_while_they_are_leased(bro
 async def test_a_stream_of_dead_letters_drops_the_oldest_when_it_is_full(broker: Broker) -> None:
     """The stream accepts each new message, and a read removes no message."""
     spec = dataclasses.replace(dead_letter_stream("_default", replicas=1), max_bytes=4096)
-    await broker.ensure_stream(spec, owner=True)
+    await broker.ensure_stream(spec)
     for number in range(8):
         await broker.publish(dead_letter_subject("_default"), bytes(1000) + b"%d" % number, f"letter-{number}")
     state = await broker.stream_state(spec.name)
@@ -145,7 +145,7 @@ async def test_subjects_are_counted_with_and_without_consumers(broker: Broker) -
 async def test_messages_age_out(harness: Harness) -> None:
     """Messages go after the age that the owner of the stream chose, and sequences go on."""
     broker = await harness.connect()
-    await broker.ensure_stream(dataclasses.replace(STREAM, max_age_s=0.5), owner=True)
+    await broker.ensure_stream(dataclasses.replace(STREAM, max_age_s=0.5))
     stored_s = time.monotonic()
     await publish(broker, "a", 3)
 

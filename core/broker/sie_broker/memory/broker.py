@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from sie_broker import Entry, KeyValue, Subscription, Write, WrongRevision
 from sie_broker.limits import API_TIMEOUT_S, STOP_TIMEOUT_S
-from sie_broker.memory.connection import Exchange, MemoryConnection, WatchReader
+from sie_broker.memory.connection import Exchange, MemoryConnection
 from sie_broker.memory.queue import MemoryAdministration
 from sie_broker.tasks import guarded
 
@@ -83,10 +83,9 @@ class MemoryBucket:
 
 
 class MemoryKeyValue:
-    def __init__(self, connection: MemoryConnection, bucket: MemoryBucket, watches: set[WatchReader]) -> None:
+    def __init__(self, connection: MemoryConnection, bucket: MemoryBucket) -> None:
         self._connection = connection
         self._bucket = bucket
-        self._watches = watches
 
     async def get(self, key: str) -> Entry | None:
         await self._connection.reach(API_TIMEOUT_S)
@@ -127,7 +126,7 @@ class MemoryKeyValue:
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
         await self._connection.reach(API_TIMEOUT_S)
-        return MemoryWatch(self._connection, self._bucket, self._watches, handler, after)
+        return MemoryWatch(self._connection, self._bucket, handler, after)
 
 
 class MemoryWatch:
@@ -137,19 +136,17 @@ class MemoryWatch:
         self,
         connection: MemoryConnection,
         bucket: MemoryBucket,
-        watches: set[WatchReader],
         handler: Callable[[Entry], Awaitable[None]],
         after: int,
     ) -> None:
         self._connection = connection
         self._bucket = bucket
-        self._watches = watches
         self._handler = handler
         self._last = after
         self._held: deque[Entry] = deque()
         self._is_behind = False  # whether an entry was not queued since the last `catch_up`
         self._task: asyncio.Task[None] | None = None
-        watches.add(self)
+        connection.watches.add(self)
         bucket.watches.add(self)
         self.catch_up()
 
@@ -189,7 +186,7 @@ class MemoryWatch:
             task.cancel()
 
     def abandon(self) -> None:
-        self._watches.discard(self)
+        self._connection.watches.discard(self)
         self._bucket.watches.discard(self)
 
 
@@ -210,7 +207,7 @@ class MemoryStore(MemoryConnection):
         if opened is None:
             stamp, clock = self._server.stamp(), self._server.clock
             opened = self._server.buckets[bucket] = MemoryBucket(stamp, clock, max_age_s, removed_age_s)
-        return MemoryKeyValue(self, opened, self._watches)
+        return MemoryKeyValue(self, opened)
 
 
 class MemoryBroker(MemoryAdministration, MemoryStore):

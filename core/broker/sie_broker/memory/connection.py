@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import chain
+from typing import Protocol
 
 from sie_broker import BrokerUnavailable, CoreMessage, NoResponder, PayloadTooBig, Subscription
 from sie_broker.limits import API_TIMEOUT_S, HELD_BYTES, HELD_MESSAGES, STOP_TIMEOUT_S
 from sie_broker.memory.streams import Puller, StreamServer, matches
-from sie_broker.tasks import OwnedTasks, ReconnectHandlers, expire, guarded
+from sie_broker.tasks import ConnectionState, expire, guarded
 
 log = logging.getLogger("sie.broker")
 
@@ -20,27 +20,17 @@ ADVISORY = "$JS.EVENT.ADVISORY.CONSUMER"
 
 
 class Exchange(StreamServer):
-    """Streams, and the routing of other messages between the connections. For the next `lose_answers` publishes, the
-    message is stored, but the publisher gets BrokerUnavailable instead of an answer.
-    """
+    """Streams, and the routing of other messages between the connections."""
 
     def __init__(self, max_payload: int, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
         super().__init__(clock, wall_clock)
         self.max_payload = max_payload
-        self.lose_answers = 0
         self.inboxes: dict[str, asyncio.Future[bytes]] = {}
         self._tokens = 0
         self._connections: set[MemoryConnection] = set()
         self._exact: dict[str, list[Listener]] = {}
         self._patterns: list[Listener] = []
         self._turn = 0
-
-    def loses_answer(self) -> bool:
-        """Return whether this publish must not get its answer; if so, decrease `lose_answers`."""
-        if not self.lose_answers:
-            return False
-        self.lose_answers -= 1
-        return True
 
     def disconnect(self) -> None:
         """Lose all connections, as when a broker dies: requests in flight fail and open pulls end. Leases remain."""
@@ -52,7 +42,11 @@ class Exchange(StreamServer):
             connection.reconnect()
 
     def remove(self, connection: MemoryConnection) -> None:
+        """Remove a connection and its subscriptions."""
         self._connections.discard(connection)
+        for listener in [*self._patterns, *chain.from_iterable(self._exact.values())]:
+            if listener.connection is connection:
+                self.unlisten(listener)
 
     def new_inbox(self) -> str:
         self._tokens += 1
@@ -110,12 +104,6 @@ class Exchange(StreamServer):
                 yield listener
 
 
-class Settlement(Protocol):
-    """Delivery whose ack is delayed until there is a connection."""
-
-    def settle(self) -> None: ...
-
-
 class WatchReader(Protocol):
     """Watch of a bucket: the methods that its connection calls."""
 
@@ -125,35 +113,20 @@ class WatchReader(Protocol):
     def abandon(self) -> None: ...
 
 
-class MemoryConnection:
+class MemoryConnection(ConnectionState):
     """Connection to an in-process server. Each connection can be lost and restored separately."""
 
     def __init__(self, server: Exchange, name: str) -> None:
-        self.name = name
-        self.troubles: dict[str, str] = {}
+        super().__init__(name)
         self.owns_streams = True
         self.max_payload = server.max_payload
         self._server = server
         self._live = True
-        self._closed = False
-        self._up = asyncio.Event()
         self._up.set()
         self._waiting: set[asyncio.Future[bytes]] = set()
-        self._late_acks: list[Settlement] = []
+        self._late_acks: list[Callable[[], None]] = []  # acks that are delayed until there is a connection
         self._pulls: set[Puller] = set()
-        self._listeners: set[Listener] = set()
-        self._watches: set[WatchReader] = set()
-        self._reconnect_handlers = ReconnectHandlers()
-        self._tasks = OwnedTasks(name)
-
-    @property
-    def live(self) -> bool:
-        """Return whether the connection exists. `connected` is also False if a task of the connection crashed."""
-        return self._live
-
-    @property
-    def connected(self) -> bool:
-        return self._live and not self._tasks.crashed
+        self.watches: set[WatchReader] = set()
 
     async def close(self) -> None:
         self._live = False
@@ -163,11 +136,9 @@ class MemoryConnection:
         self._fail_waiting("the connection was closed")
         for pulls in list(self._pulls):
             pulls.abandon()
-        for listener in self._listeners:
-            self._server.unlisten(listener)
-        for watch in list(self._watches):
+        for watch in list(self.watches):
             watch.abandon()
-        await self._tasks.cancel()
+        await self._cancel_tasks()
 
     def disconnect(self) -> None:
         self._live = False
@@ -182,17 +153,13 @@ class MemoryConnection:
         self._live = True
         self._up.set()
         late, self._late_acks = self._late_acks, []
-        for delivery in late:
-            delivery.settle()
+        for settle in late:
+            settle()
         for pulls in self._pulls:
             pulls.attach_all()
-        for watch in self._watches:
+        for watch in self.watches:
             watch.catch_up()
-        self._reconnect_handlers.reconnected()
-
-    def on_reconnect(self, handler: Callable[[], Awaitable[None]]) -> None:
-        if self._reconnect_handlers.add(handler):
-            self.own(self._reconnect_handlers.run(), "reconnect handlers")
+        self._reconnected.set()
 
     def _fail_waiting(self, reason: str) -> None:
         for answer in self._waiting:
@@ -200,22 +167,13 @@ class MemoryConnection:
                 answer.set_exception(BrokerUnavailable(f"{self.name}: {reason}"))
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable at the time-out, or
-        if the connection is closed.
-        """
         # Let other tasks run, as a network round trip does: a caller that sends requests in a loop must not block them.
         await asyncio.sleep(0)
         if self._live:
             return timeout_s
-        start_s = time.monotonic()
-        if not self._closed:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._up.wait()
-            except TimeoutError:
-                raise BrokerUnavailable(f"{self.name}: no connection to the broker for {timeout_s} s") from None
-        self.require()
-        return timeout_s - (time.monotonic() - start_s)
+        timeout_s = await super().reach(timeout_s)
+        self.require()  # the connection may be lost again
+        return timeout_s
 
     def require(self) -> None:
         """Raise BrokerUnavailable if the connection is lost or closed."""
@@ -224,18 +182,14 @@ class MemoryConnection:
                 f"{self.name}: {'the connection to the broker is closed' if self._closed else 'no connection'}"
             )
 
-    def acknowledge(self, delivery: Settlement) -> None:
+    def acknowledge(self, settle: Callable[[], None]) -> None:
         """Acknowledge a delivery now, or after the next reconnect: unlike other messages, an ack may be late."""
         if self._live:
-            delivery.settle()
+            settle()
         elif self._closed:
             self.require()
         else:
-            self._late_acks.append(delivery)
-
-    def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run `work` as a task until the connection is closed. If it crashes, `connected` becomes False."""
-        return self._tasks.start(work, name)
+            self._late_acks.append(settle)
 
     async def flush(self, timeout_s: float = 2.0) -> None:
         await self.reach(timeout_s)
@@ -267,9 +221,8 @@ class MemoryBus(MemoryConnection):
     ) -> Subscription:
         await self.reach(API_TIMEOUT_S)
         limits = held_messages or HELD_MESSAGES, held_bytes or HELD_BYTES
-        listener = Listener(self, self._server, subject, handler, queue, self._listeners, limits, on_dropped)
+        listener = Listener(self, self._server, subject, handler, queue, limits, on_dropped)
         self._server.listen(listener)
-        self._listeners.add(listener)
         return listener
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
@@ -303,7 +256,6 @@ class Listener:
         subject: str,
         handler: Callable[[CoreMessage], Awaitable[None]],
         queue: str,
-        listeners: set[Listener],
         limits: tuple[int, int],
         on_dropped: Callable[[str], None] | None,
     ) -> None:
@@ -312,7 +264,6 @@ class Listener:
         self.queue = queue
         self._server = server
         self._handler = handler
-        self._listeners = listeners
         self._max_messages, self._max_bytes = limits
         self._on_dropped = on_dropped
         self._held: deque[CoreMessage] = deque()
@@ -344,7 +295,6 @@ class Listener:
 
     async def stop(self) -> None:
         self._server.unlisten(self)
-        self._listeners.discard(self)
         task = self._task
         if task is not None:
             await asyncio.wait({task}, timeout=STOP_TIMEOUT_S)

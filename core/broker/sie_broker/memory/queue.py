@@ -6,8 +6,6 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from sie_broker import (
-    BrokerError,
-    BrokerUnavailable,
     ConsumerState,
     CoreMessage,
     Delivery,
@@ -58,7 +56,7 @@ class MemoryDelivery:
         self.reply = f"$JS.ACK.{consumer.spec.stream}.{self.consumer}.{self.delivered}.{self.sequence}"
 
     async def ack(self) -> None:
-        self._connection.acknowledge(self)
+        self._connection.acknowledge(self.settle)
 
     async def nak(self, delay_s: float = 0.0) -> None:
         self._connection.require()
@@ -113,8 +111,7 @@ class MemoryPulls:
                 return
             entry = self._credits[consumer] = DeliveryCredit(self)
         entry.left = max(0, credit)
-        if entry.left and not entry.queued and not self._stopped and self._connection.live:
-            self.attach(consumer)
+        self.attach(consumer)
 
     def outstanding(self, consumer: str) -> int:
         entry = self._credits.get(consumer)
@@ -140,10 +137,7 @@ class MemoryPulls:
             log.exception("pulls on stream %s: the handler of a delivery failed", self._stream)
 
     def attach(self, name: str) -> None:
-        """Add the credit of these pulls (deliveries that they still accept) to the consumer's queue of credits."""
-        entry = self._credits.get(name)
-        stream = self._server.streams.get(self._stream)
-        consumer = stream.consumers.get(name) if stream is not None else None
+        entry, consumer = self._credits.get(name), self._consumer(name)
         if entry is not None and consumer is not None and entry.left and not entry.queued and self._connection.live:
             entry.queued = True
             consumer.credits.append(entry)
@@ -153,18 +147,16 @@ class MemoryPulls:
         for name in self._credits:
             self.attach(name)
 
-    def detach(self, name: str) -> None:
-        entry = self._credits.get(name)
-        if entry is not None and entry.queued:
-            entry.queued = False
-            stream = self._server.streams.get(self._stream)
-            consumer = stream.consumers.get(name) if stream is not None else None
-            if consumer is not None:
+    def detach_all(self) -> None:
+        for name, entry in self._credits.items():
+            consumer = self._consumer(name)
+            if consumer is not None and entry.queued:
+                entry.queued = False
                 consumer.credits.remove(entry)
 
-    def detach_all(self) -> None:
-        for name in self._credits:
-            self.detach(name)
+    def _consumer(self, name: str) -> Consumer | None:
+        stream = self._server.streams.get(self._stream)
+        return stream.consumers.get(name) if stream is not None else None
 
 
 class MemoryQueue(MemoryBus):
@@ -172,10 +164,7 @@ class MemoryQueue(MemoryBus):
         if not self._live:
             await self.reach(timeout_s)
         self._check(subject, data)
-        published = self._server.stream_of(subject).store(subject, data, message_id)
-        if self._server.loses_answer():
-            raise BrokerUnavailable(f"{subject}: the broker's answer was lost; the message may be stored")
-        return published
+        return self._server.stream_of(subject).store(subject, data, message_id)
 
     def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls:
         pulls = MemoryPulls(self, self._server, stream, handler)
@@ -236,16 +225,12 @@ class MemoryQueue(MemoryBus):
 
 
 class MemoryAdministration(MemoryQueue):
-    async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
+    async def ensure_stream(self, spec: StreamSpec) -> StreamState:
         await self.reach(API_TIMEOUT_S)
-        stream = self._server.streams.get(spec.name)
-        if stream is None and owner:
-            stream = self._server.add_stream(spec)
-        if stream is None:
-            raise BrokerError(f"there is no stream {spec.name}: its owner has not created it yet")
+        stream = self._server.streams.get(spec.name) or self._server.add_stream(spec)
         current = stream.spec
         field = next((field for field in _STREAM_FIELDS if normal(current, field) != normal(spec, field)), None)
-        if owner and current.version < spec.version and (field is None or spec.storage == current.storage):
+        if current.version < spec.version and (field is None or spec.storage == current.storage):
             check_room(spec, current.max_per_subject, current.max_bytes, stream.bytes, stream.counts)
             self._server.change_stream(stream, spec)
         elif field is not None:
@@ -266,7 +251,6 @@ class MemoryAdministration(MemoryQueue):
         if consumer is None:
             consumer = stream.add_consumer(spec)
             self._server.open_credits(consumer)
-            self._server.serve(consumer)
             self._server.advise(spec.stream, spec.name, exists=True)
             return
         current = consumer.spec
@@ -282,8 +266,6 @@ class MemoryAdministration(MemoryQueue):
         await self.reach(API_TIMEOUT_S)
         if stream not in self._server.streams or not self._server.streams[stream].remove_consumer(name):
             return False
-        for pulls in self._server.pulls.get(stream, ()):
-            pulls.detach(name)
         self._server.advise(stream, name, exists=False)
         return True
 

@@ -91,9 +91,6 @@ class Puller(Protocol):
     def attach(self, name: str) -> None:
         """Add the credit of these pulls, if there is any, to the consumer's queue of credits."""
 
-    def detach(self, name: str) -> None:
-        """Remove the credit of these pulls from the consumer's queue of credits."""
-
     def attach_all(self) -> None: ...
 
     def detach_all(self) -> None: ...
@@ -284,6 +281,8 @@ class Stream:
         consumer = self.consumers.pop(name, None)
         if consumer is None:
             return False
+        for credit in consumer.credits:
+            credit.queued = False
         consumer.credits.clear()
         if self._exact.pop(consumer.spec.subject, None) is None:
             self._wide.remove(consumer)
@@ -386,8 +385,6 @@ class StreamServer:
         for consumer in list(stream.consumers):
             stream.remove_consumer(consumer)
         self._by_subject.clear()
-        for pulls in self.pulls.get(name, ()):
-            pulls.detach_all()
 
     def open_credits(self, consumer: Consumer) -> None:
         """Add the credit of open pulls to a new consumer: pulls may request deliveries before their consumer exists."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nats.aio.client import Client
@@ -25,7 +25,7 @@ from sie_broker import (
 )
 from sie_broker.limits import API_TIMEOUT_S, HELD_BYTES, HELD_MESSAGES, STOP_TIMEOUT_S
 from sie_broker.nats.transport import FIRST_RETRY_S, HANG_UP_S, Transport, inbox_prefix, split
-from sie_broker.tasks import OwnedTasks, ReconnectHandlers, expire, log_failure
+from sie_broker.tasks import ConnectionState, expire, log_failure
 
 if TYPE_CHECKING:
     from sie_contracts.settings import Secret
@@ -102,29 +102,23 @@ class Answers:
                 answer.set_exception(BrokerUnavailable(reason))
 
 
-class NatsConnection:
+class NatsConnection(ConnectionState):
     """Connection to a NATS server or cluster. Call `open` before any other method."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        super().__init__(name)
         self.max_payload = 0
-        self.troubles: dict[str, str] = {}
         self.owns_streams = False
         self._client: Any = Client()
         self._transport = Transport()
         self._client._transport = self._transport
         self._opened = False  # True after the first success of `open`
-        self._live = False
-        self._closed = False
-        self._up = asyncio.Event()
         self._failed_attempts = 0
         self._dropped = 0
         # client's subscription -> callback for a dropped message
         self._droppers: dict[Any, Callable[[str], None]] = {}
         self._answers = Answers("")
         self._inboxes: set[PullInbox] = set()  # they are called when the connection is lost, restored or closed
-        self._reconnect_handlers = ReconnectHandlers()
-        self._tasks = OwnedTasks(name)
 
     async def open(self, url: str, timeout_s: float, password: Secret | None = None, user: str = "") -> None:
         """Connect to a server, as described in `sie_broker.nats.connect`."""
@@ -213,48 +207,19 @@ class NatsConnection:
         self._up.set()
         for inbox in list(self._inboxes):
             inbox.abandon()
-        await self._tasks.cancel()
+        await self._cancel_tasks()
         await self._hang_up()
         self._answers.fail(f"{self.name}: the connection was closed")
 
     @property
     def live(self) -> bool:
-        """Return whether the connection exists. `connected` is also False if a task of the connection crashed."""
         return bool(self._live and self._client.is_connected)
-
-    @property
-    def connected(self) -> bool:
-        return self.live and not self._tasks.crashed
 
     @property
     def server(self) -> tuple[str, bool]:
         """Return the server's version, and whether it has JetStream, as reported when it accepted the connection."""
         info = self._client._server_info
         return str(info.get("version", "")), bool(info.get("jetstream"))
-
-    def on_reconnect(self, handler: Callable[[], Awaitable[None]]) -> None:
-        if self._reconnect_handlers.add(handler):
-            self.own(self._reconnect_handlers.run(), "reconnect handlers")
-
-    async def reach(self, timeout_s: float) -> float:
-        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable at the time-out, or
-        if the connection is closed.
-        """
-        loop = asyncio.get_running_loop()
-        start_s = loop.time()
-        if not self._closed:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._up.wait()
-            except TimeoutError:
-                raise BrokerUnavailable(f"{self.name}: no connection to the broker for {timeout_s} s") from None
-        if self._closed:
-            raise BrokerUnavailable(f"{self.name}: the connection to the broker is closed")
-        return timeout_s - (loop.time() - start_s)
-
-    def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run `work` as a task until the connection is closed. If it crashes, `connected` becomes False."""
-        return self._tasks.start(work, name)
 
     def remove(self, inbox: PullInbox) -> None:
         self._inboxes.discard(inbox)
@@ -307,7 +272,7 @@ class NatsConnection:
         self._up.set()
         for inbox in self._inboxes:
             inbox.wake()
-        self._reconnect_handlers.reconnected()
+        self._reconnected.set()
 
     async def _on_closed(self) -> None:
         if self._opened and not self._closed:  # during `open`, its caller gets the error

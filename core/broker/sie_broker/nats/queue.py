@@ -104,7 +104,7 @@ class NatsQueue(JetStream):
 class NatsAdministration(NatsQueue):
     """Queue over JetStream whose streams and consumers can also be created, updated and deleted."""
 
-    async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
+    async def ensure_stream(self, spec: StreamSpec) -> StreamState:
         desired = stream_config(spec)
         request = StreamRequest(
             spec.name,
@@ -116,11 +116,11 @@ class NatsAdministration(NatsQueue):
             spec.duplicate_window_s,
             version=spec.version,
         )
-        info = await (self.create_stream(request, desired) if owner else self.stream_info(spec.name))
+        info = await self.create_stream(request, desired)
         if info is None:
-            raise BrokerError(f"there is no stream {spec.name}: its owner has not created it yet")
+            raise BrokerError(f"{spec.name} was deleted by another process while it was created")
         field = difference(info.config, desired)
-        if owner and version_of(info.config) < spec.version:
+        if version_of(info.config) < spec.version:
             counts = await self.subject_counts(spec.name, ">")
             check_room(spec, *limits_of(info.config), info.state.bytes, counts)
             if not await self.ask_owner(request):
