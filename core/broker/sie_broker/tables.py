@@ -32,29 +32,20 @@ SPARE_BYTES = 4 << 10  # bytes of a message that are reserved for its headers, b
 @dataclass(frozen=True)
 class TableChange:
     """Writes that store a table, and the content of a `StoredTable` after them. `table`: the whole table. `head`: value
-    of the lane's key. `sizes`: bytes of each part.
+    of the lane's key.
     """
 
     writes: list[Write]
     table: Placement
     head: Placement
     parts: dict[int, PlacementPart]
-    sizes: dict[int, int]
 
 
-@dataclass(frozen=True)
-class StoredPart:
-    """Decoded value of one key: a table or a part of one. `size`: bytes of the encoded value."""
-
-    value: Placement | PlacementPart
-    size: int
-
-
-def decode(entry: Entry) -> StoredPart:
+def decode(entry: Entry) -> Placement | PlacementPart:
     """Decode the value of an entry, a table or a part of one. Raises an error of UNDECODABLE for another value."""
     value = entry.value or b""
     is_part = topology.lane_key_of(entry.key) != entry.key
-    return StoredPart(records.decode_placement_part(value) if is_part else records.decode_placement(value), len(value))
+    return records.decode_placement_part(value) if is_part else records.decode_placement(value)
 
 
 async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
@@ -88,18 +79,11 @@ class StoredTable:
         self._revisions: dict[str, int] = {}  # revision of each key in the bucket
         self._head: Placement | None = None
         self._parts: dict[int, PlacementPart] = {}
-        self._sizes: dict[int, int] = {}
-
-    def apply(self, entry: Entry) -> bool:
-        """Apply an entry of the bucket; see `put`. Return whether the table changed. Raises an error of UNDECODABLE
-        for an entry that cannot be decoded; the table then stays unchanged.
-        """
-        return self.put(entry.key, None if entry.value is None else decode(entry), entry.revision)
 
     def has(self, key: str) -> bool:
         return key == self.key or topology.part_number(self.key, key) is not None
 
-    def put(self, key: str, stored: StoredPart | None, revision: int) -> bool:
+    def put(self, key: str, value: Placement | PlacementPart | None, revision: int) -> bool:
         """Set the value of a key; None: it was removed, or is unreadable. Ignore keys of other lanes, and a revision
         that is not newer than the present one. Return whether the table changed.
         """
@@ -107,17 +91,15 @@ class StoredTable:
             return False
         self._revisions[key] = revision
         number = topology.part_number(self.key, key)
-        value = None if stored is None else stored.value
         if number is None:
             self._head = value if isinstance(value, Placement) else None
-        elif stored is None or not isinstance(value, PlacementPart):
+        elif not isinstance(value, PlacementPart):
             self._parts.pop(number, None)
-            self._sizes.pop(number, None)
             return False
         else:
             if number in self._parts and self._parts[number].stamp == value.stamp:
                 return False
-            self._parts[number], self._sizes[number] = value, stored.size
+            self._parts[number] = value
             if self._head is None or not self._head.parts:
                 return False
         return self._join()
@@ -165,36 +147,36 @@ class StoredTable:
 
     def _change(self, table: Placement, max_payload: int) -> TableChange:
         limit = max_payload - SPARE_BYTES
-        if not self._sizes or sum(self._sizes.values()) <= WHOLE_BYTES // 2:
+        if sum(map(_size, self._parts.values())) <= WHOLE_BYTES // 2:
             whole = messages.encode(table)
             if len(whole) <= min(WHOLE_BYTES, limit):
                 removals = [Write(topology.part_key(self.key, number), None) for number in sorted(self._parts)]
-                return TableChange([*removals, Write(self.key, whole, self.revision)], table, table, {}, {})
-        parts, encoded = self._split(table, min(PART_BYTES, limit))
+                return TableChange([*removals, Write(self.key, whole, self.revision)], table, table, {})
+        parts = self._split(table, min(PART_BYTES, limit))
         head = Placement(table.at_s, parts=tuple(parts[number].stamp for number in range(len(parts))))
-        writes = [Write(topology.part_key(self.key, number), data) for number, data in encoded.items()]
+        writes = [
+            Write(topology.part_key(self.key, number), messages.encode(part))
+            for number, part in parts.items()
+            if part is not self._parts.get(number)  # `_renewed` keeps the objects of unchanged parts
+        ]
         writes += [
             Write(topology.part_key(self.key, number), None) for number in sorted(self._parts.keys() - parts.keys())
         ]
-        sizes = {number: self._sizes.get(number, 0) for number in parts} | {
-            number: len(data) for number, data in encoded.items()
-        }
-        return TableChange([*writes, Write(self.key, messages.encode(head), self.revision)], table, head, parts, sizes)
+        return TableChange([*writes, Write(self.key, messages.encode(head), self.revision)], table, head, parts)
 
     def written(self, change: TableChange, revision: int) -> None:
         """Set this object to the result of a change that was stored with this revision."""
-        self.table, self._head = change.table, change.head
-        self._parts, self._sizes = change.parts, change.sizes
+        self.table, self._head, self._parts = change.table, change.head, change.parts
         # no other write came between those of the batch, so the revision of its last write is used for all of them
         self._revisions.update(dict.fromkeys((write.key for write in change.writes), revision))
 
-    def _split(self, table: Placement, limit: int) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:
+    def _split(self, table: Placement, limit: int) -> dict[int, PlacementPart]:
         before = self._head
         if before is not None and before.parts and self.table is not None and len(self._parts) == len(before.parts):
-            parts, encoded = self._renewed(table, self.table)
-            sizes = self._sizes | {number: len(data) for number, data in encoded.items()}
-            if max(sizes.values()) <= limit and sum(sizes.values()) >= len(parts) * limit // 8:
-                return parts, encoded
+            parts = self._renewed(table, self.table)
+            sizes = [_size(part) for part in parts.values()]
+            if max(sizes) <= limit and sum(sizes) >= len(parts) * limit // 8:
+                return parts
         count = 2
         size = len(messages.encode(table))
         while count < MAX_PARTS and count * limit < 2 * size:
@@ -202,33 +184,30 @@ class StoredTable:
         rows: list[list[str]] = [[] for _ in range(count)]
         for model in table.hosts:
             rows[_part_of(model, count)].append(model)
-        encoded_parts = {number: _part(table, models) for number, models in enumerate(rows)}
-        return {number: part for number, (part, _) in encoded_parts.items()}, {
-            number: data for number, (_, data) in encoded_parts.items()
-        }
+        return {number: _part(table, models) for number, models in enumerate(rows)}
 
-    def _renewed(self, table: Placement, before: Placement) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:
+    def _renewed(self, table: Placement, before: Placement) -> dict[int, PlacementPart]:
         changed = {model for model, hosts in table.hosts.items() if before.hosts.get(model) != hosts}
         changed |= before.hosts.keys() - table.hosts.keys()
         changed |= {model for model, _ in table.raised_s.items() ^ before.raised_s.items()}
-        parts, encoded = dict(self._parts), dict[int, bytes]()
         rows: dict[int, set[str]] = {}
         for model in changed:
-            rows.setdefault(_part_of(model, len(parts)), set()).add(model)
-        for number, models in rows.items():
-            part, data = _part(table, sorted(models | self._parts[number].hosts.keys()))
-            if part.stamp != parts[number].stamp:
-                parts[number], encoded[number] = part, data
-        return parts, encoded
+            rows.setdefault(_part_of(model, len(self._parts)), set()).add(model)
+        return self._parts | {
+            number: _part(table, sorted(models | self._parts[number].hosts.keys())) for number, models in rows.items()
+        }
 
 
 def _part_of(model: str, count: int) -> int:
     return zlib.crc32(model.encode()) % count
 
 
-def _part(table: Placement, models: Sequence[str]) -> tuple[PlacementPart, bytes]:
+def _size(part: PlacementPart) -> int:
+    return len(messages.encode(part))
+
+
+def _part(table: Placement, models: Sequence[str]) -> PlacementPart:
     hosts = {model: table.hosts[model] for model in models if model in table.hosts}
     rows = PlacementPart(0, hosts, {model: table.raised_s[model] for model in models if model in table.raised_s})
     stamp = int.from_bytes(hashlib.blake2b(messages.encode(rows), digest_size=8).digest(), "big")
-    part = PlacementPart(stamp, rows.hosts, rows.raised_s)
-    return part, messages.encode(part)
+    return PlacementPart(stamp, rows.hosts, rows.raised_s)

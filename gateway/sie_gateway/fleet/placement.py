@@ -18,11 +18,11 @@ from sie_broker import BrokerError, Store, WrongRevision
 from sie_broker import tables as stored_tables
 from sie_broker.independent import independently
 from sie_broker.record import Record, RecordBucket
-from sie_broker.tables import StoredPart, StoredTable, TableChange
+from sie_broker.tables import StoredTable, TableChange
 from sie_contracts.wire import topology
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_contracts.wire.messages import WorkItem
-from sie_contracts.wire.records import Placement
+from sie_contracts.wire.records import Placement, PlacementPart
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.planner import ModelBacklog, Planner, Slices
@@ -104,10 +104,10 @@ class Placer:
         """Read all tables from the bucket (created if missing), and watch it. Can be repeated. Raises BrokerError."""
         await self._record.follow()
 
-    def _on_value(self, key: str, value: StoredPart | None, revision: int) -> None:
+    def _on_value(self, key: str, value: Placement | PlacementPart | None, revision: int) -> None:
         self._when_looked(lambda: self._put(key, value, revision))
 
-    def _put(self, key: str, value: StoredPart | None, revision: int) -> None:
+    def _put(self, key: str, value: Placement | PlacementPart | None, revision: int) -> None:
         lane_key = topology.lane_key_of(key)
         if value is None and lane_key not in self._tables:
             return

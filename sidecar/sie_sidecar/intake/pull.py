@@ -26,9 +26,9 @@ from typing import Literal, get_args
 from sie_broker import Broker, BrokerError, Delivery, Pulls, Queue, Subscription
 from sie_broker import tables as stored_tables
 from sie_broker.record import Record, RecordBucket
-from sie_broker.tables import StoredPart, StoredTable
+from sie_broker.tables import StoredTable
 from sie_contracts.wire import messages, topology
-from sie_contracts.wire.records import Placement
+from sie_contracts.wire.records import Placement, PlacementPart
 from sie_contracts.wire.topology import Lane
 from sie_sidecar.batching import batch
 from sie_sidecar.batching.batch import BatchLimits, Load
@@ -144,7 +144,7 @@ class HostAssignment:
             self._first.cancel()
             self._first = None
 
-    def _on_value(self, key: str, value: StoredPart | None, revision: int) -> None:
+    def _on_value(self, key: str, value: Placement | PlacementPart | None, revision: int) -> None:
         if self._stored.put(key, value, revision):
             self._changed()
 
