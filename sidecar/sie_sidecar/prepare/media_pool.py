@@ -2,7 +2,7 @@
 file needs one, and ends with the sidecar.
 
     prepare ──► queue ──► keeper task ──► its worker process ──► PreparedImage or SoundFeatures, or Unusable
-                             └── the process died or took too long: this file fails, a new process is started
+                             └── the process died or took too long: this file fails, the next one starts a new process
 
 Decoders run in processes because they are C code that reads the data of clients: a crash then makes only one file fail.
 Each process has one keeper, a task that alone talks to it, and sends the next file only after the answer to the last
@@ -22,7 +22,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, get_args, overload
+from typing import get_args, overload
 
 from sie_contracts.errors import (
     UNDECODABLE,
@@ -52,24 +52,6 @@ START_S = 30.0  # seconds that a process may take to start, on a busy machine to
 DIED_S = 1.0  # seconds for which the pool waits for the end of a lost process; then it is killed
 _logger = logging.getLogger("sie.sidecar.media")
 
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
-
-class _MediaFile(Protocol[T_co]):
-    """A file to decode; `outcome` is what its caller gets. Images and sounds implement this protocol."""
-
-    @property
-    def noun(self) -> str: ...
-
-    @property
-    def data(self) -> bytes: ...
-
-    def job(self, number: int) -> Job: ...
-
-    def outcome(self, reply: PreparedFile) -> T_co:
-        """Convert a worker's answer to the outcome for the caller. Raises _WorkerLost if it does not fit the file."""
-
 
 @dataclass(frozen=True)
 class _ImageFile:
@@ -80,7 +62,8 @@ class _ImageFile:
     def job(self, number: int) -> Job:
         return ImageJob(number, self.recipe, self.data)
 
-    def outcome(self, reply: PreparedFile) -> PreparedImage:
+    def check(self, reply: PreparedFile) -> None:
+        """Raise _WorkerLost if a worker's answer does not fit this file."""
         if not isinstance(reply, PreparedImage):
             raise _WorkerLost("its answer is not an image")
         try:
@@ -90,7 +73,6 @@ class _ImageFile:
             raise _WorkerLost("its answer has an image size that is refused") from error
         if (reply.height, reply.width) != expected or len(reply.pixels) != 3 * reply.height * reply.width:
             raise _WorkerLost("its pixels do not have the size that the recipe requires")
-        return reply
 
 
 @dataclass(frozen=True)
@@ -103,21 +85,20 @@ class _SoundFile:
     def job(self, number: int) -> Job:
         return SoundJob(number, self.recipe, self.data, self.from_s)
 
-    def outcome(self, reply: PreparedFile) -> SoundFeatures:
+    def check(self, reply: PreparedFile) -> None:
+        """Raise _WorkerLost if a worker's answer does not fit this file."""
         if not isinstance(reply, SoundFeatures):
             raise _WorkerLost("its answer is not a sound")
         if not self.recipe.can_make(reply.shape) or len(reply.features) != 4 * math.prod(reply.shape):
             raise _WorkerLost("its features do not have the shape that the recipe requires")
-        return reply
 
 
-class _PendingFile(Generic[T]):
+class _PendingFile:
     """File that waits or is being decoded, with the future of its outcome."""
 
-    def __init__(self, file: _MediaFile[T]) -> None:
+    def __init__(self, file: _ImageFile | _SoundFile) -> None:
         self.file = file
-        self.noun = file.noun
-        self.done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[PreparedFile] = asyncio.get_running_loop().create_future()
 
     def fail(self, error: SIEError) -> None:
         if not self.done.done():
@@ -125,9 +106,9 @@ class _PendingFile(Generic[T]):
 
     def succeed(self, reply: PreparedFile) -> None:
         """Pass a worker's answer to the caller. Raises _WorkerLost if the answer does not fit the file."""
-        outcome = self.file.outcome(reply)
+        self.file.check(reply)
         if not self.done.done():
-            self.done.set_result(outcome)
+            self.done.set_result(reply)
 
 
 class MediaPool:
@@ -147,7 +128,7 @@ class MediaPool:
         self._count = count
         self._deadline_s = deadline_s
         self._memory_bytes = memory_bytes
-        self._queue: asyncio.Queue[_PendingFile[Any]] = asyncio.Queue()
+        self._queue: asyncio.Queue[_PendingFile] = asyncio.Queue()
         self._keepers: list[asyncio.Task[None]] = []
         self._workers: set[_MediaProcess] = set()
         self._free = 0  # number of keepers (tasks with one process each) that wait for a file
@@ -175,11 +156,7 @@ class MediaPool:
         the cause) for an unusable file; QueueFull, ResourceExhausted, ShuttingDown or InternalFailure if the file is
         not the cause.
         """
-        if isinstance(recipe, Recipe):
-            return await self._prepared(_ImageFile(data, recipe))
-        return await self._prepared(_SoundFile(data, recipe, from_s))
-
-    async def _prepared(self, file: _MediaFile[T]) -> T:
+        file = _ImageFile(data, recipe) if isinstance(recipe, Recipe) else _SoundFile(data, recipe, from_s)
         try:
             self._admit(file)
             outcome = await self._put(_PendingFile(file))
@@ -192,7 +169,7 @@ class MediaPool:
         self._count(file.noun, "prepared")
         return outcome
 
-    def _admit(self, file: _MediaFile[Any]) -> None:
+    def _admit(self, file: _ImageFile | _SoundFile) -> None:
         """Raise SIEError if the file is too large, too many files wait, or the pool is closed."""
         if self._closed:
             raise ShuttingDown("the media workers have ended")
@@ -203,7 +180,7 @@ class MediaPool:
             message = f"{self.waiting} files wait for {self._most} media workers"
             raise QueueFull(message, extras={"queue_depth": self.waiting})
 
-    def _put(self, job: _PendingFile[T]) -> asyncio.Future[T]:
+    def _put(self, job: _PendingFile) -> asyncio.Future[PreparedFile]:
         self._queue.put_nowait(job)
         if self.waiting > self._free and len(self._keepers) < self._most:
             self._keepers.append(asyncio.create_task(self._keep(), name="media worker"))
@@ -225,9 +202,7 @@ class MediaPool:
                     continue
                 try:
                     if worker is not None and worker.is_gone:
-                        _logger.warning(
-                            "media worker process %d ended while it had no file; it is replaced", worker.pid
-                        )
+                        _logger.warning("media worker process %d ended while it had no file", worker.pid)
                         await self._end(worker)
                         worker = None
                     worker = worker or await self._start()
@@ -236,8 +211,8 @@ class MediaPool:
                     _logger.error("a media worker process could not be started: %s", error)
                     job.fail(ResourceExhausted("the process that decodes files could not be started: try again later"))
                 except Exception as error:  # catches everything, because the caller must get an outcome in any case
-                    _logger.exception("decoding a file (%s) failed; its request gets an error", job.noun)
-                    job.fail(InternalFailure(f"preparing the {job.noun} failed: {type(error).__name__}"))
+                    _logger.exception("decoding a file (%s) failed; its request gets an error", job.file.noun)
+                    job.fail(InternalFailure(f"preparing the {job.file.noun} failed: {type(error).__name__}"))
                     if worker is not None:
                         await self._end(worker)
                     worker = None
@@ -247,15 +222,15 @@ class MediaPool:
             if worker is not None:
                 await self._end(worker)
 
-    async def _next(self) -> _PendingFile[Any]:
+    async def _next(self) -> _PendingFile:
         self._free += 1
         try:
             return await self._queue.get()
         finally:
             self._free -= 1
 
-    async def _serve(self, job: _PendingFile[Any], worker: _MediaProcess) -> _MediaProcess | None:
-        """Decode the file of `job`. Return the process for the next file; None if a new one could not be started."""
+    async def _serve(self, job: _PendingFile, worker: _MediaProcess) -> _MediaProcess | None:
+        """Decode the file of `job`. Return the process for the next file; None if it was ended."""
         self._number += 1
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -266,7 +241,7 @@ class MediaPool:
             return worker
         except TimeoutError:
             how = f"took longer than {self._deadline_s:g} s"
-            job.fail(fault("timeout", f"decoding the {job.noun} {how}"))
+            job.fail(fault("timeout", f"decoding the {job.file.noun} {how}"))
         except _WorkerLost as error:
             status = await worker.ended()
             how = f"was killed by signal {-status}" if status < 0 else f"ended, or sent no usable answer: {error}"
@@ -278,16 +253,12 @@ class MediaPool:
                     )
                 )
             else:
-                job.fail(fault("undecodable", f"the decoder of the {job.noun} crashed"))
+                job.fail(fault("undecodable", f"the decoder of the {job.file.noun} crashed"))
         else:
             return worker
-        _logger.warning("media worker process %d %s; it is replaced", worker.pid, how)
+        _logger.warning("media worker process %d %s; the next file starts a new one", worker.pid, how)
         await self._end(worker)
-        try:
-            return await self._start()
-        except _WorkerNotStarted as error:  # the next file starts a process again
-            _logger.error("a media worker could not be started: %s", error)
-            return None
+        return None
 
     async def _start(self) -> _MediaProcess:
         worker = await _MediaProcess.start(self._memory_bytes)
