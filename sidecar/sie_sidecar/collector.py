@@ -50,12 +50,11 @@ class WorkerCollector(Collector):
         devices = worker.models.devices if worker else []
         yield counter("sie_model_swaps", sum(device.swaps for device in devices))
         yield counter("sie_idle_evictions", sum(device.idle_evictions for device in devices))
-        yield counter("sie_tower_outputs", health.towers.counts())
-        model_names = sorted({hosted.name for hosted in all_hosted} | health.remedies.models())
+        yield counter("sie_tower_outputs", {("hit",): 0, ("miss",): 0, **health.towers.total()})
+        remedies = health.remedies.total()
+        model_names = sorted({hosted.name for hosted in all_hosted} | {model for model, _ in remedies})
         for remedy in OOM:
-            yield counter(
-                f"sie_oom_{remedy}", {(model,): health.remedies.count(model, remedy) for model in model_names}
-            )
+            yield counter(f"sie_oom_{remedy}", {(model,): remedies[model, remedy] for model in model_names})
 
     def _devices(self) -> Iterator[Metric]:
         """Yield the metrics of the devices, from the last description of each connected adapter. Unknown values are

@@ -20,7 +20,7 @@ from sie_runtime.connection import because
 from sie_runtime.feed import CatalogueFeed
 from sie_runtime.process import wait_set
 from sie_sidecar.device.link import AdapterGone, AdapterLink, AdapterLinks
-from sie_sidecar.metrics import OomCounts, TowerCounts
+from sie_sidecar.metrics import AdapterCounts, oom_counts, tower_counts
 from sie_sidecar.worker import Worker
 from sie_store.weights.cache import LocalCache
 from sie_store.weights.sources import on_disk
@@ -41,7 +41,7 @@ class WorkerHealth:
         self._id = worker_id
         self.links = links
         self.feed = feed
-        self.remedies, self.towers = OomCounts(), TowerCounts()
+        self.remedies, self.towers = AdapterCounts(oom_counts), AdapterCounts(tower_counts)
         self._change = asyncio.Event()
         self.worker: Worker | None = None
         self.leaving = False

@@ -6,8 +6,7 @@ The adapter has no port for metrics: its counts are in the description that it s
 from __future__ import annotations
 
 from collections import Counter as Sum
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -105,60 +104,41 @@ class SidecarMetrics:
             self.duration.labels(model, endpoint, phase).observe(millis / 1000, traced)
 
 
-class _Counts:
-    """Counts of one device, summed over all its adapter processes so far. Each process counts from zero."""
+class AdapterCounts:
+    """Counts that adapters report, summed over devices and over all adapter processes so far. Each process counts from
+    zero.
+    """
 
-    def __init__(self) -> None:
-        self._before: Sum[tuple[str, ...]] = Sum()  # counts of earlier adapter processes
-        self._now: Mapping[tuple[str, ...], int] = {}
-        self._pid = 0
-
-    def advance(self, pid: int, now: Mapping[tuple[str, ...], int]) -> None:
-        # in a container, a new adapter may have the pid of the previous one; then lower counts show that it is new
-        if pid != self._pid or any(now.get(key, 0) < count for key, count in self._now.items()):
-            self._before.update(self._now)
-        self._pid, self._now = pid, now
-
-    def __getitem__(self, key: tuple[str, ...]) -> int:
-        return self._before[key] + self._now.get(key, 0)
-
-    def __iter__(self) -> Iterator[tuple[str, ...]]:
-        return iter({*self._before, *self._now})
-
-
-class OomCounts:
-    """Number of times that each remedy (see OOM) was used after a device ran out of memory, by model."""
-
-    def __init__(self) -> None:
-        self._devices: defaultdict[int, _Counts] = defaultdict(_Counts)  # counts by number of the device
+    def __init__(self, counts_of: Callable[[Description], Mapping[tuple[str, ...], int]]) -> None:
+        self._counts_of = counts_of
+        self._ended: Sum[tuple[str, ...]] = Sum()  # counts of earlier adapter processes
+        # by number of the device: pid of its adapter process, and the counts that it reported last
+        self._running: dict[int, tuple[int, Mapping[tuple[str, ...], int]]] = {}
 
     def update(self, description: Description, device: int = 0) -> None:
         """Update the sums with the counts that the adapter of this device reported last."""
-        counts: dict[tuple[str, ...], int] = {
-            (shortage.model, remedy): getattr(shortage, remedy) for shortage in description.shortages for remedy in OOM
-        }
-        self._devices[device].advance(description.pid, counts)
+        pid, last = self._running.get(device, (0, {}))
+        now = self._counts_of(description)
+        # in a container, a new adapter may have the pid of the previous one; then lower counts show that it is new
+        if pid != description.pid or any(now.get(key, 0) < count for key, count in last.items()):
+            self._ended.update(last)
+        self._running[device] = description.pid, now
 
-    def count(self, model: str, remedy: str) -> int:
-        return sum(counts[model, remedy] for counts in self._devices.values())
+    def total(self) -> Sum[tuple[str, ...]]:
+        total = Sum(self._ended)
+        for _, counts in self._running.values():
+            total.update(counts)
+        return total
 
-    def models(self) -> set[str]:
-        """Return the models for which a device ran out of memory at least once."""
-        return {model for counts in self._devices.values() for model, _ in counts}
+
+def oom_counts(description: Description) -> dict[tuple[str, ...], int]:
+    """Return by model and remedy (see OOM) how often the remedy was used after the device ran out of memory."""
+    return {(shortage.model, remedy): getattr(shortage, remedy) for shortage in description.shortages for remedy in OOM}
 
 
-class TowerCounts:
-    """Number of hits and misses of the cache of tower outputs (vectors of one image or sound)."""
-
-    def __init__(self) -> None:
-        self._devices: defaultdict[int, _Counts] = defaultdict(_Counts)  # counts by number of the device
-
-    def update(self, description: Description, device: int = 0) -> None:
-        use = description.towers
-        self._devices[device].advance(description.pid, {("hit",): use.hits, ("miss",): use.misses})
-
-    def counts(self) -> dict[tuple[str, ...], int]:
-        return {(result,): sum(counts[result,] for counts in self._devices.values()) for result in ("hit", "miss")}
+def tower_counts(description: Description) -> dict[tuple[str, ...], int]:
+    """Return the hits and misses of the cache of tower outputs (vectors of one image or sound)."""
+    return {("hit",): description.towers.hits, ("miss",): description.towers.misses}
 
 
 def of_models(registry: CollectorRegistry) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Any]]]:

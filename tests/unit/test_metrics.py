@@ -32,7 +32,7 @@ from sie_runtime import metrics as runtime_metrics
 from sie_runtime.metrics import TURN_S, Fold, MetricMaker, Scrape, epoch_number
 from sie_runtime.metrics_table import FOLDED, LABELS, MAX_SERIES, OOM, OTHER, TABLE, Metric
 from sie_runtime.metrics_table import Process as Kind
-from sie_sidecar.metrics import OomCounts, SidecarMetrics, TowerCounts, of_models
+from sie_sidecar.metrics import AdapterCounts, SidecarMetrics, of_models, oom_counts, tower_counts
 
 CANARY = "ZyKanarienvogel"
 CONTRACT = {
@@ -352,26 +352,24 @@ def described(pid: int, *shortages: Shortages) -> Description:
 
 
 def test_outputs_of_towers_are_counted_over_all_adapters() -> None:
-    towers = TowerCounts()
-    assert towers.counts() == {("hit",): 0, ("miss",): 0}
+    towers = AdapterCounts(tower_counts)
     towers.update(msgspec.structs.replace(described(1), towers=TowerUse(9, 1, 100)))
     towers.update(msgspec.structs.replace(described(2), towers=TowerUse(0, 2)))
-    assert towers.counts() == {("hit",): 9, ("miss",): 3}
+    assert towers.total() == {("hit",): 9, ("miss",): 3}
 
 
 def test_what_an_adapter_did_about_memory_is_counted_over_its_successors_too() -> None:
     """A counter never falls, although a new adapter counts from zero."""
-    oom_counts = OomCounts()
-    oom_counts.update(described(1, Shortages("m", cache_clears=2)))
-    oom_counts.update(described(1, Shortages("m", cache_clears=3, batch_splits=1)))
-    assert oom_counts.count("m", "cache_clears") == 3
-    oom_counts.update(described(2))
-    oom_counts.update(described(2, Shortages("m", cache_clears=1), Shortages("other", terminal_failures=1)))
-    assert (oom_counts.count("m", "cache_clears"), oom_counts.count("m", "batch_splits")) == (4, 1)
-    oom_counts.update(described(2, Shortages("m")))  # a container's adapter has the same pid each time
-    assert (oom_counts.count("m", "cache_clears"), oom_counts.count("other", "terminal_failures")) == (4, 1)
-    assert oom_counts.models() == {"m", "other"}
-    assert oom_counts.count("nobody", "cache_clears") == 0
+    counts = AdapterCounts(oom_counts)
+    counts.update(described(1, Shortages("m", cache_clears=2)))
+    counts.update(described(1, Shortages("m", cache_clears=3, batch_splits=1)))
+    assert counts.total()["m", "cache_clears"] == 3
+    counts.update(described(2))
+    counts.update(described(2, Shortages("m", cache_clears=1), Shortages("other", terminal_failures=1)))
+    assert (counts.total()["m", "cache_clears"], counts.total()["m", "batch_splits"]) == (4, 1)
+    counts.update(described(2, Shortages("m")))  # a container's adapter has the same pid each time
+    assert (counts.total()["m", "cache_clears"], counts.total()["other", "terminal_failures"]) == (4, 1)
+    assert {model for model, _ in counts.total()} == {"m", "other"}
 
 
 def test_the_epoch_is_told_as_the_number_that_grows() -> None:
