@@ -18,7 +18,7 @@ from sie_contracts.wire.heartbeats import ON_DISK, DeviceBeat, Heartbeat
 from sie_contracts.wire.topology import Lane
 from sie_runtime.connection import because
 from sie_runtime.feed import CatalogueFeed
-from sie_runtime.process import wait_set
+from sie_runtime.process import Trouble, wait_set
 from sie_sidecar.device.link import AdapterGone, AdapterLink, AdapterLinks
 from sie_sidecar.metrics import AdapterCounts, oom_counts, tower_counts
 from sie_sidecar.worker import Worker
@@ -42,6 +42,7 @@ class WorkerHealth:
         self.links = links
         self.feed = feed
         self.remedies, self.towers = AdapterCounts(oom_counts), AdapterCounts(tower_counts)
+        self._trouble = Trouble(_logger, "heartbeats cannot be sent")
         self._change = asyncio.Event()
         self.worker: Worker | None = None
         self.leaving = False
@@ -185,10 +186,8 @@ class WorkerHealth:
         """Do nothing: a gateway only checks that there is a subscriber."""
 
     async def publish(self) -> None:
-        try:
+        with self._trouble.logged(BrokerError):
             await self._bus.send(topology.health_subject(self._id), messages.encode(self.heartbeat()))
-        except BrokerError as error:
-            _logger.warning("a heartbeat could not be sent; the next one is sent as usual: %s", error)
 
     async def run(self) -> None:
         while True:

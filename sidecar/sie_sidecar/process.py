@@ -300,14 +300,12 @@ async def _upkeep(worker: Worker, stop: Stop) -> None:
     """Every second, adjust how many messages the consumers may deliver, and load a model on one more device if its
     devices cannot keep up; every ten seconds, also list the consumers.
     """
-    rounds = 0
+    rounds, trouble = 0, Trouble(_logger, "the consumers or the placement table cannot be checked")
     while not await stop.wait_for(REFILL_S):
         rounds += 1
         worker.check_copies()
-        try:
+        with trouble.logged(BrokerError):
             await worker.source.upkeep(is_check=rounds % 10 == 0)
-        except BrokerError as error:
-            _logger.warning("the consumers or the placement table could not be checked; trying again: %s", error)
 
 
 async def run(settings: Settings, stop: Stop, *, host: str, drain_s: float | None = None) -> int:

@@ -24,6 +24,7 @@ from sie_broker.record import Record, RecordBucket
 from sie_contracts.errors import InferenceFailed
 from sie_contracts.wire.topology import POISON_BUCKET, POISON_LIFETIME_S
 from sie_runtime.failpoints import failpoint
+from sie_runtime.process import Trouble
 
 POISON_DEATHS = 2
 # maximum number of marks in memory. Further marks replace the oldest, whose input can then crash adapters again
@@ -89,14 +90,11 @@ class PoisonMarks:
 
     async def run(self) -> None:
         """Open the bucket, and open it again whenever it was lost. Retries every REOPEN_S seconds."""
+        trouble = Trouble(_logger, "the records of inputs that crash adapters (poison marks) cannot be read yet")
         while True:
             if self._record.is_stale:
-                try:
+                with trouble.logged(BrokerError):
                     await self.open()
-                except BrokerError as error:
-                    _logger.warning(
-                        "the records of inputs that crash adapters (poison marks) cannot be read yet: %s", error
-                    )
             await asyncio.sleep(REOPEN_S)
 
     async def close(self) -> None:

@@ -47,7 +47,7 @@ from sie_contracts.wire.heartbeats import (
     ServedPrecision,
 )
 from sie_contracts.wire.messages import RunOptions
-from sie_runtime.process import cancel_all
+from sie_runtime.process import Trouble, cancel_all
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.models import devices
 from sie_sidecar.models.devices import DeviceView, SecondCopies
@@ -509,6 +509,7 @@ class Hosting(ModelStates):
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self.link = link
+        self._relief = Trouble(_logger, f"the adapter of device {device} cannot free memory")
         self._on_change = on_change
         self._on_loaded = on_loaded
         self._on_failed = on_failed
@@ -807,12 +808,9 @@ class Hosting(ModelStates):
         may_drop = _names(self.evictable(IDLE_S))
         if not may_drop:
             return
-        try:
+        # without an adapter, no model is loaded
+        with contextlib.suppress(AdapterGone), self._relief.logged(SIEError):
             await self.link.relieve(may_drop)
-        except AdapterGone:
-            pass  # without an adapter, no model is loaded
-        except SIEError as error:
-            _logger.warning("the adapter could not free memory: %s", error)
 
 
 _RANKS: tuple[State, ...] = ("loaded", "loading", "unloading", "failed", "available")
