@@ -19,8 +19,8 @@ def check_room(spec: StreamSpec, per_subject: int, max_bytes: int, size_bytes: i
 
     `per_subject`, `max_bytes`: the stream's limits until now; 0 or less: no limit. `size_bytes`, `counts`: bytes of the
     stored messages, and their number by subject. A limit that is not lowered passes. For a lower limit of messages per
-    subject, no subject may have more than half of it, because publishers continue during the update. A lower limit of
-    bytes drops messages only of a stream for dead letters: a work queue refuses new ones.
+    subject, no subject may have more messages than half of the new limit, because publishers continue during the
+    update. A lower limit of bytes drops messages only of a stream for dead letters: a work queue refuses new messages.
     """
     if _is_lower(spec.max_per_subject, per_subject):
         subject, count = max(counts.items(), key=lambda pair: pair[1], default=("", 0))

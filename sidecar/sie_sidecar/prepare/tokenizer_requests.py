@@ -20,7 +20,8 @@ from sie_sidecar.prepare.rows import MAX_CHARACTERS, WorkItemInput, bad_token
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 OPERATIONS: tuple[Operation, ...] = ("tokenize", "decode")
-# maximum number of characters of a work item: each token needs about 500 bytes in this process, and 40 in the result
+# maximum number of characters of a work item whose tokens are listed: each token needs about 500 bytes in this process,
+# and 40 in the result
 MAX_TOLD_CHARACTERS = 4 << 20
 
 

@@ -58,7 +58,7 @@ _SUBJECT_BYTES = 64 << 10
 _PULL_LATE_S = 1.0
 # seconds between two log lines about pulls that the broker refuses, for example because a restart lost the consumers
 _LOG_EVERY_S = 10.0
-# seconds between two searches for lost pulls; one timer serves all pulls, so that more pulls need no more timers
+# seconds between two searches for lost pulls, for which all pulls share one timer
 _SWEEP_S = 0.25
 
 
