@@ -279,7 +279,7 @@ async def test_marks_pass_between_workers_and_end_with_their_life() -> None:
     await two.died("m", ["k1"])
     await until(lambda: (mark := first_marks.get("k1")) and mark.is_poison, "the verdict")
     assert first_marks.get("k1") == Mark("m", 2, 1000.0, ("one", "two"))
-    await first_marks.clear(["k2"])
+    await first_marks.clear("k2")
     await until(lambda: two.get("k2") is None, "cleared there too")
     later = await marks_of(server, "later", now_s)
     assert later.get("k1") == first_marks.get("k1"), "read before anything runs"

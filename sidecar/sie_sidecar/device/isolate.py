@@ -156,7 +156,7 @@ class Isolate:
             except SIEError as error:
                 return Failed(error.info()), b"", None
             # not awaited: the broker may be unreachable, and the device would idle
-            self._work.start(self._marks.clear([key]), "marks")
+            self._work.start(self._marks.clear(key), "marks")
             return done.outcomes[0], done.block, (done, note)
 
     async def _run_alone(

@@ -128,12 +128,11 @@ class PoisonMarks:
         """
         await self.died(model, [key for key in keys if self.get(key) is None])
 
-    async def clear(self, keys: Iterable[str]) -> None:
-        """Remove the marks of contents that were answered."""
-        marked = [(key, self._known[key]) for key in dict.fromkeys(keys) if key in self._known]
-        for key, _ in marked:
-            self._discard(key)
-        await self._write([Write(key, None, revision) for key, (_, revision) in marked if revision])
+    async def clear(self, key: str) -> None:
+        """Remove the mark of a content that was answered."""
+        _, revision = self._known.get(key, (None, 0))
+        self._discard(key)
+        await self._write([Write(key, None, revision)] if revision else [])
 
     async def _write(self, writes: list[Write]) -> None:
         if not self._is_open or not writes:

@@ -60,11 +60,9 @@ def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput]
     for _, error, unfit in checked:
         if error is not None:
             results.append(WorkRows([], error=error))
-        elif unfit:
-            result = next(text_rows)
-            results.append(replace(result, unfit={**result.unfit, **unfit}))
         else:
-            results.append(next(text_rows))
+            result = next(text_rows)
+            results.append(replace(result, unfit={**result.unfit, **unfit}) if unfit else result)
     if layout.image_tokens is None:
         return results
     return [image_rows.unreserved(result, layout, layout.image_tokens) for result in results]
@@ -78,9 +76,7 @@ def _text(
     sides = [layout.query if item.options.is_query else layout.document for item in items for _ in item.inputs]
     paired = [source for item in items for source in item.inputs if source.pair is not None] if layout.pairs else []
     pairs = _pairs(tokenizer, paired, truncate, limit)
-    contents: list[_Content] = []
-    for item in items:
-        contents += _contents(tokenizer, layout, item, pairs)
+    contents = [content for item in items for content in _contents(tokenizer, layout, item, pairs)]
     rows = iter(_sided(tokenizer, contents, sides, truncate, limit))
     return [WorkRows([next(rows) for _ in item.inputs]) for item in items]
 
@@ -252,12 +248,10 @@ def _pair(
     documents = iter(
         tokenizer.contents([source.text or "" for item in items for source in item.inputs], most, truncate)
     )
-    results = []
-    for item, query in zip(items, queries, strict=True):
-        results.append(
-            WorkRows([_joined(template, query, next(documents), room, truncate, cut_first=False) for _ in item.inputs])
-        )
-    return results
+    return [
+        WorkRows([_joined(template, query, next(documents), room, truncate, cut_first=False) for _ in item.inputs])
+        for item, query in zip(items, queries, strict=True)
+    ]
 
 
 def _hypotheses(
@@ -279,9 +273,7 @@ def _hypotheses(
                 WorkRows([], error=too_many(f"the items have {tokens} tokens with each of their labels", MAX_TOKENS))
             )
             continue
-        rows = []
-        for left in lefts:
-            rows += [_joined(template, left, right, room, truncate, cut_first=True) for right in rights]
+        rows = [_joined(template, left, right, room, truncate, cut_first=True) for left in lefts for right in rights]
         results.append(WorkRows(rows))
     return results
 
@@ -320,7 +312,7 @@ def _share_ids(whole: Tokens, shortened: Tokens, room: int, truncate: Truncate) 
 def _pieces(
     tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
-    items = [_said_of(item, layout.empty) for item in items]
+    items = [_with_texts(item, layout.empty) for item in items]
     text_rows = iter(_text_pieces(tokenizer, [item for item in items if not item.images], truncate, limit))
     return [
         _pieces_with_images(tokenizer, layout, item, truncate, limit) if item.images else next(text_rows)
@@ -328,7 +320,7 @@ def _pieces(
     ]
 
 
-def _said_of(item: WorkItemInput, empty: str) -> WorkItemInput:
+def _with_texts(item: WorkItemInput, empty: str) -> WorkItemInput:
     """Return the work item. Inputs with neither text nor images get `empty`, the text that the model expects for
     them.
     """

@@ -53,17 +53,16 @@ class DeadLetterWriter:
         )
         data = messages.encode(letter)
         failpoint("dead_letters.before_publish")
-        for attempt in range(ATTEMPTS):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 await self._queue.publish(topology.dead_letter_subject(self._pool), data, name, PUBLISH_TIMEOUT_S)
+                break
             except BrokerError as failure:
-                if attempt + 1 < ATTEMPTS:
-                    await asyncio.sleep(PAUSE_S)  # the broker may be unreachable for a while
-                    continue
-                _logger.error("dead letter %s could not be stored and is lost: %s", name, failure)
-                self._metrics.dead_letters.labels("lost").inc()
-                return False
-            break
+                if attempt == ATTEMPTS:
+                    _logger.error("dead letter %s could not be stored and is lost: %s", name, failure)
+                    self._metrics.dead_letters.labels("lost").inc()
+                    return False
+            await asyncio.sleep(PAUSE_S)  # the broker may be unreachable for a while
         _logger.error(
             "work was given up and is now a dead letter, see `sie dlq show %s`: %s %s", name, error.code, error.reason
         )

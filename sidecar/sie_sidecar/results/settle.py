@@ -99,10 +99,9 @@ class ResultDelivery:
         data = messages.encode(result)
         verdict = "part"
         if len(data) <= min(MAX_BYTES, self._bus.max_payload):
-            try:
+            # after a reconnect, the broker's limit may be lower: the result is then sent in parts
+            with contextlib.suppress(PayloadTooBig):
                 verdict = await self._deliver(item, data, deadline_s, fence)
-            except PayloadTooBig:  # after a reconnect, the broker's limit is lower: send the result in parts
-                verdict = "part"
         if verdict == "part":
             verdict = await self._deliver_parts(item, data, deadline_s, fence)
         if verdict != "part":
@@ -560,13 +559,12 @@ class Leases:
         self.drop(lease)
         await self._settle(lease.delivery.ack())
 
-    async def hand_back(self, lease: Lease, delay_s: float = 0.0) -> bool:
-        """Return a message to the queue, for another worker. If the lease was lost, send nothing and return False."""
+    async def hand_back(self, lease: Lease, delay_s: float = 0.0) -> None:
+        """Return a message to the queue, for another worker, if its lease was not lost."""
         mine = self.is_mine(lease)
         self.drop(lease)
         if mine:
             await self._settle(lease.delivery.nak(delay_s))
-        return mine
 
     async def refuse(self, lease: Lease, reason: str) -> None:
         """Terminate a message that no worker can process, if its lease was not lost."""

@@ -22,14 +22,8 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
     from sie_sidecar.device.in_flight import InFlight
 
-# pairs: name of the span, and name of the same stage in the timing of a reply; in the order in which the stages run
-_PARTS = (
-    ("fetch", "queue"),
-    ("load", "load"),
-    ("preprocess", "preprocess"),
-    ("batch_wait", "batch_wait"),
-    ("device_wait", "device_wait"),
-)
+# names of the spans of a work item's stages, in the order in which the stages run
+_STAGES = ("fetch", "load", "preprocess", "batch_wait", "device_wait")
 
 
 def of_work(tracer: Tracer, delivery: Delivery, item: WorkItem) -> Span | None:
@@ -66,10 +60,8 @@ def batch(tracer: Tracer, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
 
 def describe_batch(span: Span, note: BatchNote, model: str) -> None:
     """Set the size of a batch as attributes of its span."""
-    values = {"items": note.items, "chunks": note.chunks, "tokens": note.tokens}
-    span.set(
-        {"sie.batch": note.id, "sie.model": model, **{f"sie.batch.{name}": value for name, value in values.items()}}
-    )
+    sizes = {"sie.batch.items": note.items, "sie.batch.chunks": note.chunks, "sie.batch.tokens": note.tokens}
+    span.set({"sie.batch": note.id, "sie.model": model, **sizes})
 
 
 def settled(span: Span, stages: Stages, outcomes: Sequence[Outcome], batch: str) -> None:
@@ -77,14 +69,15 @@ def settled(span: Span, stages: Stages, outcomes: Sequence[Outcome], batch: str)
     if span.is_recording:
         stage_times = msgspec.structs.asdict(stages)
         at_ns = span.ns_before(stages.worker_ms / 1000)
-        for name, stage in _PARTS:
+        for name in _STAGES:
             if stage_times[f"{name}_ms"] > 0:
+                # fetching is a part of `queue` in the timing of a reply; the other stages have the same name there
+                stage = "queue" if name == "fetch" else name
                 at_ns = span.part(name, at_ns, stage_times[f"{name}_ms"], stage=stage)
         span.set({f"sie.{name}": value for name, value in stage_times.items()})
         if batch:
             span.set({"sie.batch": batch})
-        if (first := next(iter(outcomes), None)) is not None and all(
-            isinstance(outcome, Failed) for outcome in outcomes
-        ):
-            span.fail(first.error.code if isinstance(first, Failed) else "")
+        codes = [outcome.error.code for outcome in outcomes if isinstance(outcome, Failed)]
+        if codes and len(codes) == len(outcomes):
+            span.fail(codes[0])
     span.end()
