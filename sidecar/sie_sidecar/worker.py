@@ -39,7 +39,7 @@ from sie_sidecar.device.poison import PoisonMarks
 from sie_sidecar.intake.intake import WorkIntake
 from sie_sidecar.intake.pull import WorkSource
 from sie_sidecar.metrics import SidecarMetrics
-from sie_sidecar.models.loading import Loading, LoraLoads, ResidencyRequests
+from sie_sidecar.models.loading import Loading
 from sie_sidecar.models.models import Hosting, ModelState, WorkerModels
 from sie_sidecar.prepare.fetching import PayloadFetching
 from sie_sidecar.prepare.media_pool import MediaPool
@@ -99,7 +99,6 @@ class Worker:
         self._ledger = open_ledger(identity.ledger, broker_s) if identity.ledger else None
         self.leases = Leases(float(settings.ack_wait_s), links.is_fresh, clock, self._ledger, broker.flush)
         self.models = WorkerModels(clock)
-        self._loras = LoraLoads(links, clock)
         self._marks = PoisonMarks(broker, worker_id, broker_s)
         self._tokenizers = TokenizerPool(settings.preprocessor_workers)
         self._media = MediaPool(settings.image_workers, metrics.count_file)
@@ -110,10 +109,7 @@ class Worker:
             on_free=lambda consumer: self.source.pulling.refill_one(consumer),
             clock=clock,
         )
-        self.loading = Loading(feed, links, self.models, self.inventory, self._loras, self._work, clock)
-        self._residency = ResidencyRequests(
-            self.loading, self._work, on_unloaded=lambda model: self.source.assignment.unloaded(model)
-        )
+        self.loading = Loading(feed, links, self.models, self.inventory, self._work, self._on_unloaded, clock)
         self._residency_subject = topology.residency_subject(worker_id)
         self.queues = DeviceQueues(self.models, self.inventory, limits)
         self._quantum = quantum_of(settings)
@@ -197,7 +193,7 @@ class Worker:
     async def _listen(self) -> None:
         for subject, handler in (
             (topology.cancel_subject("*"), self.intake.on_cancel),
-            (self._residency_subject, self._residency.on_message),
+            (self._residency_subject, self.loading.on_residency),
         )[len(self._heard) :]:
             self._heard.append(await self._broker.subscribe(subject, handler))
 
@@ -240,7 +236,10 @@ class Worker:
     def _on_loaded(self, hosted: ModelState) -> None:
         self._metrics.loaded(hosted.name, certified=hosted.ready is not None and bool(hosted.ready.loaded.certificate))
         self.source.pulling.refill_all()
-        self._work.start(self._loras.preload(hosted), "loras")
+        self._work.start(self.loading.loras.preload(hosted), "loras")
+
+    def _on_unloaded(self, model: str) -> None:
+        self.source.assignment.unloaded(model)
 
     def _on_link(self, link: AdapterLink, connected: bool) -> None:
         if not connected:
@@ -273,7 +272,7 @@ class Worker:
         await self._loops.cancel()
         await asyncio.gather(
             self.models.stop(),
-            self._loras.stop(),
+            self.loading.loras.stop(),
             self._marks.close(),
             self._media.close(),
             *(subscription.stop() for subscription in self._heard),

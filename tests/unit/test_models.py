@@ -98,14 +98,14 @@ def test_the_model_whose_turn_ends_first_is_closed_when_the_load_waited_and_the_
 
 def test_a_model_that_makes_room_takes_no_work_and_one_that_went_neither(device: Device) -> None:
     a, *_ = device.all
-    assert not device.models.is_open("toy/a")
+    assert not a.is_open
     device.load(a)
-    assert device.models.is_open("toy/a")
+    assert a.is_open
     a.is_closed = True
-    assert (device.models.is_open("toy/a"), device.models.is_closed("toy/a")) == (False, True)
+    assert not a.is_open
     a.is_closed = False
     assert device.models.dropped(("toy/a", "unknown")) == [a]
-    assert (a.state, a.ready, device.models.is_open("toy/a")) == ("available", None, False)
+    assert (a.state, a.ready, a.is_open) == ("available", None, False)
 
 
 def test_models_that_nobody_here_asked_for_were_left_by_an_earlier_process(device: Device) -> None:

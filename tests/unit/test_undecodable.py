@@ -54,7 +54,7 @@ from sie_gateway.remotes.client import RemoteClient, RemoteFailed
 from sie_runtime import feed, keys
 from sie_sidecar.intake.intake import WorkIntake
 from sie_sidecar.intake.pool_membership import PoolMembership
-from sie_sidecar.models.loading import ResidencyRequests
+from sie_sidecar.models.loading import Loading
 from sie_sidecar.prepare import fetching
 from sie_sidecar.results.settle import ResultDelivery
 from sie_store.sinks import qdrant
@@ -188,7 +188,7 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Excep
         of_handler(WorkIntake.on_cancel),
         None,
     ),
-    "residency": ({"type": "residency/1", "model": MARK}, msgpack, of_handler(ResidencyRequests.on_message), None),
+    "residency": ({"type": "residency/1", "model": MARK}, msgpack, of_handler(Loading.on_residency), None),
     "payload": (
         {"type": "payload/1", "inputs": [{"text": MARK}]},
         msgpack,

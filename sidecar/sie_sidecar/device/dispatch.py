@@ -333,11 +333,8 @@ class DeviceQueues:
         """Return the part of `load` for devices on which one of these models accepts work; `load` if there are none."""
         if len(self.all) == 1:
             return load
-        able = [
-            queue.link.number
-            for queue in self.connected
-            if any(self._models.devices[queue.link.number].is_open(model) for model in models)
-        ]
+        open_on = {hosted.device for model in models for hosted in self._models.of_model(model) if hosted.is_open}
+        able = [queue.link.number for queue in self.connected if queue.link.number in open_on]
         if not able:
             return load
         return Load(*self._inventory.load(bulk=bulk, devices=able), sum(self.all[number].lanes for number in able))

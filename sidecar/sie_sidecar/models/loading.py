@@ -142,7 +142,9 @@ _logger = logging.getLogger("sie.sidecar.loading")
 
 
 class Loading:
-    """Loads models for work items. `work` runs the loads that no caller waits for."""
+    """Loads models for work items and operators, and unloads models for operators. `work` runs the loads that no caller
+    waits for. `on_unloaded` is called with the id of a model that was unloaded.
+    """
 
     def __init__(
         self,
@@ -150,16 +152,17 @@ class Loading:
         links: AdapterLinks,
         models: WorkerModels,
         inventory: Inventory,
-        loras: LoraLoads,
         work: Tasks,
+        on_unloaded: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
         self._feed = feed
         self._links = links
         self.models = models
         self._inventory = inventory
-        self.loras = loras
+        self.loras = LoraLoads(links, clock)
         self._work = work
+        self._on_unloaded = on_unloaded
         self._clock = clock
 
     def revision(self, model: str) -> int:
@@ -310,28 +313,18 @@ class Loading:
         self.models.device_of(flight.hosted).park(flight.hosted, count)
         return functools.partial(flight.hosted.before_gate.remove, count)
 
-
-class ResidencyRequests:
-    """Handler of operators' requests to load or unload a model. `on_unloaded` gets the id of the unloaded entry."""
-
-    def __init__(self, loading: Loading, work: Tasks, on_unloaded: Callable[[str], None]) -> None:
-        self._loading = loading
-        self._models = loading.models
-        self._work = work
-        self._on_unloaded = on_unloaded
-
-    async def on_message(self, message: CoreMessage) -> None:
+    async def on_residency(self, message: CoreMessage) -> None:
         """Load or unload a model, as an operator requested. There is no reply: heartbeats report the state."""
         try:
             request = messages.decode_residency(message.data)
         except UNDECODABLE as error:
             _logger.error("a request to load or unload a model could not be decoded: %s", error)
             return
-        states = self._models.find(request.model)
+        states = self.models.find(request.model)
         if request.action == "load":
             for hosted in states:
                 hosted.retain()
-            self._loading.ahead([request.model])
+            self.ahead([request.model])
             return
         for hosted in states:
             if hosted.state in ("loading", "loaded"):
@@ -339,7 +332,7 @@ class ResidencyRequests:
 
     async def _unload(self, hosted: ModelState) -> None:
         try:
-            if await self._models.device_of(hosted).unload_when_idle(hosted):
+            if await self.models.device_of(hosted).unload_when_idle(hosted):
                 _logger.info("%s was unloaded at the request of an operator", hosted.name, extra={"model": hosted.name})
                 self._on_unloaded(hosted.resolved.entry.id)
         except (AdapterGone, SIEError) as error:

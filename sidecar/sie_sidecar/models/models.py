@@ -132,6 +132,11 @@ class ModelState:
         return self.resolved.residency
 
     @property
+    def is_open(self) -> bool:
+        """Return True if the model is loaded and accepts new work, so that its messages may be pulled."""
+        return self.state == "loaded" and not self.is_closed
+
+    @property
     def has_waiters(self) -> bool:
         """Return True if a caller waits for the model and still needs it."""
         return any(count() for count in self.waiting_counts)
@@ -283,24 +288,9 @@ class ModelStates:
         now_s, fetching = self._clock(), self._fetching()
         return tuple(hosted.status(now_s, fetching.get(hosted.resolved.entry.id)) for hosted in self._hosted.values())
 
-    def is_loaded(self, model: str) -> bool:
-        """Return True if any residency of the model is loaded."""
-        return any(hosted.state == "loaded" for hosted in self._of_model.get(model, ()))
-
-    def is_open(self, model: str) -> bool:
-        """Return True if the model is loaded and accepts new work, so that its messages may be pulled."""
-        return any(hosted.state == "loaded" and not hosted.is_closed for hosted in self._of_model.get(model, ()))
-
-    def holds(self, model: str) -> bool:
-        """Return True if a work item here needs this model."""
-        return any(hosted.held for hosted in self._of_model.get(model, ()))
-
-    def is_closed(self, model: str) -> bool:
-        """Return True if the model accepts no new work here, because another model is loaded in its place."""
-        return any(hosted.is_closed for hosted in self._of_model.get(model, ()))
-
-    def loaded_models(self) -> list[str]:
-        return [model for model in self._of_model if self.is_loaded(model)]
+    def of_model(self, model: str) -> list[ModelState]:
+        """Return the states of all residencies of a model."""
+        return self._of_model.get(model, [])
 
     def slots(self, device: ipc.Description) -> int:
         """Return how many models of mean size fit into the memory that is left for models; 0 if unknown."""
@@ -380,7 +370,7 @@ class ModelStates:
         stays open must have passed (`_turn_ends_s`). `had_work`: the models that could not be evicted because they had
         work. Return (None, None) if all of these are closed or unloaded already.
         """
-        able = [state for state in had_work if state.state == "loaded" and not state.is_closed]
+        able = [state for state in had_work if state.is_open]
         first = min(able, key=self._turn_ends_s, default=None)
         if first is None:
             return None, None
@@ -840,8 +830,8 @@ class WorkerModels:
         if len(self.devices) == 1:
             return self.devices[0].obtain(resolved, revision)
         states = [device.obtain(resolved, revision) for device in self.devices]
-        is_loaded = any(hosted.state == "loaded" and not hosted.is_closed for hosted in states)
-        return states[devices.choose([self._view(hosted, weighs_memory=not is_loaded) for hosted in states])]
+        weighs_memory = not any(hosted.is_open for hosted in states)
+        return states[devices.choose([self._view(hosted, weighs_memory=weighs_memory) for hosted in states])]
 
     def _view(self, hosted: ModelState, *, weighs_memory: bool) -> DeviceView:
         """Return a device's facts for `choose`. `weighs_memory`: with `models` and `idle_since_s`, which is slow."""
@@ -850,13 +840,13 @@ class WorkerModels:
         usable = usable_bytes(description) if description else 0.0
         evictable = device.evictable(0.0) if weighs_memory else []
         models = device.all() if weighs_memory else []
-        is_open = hosted.state == "loaded" and not hosted.is_closed
         refusal = hosted.refusal(now_s)
         return DeviceView(
             connected=device.link.connected,
-            loaded=is_open,
+            loaded=hosted.is_open,
             # the callers that wait for a load still count for a moment after it has failed
-            coming=not is_open and (hosted.state in ("loaded", "loading") or (refusal is None and hosted.has_waiters)),
+            coming=not hosted.is_open
+            and (hosted.state in ("loaded", "loading") or (refusal is None and hosted.has_waiters)),
             refused=refusal is not None,
             gives_up=refusal is not None and refusal.extras.get("error_class") in PERMANENT,
             held_cost=device.held_cost,
@@ -883,21 +873,27 @@ class WorkerModels:
         views = {name: [self._view(hosted, weighs_memory=True) for hosted in copies] for name, copies in states.items()}
         return [states[name][number] for name, number in self._copies.check(views).items()]
 
+    def of_model(self, model: str) -> Iterator[ModelState]:
+        """Iterate over the states of all residencies of a model, on all devices."""
+        return (hosted for device in self.devices for hosted in device.of_model(model))
+
     def is_open(self, model: str) -> bool:
         """Return True if the model is loaded on a device and accepts new work there."""
-        return any(device.is_open(model) for device in self.devices)
+        return any(hosted.is_open for hosted in self.of_model(model))
 
     def holds(self, model: str) -> bool:
         """Return True if a work item of this worker needs this model."""
-        return any(device.holds(model) for device in self.devices)
+        return any(hosted.held for hosted in self.of_model(model))
 
     def is_closed(self, model: str) -> bool:
         """Return True if the model is closed to new work on a device, and open on no other one."""
-        closed = [device for device in self.devices if device.is_closed(model)]
-        return bool(closed) and not any(device.is_open(model) for device in self.devices if device not in closed)
+        closed = {hosted.device for hosted in self.of_model(model) if hosted.is_closed}
+        return bool(closed) and not any(
+            hosted.is_open and hosted.device not in closed for hosted in self.of_model(model)
+        )
 
-    def loaded_models(self) -> list[str]:
-        return list(dict.fromkeys(model for device in self.devices for model in device.loaded_models()))
+    def loaded_models(self) -> set[str]:
+        return {hosted.resolved.entry.id for hosted in self if hosted.state == "loaded"}
 
     def statuses(self) -> tuple[ModelStatus, ...]:
         """Return a status for each model: its state on the device where it is closest to being loaded, and the sums
