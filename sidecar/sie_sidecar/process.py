@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -97,7 +96,7 @@ async def serve(
     ping_s = settings.worker_ping_interval_ms / 1000
     stale_s = ping_s * settings.worker_readyz_stale_mult + PING_ANSWER_S
     size = functools.partial(connections_of, settings)
-    links = AdapterLinks(settings.ipc_socket_path, size=size, ping_s=ping_s, stale_s=stale_s, clock=time.monotonic)
+    links = AdapterLinks(settings.ipc_socket_path, size=size, ping_s=ping_s, stale_s=stale_s)
     health = WorkerHealth(settings, broker, lane, worker_id, links, feed)
     metrics.registry.register(WorkerCollector(health))
     feed.on_change(health.changed)
@@ -136,9 +135,7 @@ async def serve(
         admission: PoolMembership | None = None
         following: asyncio.Task[None] | None = None
         if settings.pool_admission_enabled and settings.gateway_url is not None:
-            admission = PoolMembership(
-                settings.gateway_url, settings.config_read_token, worker_id, lane.pool, time.monotonic
-            )
+            admission = PoolMembership(settings.gateway_url, settings.config_read_token, worker_id, lane.pool)
             health.asks = True
             hints = topology.assigned_subject(worker_id), admission.on_hint
             await with_broker(lambda: broker.subscribe(*hints), task="listening for changes of the assigned pool")

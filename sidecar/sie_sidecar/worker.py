@@ -89,7 +89,6 @@ class Worker:
         self._broker = broker
         self._links = links
         self._metrics = metrics
-        self._clock = clock
         self._on_change = on_change
         self._heard: list[Subscription] = []  # subscriptions to messages from gateways, opened by `start`
         self._work = Tasks(_logger, on_failure)
@@ -98,7 +97,7 @@ class Worker:
         broker_s = self.broker_clock.now_s
         self._ledger = open_ledger(identity.ledger, broker_s) if identity.ledger else None
         self.leases = Leases(float(settings.ack_wait_s), links.is_fresh, clock, self._ledger, broker.flush)
-        self.models = WorkerModels(clock)
+        self.models = WorkerModels()
         self._marks = PoisonMarks(broker, worker_id, broker_s)
         self._tokenizers = TokenizerPool(settings.preprocessor_workers)
         self._media = MediaPool(settings.image_workers, metrics.count_file)
@@ -107,17 +106,15 @@ class Worker:
             self.models,
             on_less=lambda: self.source.refill_soon(),
             on_free=lambda consumer: self.source.pulling.refill_one(consumer),
-            clock=clock,
         )
-        self.loading = Loading(feed, links, self.models, self.inventory, self._work, self._on_unloaded, clock)
-        self._residency_subject = topology.residency_subject(worker_id)
+        self.loading = Loading(feed, links, self.models, self.inventory, self._work, self._on_unloaded)
         self.queues = DeviceQueues(self.models, self.inventory, limits)
         self._quantum = quantum_of(settings)
-        results = ResultDelivery(broker, self.leases, metrics, clock)
+        results = ResultDelivery(broker, self.leases, metrics)
         dead_letters = DeadLetterWriter(broker, lane.pool, worker_id, metrics, broker_s)
         fetching = PayloadFetching(identity.store, clock) if identity.store is not None else None
         # created in reverse order, because each stage needs the later stages
-        self._settle = Settle(worker_id, results, dead_letters, self.inventory, fetching, metrics, self._work, clock)
+        self._settle = Settle(worker_id, results, dead_letters, self.inventory, fetching, metrics, self._work)
         self._isolates: list[Isolate] = []  # the index is the number of the device
         self._dispatches: list[Dispatch] = []
         self.intake = WorkIntake(
@@ -129,13 +126,12 @@ class Worker:
             self._quantum,
             metrics,
             identity.tracer,
-            clock,
         )
         self.source = WorkSource(
-            broker, lane, worker_id, broker_s, self.queues, self.loading, self.inventory, self.intake.accept, clock
+            broker, lane, worker_id, broker_s, self.queues, self.loading, self.inventory, self.intake.accept
         )
         self._prepare = Prepare(
-            self.source, self.loading, self.inventory, self._settle, fetching, self._tokenizers, self._media, clock
+            self.source, self.loading, self.inventory, self._settle, fetching, self._tokenizers, self._media
         )
         broker.on_reconnect(lambda: self.source.pulling.refresh_consumers())
         links.for_every(self._add_device)
@@ -144,7 +140,7 @@ class Worker:
         self.models.devices.append(
             Hosting(
                 link,
-                self._clock,
+                time.monotonic,
                 self._on_change,
                 self._settings.swap_after_ms / 1000,
                 assigned=lambda: self.source.assignment.models(),
@@ -156,9 +152,7 @@ class Worker:
             )
         )
         identity, metrics = self._identity, self._metrics
-        queue = DeviceQueue(
-            self._settings, identity.id, identity.limits, link, self.inventory, identity.tracer, self._clock
-        )
+        queue = DeviceQueue(self._settings, identity.id, identity.limits, link, self.inventory, identity.tracer)
         self.queues.all.append(queue)
         isolate = Isolate(queue, self._marks, self.loading, self._settle, metrics, self._work, self._isolates)
         dispatch = Dispatch(queue, self.queues, isolate, self.loading, self._settle, self._quantum, metrics, self._work)
@@ -193,7 +187,7 @@ class Worker:
     async def _listen(self) -> None:
         for subject, handler in (
             (topology.cancel_subject("*"), self.intake.on_cancel),
-            (self._residency_subject, self.loading.on_residency),
+            (topology.residency_subject(self._identity.id), self.loading.on_residency),
         )[len(self._heard) :]:
             self._heard.append(await self._broker.subscribe(subject, handler))
 
@@ -254,9 +248,9 @@ class Worker:
 
     async def drain(self, grace_s: float) -> None:
         """Stop pulling and finish the work in flight. Return work that is unfinished after `grace_s` to the queue."""
-        end_s = self._clock() + grace_s
+        end_s = time.monotonic() + grace_s
         await self.source.stop()
-        if not await wait_set(self.leases.empty, max(0.0, end_s - self._clock())):
+        if not await wait_set(self.leases.empty, max(0.0, end_s - time.monotonic())):
             _logger.warning(
                 "not all work ended within %g s of draining: %d work items are returned to the queue",
                 grace_s,

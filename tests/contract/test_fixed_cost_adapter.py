@@ -41,7 +41,7 @@ async def linked(part: Part, path: Path) -> AsyncIterator[AdapterLink]:
     """Start the process and connect a sidecar's link to it, with the toy model loaded."""
     stop = Stop()
     part.start()
-    link = AdapterLink(str(path), size=4, ping_s=0.2, stale_s=20.0, clock=time.monotonic)
+    link = AdapterLink(str(path), size=4, ping_s=0.2, stale_s=20.0)
     running = asyncio.create_task(link.run(stop))
     try:
         async with asyncio.timeout(30):

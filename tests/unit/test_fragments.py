@@ -189,7 +189,7 @@ class Side:
         self.worker = worker
         self.inbox = ResultInbox(gateway, self.metrics, fragments)
         self.leases = Leases(10.0, lambda: True, time.monotonic)
-        self.results = ResultDelivery(worker, self.leases, SidecarMetrics(), time.monotonic)
+        self.results = ResultDelivery(worker, self.leases, SidecarMetrics())
         self._sequence = 0
 
     async def answer(self, result: WorkResult, *, reply: str = "", budget_s: float = 60.0) -> Delivered:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ async def linked(tmp_path: Path, left_alone: None) -> AsyncIterator[Linked]:
     unseen: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unseen.append(context))
     adapter = await FakeAdapter(tmp_path / "a.sock").start()
-    link = AdapterLink(adapter.path, size=2, ping_s=60.0, stale_s=120.0, clock=time.monotonic)
+    link = AdapterLink(adapter.path, size=2, ping_s=60.0, stale_s=120.0)
     stop = Stop()
     running = asyncio.create_task(link.run(stop))
     await asyncio.wait_for(link.wait_connected(), 10)
@@ -139,7 +138,7 @@ async def test_an_adapter_that_stops_in_the_middle_of_a_batch_ends_it(tmp_path: 
 async def test_a_failed_health_check_loses_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An adapter without memory may refuse a ping, and still runs its batches."""
     adapter = await FakeAdapter(tmp_path / "a.sock").start()
-    link = AdapterLink(adapter.path, size=2, ping_s=0.01, stale_s=120.0, clock=time.monotonic)
+    link = AdapterLink(adapter.path, size=2, ping_s=0.01, stale_s=120.0)
     running = asyncio.create_task(link.run(Stop()))
     refused: list[ipc.Request] = []
 
@@ -153,7 +152,7 @@ async def test_a_failed_health_check_loses_no_connection(tmp_path: Path, monkeyp
         monkeypatch.setattr(adapter, "_at_once", refuse)
         await until(lambda: len(refused) >= 3 or running.done(), "several health checks")
         assert (running.done(), link.connected, adapter.connections) == (False, True, connections)
-        fresh = AdapterLink(adapter.path, size=2, ping_s=60.0, stale_s=120.0, clock=time.monotonic)
+        fresh = AdapterLink(adapter.path, size=2, ping_s=60.0, stale_s=120.0)
         with pytest.raises(AdapterGone, match="no memory"):
             await fresh._open()
     finally:

@@ -139,7 +139,7 @@ async def test_deliveries_on_their_way_are_gathered_and_tokenised_together(tmp_p
 
 async def test_a_gathering_whose_deliveries_were_all_cancelled_is_not_counted() -> None:
     metrics, queues = Mock(), Mock(all=[Mock()])
-    intake = WorkIntake(Mock(), Mock(), queues, Mock(), Mock(), Quantum(0.0, 0.0, 1.0), metrics, None, lambda: 0.0)
+    intake = WorkIntake(Mock(), Mock(), queues, Mock(), Mock(), Quantum(0.0, 0.0, 1.0), metrics, None)
     intake.arrived = [Mock(settled=True)]
     intake._arrival.set()
     assert (await intake.next(lambda: False, lambda: False)).groups == []

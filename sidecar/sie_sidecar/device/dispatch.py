@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
@@ -70,7 +71,6 @@ class DeviceQueue:
         link: AdapterLink,
         inventory: Inventory,
         tracer: Tracer | None,
-        clock: Callable[[], float],
     ) -> None:
         self._pipeline_depth = settings.rust_pipeline_depth
         # limit of the number of batches at the adapter, from the worker's settings
@@ -81,7 +81,6 @@ class DeviceQueue:
         self.link = link
         self._inventory = inventory
         self._tracer = tracer
-        self.clock = clock
         self.waiting: Waiting[InFlight] = Waiting()
         self.writing: Waiting[InFlight] = Waiting()
         self.wake = asyncio.Event()  # set when something has changed, so that a batch may be due now
@@ -151,7 +150,7 @@ class DeviceQueue:
 
     def put(self, flight: InFlight, *, back: bool = False) -> None:
         """Queue a tokenised work item at the end; with `back` (its batch did not run), by its time of arrival."""
-        entry = self.entry(flight, flight.received_s if back else self.clock())
+        entry = self.entry(flight, flight.received_s if back else time.monotonic())
         flight.move("waiting", entry)
         line = self._line(entry)
         if entry.writes:
@@ -194,7 +193,7 @@ class DeviceQueue:
         """Return the batch to send now, which then counts as sent; WaitUntil if none is due yet; None if none can be
         sent before something changes. `more_expected`: more deliveries are on their way or being tokenised.
         """
-        now_s, lanes, depth = self.clock(), self.lanes, self.depth
+        now_s, lanes, depth = time.monotonic(), self.lanes, self.depth
         allowed = depth if self.link.connected and not self.is_reserved else 0
         device = batches.DeviceLoad(
             self.sent, min(lanes, depth), allowed, more_expected, self._ahead.busy_s(now_s, lanes)
@@ -218,12 +217,12 @@ class DeviceQueue:
             abandoned = asyncio.Event()
             # after the deadline no request waits for the text: the adapter then stops and frees the memory
             timer = asyncio.get_running_loop().call_later(
-                min(max(0.0, flight.deadline_s - self.clock()), _LONGEST_S), abandoned.set
+                min(max(0.0, flight.deadline_s - time.monotonic()), _LONGEST_S), abandoned.set
             )
             self._written[id(flight)] = abandoned, timer
             return
         self.sent += 1
-        self._ahead.sent(id(batch), self.waiting.seconds(batch), self.clock(), self.lanes)
+        self._ahead.sent(id(batch), self.waiting.seconds(batch), time.monotonic(), self.lanes)
 
     def end(self, batch: Batch[InFlight]) -> None:
         if batch.writes:
@@ -232,7 +231,7 @@ class DeviceQueue:
             self._inventory.written_ended(flight)
         else:
             self.sent -= 1
-            self._ahead.ended(id(batch), self.clock(), self.lanes)
+            self._ahead.ended(id(batch), time.monotonic(), self.lanes)
         self._ended.set()
         self.wake.set()
 
@@ -425,7 +424,6 @@ class Dispatch:
         self._quantum = quantum
         self._metrics = metrics
         self._work = work
-        self._clock = device.clock
 
     def add(self, flight: InFlight) -> None:
         """Queue a tokenised work item. If none of its inputs can run, answer it at once."""
@@ -451,7 +449,7 @@ class Dispatch:
             if isinstance(action, Batch):
                 self._work.start(self._run(action), "batch")
                 continue
-            timeout_s = max(0.0, action.until_s - self._clock()) if isinstance(action, WaitUntil) else None
+            timeout_s = max(0.0, action.until_s - time.monotonic()) if isinstance(action, WaitUntil) else None
             await wait_set(device.wake, timeout_s)
 
     async def _run(self, batch: Batch[InFlight], *, in_turn: bool = False) -> bool:
@@ -464,7 +462,7 @@ class Dispatch:
             self._device.end(sent)
             return True
         flights = [entry.work for entry in batch.entries]
-        dispatched_s = self._clock()
+        dispatched_s = time.monotonic()
         for flight in flights:
             flight.move("running")
             flight.dispatched_s = dispatched_s
@@ -477,7 +475,7 @@ class Dispatch:
         def on_started() -> None:
             nonlocal started
             started = True
-            started_s = self._clock()
+            started_s = time.monotonic()
             for flight in flights:
                 flight.started_s = started_s
 
@@ -496,7 +494,7 @@ class Dispatch:
                         return False
                     self._work.start(self._run_in_turn(batch), "lora")
         finally:
-            self._device.rate.ended(ran, self._clock())
+            self._device.rate.ended(ran, time.monotonic())
             self._device.end(sent)
         return True
 
@@ -531,7 +529,7 @@ class Dispatch:
         # the time of generated text depends on its length, so it must not affect how long deliveries are gathered
         if batch.writes:
             return
-        answered_s = self._clock()
+        answered_s = time.monotonic()
         for entry in batch.entries:
             self._quantum.answered(answered_s - entry.work.received_s, answered_s)
 
@@ -543,10 +541,10 @@ class Dispatch:
         for flight in flights:
             flight.dispatched_s = 0.0
         with self._settle.answering(flights, "loading the LoRA"):
-            evicted_s = self._clock()
+            evicted_s = time.monotonic()
             async with self._loading.loras.turn(hosted):
                 for flight in flights:
-                    flight.waited_for_load(self._clock() - evicted_s)
+                    flight.waited_for_load(time.monotonic() - evicted_s)
                 done = False
                 while not done:
                     hosted.loras.discard(lora)

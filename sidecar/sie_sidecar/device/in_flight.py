@@ -18,6 +18,7 @@ work items need them.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -280,7 +281,6 @@ class Inventory:
         models: WorkerModels,
         on_less: Callable[[], None],
         on_free: Callable[[str], None],
-        clock: Callable[[], float],
     ) -> None:
         """`on_less` is called when fewer tokens wait for a device. `on_free` is called with the name of a consumer that
         may deliver again.
@@ -288,7 +288,6 @@ class Inventory:
         self._models = models
         self._on_less = on_less
         self._on_free = on_free
-        self._clock = clock
         self._all: dict[Lease, InFlight] = {}
         # by device (_NO_DEVICE: not assigned yet): the numbers [tokens, work items] that wait, for interactive work and
         # for bulk work
@@ -389,7 +388,7 @@ class Inventory:
         age in seconds of its oldest work item that is assigned to a device.
         """
         cost, oldest_s = 0, dict[str, float]()
-        now_s = self._clock()
+        now_s = time.monotonic()
         for flight in self._all.values():
             cost += sum(row.cost for row in flight.rows) or flight.item.cost
             if flight.hosted is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -58,7 +59,6 @@ class Isolate:
         self._settle = settle
         self._metrics = metrics
         self._work = work
-        self._clock = device.clock
         # Work items that wait to run alone. They are few, because the broker sends only a limited number of work items.
         # While they wait, their models may be evicted, because the next item to run may need the memory for its model.
         self._suspects: deque[tuple[InFlight, Callable[[], None]]] = deque()
@@ -135,7 +135,7 @@ class Isolate:
                 self._metrics.poisoned.inc()
                 return Failed(refusal().info()), b"", None
             try:
-                if self._clock() >= flight.deadline_s:
+                if time.monotonic() >= flight.deadline_s:
                     raise GatewayTimeout("the time limit of the request passed before its work could run")
                 if hosted.state != "loaded" or (lora and lora not in hosted.loras):
                     self._device.end_reservation()
@@ -167,9 +167,9 @@ class Isolate:
         def on_started() -> None:
             nonlocal started
             started = True
-            flight.started_s = flight.started_s or self._clock()
+            flight.started_s = flight.started_s or time.monotonic()
 
-        flight.dispatched_s = flight.dispatched_s or self._clock()
+        flight.dispatched_s = flight.dispatched_s or time.monotonic()
         flight.fingerprint = hosted.fingerprint(flight.item.profile, flight.item.options)
         batch, number = self._device.alone(single), self._device.number + 1
         failpoint("isolate.before_run")
@@ -185,7 +185,7 @@ class Isolate:
     async def _take_device(self) -> None:
         """Reserve the device for inputs that run alone. After SLICE_S of this, let one waiting batch run first."""
         device = self._device
-        if device.is_reserved and self._clock() - self._slice_s > SLICE_S and len(device.waiting):
+        if device.is_reserved and time.monotonic() - self._slice_s > SLICE_S and len(device.waiting):
             before = device.number
             device.end_reservation()
             with contextlib.suppress(TimeoutError):
@@ -194,4 +194,4 @@ class Isolate:
                         await device.next_end()
         if not device.is_reserved:
             await device.reserve()
-            self._slice_s = self._clock()
+            self._slice_s = time.monotonic()

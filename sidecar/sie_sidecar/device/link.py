@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TypeVar
 
@@ -107,7 +108,6 @@ class AdapterLink:
         size: int | Callable[[int], int],
         ping_s: float,
         stale_s: float,
-        clock: Callable[[], float],
         number: int = 0,
     ) -> None:
         """Create the link; `run` connects it. `size`: number of connections for batches and loads, or a function of the
@@ -121,7 +121,6 @@ class AdapterLink:
         self._size_of = size if callable(size) else lambda _: size
         self._ping_s = ping_s
         self._stale_s = stale_s
-        self._clock = clock
         self._idle: asyncio.LifoQueue[_AdapterConnection] = asyncio.LifoQueue()
         # connections for batches that generate text, which do not count as running batches of the device
         self._more: asyncio.LifoQueue[_AdapterConnection] = asyncio.LifoQueue()
@@ -132,7 +131,7 @@ class AdapterLink:
         self._lost = asyncio.Event()
         self._given_up = False  # true if this process closed the connections: this does not prove that the adapter died
         self._last_pong_s = -1e9
-        self._lost_s = clock()  # time at which the adapter was lost
+        self._lost_s = time.monotonic()  # time at which the adapter was lost
         self._up = asyncio.Event()
         self.listeners: list[Callable[[bool], None]] = []
         self._may_drop: Callable[[], tuple[str, ...]] = tuple
@@ -153,7 +152,7 @@ class AdapterLink:
 
     async def is_back(self) -> bool:
         """Wait for the adapter, at most until AWAY_S seconds after its loss. Return True if it is connected."""
-        await wait_set(self._up, max(0.0, self._lost_s + AWAY_S - self._clock()))
+        await wait_set(self._up, max(0.0, self._lost_s + AWAY_S - time.monotonic()))
         return self.connected
 
     async def describe(self) -> ipc.Description | None:
@@ -166,7 +165,7 @@ class AdapterLink:
 
     def is_fresh(self) -> bool:
         """Return True if the adapter has answered a ping recently."""
-        return self._clock() - self._last_pong_s < self._stale_s
+        return time.monotonic() - self._last_pong_s < self._stale_s
 
     async def run(self, stop: Stop) -> None:
         """Connect, send pings, and connect again after a loss. Ends if cancelled, or at `stop` while not connected."""
@@ -222,7 +221,7 @@ class AdapterLink:
         self._loads = asyncio.Semaphore(max(1, size - 1))  # limits loads, so that one connection is free for batches
         for connection in connections:
             self._idle.put_nowait(connection)
-        self._last_pong_s = self._clock()
+        self._last_pong_s = time.monotonic()
         self._up.set()
 
     def _close(self) -> None:
@@ -231,7 +230,7 @@ class AdapterLink:
         for connection in [*self._all, *([self._control] if self._control else [])]:
             connection.close(given_up=self._given_up)
         self._control, self._all = None, []
-        self._lost_s = self._clock()
+        self._lost_s = time.monotonic()
 
     async def _ping_until_lost(self) -> None:
         while not await wait_set(self._lost, self._ping_s):
@@ -243,7 +242,7 @@ class AdapterLink:
                 _logger.warning("the adapter refused a health check; its batches go on: %s", error)
                 continue
             if isinstance(pong, ipc.Pong):
-                self._last_pong_s = self._clock()
+                self._last_pong_s = time.monotonic()
                 self.fetching = pong.fetching
 
     async def request(self, question: ipc.Request) -> ipc.Reply:
@@ -379,12 +378,10 @@ class AdapterLinks:
     of devices. Links are never removed: while an adapter is lost, its device is not used.
     """
 
-    def __init__(
-        self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float) -> None:
         """Create the link to the first adapter at the socket `path`. The other arguments are used for every link."""
         self._path = path
-        self._new_link = functools.partial(AdapterLink, size=size, ping_s=ping_s, stale_s=stale_s, clock=clock)
+        self._new_link = functools.partial(AdapterLink, size=size, ping_s=ping_s, stale_s=stale_s)
         self._on_new: list[Callable[[AdapterLink], object]] = []
         self._all: list[AdapterLink] = []
         self._add()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple
@@ -59,7 +60,6 @@ class WorkIntake:
         quantum: Quantum,
         metrics: SidecarMetrics,
         tracer: Tracer | None,
-        clock: Callable[[], float],
     ) -> None:
         self._leases = leases
         self._inventory = inventory
@@ -70,13 +70,12 @@ class WorkIntake:
         self._metrics = metrics
         self._tracer = tracer
         self._limits = queues.limits
-        self._clock = clock
         self.arrived: list[InFlight] = []  # accepted work items that are not gathered yet
         self._arrival = asyncio.Event()
 
     def accept(self, delivery: Delivery) -> InFlight | None:
         """Return the work item of a delivery; None if it cannot be decoded, or is already in flight here."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         self._metrics.deliveries.labels("true" if delivery.delivered > 1 else "false").inc()
         if (lease_in_hand := self._leases.adopt(delivery)) is not None:
             _logger.info(
@@ -138,7 +137,7 @@ class WorkIntake:
         """Return two values in seconds: the median time of recent work items from delivery to answer (None before
         the first answer), and for how long deliveries are gathered now.
         """
-        return self._quantum.p50_s, self._quantum.seconds(self._clock())
+        return self._quantum.p50_s, self._quantum.seconds(time.monotonic())
 
     async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> Gathered:
         """Wait for a delivery, then a short time for more. Return the work items that are not settled. The wait ends
@@ -146,8 +145,8 @@ class WorkIntake:
         messages may come from the broker (`more_expected`).
         """
         await self._arrival.wait()
-        began_s = last_s = self._clock()
-        while (left_s := self._quantum.until_s(began_s, last_s) - self._clock()) > 0 and self._is_more_coming(
+        began_s = last_s = time.monotonic()
+        while (left_s := self._quantum.until_s(began_s, last_s) - time.monotonic()) > 0 and self._is_more_coming(
             is_tokenising, more_expected
         ):
             self._arrival.clear()
@@ -156,7 +155,7 @@ class WorkIntake:
                     await self._arrival.wait()
             except TimeoutError:
                 break
-            last_s = self._clock()
+            last_s = time.monotonic()
         self._arrival.clear()
         arrived, self.arrived = [flight for flight in self.arrived if not flight.settled], []
         if arrived:  # empty if all were cancelled meanwhile

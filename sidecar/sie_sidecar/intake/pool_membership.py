@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
 
 import httpx
 import msgspec
@@ -54,23 +54,22 @@ class PoolMembership:
     models.
     """
 
-    def __init__(self, urls: str, token: Secret | None, worker: str, own: str, clock: Callable[[], float]) -> None:
+    def __init__(self, urls: str, token: Secret | None, worker: str, own: str) -> None:
         """Create the membership. `urls`: URLs of gateways, separated by commas. `own`: the worker's own pool."""
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
         self._client = httpx.AsyncClient(headers=headers, timeout=ANSWER_WITHIN_S, trust_env=False)
         self._urls = [url.strip().rstrip("/") for url in urls.split(",")]
         self._worker = worker
         self._own = own
-        self._clock = clock
         self._answered: tuple[str, ...] = (own,)
-        self._answered_s = clock()
+        self._answered_s = time.monotonic()
         self.pinned: tuple[str, ...] = ()
         self._again = asyncio.Event()
         self.asked = asyncio.Event()
         self.changed = asyncio.Event()
 
     def pool(self) -> str | None:
-        return admitted(self._own, self._answered, self._clock() - self._answered_s)
+        return admitted(self._own, self._answered, time.monotonic() - self._answered_s)
 
     async def on_hint(self, message: CoreMessage) -> None:
         """Request the pools again after a hint of a gateway. A message with `reply` only checks whether this worker is
@@ -126,5 +125,5 @@ class PoolMembership:
             return f"not the expected answer: {error}"
         if assignments.worker != self._worker:
             return "it answered for another worker"
-        self._answered, self.pinned, self._answered_s = assignments.pools, assignments.pinned_models, self._clock()
+        self._answered, self.pinned, self._answered_s = assignments.pools, assignments.pinned_models, time.monotonic()
         return ""

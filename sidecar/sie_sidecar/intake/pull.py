@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Literal, get_args
@@ -433,14 +434,12 @@ class WorkSource:
         loading: Loading,
         inventory: Inventory,
         accept: Callable[[Delivery], InFlight | None],
-        clock: Callable[[], float],
     ) -> None:
         """Create the source for the pool of `lane`; `pull` starts it. `now_s` is the broker's clock."""
         self._broker = broker
         self._worker_id = worker_id
         self._now_s = now_s
         self._queues = queues
-        self._clock = clock
         self._loading = loading
         self._inventory = inventory
         self._accept = accept
@@ -468,7 +467,7 @@ class WorkSource:
             self._queues.limits,
             lambda delivery: self._on_delivery(delivery, pulling),
             self._queues.backlog,
-            self._clock,
+            time.monotonic,
             self._role,
             self._narrowed,
         )

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from sie_broker import CoreMessage
@@ -45,9 +46,8 @@ _Key = tuple[int, str, str]  # number of the device, residency (a model with one
 class LoraLoads:
     """Loads LoRAs into loaded models, and lists them in `ModelState.loras`. The adapter may unload some again."""
 
-    def __init__(self, links: AdapterLinks, clock: Callable[[], float]) -> None:
+    def __init__(self, links: AdapterLinks) -> None:
         self._links = links
-        self._clock = clock
         self._loads: dict[_Key, asyncio.Task[None]] = {}
         self._turns: dict[tuple[int, str], asyncio.Lock] = {}
         self._failures: dict[_Key, tuple[float, ErrorInfo]] = {}
@@ -68,7 +68,7 @@ class LoraLoads:
             await self._request_lora(hosted, name)
             return
         failed_s, failure = self._failures.get((hosted.device, hosted.name, name), (0.0, None))
-        if failure is not None and self._clock() - failed_s < COOL_DOWN_S:
+        if failure is not None and time.monotonic() - failed_s < COOL_DOWN_S:
             raise SIEError.from_info(failure)
         load = self._load_of(hosted, name)
         done, _ = await asyncio.wait([load], timeout=HOLD_S)
@@ -114,7 +114,7 @@ class LoraLoads:
         except LoraLoadFailed as error:
             if len(self._failures) >= MAX_REMEMBERED:
                 self._failures.clear()
-            self._failures[key] = (self._clock(), error.info())
+            self._failures[key] = (time.monotonic(), error.info())
             raise
         finally:
             del self._loads[key]
@@ -154,16 +154,14 @@ class Loading:
         inventory: Inventory,
         work: Tasks,
         on_unloaded: Callable[[str], None],
-        clock: Callable[[], float],
     ) -> None:
         self._feed = feed
         self._links = links
         self.models = models
         self._inventory = inventory
-        self.loras = LoraLoads(links, clock)
+        self.loras = LoraLoads(links)
         self._work = work
         self._on_unloaded = on_unloaded
-        self._clock = clock
 
     def revision(self, model: str) -> int:
         """Return the revision of the model in this worker's catalogue; 0 if the model is not in it."""
@@ -187,8 +185,8 @@ class Loading:
         """If a revision of the model could not be loaded but an earlier one was, the config service writes the earlier
         one again. Wait for this until RESTORED_S seconds after the failed load. Return True if it has happened.
         """
-        left_s = hosted.failed_s + RESTORED_S - self._clock()
-        if hosted.refusal(self._clock()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:
+        left_s = hosted.failed_s + RESTORED_S - time.monotonic()
+        if hosted.refusal(time.monotonic()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:
             return False
         refused = hosted.revision
         return await self._feed.renewed(lambda catalogue: catalogue.revisions.get(item.model, 0) > refused, left_s)
@@ -239,17 +237,17 @@ class Loading:
         room for the model, raise AdapterGone instead of moving them. `in_turn`: the caller holds the lock
         `LoraLoads.turn`.
         """
-        began_s = self._clock()
+        began_s = time.monotonic()
         try:
             await self._ensure(hosted, flights, past_gate=past_gate, in_turn=in_turn)
         finally:
             for flight in flights:
-                flight.waited_for_load(self._clock() - began_s)
+                flight.waited_for_load(time.monotonic() - began_s)
 
     async def _ensure(self, hosted: ModelState, flights: Sequence[InFlight], *, past_gate: bool, in_turn: bool) -> None:
         lora, items = flights[0].item.options.lora, functools.partial(unsettled, flights)
         until_s = max(flight.deadline_s for flight in flights)
-        while (left_s := until_s - self._clock()) > 0:
+        while (left_s := until_s - time.monotonic()) > 0:
             try:
                 async with asyncio.timeout(left_s):
                     await self.models.device_of(hosted).ensure(hosted, items, past_gate=past_gate)
@@ -268,12 +266,12 @@ class Loading:
                         raise
                     continue
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(until_s - self._clock()):
+                    async with asyncio.timeout(until_s - time.monotonic()):
                         await (link.wait_connected() if past_gate else self._links.wait_connected())
             except ModelLoadFailed as error:
                 chosen = self.models.obtain(hosted.resolved, hosted.revision)
                 # without a device where the model may fit, the chosen one has a failed load too
-                if chosen.refusal(self._clock()) is not None:
+                if chosen.refusal(time.monotonic()) is not None:
                     if error.extras.get("permanent") or not await self._is_another_back():
                         raise
                 elif past_gate:

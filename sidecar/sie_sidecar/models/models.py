@@ -28,6 +28,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
@@ -809,8 +810,7 @@ _RANKS: tuple[State, ...] = ("loaded", "loading", "unloading", "failed", "availa
 class WorkerModels:
     """Models on all devices of this worker."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._copies = SecondCopies()
         self.devices: list[Hosting] = []  # the index is the number of the device
 
@@ -835,7 +835,7 @@ class WorkerModels:
 
     def _view(self, hosted: ModelState, *, weighs_memory: bool) -> DeviceView:
         """Return a device's facts for `choose`. `weighs_memory`: with `models` and `idle_since_s`, which is slow."""
-        device, now_s = self.device_of(hosted), self._clock()
+        device, now_s = self.device_of(hosted), time.monotonic()
         description = device.link.description
         usable = usable_bytes(description) if description else 0.0
         evictable = device.evictable(0.0) if weighs_memory else []

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 
 from sie_contracts.errors import InvalidInput, ModelLoadFailed, NotReady
 from sie_contracts.media.images import Recipe
@@ -48,7 +49,6 @@ class Prepare:
         fetching: PayloadFetching | None,
         tokenizers: TokenizerPool,
         media: MediaPool,
-        clock: Callable[[], float],
     ) -> None:
         """Create the stage. `fetching` is None if this worker has no payload store."""
         self._source = source
@@ -58,7 +58,6 @@ class Prepare:
         self._fetching = fetching
         self._tokenizers = tokenizers
         self._media = media
-        self._clock = clock
         self.tokenising = 0  # how many groups of texts are being tokenised now
 
     async def fetch(self, flight: InFlight) -> bool:
@@ -76,7 +75,7 @@ class Prepare:
         if flight.settled:
             self._fetching.let_go(flight)
             return False
-        flight.fetched_s = self._clock()
+        flight.fetched_s = time.monotonic()
         return True
 
     async def run(self, group: list[InFlight], together: int) -> list[InFlight]:
@@ -115,7 +114,7 @@ class Prepare:
         if not group:
             return []
         hosted = group[0].hosted or hosted  # the model's state on another device, if the group was moved there
-        loaded_s = self._clock()
+        loaded_s = time.monotonic()
         for flight in group:
             flight.loaded_s = loaded_s
         if is_tokenizers:
@@ -127,15 +126,15 @@ class Prepare:
         finally:
             self.tokenising -= 1
         for flight in group:
-            flight.tokenised_s = self._clock()
+            flight.tokenised_s = time.monotonic()
         return group
 
     async def _catch_up(self, group: Sequence[InFlight]) -> None:
         """Wait for a catalogue as new as the gateway's. Meanwhile pull nothing from the consumers of this group."""
         consumers = {flight.lease.delivery.consumer for flight in group}
-        until_s = min(self._clock() + CATCH_UP_S, max(flight.deadline_s for flight in group))
+        until_s = min(time.monotonic() + CATCH_UP_S, max(flight.deadline_s for flight in group))
         with self._source.paused(consumers):
-            await self._loading.renewed(group[0].item, until_s - self._clock())
+            await self._loading.renewed(group[0].item, until_s - time.monotonic())
 
     async def _not_ours(self, group: Sequence[InFlight]) -> None:
         """Return work items of an unknown model or revision to the queue; after MAX_HAND_BACKS, send an error."""
@@ -255,7 +254,7 @@ class Prepare:
             work_call = functools.partial(tokenizer_requests.answer, tokenizer, item.operation, work)
             with self._settle.answering([flight], "preparing the input"):
                 outcomes = await self._tokenizers.run(tokenizer_requests.effort_of(work), work_call, together)
-                flight.tokenised_s = self._clock()
+                flight.tokenised_s = time.monotonic()
                 self._settle.answer(flight, outcomes)
 
         await asyncio.gather(*map(answer, group))

@@ -32,6 +32,7 @@ import logging
 import mmap
 import os
 import struct
+import time
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -63,11 +64,10 @@ MAX_ROUNDS = 3  # maximum number of times that all parts of one result are sent
 class ResultDelivery:
     """Sends results to gateways, then acknowledges their messages."""
 
-    def __init__(self, bus: Bus, leases: Leases, metrics: SidecarMetrics, clock: Callable[[], float]) -> None:
+    def __init__(self, bus: Bus, leases: Leases, metrics: SidecarMetrics) -> None:
         self._bus = bus
         self.leases = leases
         self._metrics = metrics
-        self._clock = clock
 
     async def send(
         self,
@@ -149,7 +149,7 @@ class ResultDelivery:
             try:
                 answer = await self._bus.request(item.reply, data, timeout_s)
             except (NoResponder, BrokerUnavailable) as error:
-                if self._clock() + pause_s >= deadline_s:
+                if time.monotonic() + pause_s >= deadline_s:
                     _logger.warning(
                         "request %s: the gateway did not confirm its result in time: %s", item.request, error
                     )
@@ -199,7 +199,6 @@ class Settle:
         fetching: PayloadFetching | None,
         metrics: SidecarMetrics,
         work: Tasks,
-        clock: Callable[[], float],
     ) -> None:
         self._worker_id = worker_id
         self._results = results
@@ -209,7 +208,6 @@ class Settle:
         self._fetching = fetching
         self._metrics = metrics
         self._work = work
-        self._clock = clock
 
     @contextlib.contextmanager
     def answering(self, flights: Sequence[InFlight], doing: str) -> Iterator[None]:
@@ -228,7 +226,7 @@ class Settle:
         """Return the work items to run, without cancelled ones. Late ones, and those whose model has a new catalogue
         entry, are answered here with an error.
         """
-        now_s = self._clock()
+        now_s = time.monotonic()
         self.answer_changed([flight for flight in flights if not flight.settled and flight.is_outdated])
         late = [flight for flight in flights if not flight.settled and now_s >= flight.deadline_s]
         if late:
@@ -262,7 +260,7 @@ class Settle:
         if flight.settled:
             return
         flight.move("settled")
-        item, hosted, now_s = flight.item, flight.hosted, self._clock()
+        item, hosted, now_s = flight.item, flight.hosted, time.monotonic()
         self._inventory.count(flight, 0)
         stages = stages_of(flight, now_s, done)
         if flight.span is not None:
