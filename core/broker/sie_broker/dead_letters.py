@@ -55,10 +55,7 @@ class Letters:
     """
 
     def __init__(
-        self,
-        queue: Queue,
-        pool: str,
-        on_unreadable: Callable[[int, Exception], None] = lambda _sequence, _error: None,
+        self, queue: Queue, pool: str, on_unreadable: Callable[[int, Exception], None] = lambda _sequence, _error: None
     ) -> None:
         self._queue = queue
         self._stream = letter_stream(pool)

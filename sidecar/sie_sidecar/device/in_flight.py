@@ -276,12 +276,7 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
 class Inventory:
     """All work items from their delivery until they are removed."""
 
-    def __init__(
-        self,
-        models: WorkerModels,
-        on_less: Callable[[], None],
-        on_free: Callable[[str], None],
-    ) -> None:
+    def __init__(self, models: WorkerModels, on_less: Callable[[], None], on_free: Callable[[str], None]) -> None:
         """`on_less` is called when fewer tokens wait for a device. `on_free` is called with the name of a consumer that
         may deliver again.
         """

@@ -102,13 +102,7 @@ class AdapterLink:
     """
 
     def __init__(
-        self,
-        path: str,
-        *,
-        size: int | Callable[[int], int],
-        ping_s: float,
-        stale_s: float,
-        number: int = 0,
+        self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float, number: int = 0
     ) -> None:
         """Create the link; `run` connects it. `size`: number of connections for batches and loads, or a function of the
         number of batches that the device runs at once. `number`: the device in this worker.

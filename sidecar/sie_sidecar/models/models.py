@@ -483,12 +483,7 @@ class Hosting(ModelStates):
         `everywhere()`: as in `ModelStates`.
         """
         super().__init__(
-            clock,
-            swap_after_s,
-            assigned=assigned,
-            fetching=lambda: link.fetching,
-            everywhere=everywhere,
-            device=device,
+            clock, swap_after_s, assigned=assigned, fetching=lambda: link.fetching, everywhere=everywhere, device=device
         )
         self.swaps = 0
         self.idle_evictions = 0

@@ -130,9 +130,7 @@ class ResultDelivery:
             except PayloadTooBig:  # after a reconnect, the broker's limit is lower: send smaller parts
                 continue
             _logger.error(
-                "request %s: its result of %d bytes did not arrive complete at the gateway",
-                item.request,
-                len(data),
+                "request %s: its result of %d bytes did not arrive complete at the gateway", item.request, len(data)
             )
         return verdict
 
@@ -522,8 +520,7 @@ class Leases:
                 _leases_logger.warning("the file of leased deliveries has an invalid ack subject: %s", error)
             except BrokerError as error:
                 _leases_logger.warning(
-                    "work of the killed process was not returned to the queue and waits until its leases end: %s",
-                    error,
+                    "work of the killed process was not returned to the queue and waits until its leases end: %s", error
                 )
                 break
         return count

@@ -402,12 +402,7 @@ class NatsPulls:
         now_s = asyncio.get_running_loop().time()
         if not entry.retry_s and now_s >= self._logged_s + _LOG_EVERY_S:
             self._logged_s = now_s
-            log.warning(
-                "pulls on stream %s, consumer %s: %s; trying again",
-                self._stream,
-                entry.consumer,
-                reason,
-            )
+            log.warning("pulls on stream %s, consumer %s: %s; trying again", self._stream, entry.consumer, reason)
         entry.retry_s = min(MAX_RETRY_S, max(FIRST_RETRY_S, entry.retry_s * 2))
         if entry.retry is None:
             entry.retry = asyncio.get_running_loop().call_later(entry.retry_s, self._retry, entry)

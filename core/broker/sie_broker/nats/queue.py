@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+
 from sie_broker import (
     BrokerError,
     BrokerUnavailable,
@@ -106,16 +108,7 @@ class NatsAdministration(NatsQueue):
 
     async def ensure_stream(self, spec: StreamSpec) -> StreamState:
         desired = stream_config(spec)
-        request = StreamRequest(
-            spec.name,
-            spec.storage,
-            spec.replicas,
-            spec.max_age_s,
-            spec.max_bytes,
-            spec.max_per_subject,
-            spec.duplicate_window_s,
-            version=spec.version,
-        )
+        request = msgspec.convert(spec, StreamRequest, from_attributes=True)
         info = await self.create_stream(request, desired)
         if info is None:
             raise BrokerError(f"{spec.name} was deleted by another process while it was created")
