@@ -121,11 +121,13 @@ async def serve(
         await with_broker(health.listen, task="listening for gateways that look for this worker")
         tasks.start(health.run(), "heartbeats")
         tasks.start(status.run(), "status")
+        # next to the adapter's socket, on a volume that outlives the container; several workers may use one folder
+        ledger = Path(f"{settings.ipc_socket_path}.{topology.token(worker_id)}.leases")
         identity = WorkerIdentity(
             worker_id,
             lane,
             limits_of(settings, mode),
-            ledger=_ledger_path(settings, worker_id) if mode == "queue" else None,
+            ledger=ledger if mode == "queue" else None,
             store=open_store(settings.payload_store_url),
             tracer=tracer,
         )
@@ -175,13 +177,6 @@ async def serve(
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
     return 1 if tasks.failed else 0
-
-
-def _ledger_path(settings: Settings, worker_id: str) -> Path:
-    """Return the path of the file of leased deliveries. The file is next to the adapter's socket, on a volume that
-    outlives the container. Its name has the worker id, because several workers may use one folder.
-    """
-    return Path(f"{settings.ipc_socket_path}.{topology.token(worker_id)}.leases")
 
 
 async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealth, stop: Stop) -> None:

@@ -209,13 +209,10 @@ class Worker:
     async def _prepare_and_dispatch(self, group: list[InFlight], together: int) -> None:
         with self._settle.answering(group, "preparing the input"):
             for flight in await self._prepare.run(group, together):
-                self._dispatch(flight)
+                if flight.hosted is not None:  # None if it was settled meanwhile
+                    self._dispatches[flight.hosted.device].add(flight)
                 self.source.weigh(flight)
         self.queues.wake()
-
-    def _dispatch(self, flight: InFlight) -> None:
-        if flight.hosted is not None:  # None if it was settled meanwhile
-            self._dispatches[flight.hosted.device].add(flight)
 
     def _is_tokenising(self) -> bool:
         return self._prepare.tokenising > 0

@@ -444,7 +444,7 @@ class Dispatch:
         while True:
             device.wake.clear()
             if not device.link.connected and self._queues.connected:
-                self._move_away()
+                self._again(device.withdraw_all())  # they move to the other devices, which have an adapter
             action = device.next(more_expected=more_expected())
             if isinstance(action, Batch):
                 self._work.start(self._run(action), "batch")
@@ -587,7 +587,3 @@ class Dispatch:
             device = self._queues.queue_of(flight)
             device.put(flight, back=True)
             device.wake.set()
-
-    def _move_away(self) -> None:
-        """Move the work that waits for this device to other devices, because only they have an adapter."""
-        self._again(self._device.withdraw_all())

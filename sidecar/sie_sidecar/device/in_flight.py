@@ -210,7 +210,7 @@ def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome
     if not slices:
         return outcomes, b""
     low = min(piece.offset for piece in slices)
-    high = max(piece.offset + _size(piece) for piece in slices)
+    high = max(piece.offset + math.prod(piece.shape) * np.dtype(piece.dtype).itemsize for piece in slices)
     return tuple(_moved(outcome, -low) for outcome in outcomes), bytes(block[low:high])
 
 
@@ -237,10 +237,6 @@ def joined(parts: Sequence[tuple[Outcome, bytes]]) -> tuple[tuple[Outcome, ...],
         outcomes.append(_moved(outcome, start))
         start += len(block)
     return tuple(outcomes), b"".join(block for _, block in parts)
-
-
-def _size(piece: ArraySlice) -> int:
-    return math.prod(piece.shape) * np.dtype(piece.dtype).itemsize
 
 
 def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Stages:

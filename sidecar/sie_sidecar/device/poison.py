@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from sie_broker import BrokerError, Entry, Store, Write, WrongRevision
+from sie_broker import BrokerError, Store, Write, WrongRevision
 from sie_broker.record import Record, RecordBucket
 from sie_contracts.errors import InferenceFailed
 from sie_contracts.wire.topology import POISON_BUCKET, POISON_LIFETIME_S
@@ -53,10 +53,6 @@ class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
 _decoder = msgspec.msgpack.Decoder(Mark)
 
 
-def _decode(entry: Entry) -> Mark:
-    return _decoder.decode(entry.value or b"")
-
-
 def after_death(before: Mark | None, model: str, worker: str, now_s: float) -> Mark:
     """Return the mark after an adapter died while the content ran, alone or in a batch. `before`: the earlier mark."""
     deaths, workers = (before.deaths, before.workers) if before else (0, ())
@@ -81,7 +77,9 @@ class PoisonMarks:
         self.models: Counter[str] = Counter()
         self._is_open = False
         self._bucket = RecordBucket(broker, POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
-        self._record = Record(self._bucket, _decode, self._on_mark, on_lost=self._on_lost)
+        self._record = Record(
+            self._bucket, lambda entry: _decoder.decode(entry.value or b""), self._on_mark, on_lost=self._on_lost
+        )
 
     async def open(self) -> None:
         """Read all marks and watch the bucket. Raises BrokerError."""

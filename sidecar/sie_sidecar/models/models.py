@@ -551,7 +551,11 @@ class Hosting(ModelStates):
     ) -> None:
         while waiting_items() and (hosted.state != "loaded" or (hosted.is_closed and not past_gate)):
             if hosted.is_closed and not past_gate:
-                await self._before_gate(hosted, items)
+                self.park(hosted, items)  # the model may be evicted while it is closed
+                try:
+                    await self._gates[hosted.name].wait()
+                finally:
+                    hosted.before_gate.remove(items)
                 continue
             if (refusal := hosted.refusal(self._clock())) is not None:
                 raise refusal
@@ -576,11 +580,12 @@ class Hosting(ModelStates):
         closed: ModelState | None = None
         try:
             ready, began_s = None, asked_s
-            while (
-                self._still_loads(hosted, resolved) and (ready := await self._asked_to_load(hosted, resolved)) is None
-            ):
-                closed = await self._wait_for_memory(hosted, asked_s, closed)
+            # ends if no caller waits for this catalogue entry any more: an unneeded load could evict a used model
+            while ready is None and hosted.has_waiters and hosted.resolved.entry == resolved.entry:
                 began_s = self._clock()
+                ready = await self._asked_to_load(hosted, resolved)
+                if ready is None:
+                    closed = await self._wait_for_memory(hosted, asked_s, closed)
             if ready is None:
                 return
             # if the catalogue entry has changed meanwhile, the adapter has loaded the old entry: do not use the result
@@ -597,11 +602,6 @@ class Hosting(ModelStates):
                 self._open(closed)
             self._loading.pop(hosted.name, None)
             self._on_change()
-
-    @staticmethod
-    def _still_loads(hosted: ModelState, resolved: Resolved) -> bool:
-        """Return True if a caller still waits for this catalogue entry: an unneeded load could evict a used model."""
-        return hosted.has_waiters and hosted.resolved.entry == resolved.entry
 
     async def _asked_to_load(self, hosted: ModelState, resolved: Resolved) -> ipc.Ready | None:
         """Let the adapter load a model, and return its report. Return None if the model did not fit into memory beside
@@ -659,14 +659,6 @@ class Hosting(ModelStates):
 
     def _described(self) -> tuple[ipc.LoadedModel, ...]:
         return self.link.description.models if self.link.description else ()
-
-    async def _before_gate(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """Wait until the model accepts new work again. Meanwhile it may be evicted."""
-        self.park(hosted, items)
-        try:
-            await self._gates[hosted.name].wait()
-        finally:
-            hosted.before_gate.remove(items)
 
     async def _wait_for_memory(
         self, hosted: ModelState, asked_s: float, closed: ModelState | None

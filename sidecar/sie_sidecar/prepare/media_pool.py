@@ -159,7 +159,11 @@ class MediaPool:
         file = _ImageFile(data, recipe) if isinstance(recipe, Recipe) else _SoundFile(data, recipe, from_s)
         try:
             self._admit(file)
-            outcome = await self._put(_PendingFile(file))
+            job = _PendingFile(file)
+            self._queue.put_nowait(job)
+            if self.waiting > self._free and len(self._keepers) < self._most:
+                self._keepers.append(asyncio.create_task(self._keep(), name="media worker"))
+            outcome = await job.done
         except InvalidInput as error:
             self._count(file.noun, cause_of(error)[0])
             raise
@@ -180,12 +184,6 @@ class MediaPool:
             message = f"{self.waiting} files wait for {self._most} media workers"
             raise QueueFull(message, extras={"queue_depth": self.waiting})
 
-    def _put(self, job: _PendingFile) -> asyncio.Future[PreparedFile]:
-        self._queue.put_nowait(job)
-        if self.waiting > self._free and len(self._keepers) < self._most:
-            self._keepers.append(asyncio.create_task(self._keep(), name="media worker"))
-        return job.done
-
     async def close(self) -> None:
         """End all processes. Files that wait or are being decoded get an error."""
         self._closed = True
@@ -197,7 +195,11 @@ class MediaPool:
         worker: _MediaProcess | None = None
         try:
             while True:
-                job = await self._next()
+                self._free += 1
+                try:
+                    job = await self._queue.get()
+                finally:
+                    self._free -= 1
                 if job.done.done():  # its caller was cancelled, so no caller waits for the outcome
                     continue
                 try:
@@ -222,20 +224,16 @@ class MediaPool:
             if worker is not None:
                 await self._end(worker)
 
-    async def _next(self) -> _PendingFile:
-        self._free += 1
-        try:
-            return await self._queue.get()
-        finally:
-            self._free -= 1
-
     async def _serve(self, job: _PendingFile, worker: _MediaProcess) -> _MediaProcess | None:
         """Decode the file of `job`. Return the process for the next file; None if it was ended."""
         self._number += 1
         try:
             async with asyncio.timeout(self._deadline_s):
-                reply = _usable(await worker.run(job.file.job(self._number)))
-            job.succeed(reply)
+                answer = await worker.run(job.file.job(self._number))
+            if isinstance(answer, Unusable):
+                _logger.debug("a file cannot be decoded: %s (%s)", answer.cause, answer.raised or "no exception")
+                raise fault(answer.cause, answer.message)
+            job.succeed(answer)
         except InvalidInput as error:
             job.fail(error)
             return worker
@@ -276,14 +274,6 @@ class _WorkerNotStarted(Exception):
 
 class _WorkerLost(Exception):
     """Raised if a process ended, or sent an answer that does not fit its job."""
-
-
-def _usable(answer: PreparedFile | Unusable) -> PreparedFile:
-    """Return the answer. Raises InvalidInput if it says that the file is unusable."""
-    if isinstance(answer, Unusable):
-        _logger.debug("a file cannot be decoded: %s (%s)", answer.cause, answer.raised or "no exception")
-        raise fault(answer.cause, answer.message)
-    return answer
 
 
 class _MediaProcess:

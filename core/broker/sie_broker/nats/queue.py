@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import msgspec
 
@@ -117,22 +116,18 @@ class NatsAdministration(NatsQueue):
             counts = await self.subject_counts(spec.name, ">")
             check_room(spec, *limits_of(info.config), info.state.bytes, counts)
             if not await self.ask_owner(request):
-                return state_of(await self._update_stream(spec.name, info.config, desired, field))
+                try:
+                    config = update_of(info.config, desired)
+                    return state_of(await self.api(f"STREAM.UPDATE.{spec.name}", config, StreamInfo))
+                except Refusal as refusal:
+                    if field is None:
+                        raise
+                    raise mismatch(spec.name, field, info.config, desired) from refusal
             info = await self.api(f"STREAM.INFO.{spec.name}", {}, StreamInfo)
             field = difference(info.config, desired)
         if field is not None:
             raise mismatch(spec.name, field, info.config, desired)
         return state_of(info)
-
-    async def _update_stream(
-        self, name: str, current: dict[str, Any], desired: dict[str, Any], field: str | None
-    ) -> StreamInfo:
-        try:
-            return await self.api(f"STREAM.UPDATE.{name}", update_of(current, desired), StreamInfo)
-        except Refusal as refusal:
-            if field is None:
-                raise
-            raise mismatch(name, field, current, desired) from refusal
 
     async def delete_stream(self, stream: str) -> bool:
         return await self.find(f"STREAM.DELETE.{stream}", {}, ApiReply, NO_STREAM) is not None
