@@ -224,13 +224,13 @@ class _KeyQueue(Generic[T]):
         return indexes
 
 
+@dataclass(eq=False)
 class _ModelLine(Generic[T]):
     """Queues of one residency (a model with one set of load options), one for each key, in order of their turns."""
 
-    def __init__(self, name: str, head_s: float) -> None:
-        self.name = name
-        self.head_s = head_s  # arrival time of the oldest work item
-        self.queues: dict[BatchKey, _KeyQueue[T]] = {}
+    name: str
+    head_s: float  # arrival time of the oldest work item
+    queues: dict[BatchKey, _KeyQueue[T]] = field(default_factory=dict)
 
 
 class _PriorityLine(Generic[T]):
@@ -317,7 +317,6 @@ class Waiting(Generic[T]):
         # [0]: interactive work items, [1]: bulk work items
         self.lines: tuple[_PriorityLine[T], _PriorityLine[T]] = (_PriorityLine(), _PriorityLine())
         self.overtakes = 0  # interactive batches in a row that were sent while bulk work waited
-        self.cost = 0
         self._length = 0
         # measured times of batches, by residency (a model with one set of load options)
         self._times: dict[str, BatchTimes] = {}
@@ -342,12 +341,10 @@ class Waiting(Generic[T]):
         time of arrival.
         """
         self.lines[entry.bulk].add(entry, in_order=not back)
-        self.cost += entry.cost
         self._length += 1
 
     def remove(self, entry: BatchEntry[T]) -> None:
         self.lines[entry.bulk].remove(entry)
-        self.cost -= entry.cost
         self._length -= 1
 
     def __len__(self) -> int:
@@ -373,11 +370,9 @@ class Waiting(Generic[T]):
         entries = tuple(
             sorted(self.lines[bulk].pop_batch(queue, limits, begins_s, times), key=lambda entry: entry.cost)
         )
-        cost = sum(entry.cost for entry in entries)
-        self.cost -= cost
         self._length -= len(entries)
         self.overtakes = 0 if bulk else self.overtakes + bool(self.lines[True].models)
-        return Batch(queue.key, entries, cost)
+        return Batch(queue.key, entries, sum(entry.cost for entry in entries))
 
 
 def next_batch(

@@ -182,7 +182,6 @@ class Prepare:
     async def _build_rows(
         self, work: Sequence[tuple[InFlight, WorkItemInput]], tokenizer: ModelTokenizer, layout: Rows, together: int
     ) -> None:
-        """Build the rows of these work items in one call."""
         inputs = [item_input for _, item_input in work]
         effort = sum(effort_of(layout, item_input) for item_input in inputs)
         results = await self._tokenizers.run(

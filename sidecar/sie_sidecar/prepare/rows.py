@@ -336,15 +336,7 @@ def types_of(rows: Sequence[TokenRow]) -> bytes:
     """Return the token types of all rows, concatenated, uint8. Empty if no row has types."""
     if all(row.types is None for row in rows):
         return b""
-    return np.concatenate(
-        [np.zeros(len(row.ids), np.uint8) if row.types is None else row.types for row in rows]
-    ).tobytes()
-
-
-def offsets_of(rows: Sequence[TokenRow]) -> bytes:
-    """Return the token offsets of all rows, concatenated, int32. Empty if no row has offsets."""
-    offsets = [row.offsets for row in rows if row.offsets is not None]
-    return np.concatenate(offsets).tobytes() if offsets else b""
+    return b"".join(bytes(len(row.ids)) if row.types is None else row.types.tobytes() for row in rows)
 
 
 class BatchPart(NamedTuple):
@@ -418,7 +410,7 @@ def to_batch(
         tuple(groups),
         types_of(rows),
         tuple(texts),
-        offsets_of(rows),
+        b"".join(row.offsets.tobytes() for row in rows if row.offsets is not None),
         pooling,
         lora,
         context.traceparent,
