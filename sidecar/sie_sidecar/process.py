@@ -292,7 +292,8 @@ async def _upkeep(worker: Worker, stop: Stop) -> None:
     """Every second, adjust how many messages the consumers may deliver, and load a model on one more device if its
     devices cannot keep up; every ten seconds, also list the consumers.
     """
-    rounds, trouble = 0, Trouble(_logger, "the consumers or the placement table cannot be checked")
+    trouble = Trouble(_logger, "the consumers or the placement table cannot be checked")
+    rounds = 0
     while not await stop.wait_for(REFILL_S):
         rounds += 1
         worker.check_copies()
