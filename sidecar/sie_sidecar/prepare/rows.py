@@ -339,6 +339,11 @@ def types_of(rows: Sequence[TokenRow]) -> bytes:
     return b"".join(bytes(len(row.ids)) if row.types is None else row.types.tobytes() for row in rows)
 
 
+def offsets_of(rows: Sequence[TokenRow]) -> bytes:
+    """Return the token offsets of all rows, concatenated, int32. Empty if no row has offsets."""
+    return b"".join(row.offsets.tobytes() for row in rows if row.offsets is not None)
+
+
 class BatchPart(NamedTuple):
     """Rows of one work item in a batch, and the data from which they were built, both without inputs that do not run.
     `context`: its trace context. `asker`: name of the client that sent it, see `messages.WorkItem`. `chunked`: as in
@@ -410,7 +415,7 @@ def to_batch(
         tuple(groups),
         types_of(rows),
         tuple(texts),
-        b"".join(row.offsets.tobytes() for row in rows if row.offsets is not None),
+        offsets_of(rows),
         pooling,
         lora,
         context.traceparent,
