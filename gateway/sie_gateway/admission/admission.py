@@ -32,6 +32,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -75,16 +76,16 @@ def _flow_name(lane: Lane, priority: Priority) -> str:
     return f"{lane}.{priority}"
 
 
+@dataclass(slots=True, eq=False)
 class _LaneFlow:
     """Messages and tokens that this gateway put into one lane and priority. Their weight halves every HALF_LIFE_S
     seconds. `fresh`: tokens since the last announcement. `rate`: moving average of the tokens per second.
     """
 
-    __slots__ = ("fresh", "messages", "rate", "tokens")
-
-    def __init__(self) -> None:
-        self.messages = self.tokens = self.rate = 0.0
-        self.fresh = 0
+    messages: float = 0.0
+    tokens: float = 0.0
+    rate: float = 0.0
+    fresh: int = 0
 
     def age(self, seconds: float) -> None:
         left = 0.5 ** (seconds / HALF_LIFE_S)
@@ -177,14 +178,10 @@ class Peers:
             flow.age(seconds)
         self._flows = {key: flow for key, flow in self._flows.items() if flow.messages > _MIN_MESSAGES}
         waiting = self._waiting()
-        traffic = {
-            _flow_name(lane, priority): LaneTraffic(
-                flow.messages, flow.tokens, flow.rate, waiting.get((lane, priority), 0)
-            )
-            for (lane, priority), flow in self._flows.items()
-        }
-        for (lane, priority), tokens in waiting.items():
-            traffic.setdefault(_flow_name(lane, priority), LaneTraffic(0.0, 0.0, 0.0, tokens))
+        traffic = {}
+        for key in {**self._flows, **waiting}:
+            flow = self._flows.get(key) or _LaneFlow()
+            traffic[_flow_name(*key)] = LaneTraffic(flow.messages, flow.tokens, flow.rate, waiting.get(key, 0))
         self._answers.append((self._answered, seconds))
         self._answered = 0
         while len(self._answers) > 1 and sum(took_s for _, took_s in self._answers) > QPS_S:
@@ -264,7 +261,9 @@ def key_of(authorization: str) -> str:
 
 
 class Permits:
-    """Permits of one request for its chunks. `is_cold`: no worker of the lane had the model loaded at its arrival."""
+    """Permits of one request for its chunks. `is_cold`: no worker of the lane had the model loaded when the request
+    arrived.
+    """
 
     def __init__(
         self,
@@ -535,7 +534,7 @@ class Admission:
         ticket = Ticket(key, place.costs(costs, squares or [0] * len(costs)), place.tokens(costs))
         entered = Entered(ticket, now_s, budget_s, client, request, place.scale)
         permits = Permits(self, place, entered, costs, size_bytes, self._clock)
-        is_small = len(costs) == 1 and window.fits_now(ticket, place.bound, self._key_limit())
+        is_small = len(costs) == 1 and window.fits_now(ticket, place.bound, self._key_limit(place))
         if not is_small and self._waiting_bytes and self._waiting_bytes + size_bytes > MAX_WAITING_BYTES:
             message = (
                 f"{self._waiting_bytes >> 20} MiB of inputs wait in this gateway, at most {MAX_WAITING_BYTES >> 20} are"
@@ -575,8 +574,8 @@ class Admission:
             self._places[lane, priority, residency] = place
         return place
 
-    def _key_limit(self) -> float:
-        return self._settings.key_window_tokens / self.peers.count()
+    def _key_limit(self, place: ModelQueue) -> float:
+        return self._settings.key_window_tokens / place.gateways
 
     def _refresh(self, place: ModelQueue, now_s: float) -> None:
         """Update the hosts of a queue (workers that have the model loaded) and its bound (largest amount of work), if a
@@ -612,7 +611,7 @@ class Admission:
         """Grant the permits of this queue that are possible now. Return True if one was granted."""
         now_s = self._clock()
         self._refresh(place, now_s)
-        granted = place.window.grant(place.bound, self._key_limit())
+        granted = place.window.grant(place.bound, self._key_limit(place))
         for ticket, chunk in granted:
             place.queued(ticket, chunk, now_s)
             self._queueing[ticket].grant(chunk)

@@ -119,8 +119,6 @@ class Charge:
     the usage is known. `refund` puts all tokens back if the call ended without usage.
     """
 
-    __slots__ = ("_key", "_per_minute", "_quotas", "_taken")
-
     def __init__(self, quotas: Quotas, key: str, per_minute: int) -> None:
         self._quotas = quotas
         self._key = key

@@ -32,6 +32,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sie_contracts.models.costs import AHEAD_SHARE, BatchTimes, text_cost
@@ -94,50 +95,26 @@ class ExpectedWait(NamedTuple):
         return samples / (samples + DOUBT)
 
 
+@dataclass(slots=True, eq=False)
 class _BatchResults:
-    """Results of one batch that have arrived at this gateway."""
+    """Results of one batch that have arrived at this gateway. `at_s`: time of the first result. `before_s`: time of the
+    first result of the previous batch. `queued_s`: earliest time at which work of this batch was queued.
+    """
 
-    __slots__ = (
-        "at_s",
-        "before_s",
-        "device_s",
-        "formed_s",
-        "is_counted",
-        "is_crowded",
-        "is_sample",
-        "left_work",
-        "missing",
-        "name",
-        "queued_s",
-        "tokens",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        at_s: float,
-        before_s: float,
-        queued_s: float,
-        is_crowded: bool,
-        device_s: float,
-        pipeline: int,
-        chunks: int,
-    ) -> None:
-        self.name = name
-        # number of chunks of this batch without a result yet; chunks of other gateways count too, although their
-        # results never arrive here, so it may stay above 0
-        self.missing = chunks
-        self.at_s = at_s
-        self.before_s = before_s
-        self.queued_s = queued_s
-        self.is_crowded = is_crowded
-        self.device_s = device_s
-        self.is_sample = device_s < math.inf
-        # estimated time when this batch was formed: a worker may form `pipeline` batches before the device is free
-        self.formed_s = at_s - pipeline * device_s
-        self.left_work = False  # whether work was left in the queue when this batch was formed
-        self.is_counted = False
-        self.tokens = 0.0
+    name: str
+    at_s: float
+    before_s: float
+    queued_s: float
+    is_crowded: bool
+    device_s: float
+    formed_s: float  # estimated time when this batch was formed
+    # number of chunks of this batch without a result yet; chunks of other gateways count too, although their results
+    # never arrive here, so it may stay above 0
+    missing: int
+    is_sample: bool
+    left_work: bool = False  # whether work was left in the queue when this batch was formed
+    is_counted: bool = False
+    tokens: float = 0.0
 
     def seconds(self, lanes: int) -> float:
         """Return the seconds that the batch took: the time between the first results of the previous batch and of this
@@ -190,8 +167,6 @@ class MeasuredBatch(NamedTuple):
 class Throughput:
     """Measured throughput of one model at one priority. Times are seconds of one clock."""
 
-    __slots__ = ("_batches", "_evidence", "_lanes", "_measured", "_measured_s", "last_s")
-
     def __init__(self) -> None:
         self._batches: deque[_BatchResults] = deque(maxlen=MAX_SAMPLES)
         self.last_s = -math.inf  # time of the first result of the last batch
@@ -218,11 +193,13 @@ class Throughput:
         batch on the device. `lanes`: number of batches that run at the same time. `pipeline`: largest number of batches
         that a worker forms before its device is free. `chunks`: number of chunks in the batch.
         """
-        if not batch:  # the device ran no batch for this work (a failure, tokenize), so the result shows no speed
-            return
         entry = next((candidate for candidate in reversed(self._batches) if candidate.name == batch), None)
         if entry is None:
-            entry = _BatchResults(batch, now_s, self.last_s, queued_s, is_crowded, device_s, pipeline, chunks)
+            formed_s = now_s - pipeline * device_s  # a worker may form `pipeline` batches before the device is free
+            is_sample = device_s < math.inf
+            entry = _BatchResults(
+                batch, now_s, self.last_s, queued_s, is_crowded, device_s, formed_s, chunks, is_sample
+            )
             self._see_left(entry, queued_s)
             self._lanes = lanes
             self._batches.append(entry)
@@ -371,8 +348,6 @@ class AnswerPace:
     time) during the last answers, divided by the number of these answers. So time without requests does not make the
     gateway look slower.
     """
-
-    __slots__ = ("_ended", "_next_s", "_running", "_since_s", "_sum_s")
 
     def __init__(self) -> None:
         self._running = 0
@@ -526,10 +501,9 @@ class ModelQueue:
         are estimates: the tokens of each chunk, and the sum of the squared token counts of its rows.
         """
         scale = self.scale or 1.0
-        both = zip(tokens, squares, strict=True)
         return [
             max(1, round(text_cost(scale * token_sum, scale * scale * square, self.crossover_tokens)))
-            for token_sum, square in both
+            for token_sum, square in zip(tokens, squares, strict=True)
         ]
 
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
@@ -563,17 +537,16 @@ class ModelQueue:
         """Measure the throughput with the result of a chunk, before or after the end of its request."""
         if result.chunk not in entered.queued_s:
             return
-        name = f"{result.worker} {result.batch.id}" if result.batch.id else ""
         queued_s, is_crowded = entered.queued_s.pop(result.chunk)
-        device_s = result.stages.inference_ms / 1000 if result.stages.inference_ms else math.inf
-        tokens = entered.ticket.costs[result.chunk]
+        if not result.batch.id:  # the device ran no batch for this work (a failure, tokenize): it shows no speed
+            return
         self.drain.left(
             now_s,
-            name,
-            tokens,
+            f"{result.worker} {result.batch.id}",
+            entered.ticket.costs[result.chunk],
             queued_s,
             is_crowded=is_crowded,
-            device_s=device_s,
+            device_s=result.stages.inference_ms / 1000 if result.stages.inference_ms else math.inf,
             lanes=self._lanes,
             pipeline=self._pipeline,
             chunks=result.batch.chunks,
@@ -826,11 +799,12 @@ class ModelQueue:
         """Yield the requests that wait in this gateway, and the cost ahead of each. The cost ahead is computed as if
         keys took turns with equal costs.
         """
-        sizes = sorted(self.window.waiting_costs().values())
+        costs = self.window.waiting_costs()
+        sizes = sorted(costs.values())
         sums = [0.0, *itertools.accumulate(sizes)]
-        for key, those in waiting.items():
-            own, mine = self.window.waiting_costs()[key], 0.0
-            for entered in those:
+        for key, requests in waiting.items():
+            own, mine = costs[key], 0.0
+            for entered in requests:
                 most = mine + entered.cost
                 smaller = bisect.bisect_right(sizes, most)
                 ahead_of_key = sums[smaller] + most * (len(sizes) - smaller) - min(own, most)

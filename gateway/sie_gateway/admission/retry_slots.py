@@ -18,6 +18,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from sie_contracts.wire.heartbeats import Turn
 
@@ -40,21 +41,17 @@ def _uniform(low: float, high: float) -> float:
     return random.uniform(low, high)  # noqa: S311 the number is no secret: it spreads clients in time
 
 
+@dataclass(slots=True, eq=False)
 class _RetrySlot:
-    __slots__ = ("cost", "due_s", "early_s", "is_open", "is_own")
-
-    def __init__(self, due_s: float, early_s: float, cost: float, is_own: bool) -> None:
-        self.is_own = is_own
-        self.due_s = due_s
-        self.early_s = early_s
-        self.cost = cost
-        self.is_open = True
+    due_s: float
+    early_s: float
+    cost: float
+    is_own: bool
+    is_open: bool = True
 
 
 class _SlotCosts:
     """Costs of turns by the time when they are due: a sum for each slot of SLOT_S seconds, and the total."""
-
-    __slots__ = ("costs", "total")
 
     def __init__(self) -> None:
         self.costs: dict[int, float] = {}
@@ -77,8 +74,6 @@ class _SlotCosts:
 class RetrySlots:
     """Turns of the refused clients of one model. Times are seconds of one clock; costs are tokens."""
 
-    __slots__ = ("_booked", "_by_client", "_claimed", "_count", "_lapses", "_open", "_own", "_shown")
-
     def __init__(self) -> None:
         # for each digest of a client, a heap of its turns, ordered by due time
         self._by_client: dict[bytes, list[tuple[float, int, _RetrySlot]]] = {}
@@ -90,9 +85,6 @@ class RetrySlots:
         # turns of this gateway that are not announced yet: client, due time, cost
         self._booked: deque[tuple[bytes, float, float]] = deque(maxlen=MAX_NEWS)
         self._claimed: deque[bytes] = deque(maxlen=MAX_NEWS)
-
-    def __len__(self) -> int:
-        return len(self._lapses)
 
     def promised(self, now_s: float) -> float:
         """Return the expected tokens of the requests that refused clients will repeat. Turns whose client has not tried
