@@ -203,7 +203,7 @@ async def test_equal_inputs_at_the_same_time_are_computed_once() -> None:
     assert sorted(text for texts in cluster.computed for text in texts) == ["0", "1", "2", "3", "4", "a"]
     assert {vectors(result)[0] for result in results} == {vector(results[0].fingerprint, "a")}
     assert [result.cache_status for result in results] == ["miss", *["partial"] * 4]
-    assert not cluster.runs._flights
+    assert not cluster.runs.flights
 
 
 async def test_an_input_that_a_request_has_twice_is_computed_once() -> None:
@@ -219,7 +219,7 @@ async def test_an_input_that_a_request_has_several_times_and_that_fails_at_the_w
     finished = await cluster.run("a", "b", "a", "a")
     assert cluster.computed == [["a", "b"]]
     assert [type(outcome) for _, outcome in finished.outcomes] == [Failed, Ok, Failed, Failed]
-    assert not cluster.runs._flights
+    assert not cluster.runs.flights
 
 
 async def test_waiting_requests_go_on_when_the_first_one_is_cancelled() -> None:
@@ -236,7 +236,7 @@ async def test_waiting_requests_go_on_when_the_first_one_is_cancelled() -> None:
     results = [await run for run in waiting]
     assert first.cancelled()
     assert {vectors(result)[0] for result in results} == {vector(results[0].fingerprint, "a")}
-    assert not cluster.runs._flights
+    assert not cluster.runs.flights
 
 
 async def test_an_error_of_the_first_request_is_its_own() -> None:
@@ -324,7 +324,7 @@ async def test_an_answer_is_given_on_when_its_chunk_arrives() -> None:
     cluster.held["b"].set()
     await large
     assert cluster.computed == [["a", "b"]]
-    assert (len(cluster.memory), len(cluster.runs._flights)) == (2, 0)
+    assert (len(cluster.memory), len(cluster.runs.flights)) == (2, 0)
 
 
 async def test_an_input_that_failed_at_the_worker_is_computed_again_while_its_request_goes_on() -> None:
@@ -627,7 +627,7 @@ async def test_no_answer_is_stale_or_mixed_in_any_interleaving(seed: int) -> Non
         for history in (cluster.in_use, cluster.of_entry):
             assert any(signed in at[target] for at in history[during] for target in targets), "stale"
     assert hits
-    assert not cluster.runs._flights
+    assert not cluster.runs.flights
 
 
 async def turns(count: int) -> None:
@@ -805,10 +805,10 @@ async def test_a_disconnected_client_does_not_end_the_requests_that_wait_for_it(
     joins = 0
     genuine = _CachedRun._joined
 
-    async def count_joins(self: _CachedRun, finished: RequestResult, flights: Any, *more: Any) -> list[int]:
+    async def count_joins(self: _CachedRun, flights: Any) -> list[int]:
         nonlocal joins
         joins += len(flights)
-        return await genuine(self, finished, flights, *more)
+        return await genuine(self, flights)
 
     monkeypatch.setattr(_CachedRun, "_joined", count_joins)
     monkeypatch.setattr(cached, "SHORTEST_WAIT_S", 60.0)

@@ -87,13 +87,10 @@ class AnswerMemory:
         if key in self._protected:
             self._protected.move_to_end(key)
         else:
-            self._protect(key, self._first.pop(key))
+            self._protected[key] = self._first.pop(key)
+            self._protected_bytes += answer.size
+            self._demote()
         return answer.value
-
-    def _protect(self, key: bytes, answer: _CachedAnswer) -> None:
-        self._protected[key] = answer
-        self._protected_bytes += answer.size
-        self._demote()
 
     def _demote(self) -> None:
         """Move protected answers to the first segment until the protected answers take at most PROTECTED_SHARE of the

@@ -43,7 +43,9 @@ SHORTEST_WAIT_S = 0.25
 LONGEST_WAIT = 0.25  # largest share of its remaining time that a request waits for answers that others compute
 OnChunk = Callable[[int, WorkResult], None]
 """Function that is called with each result of a chunk: the index of the chunk's first input, and the result."""
-Compute = Callable[[Call, list[int], Sequence[RequestItem], RequestResult, OnChunk | None], Awaitable[list[WorkResult]]]
+Compute = Callable[
+    [Call, Sequence[int], Sequence[RequestItem], RequestResult, OnChunk | None], Awaitable[list[WorkResult]]
+]
 """Function that computes inputs (given their positions), adds the results to the RequestResult, and returns them."""
 
 
@@ -92,9 +94,9 @@ class CachedRuns:
         self.memory = memory
         self._policy = policy
         self._fleet = fleet
-        self._metrics = metrics
+        self.metrics = metrics
         self._expected_s = expected_s
-        self._flights: dict[FlightKey, Flight] = {}
+        self.flights: dict[FlightKey, Flight] = {}  # inputs that requests compute now
         self._fingerprints: dict[tuple[str, str], tuple[ModelEntry, str]] = {}
 
     async def run(
@@ -102,7 +104,7 @@ class CachedRuns:
         call: Call,
         request: PlannedRequest,
         refused: Mapping[int, Failed],
-        positions: list[int],
+        positions: Sequence[int],
         items: Sequence[RequestItem],
         compute: Compute,
     ) -> RequestResult:
@@ -122,8 +124,8 @@ class CachedRuns:
             return finished
         name = space_of(owner, signed, request.operation, request.options.run)
         space = AnswerSpace(name, request.resolved.entry.id, call.grant.name if owner else "")
-        run = _CachedRun(self, call, request, space, signed, compute)
-        return await run.results(finished, refused, positions, items)
+        run = _CachedRun(self, call, finished, refused, positions, items, space, signed, compute)
+        return await run.results()
 
     def _fingerprint(self, request: PlannedRequest) -> str:
         """Return the fingerprint that the workers of the lane give to answers of this request; empty if it is unknown,
@@ -153,8 +155,6 @@ class CachedRuns:
             cached = self._fingerprints[key] = entry, own
         return answer_fingerprint(cached[1], lora, run.variant) if cached[1] else ""
 
-    # flights: inputs that requests compute now
-
     def patience_s(self, request: PlannedRequest, left_s: float) -> float:
         """Return for how many seconds a request waits for answers that other requests compute: the expected wait of its
         own computation, at least SHORTEST_WAIT_S, and at most LONGEST_WAIT of its remaining time.
@@ -163,125 +163,116 @@ class CachedRuns:
         longest_s = LONGEST_WAIT * max(0.0, left_s)
         return longest_s if expected_s is None else min(longest_s, max(SHORTEST_WAIT_S, expected_s))
 
-    def flight(self, key: FlightKey) -> Flight | None:
-        return self._flights.get(key)
-
-    def begin(self, key: FlightKey) -> Flight:
-        flight = self._flights[key] = asyncio.get_running_loop().create_future()
-        return flight
-
     def end(self, key: FlightKey) -> None:
         """End a flight. The requests that still wait for it get no outcome."""
-        flight = self._flights.pop(key)
+        flight = self.flights.pop(key)
         if not flight.done():
             flight.set_result(None)
 
-    def count(self, hits: int, joined: int, misses: int) -> None:
-        """Count the inputs of a request: cached, computed by another request, and computed by this request."""
-        for result, number in (("hit", hits), ("joined", joined), ("miss", misses)):
-            if number:
-                self._metrics.cache_inputs.labels(result).inc(number)
-
 
 class _CachedRun:
-    """Run of one request with the cache. `signed`: fingerprint of the cached answers."""
+    """Run of one request with the cache. `finished` gets the results. `signed`: fingerprint of the cached answers. The
+    other parameters are those of `CachedRuns.run`.
+    """
 
     def __init__(
         self,
         runs: CachedRuns,
         call: Call,
-        request: PlannedRequest,
+        finished: RequestResult,
+        refused: Mapping[int, Failed],
+        positions: Sequence[int],
+        items: Sequence[RequestItem],
         space: AnswerSpace,
         signed: str,
         compute: Compute,
     ) -> None:
         self._runs = runs
         self._call = call
-        self._request = request
+        self._request = finished.request
+        self._finished = finished
+        self._refused = refused
+        self._positions = positions
+        self._items = items
         self._space = space
         self._signed = signed
         self._compute = compute
+        self._keys: list[bytes] = []  # key of the answer to each input
         self._erasures = runs.memory.erasures
         self._flights: dict[FlightKey, Flight] = {}  # flights that this request has begun
         self._failures: dict[bytes, Failed] = {}  # failures of inputs that this request has computed
         # time until which this request waits for answers that other requests compute; None before the first wait
         self._until_s: float | None = None
 
-    async def results(
-        self,
-        finished: RequestResult,
-        refused: Mapping[int, Failed],
-        positions: list[int],
-        items: Sequence[RequestItem],
-    ) -> RequestResult:
-        """Return the results of the request. The arguments are those of `CachedRuns.run`."""
-        digests = await self._digests(items)
-        keys = [self._space.key(digest) for digest in digests]
-        missing = await self._find(finished, range(len(items)), positions, keys)
+    async def results(self) -> RequestResult:
+        """Return the results of the request."""
+        self._keys = [self._space.key(digest) for digest in await self._digests()]
+        count = len(self._items)
+        missing = await self._find(range(count))
         if missing and cache_mode(self._call.headers) == "only":
             raise not_cached(len(missing))
-        hits, computed, is_uniform = len(items) - len(missing), 0, True
+        hits, computed, is_uniform = count - len(missing), 0, True
         try:
             # further inputs are computed only while all answers have the same fingerprint
             while missing and is_uniform:
-                own, joined = self._divide(missing, keys)
+                own, joined = self._divide(missing)
                 if own and computed:
                     self._call.again()
-                is_uniform = await self._computed(finished, own, positions, items, keys)
+                is_uniform = await self._computed(own)
                 computed += len(own)
                 if is_uniform:
-                    failed = await self._joined(finished, joined, positions, keys)
-                    # another request may have computed these inputs in the meantime
-                    missing = await self._find(finished, failed, positions, keys)
+                    # another request may have computed the inputs without an outcome in the meantime
+                    missing = await self._find(await self._joined(joined))
         finally:
             for key in self._flights:
                 self._runs.end(key)
-        if not is_uniform and computed < len(items):
+        if not is_uniform and computed < count:
             # cached and computed answers differ: a worker has another precision, engine or entry than it reported
             self._call.again()
-            finished = RequestResult(self._request, refused)
-            await self._compute(self._call, positions, items, finished, None)
-            hits, computed = 0, len(items)
-        self._runs.count(hits, len(items) - hits - computed, computed)
-        finished.cache_status = "miss" if computed == len(items) else "partial" if computed else "hit"
+            self._finished = RequestResult(self._request, self._refused)
+            await self._compute(self._call, self._positions, self._items, self._finished, None)
+            hits, computed = 0, count
+        for result, number in (("hit", hits), ("joined", count - hits - computed), ("miss", computed)):
+            if number:
+                self._runs.metrics.cache_inputs.labels(result).inc(number)
+        finished = self._finished
+        finished.cache_status = "miss" if computed == count else "partial" if computed else "hit"
         return finished
 
-    async def _digests(self, items: Sequence[RequestItem]) -> list[bytes]:
-        query = self._request.query
+    async def _digests(self) -> list[bytes]:
+        items, query = self._items, self._request.query
         size = sum(item.size for item in items) + (query.size if query is not None else 0)
         if size <= LARGE_BYTES:
             return list(digests_of(items, query))
         return await asyncio.to_thread(lambda: list(digests_of(items, query)))
 
-    async def _find(
-        self, finished: RequestResult, places: Sequence[int], positions: Sequence[int], keys: Sequence[bytes]
-    ) -> list[int]:
+    async def _find(self, places: Sequence[int]) -> list[int]:
         """Add the cached answers of the inputs with the indices `places`. Return the indices without an answer."""
         missing = []
         for number, place in enumerate(places):
-            value = self._runs.memory.find(keys[place])
+            value = self._runs.memory.find(self._keys[place])
             if value is None:
                 missing.append(place)
             else:
-                finished.add_cached(positions[place], unpack(value, self._signed))
+                self._finished.add_cached(self._positions[place], unpack(value, self._signed))
             if number % STEP == STEP - 1:
                 await asyncio.sleep(0)
         return missing
 
-    def _divide(self, missing: Sequence[int], keys: Sequence[bytes]) -> tuple[list[int], list[tuple[int, Flight]]]:
+    def _divide(self, missing: Sequence[int]) -> tuple[list[int], list[tuple[int, Flight]]]:
         """Return the inputs that this request computes, and those whose answers it awaits, with their flights. If an
         input occurs twice in the request, the second occurrence waits for the first.
         """
         own, joined = [], []
         for place in missing:
-            key = self._flight_key(keys[place])
-            flight = self._runs.flight(key)
+            key = self._flight_key(self._keys[place])
+            flight = self._runs.flights.get(key)
             if flight is not None and (key in self._flights or self._left_s() > 0):
                 joined.append((place, flight))
                 continue
             own.append(place)
             if flight is None:
-                self._flights[key] = self._runs.begin(key)
+                self._flights[key] = self._runs.flights[key] = asyncio.get_running_loop().create_future()
         return own, joined
 
     def _left_s(self) -> float:
@@ -295,25 +286,17 @@ class _CachedRun:
     def _flight_key(self, key: bytes) -> FlightKey:
         return self._request.lane, self._request.priority, self._erasures, key
 
-    async def _computed(
-        self,
-        finished: RequestResult,
-        places: Sequence[int],
-        positions: Sequence[int],
-        items: Sequence[RequestItem],
-        keys: Sequence[bytes],
-    ) -> bool:
+    async def _computed(self, places: Sequence[int]) -> bool:
         """Compute inputs and cache their answers. Return whether all answers have the fingerprint of cached ones."""
         if not places:
             return True
 
         def on_chunk(first: int, result: WorkResult) -> None:
             for place, outcome in zip(places[first : first + len(result.outcomes)], result.outcomes, strict=True):
-                self._arrived(keys[place], result, outcome)
+                self._arrived(self._keys[place], result, outcome)
 
-        results = await self._compute(
-            self._call, [positions[place] for place in places], [items[place] for place in places], finished, on_chunk
-        )
+        positions, items = [self._positions[place] for place in places], [self._items[place] for place in places]
+        results = await self._compute(self._call, positions, items, self._finished, on_chunk)
         outcomes = [(result, outcome) for result in results for outcome in result.outcomes]
         is_uniform = True
         for number, (place, (result, outcome)) in enumerate(zip(places, outcomes, strict=True)):
@@ -321,10 +304,10 @@ class _CachedRun:
                 if result.fingerprint != self._signed:
                     is_uniform = False
                 elif self._runs.memory.erasures == self._erasures:
-                    self._runs.memory.keep(self._space, keys[place], pack(result, outcome))
+                    self._runs.memory.keep(self._space, self._keys[place], pack(result, outcome))
             else:
-                self._failures[keys[place]] = outcome
-            key = self._flight_key(keys[place])
+                self._failures[self._keys[place]] = outcome
+            key = self._flight_key(self._keys[place])
             if self._flights.pop(key, None) is not None:
                 self._runs.end(key)
             if number % STEP == STEP - 1:
@@ -347,13 +330,7 @@ class _CachedRun:
             del self._flights[flight_key]
             self._runs.end(flight_key)
 
-    async def _joined(
-        self,
-        finished: RequestResult,
-        joined: Sequence[tuple[int, Flight]],
-        positions: Sequence[int],
-        keys: Sequence[bytes],
-    ) -> list[int]:
+    async def _joined(self, joined: Sequence[tuple[int, Flight]]) -> list[int]:
         """Wait for the outcomes of other requests until `_left_s` is 0, and add them to the result. Return the indices
         of the inputs without an outcome. If this request failed to compute an input, a second occurrence of the input
         gets the same failure.
@@ -362,13 +339,13 @@ class _CachedRun:
         for number, (place, flight) in enumerate(joined):
             if not flight.done():
                 await asyncio.wait((flight,), timeout=self._left_s())
-            outcome = (flight.result() if flight.done() else None) or self._failures.get(keys[place])
+            outcome = (flight.result() if flight.done() else None) or self._failures.get(self._keys[place])
             if outcome is None:
                 missing.append(place)
             elif isinstance(outcome, Failed):
-                finished.add_failure(positions[place], outcome)
+                self._finished.add_failure(self._positions[place], outcome)
             else:
-                finished.add_cached(positions[place], unpack(pack(*outcome), self._signed))
+                self._finished.add_cached(self._positions[place], unpack(pack(*outcome), self._signed))
             if number % STEP == STEP - 1:
                 await asyncio.sleep(0)
         return missing
