@@ -272,7 +272,7 @@ class Checks:
                 self._expect(process, quantity, count)
             for (_, priority), shares in process.part.inference._admission._shares.items():
                 self._expect(process, f"{priority} tokens of keys", shares.total + len(shares.tokens))
-            self._expect(process, "open collectors", len(process.part.inference._runner._inbox))
+            self._expect(process, "open collectors", len(process.part.inference._runner._inbox._open))
         for process in (*self._world.workers, *self._world.gateways):
             self._bounded(process)
 

@@ -43,6 +43,7 @@ class Client:
     path: str = "/v1/encode/m"
     headers: dict[str, str] = field(default_factory=dict)
     client: str = ""
+    body: bytes = b"body"
     key: str = ""
     labels: dict[str, str] = field(default_factory=dict)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,17 +60,17 @@ class Runs:
     """Runs of a table. Each run is a task that waits for its future in `ends`."""
 
     def __init__(self, **limits: float) -> None:
-        self.table: Attachments[str] = Attachments(**{"window_s": 60.0, **limits})
+        self.table: Attachments = Attachments(**{"window_s": 60.0, **limits})
         self.ends: list[asyncio.Future[str]] = []
 
-    def start(self, client: Client, body: bytes = b"body") -> asyncio.Task[str]:
+    def start(self, client: Client) -> asyncio.Task[str]:
         end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.ends.append(end)
 
         async def run() -> str:
             task = asyncio.current_task()
             assert task is not None
-            self.table.watch(task, client, body, client.receive)
+            self.table.watch(task, client)
             try:
                 answer = await end
             except BaseException as error:
@@ -80,10 +81,10 @@ class Runs:
 
         return asyncio.create_task(run())
 
-    async def away(self, client: Client, body: bytes = b"body") -> asyncio.Task[str]:
+    async def away(self, client: Client) -> asyncio.Task[str]:
         """Start a run whose client leaves. Return when the table counts it, or when it has ended."""
         count = self.table.count
-        task = self.start(client, body)
+        task = self.start(client)
         client.gone.set()
         await until(lambda: self.table.count == count + 1 or task.done(), "a run without a client")
         return task
@@ -93,11 +94,11 @@ async def test_the_same_request_takes_the_place_of_a_client_that_left() -> None:
     runs = Runs()
     first = await runs.away(Client(labels={"model": "m"}))
     client = Client()
-    run = runs.table.find(client, b"body")
+    run = runs.table.find(client)
     assert run is not None
     joined = asyncio.create_task(run.join(client, 10.0))
     await until(lambda: not runs.table.count, "the place is taken")
-    assert runs.table.find(Client(), b"body") is None, "nobody else may have it"
+    assert runs.table.find(Client()) is None, "nobody else may have it"
     runs.ends[0].set_result("answer")
     assert await joined == await first == "answer"
     assert client.labels == {"model": "m"}
@@ -120,11 +121,10 @@ async def test_another_path_or_header_is_another_request(change: dict[str, Any])
     """A client gets no answer to a request with another token or for another form of reply."""
     runs = Runs()
     task = await runs.away(Client())
-    assert runs.table.find(Client(**change), b"body") is None
-    assert runs.table.find(Client(), b"ydob") is None
+    assert runs.table.find(Client(**change)) is None
+    assert runs.table.find(Client(body=b"ydob")) is None
     assert (
-        runs.table.find(Client(headers={"x-sie-request-id": "x", "x-request-id": "x", "traceparent": "y"}), b"body")
-        is not None
+        runs.table.find(Client(headers={"x-sie-request-id": "x", "x-request-id": "x", "traceparent": "y"})) is not None
     )
     runs.ends[0].set_result("")
     await task
@@ -135,8 +135,8 @@ async def test_a_client_without_a_credential_joins_only_from_its_own_address(key
     """The address of such a client selects the target of an alias."""
     runs = Runs()
     task = await runs.away(Client(client="10.0.0.1", key=key))
-    assert runs.table.find(Client(client="10.0.0.1", key=key), b"body") is not None
-    assert (runs.table.find(Client(client="10.0.0.2", key=key), b"body") is not None) == is_joined
+    assert runs.table.find(Client(client="10.0.0.1", key=key)) is not None
+    assert (runs.table.find(Client(client="10.0.0.2", key=key)) is not None) == is_joined
     runs.ends[0].set_result("")
     await task
 
@@ -145,7 +145,7 @@ async def test_nobody_joins_a_client_that_is_still_there() -> None:
     runs = Runs()
     task = runs.start(Client())
     await asyncio.sleep(0.05)  # longer than the time until a client is watched
-    assert runs.table.find(Client(), b"body") is None
+    assert runs.table.find(Client()) is None
     runs.ends[0].set_result("answer")
     assert await task == "answer"
 
@@ -164,7 +164,7 @@ async def test_whoever_joined_and_leaves_begins_the_window_again() -> None:
     first = await runs.away(Client())
     for _ in range(3):
         client = Client()
-        run = runs.table.find(client, b"body")
+        run = runs.table.find(client)
         assert run is not None
         joined = asyncio.create_task(run.join(client, 10.0))
         await until(lambda: not runs.table.count, "the place is taken")
@@ -183,7 +183,7 @@ async def test_who_joins_gets_the_error_of_the_run_and_waits_no_longer_than_its_
     task = await runs.away(Client())
     for budget_s, expected in ((0.02, GatewayTimeout), (10.0, ModelNotFound)):
         client = Client()
-        run = runs.table.find(client, b"body")
+        run = runs.table.find(client)
         assert run is not None
         joined = asyncio.create_task(run.join(client, budget_s))
         await until(lambda: not runs.table.count, "the place is taken")
@@ -199,7 +199,7 @@ async def test_a_cancelled_run_tells_who_joined_to_go_elsewhere() -> None:
     runs = Runs()
     task = await runs.away(Client())
     client = Client()
-    run = runs.table.find(client, b"body")
+    run = runs.table.find(client)
     assert run is not None
     joined = asyncio.create_task(run.join(client, 10.0))
     await until(lambda: not runs.table.count, "the place is taken")
@@ -213,17 +213,17 @@ async def test_a_cancelled_run_tells_who_joined_to_go_elsewhere() -> None:
 async def test_without_room_a_run_ends_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of runs without a client is bounded, and so are the bytes of their bodies."""
     runs = Runs()
-    tasks = [await runs.away(Client(), b"%d" % number) for number in range(reattach.MAX_AWAY)]
+    tasks = [await runs.away(Client(body=b"%d" % number)) for number in range(reattach.MAX_AWAY)]
     with pytest.raises(ClientGone):
-        await (await runs.away(Client(), b"one more"))
+        await (await runs.away(Client(body=b"one more")))
     assert runs.table.count == reattach.MAX_AWAY
     runs.table.close()
     assert all(isinstance(error, ClientGone) for error in await asyncio.gather(*tasks, return_exceptions=True))
     large = Runs()
     body = bytes(reattach.MAX_AWAY_BYTES // 2 + 1)
-    held = await large.away(Client(), body)
+    held = await large.away(Client(body=body))
     with pytest.raises(ClientGone):
-        await (await large.away(Client(), body))
+        await (await large.away(Client(body=body)))
     large.ends[0].set_result("")
     await held
     assert large.table.count == 0
@@ -316,7 +316,7 @@ async def test_work_of_a_client_that_stays_away_leaves_the_queue_and_workers_are
     await until(lambda: not queued(cluster), "the queue is empty")
     assert asyncio.get_running_loop().time() - left_s >= WINDOW_S
     await until(lambda: cancellations, "a cancellation")
-    assert (len(inference._runner._inbox), inference.in_progress) == (0, 0)
+    assert (len(inference._runner._inbox._open), inference.in_progress) == (0, 0)
     assert len(cancellations[0].requests) == 1
     assert await gateway.metric("sie_gateway_requests_total", endpoint="encode", status="499") == 1
 
@@ -466,7 +466,7 @@ async def test_a_request_cancelled_at_any_point_leaves_nothing_behind(cluster: I
         handler.cancel()
         await asyncio.wait({handler})
         await until(lambda: not queued(cluster), f"the queue is empty after a cancellation at turn {turns}")
-        assert (len(inbox), inbox.unfinished_bytes, inference.in_progress) == (0, 0, 0)
+        assert (len(inbox._open), inbox.unfinished_bytes, inference.in_progress) == (0, 0, 0)
         assert inference._admission.occupied() == (0, 0, 0)
         await client.leave()
     assert 0 in stored

@@ -180,7 +180,7 @@ def test_a_worker_that_knows_no_chunks_is_no_silent_answer() -> None:
 
 def test_many_chunks_are_written_in_pieces() -> None:
     slots = [{"chunks": [{"dense": {"values": np.zeros(1000, np.float32)}} for _ in range(200)]}]
-    body, _ = reply.body_of({"items": slots, "model": "m"}, 200_000, msgpack=False)
+    body, _ = reply.body_of({"items": slots, "model": "m"}, 200_000, lambda _: {"timing": {}}, msgpack=False)
     assert not isinstance(body, bytes)
     pieces = list(body)
     assert max(map(len, pieces)) < 400_000

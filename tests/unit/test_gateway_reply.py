@@ -258,19 +258,23 @@ def test_an_input_that_is_run_once_for_each_label_costs_as_much() -> None:
     assert split([32] * 10, cost=60, rows=3) == [Chunk(start, start + 2, 60, 600) for start in range(0, 10, 2)]
 
 
+def late_entry(_: float) -> dict[str, int]:
+    return {"late": 1}
+
+
 @pytest.mark.parametrize("msgpack", [False, True])
 def test_a_body_of_many_values_is_written_in_pieces_as_often_as_it_is_read(msgpack: bool) -> None:
     slots = [{"dense": {"values": np.arange(3, dtype=np.float32) + number}, "id": str(number)} for number in range(50)]
     body = {"model": "m", "items": slots, "usage": {}}
-    content, content_type = reply.body_of(body, 10 * reply.PIECE_VALUES, msgpack=msgpack)
-    whole, same_type = reply.encode(body, msgpack=msgpack)
+    content, content_type = reply.body_of(body, 10 * reply.PIECE_VALUES, late_entry, msgpack=msgpack)
+    whole, same_type = reply.encode({**body, "late": 1}, msgpack=msgpack)
     assert content_type == same_type
     pieces = list(content)
     assert len(pieces) >= 10
     decode = msgspec.msgpack.decode if msgpack else json.loads
     assert decode(b"".join(pieces)) == decode(whole)
     assert list(content) == pieces
-    assert reply.body_of(body, 150, msgpack=msgpack)[0] == whole
+    assert reply.body_of(body, 150, late_entry, msgpack=msgpack)[0] == whole
 
 
 def test_a_matrix_of_many_values_is_written_some_rows_at_a_time() -> None:
@@ -283,9 +287,9 @@ def test_a_matrix_of_many_values_is_written_some_rows_at_a_time() -> None:
         for number, values in enumerate((narrow, wide, narrow))
     ]
     body = {"model": "m", "items": slots}
-    content, _ = reply.body_of(body, 4 * reply.PIECE_VALUES, msgpack=False)
+    content, _ = reply.body_of(body, 4 * reply.PIECE_VALUES, late_entry, msgpack=False)
     pieces = list(content)
-    assert json.loads(b"".join(pieces)) == json.loads(reply.encode(body, msgpack=False)[0])
+    assert json.loads(b"".join(pieces)) == json.loads(reply.encode({**body, "late": 1}, msgpack=False)[0])
     assert max(piece.count(b",") for piece in pieces) <= reply.PIECE_VALUES
 
 
@@ -305,10 +309,11 @@ def test_rows_are_made_when_it_is_their_turn() -> None:
     assert begun + b"".join(pieces) == whole
     for msgpack in (False, True):
         few, many = (
-            reply.body_of({"items": range(4), "n": 1}, count, msgpack=msgpack, row=row)[0] for count in (12, 1 << 20)
+            reply.body_of({"items": range(4), "n": 1}, count, late_entry, msgpack=msgpack, row=row)[0]
+            for count in (12, 1 << 20)
         )
         decode = msgspec.msgpack.decode if msgpack else json.loads
-        assert decode(few) == decode(b"".join(many)) == {"items": json.loads(whole), "n": 1}
+        assert decode(few) == decode(b"".join(many)) == {"items": json.loads(whole), "n": 1, "late": 1}
 
 
 def test_timing_is_that_of_the_chunk_that_arrived_last_and_each_input_has_its_own() -> None:
@@ -533,7 +538,7 @@ def test_the_last_entry_of_a_reply_is_made_when_all_else_of_it_is_written(values
         return {"seconds": seconds}
 
     body = {"model": "m", "items": range(50), "usage": {}}
-    content, _ = reply.body_of(body, values, msgpack=msgpack, row=row, late=late)
+    content, _ = reply.body_of(body, values, late, msgpack=msgpack, row=row)
     began_s = time.perf_counter()
     pieces = []
     for piece in [content] if isinstance(content, bytes) else content:

@@ -12,7 +12,7 @@ from sie_cli.trying.shown import _AT_WORKER
 from sie_contracts.stages import STAGE_WORDS, STAGES
 from sie_contracts.wire import ipc
 from sie_contracts.wire.messages import Ok, Stages, WorkResult
-from sie_gateway.inference.results import stage_times, timing_headers
+from sie_gateway.inference.results import _TIMING_HEADERS, stage_times
 from sie_gateway.operations.history import STAGES_TOLD
 from sie_sidecar.device.in_flight import InFlight, stages_of
 from sie_sidecar.results.spans import _STAGES
@@ -41,7 +41,7 @@ def test_stages_of_a_reply_are_contiguous_and_each_wait_has_its_own() -> None:
     assert sum(timing[name] for name in STAGES) == timing["total_time"] == 500.0
     assert timing["queue_ms"] == 21.0 + 400.0 + 3.0 + 40.0
     assert set(STAGES) - set(timing) == set()
-    assert len(timing_headers(timing)) == len(STAGES), "all but the rest, and the total"
+    assert len(_TIMING_HEADERS) == len(STAGES), "all but the rest, and the total"
 
 
 @pytest.mark.parametrize(("longest_ms", "queue", "load"), [(0.0, 100.0, 5.0), (65.0, 40.0, 65.0), (900.0, 0.0, 105.0)])

@@ -14,11 +14,12 @@ from uuid import uuid4
 import orjson
 
 from sie_contracts.errors import InvalidInput
+from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import embedding_types, fields, multimodal
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest
 from sie_gateway.inference.images import header
 from sie_gateway.inference.results import RequestResult
 from sie_runtime.http.asgi import Body
@@ -29,13 +30,12 @@ if TYPE_CHECKING:
 INPUT_TYPES = ("search_query", "search_document", "classification", "clustering", "image")
 
 
-async def embed(version: int, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def embed(version: int, inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer `POST /v{version}/embed` with the vectors of texts or images in all requested types."""
-    body = await decode_body(call, raw)
     resolved = able(inference, call, "embed", body.get("model"))
     kind = fields.choice(body, "input_type", INPUT_TYPES, "")
     if not kind and version == 2:
-        raise fields.refused("input_type", None, f"one of {', '.join(INPUT_TYPES)}")
+        raise bad("input_type", None, f"one of {', '.join(INPUT_TYPES)}")
     name, items = _items(body, inference.max_items(call))
     types = _types(body)
     params: dict[str, Any] = {"output_types": ["dense"], "output_dtype": "float32"}
@@ -70,10 +70,10 @@ def _types(body: fields.Body) -> list[str]:
     if names is None:
         return []
     if not isinstance(names, list):
-        raise fields.refused("embedding_types", names, "a list")
+        raise bad("embedding_types", names, "a list")
     for index, name in enumerate(names):
         if not isinstance(name, str) or name not in embedding_types.TYPES:
-            raise fields.refused(
+            raise bad(
                 f"embedding_types[{index}]", name, f"one of {', '.join(embedding_types.TYPES)}", "unsupported_dtype"
             )
     return list(dict.fromkeys(names))

@@ -14,10 +14,9 @@ from sie_contracts.wire import chunk_tables
 from sie_contracts.wire.messages import MAX_RULE_TOKENS, ChunkRule, TextChunks
 from sie_gateway.dialects import embedding_types, fields, joined_texts, openai
 from sie_gateway.dialects.selection import able
-from sie_gateway.inference import body as bodies
 from sie_gateway.inference import chunk_fields, reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest
 from sie_gateway.inference.results import RequestResult
 
 if TYPE_CHECKING:
@@ -28,9 +27,8 @@ MAX_DOCUMENTS, MAX_CHUNKS, MAX_TOKENS = 1000, 16_000, 120_000
 CHUNK_TOKENS = 512  # default of `chunk_size`
 
 
-async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def embeddings(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer `POST /v1/contextualizedembeddings` with the vectors of each document, in the order of its chunks."""
-    body = await decode_body(call, raw)
     resolved = able(inference, call, "embed", body.get("model"))
     kind, is_base64 = embedding_types.requested(body, "output_dtype")
     side = fields.choice(body, "input_type", ("query", "document"), "")
@@ -62,7 +60,6 @@ def _rule(body: fields.Body, side: str) -> ChunkRule | None:
 
 
 def _items(values: list[Any], side: str, rule: ChunkRule | None) -> tuple[RequestItem, ...]:
-    """Return an item for each document or query. Raises InvalidInput."""
     items: list[RequestItem] = []
     count = 0
     for index, value in enumerate(values):
@@ -83,11 +80,8 @@ def _items(values: list[Any], side: str, rule: ChunkRule | None) -> tuple[Reques
 def _texts(value: Any, path: str) -> list[str]:
     for index, text in enumerate(fields.inputs(value, path, chunk_fields.MAX_CHUNKS)):
         where = f"{path}[{index}]"
-        if not isinstance(text, str):
-            raise fields.refused(where, text, "a string")
-        if not text:
+        if not fields.string(text, where):
             raise InvalidInput.at(where, "expected a text that is not empty", reason="empty_item")
-        bodies.utf8(text, where)
     return list(value)
 
 

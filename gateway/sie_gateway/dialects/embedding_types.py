@@ -12,6 +12,7 @@ import numpy as np
 
 from sie_contracts.api.dialects import VectorType
 from sie_contracts.arrays import Array
+from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import fields
 from sie_gateway.inference import reply
 
@@ -28,10 +29,10 @@ def requested(body: fields.Body, *names: str) -> tuple[str, bool]:
     if isinstance(text, list) and len(text) == 1:
         text = text[0]
     if isinstance(text, list):
-        raise fields.refused(name, text, "one type; /v2/embed returns several at once", "unsupported_dtype")
+        raise bad(name, text, "one type; /v2/embed returns several at once", "unsupported_dtype")
     kind = "float" if text == "float32" else text
     if not isinstance(kind, str) or kind not in TYPES:
-        raise fields.refused(name, text, f"one of {', '.join(TYPES)}", "unsupported_dtype")
+        raise bad(name, text, f"one of {', '.join(TYPES)}", "unsupported_dtype")
     return ("float", True) if kind == "base64" else (kind, is_base64)
 
 

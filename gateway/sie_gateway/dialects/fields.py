@@ -18,7 +18,6 @@ from sie_gateway.inference.body import RequestItem
 FIRST_BULK = 500  # from this number on, Cohere's `priority` means bulk: 0 is the most urgent, 999 the least urgent
 _SIDES = {"query": True, "document": False, "passage": False}
 Body = Mapping[str, Any]
-refused = bad
 
 
 def flag(body: Body, name: str, *, default: bool = False) -> bool:
@@ -26,7 +25,7 @@ def flag(body: Body, name: str, *, default: bool = False) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise refused(name, value, "true, false or null")
+        raise bad(name, value, "true, false or null")
     return value
 
 
@@ -36,7 +35,7 @@ def whole(body: Body, name: str, low: int, high: int | None = None) -> int | Non
     if value is None:
         return None
     if type(value) is not int or value < low or (high is not None and value > high):
-        raise refused(
+        raise bad(
             name, value, f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
         )
     return int(value)
@@ -44,10 +43,14 @@ def whole(body: Body, name: str, low: int, high: int | None = None) -> int | Non
 
 def text(body: Body, name: str) -> str:
     """Return the text in the required field `name`. Raises InvalidInput."""
-    value = body.get(name)
+    return string(body.get(name), name)
+
+
+def string(value: Any, path: str) -> str:
+    """Return the text at `path` of a body. Raises InvalidInput."""
     if not isinstance(value, str):
-        raise refused(name, value, "a string")
-    return bodies.utf8(value, name)
+        raise bad(path, value, "a string")
+    return bodies.utf8(value, path)
 
 
 def choice(body: Body, name: str, choices: Sequence[str], default: str) -> str:
@@ -59,7 +62,7 @@ def inputs(value: Any, name: str, limit: int) -> list[Any]:
     if value == []:
         raise InvalidInput.at(name, "expected at least one input", reason="empty_items")
     if not isinstance(value, list):
-        raise refused(name, value, "a list")
+        raise bad(name, value, "a list")
     if len(value) > limit:
         message = f"got {len(value)} inputs, at most {limit} are allowed"
         raise InvalidInput.at(name, message, reason="too_many_items", extras={"limit": limit})
@@ -69,10 +72,7 @@ def inputs(value: Any, name: str, limit: int) -> list[Any]:
 def items(value: Any, name: str, limit: int) -> tuple[RequestItem, ...]:
     """Return the inputs of a request from a list of texts. Raises InvalidInput."""
     values = inputs(value, name, limit)
-    for index, entry in enumerate(values):
-        if not isinstance(entry, str):
-            raise refused(f"{name}[{index}]", entry, "a string")
-    return tuple(RequestItem(bodies.utf8(entry, f"{name}[{index}]")) for index, entry in enumerate(values))
+    return tuple(RequestItem(string(entry, f"{name}[{index}]")) for index, entry in enumerate(values))
 
 
 def priority(body: Body) -> Priority | None:

@@ -11,24 +11,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sie_contracts.models import families
-from sie_gateway.dialects import fields
+from sie_gateway.dialects import fields, native
 from sie_gateway.dialects.redact import joined_spans, model_spans
 from sie_gateway.dialects.selection import able
-from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside, decode_body
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside
 from sie_gateway.redaction.spans import SensitiveSpan
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
-VALUES_PER_ENTITY = 10  # an entity takes as long to write as this many numbers
 _READ = frozenset({"threshold", "flat_ner"})  # fields of the client that a model may read
 
 
-async def extract(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def extract(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer `POST /v1/extract` with the entities, and the text in which each entity is marked as `[entity](label)`."""
-    body = await decode_body(call, raw)
     resolved = able(inference, call, "redact", body.get("model"))
     text = fields.text(body, "text")
     for name in ("chunk_length", "overlap"):  # only checked: the model chooses its windows of a long text
@@ -39,11 +36,9 @@ async def extract(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     finished = await inference.run(call, request)
     ((_, outcome),) = finished.succeeded("text", labels="labels")
     began_s = time.perf_counter()
-    content = await beside(raw, lambda: _content(text, joined_spans(text, model_spans(text, outcome, "text"))))
+    content = await beside(call.body, lambda: _content(text, joined_spans(text, model_spans(text, outcome, "text"))))
     content |= finished.shared(explain=call.explains)
-    late = finished.late(call.received_s, began_s)
-    data, content_type = reply.body_of(content, VALUES_PER_ENTITY * content["total_entities"], msgpack=False, late=late)
-    return EncodedReply(data, content_type, finished.headers(call.received_s))
+    return native.written(call, finished, content, began_s)
 
 
 def _content(text: str, spans: Sequence[SensitiveSpan]) -> dict[str, Any]:

@@ -8,18 +8,16 @@ import time
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from sie_gateway.dialects import fields, tei
+from sie_gateway.dialects import fields, native, tei
 from sie_gateway.dialects.selection import able
-from sie_gateway.inference import reply
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 
-async def classify(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def classify(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer `POST /classify` and `POST /v1/classify` with all classes of each text, the best class first."""
-    body = await decode_body(call, raw)
     resolved = able(inference, call, "predict", body.get("model"))
     value = body.get("input")
     items = fields.items([value] if isinstance(value, str) else value, "input", inference.max_items(call))
@@ -34,5 +32,4 @@ async def classify(inference: Inference, call: Call, raw: bytes) -> EncodedReply
         "created": int(time.time()),
         **finished.shared(explain=call.explains),
     }
-    data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call.received_s, began_s))
-    return EncodedReply(data, content_type, finished.headers(call.received_s))
+    return native.written(call, finished, content, began_s)

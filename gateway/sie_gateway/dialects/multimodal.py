@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
+from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import fields
-from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
 from sie_gateway.inference.body import RequestItem
 
@@ -32,7 +32,6 @@ def sound(value: Any, path: str) -> RequestItem:
 
 
 def _with_audio(item: RequestItem, value: Any, path: str) -> RequestItem:
-    """Add the sound `value`, from `path` in the body, to an input. Raises InvalidInput."""
     file, fault = images.read_sound(value, path)
     return msgspec.structs.replace(item, modalities=(*item.modalities, "audio"), audio=file, unfit=item.unfit or fault)
 
@@ -40,7 +39,7 @@ def _with_audio(item: RequestItem, value: Any, path: str) -> RequestItem:
 def parts(value: Any, path: str) -> RequestItem:
     """Build one input from a list of parts. The texts of the parts are joined by line breaks. Raises InvalidInput."""
     if not isinstance(value, list) or not value:
-        raise fields.refused(path, value, "a list of parts")
+        raise bad(path, value, "a list of parts")
     texts: list[str] = []
     images: list[tuple[str, Any]] = []
     sounds: list[tuple[Any, str]] = []
@@ -48,20 +47,19 @@ def parts(value: Any, path: str) -> RequestItem:
         where = f"{path}[{index}]"
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "text":
-            texts.append(fields.text({f"{where}.text": part.get("text")}, f"{where}.text"))
+            texts.append(fields.string(part.get("text"), f"{where}.text"))
         elif kind == "image_url":
             images.append(address(part, where))
         elif kind in ("input_audio", "audio_url") and not sounds:
             sounds.append(_sound(part, kind, where))
         else:
-            raise fields.refused(f"{where}.type", kind, "text, image_url, or at most one input_audio or audio_url")
+            raise bad(f"{where}.type", kind, "text, image_url, or at most one input_audio or audio_url")
     text = "\n".join(texts) if texts else None
     item = pictured(text, images, path) if images else RequestItem(text)
     return _with_audio(item, *sounds[0]) if sounds else item
 
 
 def _sound(part: fields.Body, kind: str, path: str) -> tuple[Any, str]:
-    """Return the sound in one part of an input, and its path in the body."""
     source, name = part.get(kind), "data" if kind == "input_audio" else "url"
     return (source.get(name), f"{path}.{kind}.{name}") if isinstance(source, dict) else (source, f"{path}.{kind}")
 
@@ -76,8 +74,6 @@ def item(value: fields.Body, path: str, *names: str) -> RequestItem:
     """Build an input from a map with a text, with images in the fields `names`, or with both. Raises InvalidInput."""
     text = value.get("text")
     images = [(f"{path}.{name}", value[name]) for name in names if value.get(name) is not None]
-    if not isinstance(text, str) and not (text is None and images):
-        raise fields.refused(f"{path}.text", text, "a string")
-    if text is not None:
-        bodies.utf8(text, f"{path}.text")
+    if text is not None or not images:
+        fields.string(text, f"{path}.text")
     return pictured(text, images, path) if images else RequestItem(text)

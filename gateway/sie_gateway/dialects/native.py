@@ -16,24 +16,22 @@ from sie_contracts.wire.messages import Operation, RunOptions
 from sie_gateway.inference import arrow, reply
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside, decode_body
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside
 from sie_gateway.inference.results import RequestResult
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 
-async def infer(operation: Operation, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def infer(operation: Operation, inference: Inference, call: Call, body: Mapping[str, Any]) -> EncodedReply:
     """Answer `POST /v1/{operation}/{model}` in JSON or msgpack, an encode also in Arrow or raw bytes, as the client
     accepts.
     """
     assert call.resolved is not None
-    is_msgpack = "msgpack" in call.headers.get("content-type", "").lower()
-    body = await decode_body(call, raw, msgpack=is_msgpack)
-    items = await beside(raw, lambda: bodies.items(body, limit=inference.max_items(call)))
+    items = await beside(call.body, lambda: bodies.items(body, limit=inference.max_items(call)))
     query = bodies.query(body) if operation == "score" else None
     format_ = reply.requested_format(
-        call.headers.get("accept", ""), body_is_msgpack=is_msgpack, raw=operation == "encode"
+        call.headers.get("accept", ""), body_is_msgpack=call.is_msgpack, raw=operation == "encode"
     )
     if format_ in ("raw", "arrow"):
         _check_whole(items, format_)
@@ -58,7 +56,6 @@ def _check_whole(items: Sequence[RequestItem], format_: str) -> None:
 
 
 def _other_model(body: Mapping[str, Any], requested: str) -> tuple[str, ...]:
-    """Return a warning if the body names another model than the path."""
     named = body.get("model")
     if named is None or (isinstance(named, str) and named.rpartition(":/")[2].casefold() == requested.casefold()):
         return ()
@@ -129,6 +126,23 @@ def _answer(call: Call, finished: RequestResult, *, msgpack: bool) -> EncodedRep
         return reply.extract_slot(index, items[index], finished.outcomes[index][1])
 
     row = slot_of if request.operation == "extract" else None
+    return written(call, finished, content, began_s, finished.values, msgpack=msgpack, row=row)
+
+
+def written(
+    call: Call,
+    finished: RequestResult,
+    content: dict[str, Any],
+    began_s: float,
+    values: int = 0,
+    *,
+    msgpack: bool = False,
+    name: str = "items",
+    row: reply.Row | None = None,
+) -> EncodedReply:
+    """Return a reply with this content and the times of the stages. `began_s`: time at which the gateway began to build
+    the content. The other parameters are those of `reply.body_of`.
+    """
     late = finished.late(call.received_s, began_s)
-    data, content_type = reply.body_of(content, finished.values, msgpack=msgpack, row=row, late=late)
+    data, content_type = reply.body_of(content, values, late, msgpack=msgpack, name=name, row=row)
     return EncodedReply(data, content_type, finished.headers(call.received_s))

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from sie_contracts.models.catalogue import Catalogue, Resolved
+from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import fields
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body, family
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, family
 from sie_gateway.inference.results import RequestResult
 
 if TYPE_CHECKING:
@@ -44,11 +45,10 @@ def tagged(name: str, resolved: Resolved, profile: str | None) -> str:
     return name if profile and TAG[1:] in resolved.entry.profiles else name + TAG
 
 
-async def embed(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def embed(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer `POST /api/embed` with a normalised vector for each input. The reply to an empty input has no vectors:
     clients send it to see whether the model exists.
     """
-    body = await decode_body(call, raw)
     resolved = _model(inference, call, body)
     value = body.get("input")
     if value in (None, "", []):
@@ -62,28 +62,25 @@ async def embed(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
         parameters["dimensions"] = width
     finished = await _run(inference, call, body, resolved, "input", items, parameters)
     began_s = time.perf_counter()
-    vectors = finished.arrays("input", "dense")
-    shared = {
+    content = {
+        "embeddings": finished.arrays("input", "dense"),
         **finished.shared(explain=call.explains),
         "model": _name(body, resolved),
         "prompt_eval_count": finished.usage["total_tokens"],
         "load_duration": _nanoseconds(finished.last.stages.load_ms if finished.last else 0.0),
     }
-    rest = orjson.dumps(shared)
     late = finished.late(call.received_s, began_s)
 
-    def after(spent_s: float) -> bytes:
+    def durations(spent_s: float) -> dict[str, Any]:
         timing = late(spent_s)
-        durations = {"total_duration": _nanoseconds(timing["timing"]["total_time"]), **timing}
-        return b"]," + rest[1:-1] + b"," + orjson.dumps(durations)[1:]
+        return {"total_duration": _nanoseconds(timing["timing"]["total_time"]), **timing}
 
-    data = reply.listed(vectors, finished.values, b'{"embeddings":[', after)
-    return EncodedReply(data, "application/json", finished.headers(call.received_s))
+    data, content_type = reply.body_of(content, finished.values, durations, msgpack=False, name="embeddings")
+    return EncodedReply(data, content_type, finished.headers(call.received_s))
 
 
-async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def embeddings(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer `POST /api/embeddings` with the vector of one text: not normalised, and long texts cut, as in Ollama."""
-    body = await decode_body(call, raw)
     resolved = _model(inference, call, body)
     if body.get("prompt") in (None, ""):
         return _json({"embedding": []})
@@ -124,7 +121,7 @@ async def _run(
     """Run the model on the inputs in the field `name`. Raises InvalidInput, and the errors of `Inference.execute`."""
     options = body.get("options")
     if options is not None and not isinstance(options, dict):
-        raise fields.refused("options", options, "a map")
+        raise bad("options", options, "a map")
     with fields.named(num_ctx="options.num_ctx"):
         context = fields.whole(options or {}, "num_ctx", 1)
     if context is not None:

@@ -17,18 +17,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import orjson
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models import options
 from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.option_values import bad
 from sie_contracts.wire.messages import RunOptions
 from sie_gateway.dialects import embedding_types, fields, joined_texts, multimodal, native, vocabulary, voyage
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, cache_mode, decode_body
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, cache_mode
 from sie_gateway.inference.results import FailedRequest, PlannedRequest, RequestResult
 
 if TYPE_CHECKING:
@@ -42,9 +42,8 @@ _CHUNK = re.compile(r"input\[0\]: chunks\[(\d+)\]")  # beginning of an error abo
 _UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, because no encoding was named; {vocabulary.OWN_IDS}"
 
 
-async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def embeddings(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer `POST /v1/embeddings` with the vectors of an encode request, in the order of the inputs."""
-    body = await decode_body(call, raw)
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "embed", body.get("model"))
     kind, is_base64 = embedding_types.requested(body, "embedding_type", "output_dtype")
@@ -109,7 +108,7 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
         del parameters["dimensions"]
     width = fields.whole(body, "output_dimension", 1)
     if width is not None and parameters.setdefault("dimensions", width) != width:
-        raise fields.refused("output_dimension", width, "the value of dimensions, or none")
+        raise bad("output_dimension", width, "the value of dimensions, or none")
     if body.get("normalized") is not None:
         parameters.setdefault("normalize", fields.flag(body, "normalized"))
     if body.get("task") is not None:
@@ -145,11 +144,11 @@ async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestI
         return tuple(_object(entry, f"input[{index}]") for index, entry in enumerate(inputs))
     first = inputs[0]
     if not isinstance(first, str | list):
-        raise fields.refused("input[0]", first, "a string, a list of token ids, or an object with text")
+        raise bad("input[0]", first, "a string, a list of token ids, or an object with text")
     for index, entry in enumerate(inputs):
         path = f"input[{index}]"
         if isinstance(entry, str) != isinstance(first, str) or not isinstance(entry, str | list):
-            raise fields.refused(
+            raise bad(
                 path, entry, "a string like input[0]" if isinstance(first, str) else "a list of token ids like input[0]"
             )
         if isinstance(entry, str):
@@ -179,7 +178,7 @@ def _object(value: Any, path: str) -> RequestItem:
     if isinstance(value, str):
         value = {"text": value}
     if not isinstance(value, dict):
-        raise fields.refused(path, value, "a string, or an object with text like other inputs of this request")
+        raise bad(path, value, "a string, or an object with text like other inputs of this request")
     if value.get("content") is not None and value.get("text") is None:
         return multimodal.parts(value["content"], f"{path}.content")
     if value.get("type") == "image_url":
@@ -191,13 +190,13 @@ def _object(value: Any, path: str) -> RequestItem:
 
 def _image(value: Any, path: str) -> RequestItem:
     if not isinstance(value, str | dict):
-        raise fields.refused(path, value, "a data URI")
+        raise bad(path, value, "a data URI")
     return multimodal.image(value, path) if isinstance(value, str) else _object(value, path)
 
 
 def _sound(value: Any, path: str) -> RequestItem:
     if not isinstance(value, str):
-        raise fields.refused(path, value, "a data URI")
+        raise bad(path, value, "a data URI")
     return multimodal.sound(value, path)
 
 
@@ -284,11 +283,10 @@ def _name_input(failed: FailedRequest) -> None:
 
 def listed(call: Call, finished: RequestResult, data: list[dict[str, Any]], began_s: float) -> EncodedReply:
     """Return a reply with the list `data`. `began_s`: time at which the gateway began to build it."""
-    rest = orjson.dumps({"model": finished.request.resolved.requested, **finished.shared(explain=call.explains)})
-    late = finished.late(call.received_s, began_s)
-
-    def after(spent_s: float) -> bytes:
-        return b"]," + rest[1:-1] + b"," + orjson.dumps(late(spent_s))[1:]
-
-    body = reply.listed(data, finished.values, b'{"object":"list","data":[', after)
-    return EncodedReply(body, "application/json", finished.headers(call.received_s))
+    content = {
+        "object": "list",
+        "data": data,
+        "model": finished.request.resolved.requested,
+        **finished.shared(explain=call.explains),
+    }
+    return native.written(call, finished, content, began_s, finished.values, name="data")

@@ -19,15 +19,16 @@ from sie_contracts.api.inference import Offsets, RedactionStyle
 from sie_contracts.errors import GatewayTimeout, InferenceFailed, InvalidInput
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import needs_labels
+from sie_contracts.models.option_values import bad
 from sie_contracts.models.options import MAX_LABELS
 from sie_contracts.wire.messages import Failed, Ok, Outcome
-from sie_gateway.dialects import fields
+from sie_gateway.dialects import fields, native
 from sie_gateway.dialects.selection import able, checked
 from sie_gateway.fleet.capabilities import CAN
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside, decode_body
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside
 from sie_gateway.inference.results import PlannedRequest, RequestResult
 from sie_gateway.redaction.patterns import KINDS, is_region, pattern_of, ranges_of
 from sie_gateway.redaction.replacements import Replacer, redacted
@@ -74,12 +75,10 @@ class RedactionRules:
         return {name: kind for kind in reversed(self.kinds) if (name := pattern_of(kind))}
 
 
-async def redact(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    is_msgpack = "msgpack" in call.headers.get("content-type", "").lower()
-    body = await decode_body(call, raw, msgpack=is_msgpack)
+async def redact(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     resolved = able(inference, call, "redact")
     rules, parameters = _rules(body)
-    items = await beside(raw, lambda: bodies.items(body, limit=inference.max_items(call)))
+    items = await beside(call.body, lambda: bodies.items(body, limit=inference.max_items(call)))
     _check_texts(items)
     # all models are checked before the first one runs
     plans = [_plan(inference, call, resolved, items, rules, parameters)]
@@ -110,11 +109,9 @@ async def redact(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
         **shared,
         **({"warnings": list(dict.fromkeys(warnings))} if warnings else {}),
     }
-    format_ = reply.requested_format(call.headers.get("accept", ""), body_is_msgpack=is_msgpack)
+    format_ = reply.requested_format(call.headers.get("accept", ""), body_is_msgpack=call.is_msgpack)
     values = sum(result.values for result in results) + size // _CODE_POINTS_PER_VALUE
-    late = finished.late(call.received_s, began_s)
-    data, content_type = reply.body_of(content, values, msgpack=format_ == "msgpack", late=late)
-    return EncodedReply(data, content_type, finished.headers(call.received_s))
+    return native.written(call, finished, content, began_s, values, msgpack=format_ == "msgpack")
 
 
 def _plan(
@@ -157,15 +154,15 @@ def _rules(body: Mapping[str, Any]) -> tuple[RedactionRules, dict[str, Any]]:
     """
     params = {} if body.get("params") is None else body["params"]
     if not isinstance(params, dict):
-        raise fields.refused("params", params, "a map or null")
+        raise bad("params", params, "a map or null")
     levels = [level for level in (params, body, params.get("options"), body.get("options")) if isinstance(level, dict)]
     own = {name: level[name] for level in reversed(levels) for name in _OWN if level.get(name) is not None}
     for level in levels:
         if level.get("labels") is not None:
-            raise fields.refused("labels", level["labels"], "kinds in place of labels")
+            raise bad("labels", level["labels"], "kinds in place of labels")
         truncate = level.get("truncate")
         if truncate is not None and truncate is not False and not (isinstance(truncate, str) and truncate == "NONE"):
-            raise fields.refused("truncate", truncate, "NONE: a text is redacted whole or refused")
+            raise bad("truncate", truncate, "NONE: a text is redacted whole or refused")
     return _read(own), _without({**body, "params": params}, _OWN)
 
 
@@ -182,7 +179,7 @@ def _read(own: Mapping[str, Any]) -> RedactionRules:
     style = cast(RedactionStyle, fields.choice(own, "style", _STYLES, "mask"))
     region = fields.text(own, "region") if "region" in own else ""
     if region and not is_region(region):
-        raise fields.refused("region", region, "an ISO 3166 code of two upper-case letters that has phone numbers")
+        raise bad("region", region, "an ISO 3166 code of two upper-case letters that has phone numbers")
     return RedactionRules(
         _names(own, "kinds", MAX_LABELS),
         style,
@@ -200,7 +197,7 @@ def _names(own: Mapping[str, Any], name: str, most: int) -> tuple[str, ...]:
     values = fields.inputs(own[name], name, most)
     for index, value in enumerate(values):
         if not isinstance(value, str) or not value.strip() or len(value) > MAX_NAME:
-            raise fields.refused(f"{name}[{index}]", value, f"a name of 1 to {MAX_NAME} characters")
+            raise bad(f"{name}[{index}]", value, f"a name of 1 to {MAX_NAME} characters")
         bodies.utf8(value, f"{name}[{index}]")
     return tuple(dict.fromkeys(values))
 
@@ -213,9 +210,9 @@ def _key(own: Mapping[str, Any], style: RedactionStyle) -> bytes:
         return secrets.token_bytes(32) if style == "hash" else b""
     low, high = KEY_CHARACTERS
     if style != "hash":
-        raise fields.refused("key", own["key"], "none: only the style hash uses a key")
+        raise bad("key", own["key"], "none: only the style hash uses a key")
     if not isinstance(own["key"], str) or not low <= len(own["key"]) <= high:
-        raise fields.refused("key", own["key"], f"a string of {low} to {high} characters")
+        raise bad("key", own["key"], f"a string of {low} to {high} characters")
     return bodies.utf8(own["key"], "key").encode()
 
 

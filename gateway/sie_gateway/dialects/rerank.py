@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from sie_contracts.errors import InvalidInput
-from sie_gateway.dialects import fields, multimodal, tei, voyage
+from sie_contracts.models.option_values import bad
+from sie_gateway.dialects import fields, multimodal, native, tei, voyage
 from sie_gateway.dialects.scores import ranked, scored
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest
 from sie_gateway.inference.results import RequestResult
 
 if TYPE_CHECKING:
@@ -28,28 +28,20 @@ MAX_TOKENS_PER_DOC = 1 << 20
 DOCUMENTS_PER_UNIT = 100  # number of documents that are billed as one search unit
 
 
-async def either(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def either(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer `POST /rerank`. If the body has `texts`, the reply and its errors are in the format of TEI."""
-    body = await decode_body(call, raw)
     if body.get("texts") is not None:
         call.shape = tei.shape
-        return await tei.rerank(inference, call, raw)
+        return await tei.rerank(inference, call, body)
     return await _rerank(inference, call, body, version=1, root=True)
-
-
-async def rerank(version: int, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer `POST /v{version}/rerank` with the documents in the order of their relevance to the query, best first."""
-    return await _rerank(inference, call, await decode_body(call, raw), version=version)
-
-
-v1 = functools.partial(rerank, 1)
-v2 = functools.partial(rerank, 2)
 
 
 async def _rerank(
     inference: Inference, call: Call, body: fields.Body, *, version: int, root: bool = False
 ) -> EncodedReply:
-    """Run a rerank request. `root`: the path has no version, so the reply has documents as strings, like Infinity's."""
+    """Answer `POST /v{version}/rerank` with the documents in the order of their relevance to the query, best first.
+    `root`: the path has no version, so the reply has documents as strings, like Infinity's.
+    """
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "rerank", body.get("model"))
     query = RequestItem(fields.text(body, "query"))
@@ -71,9 +63,12 @@ async def _rerank(
     )
 
 
-async def ranking(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+v1 = functools.partial(_rerank, version=1)
+v2 = functools.partial(_rerank, version=2)
+
+
+async def ranking(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer `POST /v1/ranking` with the raw score of each passage, the best first."""
-    body = await decode_body(call, raw)
     resolved = able(inference, call, "rerank", body.get("model"))
     reads_images = "image" in resolved.entry.inputs
     query = _document(body.get("query"), "query", None, reads_images=reads_images)
@@ -90,15 +85,14 @@ async def ranking(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
         "rankings": [{"index": index, "logit": scores[index]} for index in order],
         **finished.shared(explain=call.explains),
     }
-    data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call.received_s, began_s))
-    return EncodedReply(data, content_type, finished.headers(call.received_s))
+    return native.written(call, finished, content, began_s)
 
 
 def _documents(body: fields.Body, limit: int, *, reads_images: bool) -> tuple[RequestItem, ...]:
     values = fields.inputs(body.get("documents"), "documents", limit)
     names = body.get("rank_fields")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise fields.refused("rank_fields", names, "a list of names of fields")
+        raise bad("rank_fields", names, "a list of names of fields")
     return tuple(
         _document(value, f"documents[{index}]", names, reads_images=reads_images) for index, value in enumerate(values)
     )
@@ -112,14 +106,14 @@ def _document(value: Any, path: str, names: list[str] | None, *, reads_images: b
     if isinstance(value, str):
         return RequestItem(bodies.utf8(value, path))
     if not isinstance(value, dict):
-        raise fields.refused(path, value, "a string or a map")
+        raise bad(path, value, "a string or a map")
     if names:
         fields_present = [value[name] for name in names if value.get(name) is not None]
         if not fields_present:
             raise InvalidInput.at(path, "expected at least one of the rank_fields, got none", reason="empty_item")
         for text in fields_present:
             if not isinstance(text, str | int | float) or isinstance(text, bool):
-                raise fields.refused(path, text, "strings or numbers in its rank_fields")
+                raise bad(path, text, "strings or numbers in its rank_fields")
         return RequestItem(bodies.utf8("\n".join(map(str, fields_present)), path))
     if isinstance(value.get("text"), str) and not reads_images:
         return multimodal.item(value, path)
@@ -165,5 +159,4 @@ def _answer(
         **shared,
         **({"data": entries} if version == 1 else {}),  # Voyage's client reads `data`, and has the documents itself
     }
-    data, content_type = reply.body_of(content, 0, msgpack=False, late=finished.late(call.received_s, began_s))
-    return EncodedReply(data, content_type, finished.headers(call.received_s))
+    return native.written(call, finished, content, began_s)

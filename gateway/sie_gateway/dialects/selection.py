@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.catalogue import Resolved
-from sie_contracts.models.option_values import describe
+from sie_contracts.models.option_values import bad
 from sie_gateway.fleet.capabilities import CAN
 from sie_gateway.inference.call import Call
 
@@ -75,7 +75,7 @@ def model_for(inference: Inference, call: Call, capability: Capability, named: A
     if call.resolved is not None:
         return call.resolved
     if named is not None and not isinstance(named, str):
-        raise InvalidInput.at("model", f"expected a string, got {describe(named)}")
+        raise bad("model", named, "a string")
     if named and named != NOT_NAMED:
         return inference.resolve(named, call, CAN[capability])
     defaults = inference.default_models

@@ -20,13 +20,14 @@ from sie_contracts.errors import InvalidInput, PayloadTooLarge, SIEError, envelo
 from sie_contracts.models import options
 from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import ModelEntry, classifies, widths
+from sie_contracts.models.option_values import bad
 from sie_gateway.dialects import fields
 from sie_gateway.dialects.scores import ranked, scored
 from sie_gateway.dialects.selection import Capability, able, model_for, unable
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest
 from sie_gateway.inference.results import FailedRequest, RequestResult
 
 if TYPE_CHECKING:
@@ -63,11 +64,10 @@ def _input(value: Any, path: str) -> RequestItem:
         return RequestItem(bodies.utf8(value, path))
     if _is_ids(value):
         return RequestItem(None, tokens=bodies.token_ids(value, path))
-    raise fields.refused(path, value, "a string or a list of token ids")
+    raise bad(path, value, "a string or a list of token ids")
 
 
 def _inputs(value: Any, most: int, name: str = "inputs") -> tuple[RequestItem, ...]:
-    """Return the inputs from a list of texts, a list of lists of token ids, or a single input. Raises InvalidInput."""
     if isinstance(value, str) or _is_ids(value):
         value = [value]
     return tuple(_input(entry, f"{name}[{index}]") for index, entry in enumerate(_counted(value, most, name)))
@@ -86,7 +86,7 @@ def _truncation(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return SIE's parameter `truncate` from the fields of TEI for truncation. Raises InvalidInput."""
     direction = body.get("truncation_direction")
     if direction is not None and (not isinstance(direction, str) or direction.lower() not in _DIRECTIONS):
-        raise fields.refused("truncation_direction", direction, "left or right")
+        raise bad("truncation_direction", direction, "left or right")
     keep = _DIRECTIONS[direction.lower()] if isinstance(direction, str) else "END"
     return {"truncate": keep if fields.flag(body, "truncate", default=True) else "NONE"}
 
@@ -130,28 +130,27 @@ async def _encode(
     return await inference.execute(call, understood)
 
 
-async def _embedded(inference: Inference, call: Call, raw: bytes, capability: Capability) -> RequestResult:
-    body = await decode_body(call, raw)
+async def _embedded(inference: Inference, call: Call, body: fields.Body, capability: Capability) -> RequestResult:
     resolved = able(inference, call, capability, body.get("model"))
     items = _inputs(body.get("inputs"), inference.max_items(call))
     return await _encode(inference, call, resolved, capability, items, body)
 
 
-async def embed(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def embed(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer with a list of dense vectors, also for a single input."""
-    finished = await _embedded(inference, call, raw, "embed")
+    finished = await _embedded(inference, call, body, "embed")
     return _answer(call, finished, reply.listed(finished.arrays("inputs", "dense"), finished.values))
 
 
-async def embed_all(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def embed_all(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer with the hidden states of all tokens, not pooled and not normalised."""
-    finished = await _embedded(inference, call, raw, "embed_all")
+    finished = await _embedded(inference, call, body, "embed_all")
     return _answer(call, finished, reply.listed(finished.arrays("inputs", options.TOKEN_STATES), finished.values))
 
 
-async def embed_sparse(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def embed_sparse(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer with sparse vectors: the index and the weight of each token of the vocabulary whose weight is not 0."""
-    finished = await _embedded(inference, call, raw, "embed_sparse")
+    finished = await _embedded(inference, call, body, "embed_sparse")
     indices, values = finished.arrays("inputs", "sparse.indices"), finished.arrays("inputs", "sparse.values")
     rows = list(zip(indices, values, strict=True))
     return _answer(call, finished, reply.listed(rows, MAP_VALUES * sum(map(len, values)), row=_sparse))
@@ -162,21 +161,18 @@ def _sparse(row: tuple[Array, Array]) -> list[dict[str, Any]]:
     return [{"index": index, "value": value} for index, value in zip(indices.tolist(), weights.tolist(), strict=True)]
 
 
-async def similarity(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def similarity(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer with the cosine similarities of a source sentence and each of the other sentences."""
-    body = await decode_body(call, raw)
     resolved = able(inference, call, "embed", body.get("model"))
     value = body.get("inputs")
     if not isinstance(value, dict):
-        raise fields.refused("inputs", value, "a map with source_sentence and sentences")
-    source = value.get("source_sentence")
-    if not isinstance(source, str):
-        raise fields.refused("inputs.source_sentence", source, "a string")
+        raise bad("inputs", value, "a map with source_sentence and sentences")
+    source = fields.string(value.get("source_sentence"), "inputs.source_sentence")
     sentences = _texts(value.get("sentences"), inference.max_items(call), "inputs.sentences")
     parameters = body.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
-        raise fields.refused("parameters", parameters, "a map or null")
-    items = (RequestItem(bodies.utf8(source, "inputs.source_sentence")), *sentences)
+        raise bad("parameters", parameters, "a map or null")
+    items = (RequestItem(source), *sentences)
     try:
         # the cosine is the product of vectors of length 1
         finished = await _encode(inference, call, resolved, "embed", items, parameters or {}, is_cosine=True)
@@ -200,13 +196,12 @@ def _name_sentence(error: SIEError) -> None:
         error.param = name + error.param.removeprefix(path[0])
 
 
-async def rerank(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def rerank(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer with the texts in the order of their relevance to a query, best first."""
-    body = await decode_body(call, raw)
     resolved = able(inference, call, "rerank", body.get("model"))
     query = RequestItem(fields.text(body, "query"))
     items = _texts(body.get("texts"), inference.max_items(call), "texts")
-    is_raw, with_text = fields.flag(body, "raw_scores", default=False), fields.flag(body, "return_text", default=False)
+    is_raw, with_text = fields.flag(body, "raw_scores"), fields.flag(body, "return_text")
     request = InferRequest("score", resolved, items, _truncation(body), query, inputs_field="texts")
     finished = await scored(inference, call, request, raw=is_raw)
     scores, order = ranked(finished, "texts")
@@ -220,9 +215,8 @@ async def rerank(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     )
 
 
-async def predict(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def predict(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer with the classes of texts or pairs of texts: a list for one input, a list of lists for a batch."""
-    body = await decode_body(call, raw)
     resolved = able(inference, call, "predict", body.get("model"))
     value = body.get("inputs")
     is_single = isinstance(value, str) or (
@@ -234,13 +228,10 @@ async def predict(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
         path = f"inputs[{index}]"
         pair = [entry] if isinstance(entry, str) else entry
         if not isinstance(pair, list) or not 1 <= len(pair) <= 2 or not all(isinstance(text, str) for text in pair):
-            raise fields.refused(path, entry, "a text, or a list of one text or of two")
+            raise bad(path, entry, "a text, or a list of one text or of two")
         texts = [bodies.utf8(text, path) for text in pair]
         items.append(RequestItem(texts[0], pair=texts[1] if len(texts) == 2 else None))
-    params = {
-        **_truncation(body),
-        "options": {"raw_scores": fields.flag(body, "raw_scores", default=False)},
-    }
+    params = {**_truncation(body), "options": {"raw_scores": fields.flag(body, "raw_scores")}}
     finished = await inference.run(call, InferRequest("extract", resolved, tuple(items), params, inputs_field="inputs"))
     predictions = classes(finished, "inputs")
     return _answer(call, finished, predictions[0] if is_single else predictions)
@@ -255,9 +246,8 @@ def classes(finished: RequestResult, name: str) -> list[list[dict[str, Any]]]:
     return predictions
 
 
-async def tokenize(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def tokenize(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer with the tokens of texts: ids, texts, and the byte offsets of their begin and end."""
-    body = await decode_body(call, raw)
     value = body.get("inputs")
     items = _texts([value] if isinstance(value, str) else value, inference.max_items(call), "inputs")
     resolved = model_for(inference, call, "embed", body.get("model"))
@@ -286,9 +276,8 @@ def _template(body: Mapping[str, Any], entry: ModelEntry) -> tuple[str, str]:
     return before, after
 
 
-async def decode(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def decode(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer with the texts of token ids."""
-    body = await decode_body(call, raw)
     value = body.get("ids")
     batch = [value] if _is_ids(value) else value
     lists = _counted(batch, inference.max_items(call), "ids")
@@ -299,26 +288,25 @@ async def decode(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     return _answer(call, finished, [(outcome.data or {})["text"] for _, outcome in finished.succeeded("ids")])
 
 
-async def main_task(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def main_task(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer `POST /` with the result of the model's main task; with similarities if the body has a source sentence."""
-    body = await decode_body(call, raw)
     value = body.get("inputs")
     if isinstance(value, dict) and "source_sentence" in value:
-        return await similarity(inference, call, raw)
+        return await similarity(inference, call, body)
     resolved = model_for(inference, call, "embed", body.get("model"))
     entry = resolved.entry
     if "dense" in widths(entry, resolved.run):
-        return await embed(inference, call, raw)
+        return await embed(inference, call, body)
     if "sparse" in entry.outputs:
-        return await embed_sparse(inference, call, raw)
+        return await embed_sparse(inference, call, body)
     if classifies(entry):
-        return await predict(inference, call, raw)
+        return await predict(inference, call, body)
     if "score" in entry.tasks and ("query" in body or "encode" not in entry.tasks):
-        return await rerank(inference, call, raw)
+        return await rerank(inference, call, body)
     raise unable(resolved, "embed")
 
 
-async def info(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def info(inference: Inference, call: Call, _: fields.Body) -> EncodedReply:
     """Answer with the description of the server in the format of TEI's /info."""
     resolved = model_for(inference, call, "embed")
     entry, workers = resolved.entry, inference.workers_of(resolved.bundle)

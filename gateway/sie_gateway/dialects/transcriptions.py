@@ -24,6 +24,7 @@ import orjson
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.languages import NAMES, UNDETERMINED
 from sie_contracts.media.sounds import MAX_SECONDS
+from sie_contracts.models.option_values import bad
 from sie_contracts.wire.messages import Ok
 from sie_gateway.dialects import fields
 from sie_gateway.dialects.selection import able
@@ -74,6 +75,8 @@ class Transcript:
     that was recognised in the first part. `words`: single words with their times, empty if the model wrote none.
     """
 
+    task: str
+    warnings: Sequence[str]
     seconds: float = 0.0
     language: str = ""
     text: str = ""
@@ -90,10 +93,10 @@ class Transcript:
         self.text = self.space.join(filter(None, (self.text, own)))
 
 
-async def _transcribe(task: str, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+async def _transcribe(task: str, inference: Inference, call: Call, _: fields.Body) -> EncodedReply:
     """Answer with the words that are spoken in the recording, or with their translation into English."""
     form = Form(call.headers.get("content-type", ""), listed=(GRANULARITIES, *_REFUSED_LISTS))
-    file = await beside(raw, lambda: form.whole(raw))
+    file = await beside(call.body, lambda: form.whole(call.body))
     resolved = able(inference, call, "transcribe", form.fields.get("model"))
     if not file:
         raise InvalidInput.at("file", "expected a sound file, got 0 bytes", reason="empty_item")
@@ -110,9 +113,9 @@ async def _transcribe(task: str, inference: Inference, call: Call, raw: bytes) -
         planned = inference.understand(
             call, InferRequest("extract", resolved, (item,), parameters, inputs_field="file")
         )
-    transcript, finished = await _read(inference, call, planned)
+    transcript, finished = await _read(inference, call, planned, task)
     headers = finished.headers(call.received_s) | {"X-SIE-Units-Input-Tokens": str(transcript.tokens)}
-    content, content_type = write(transcript, task, finished)
+    content, content_type = write(transcript)
     return EncodedReply(content, content_type, headers)
 
 
@@ -123,11 +126,13 @@ translations = functools.partial(_transcribe, "translate")
 # reading of the recording
 
 
-async def _read(inference: Inference, call: Call, planned: PlannedRequest) -> tuple[Transcript, RequestResult]:
+async def _read(
+    inference: Inference, call: Call, planned: PlannedRequest, task: str
+) -> tuple[Transcript, RequestResult]:
     """Return the transcript of a recording, and the last part's result. Raises the errors of `Inference.execute`,
     FailedRequest.
     """
-    transcript = Transcript()
+    transcript = Transcript(task, planned.options.warnings)
     from_s = 0.0
     for number in itertools.count():
         # with a separate id, a late reply to a part cannot be mistaken for the reply to the next part
@@ -196,7 +201,7 @@ def _letters(spoken: SpokenSegment) -> int:
 
 # the reply
 
-Write = Callable[[Transcript, str, RequestResult], tuple[bytes, str]]
+Write = Callable[[Transcript], tuple[bytes, str]]
 
 
 def _writer(form: Form) -> Write:
@@ -204,44 +209,41 @@ def _writer(form: Form) -> Write:
     for name, (accepted, expected) in _REFUSED.items():
         value = form.fields.get(name, "")
         if value and value.lower() not in accepted:
-            raise fields.refused(name, value, expected, "unsupported_parameter")
+            raise bad(name, value, expected, "unsupported_parameter")
     for name, expected in _REFUSED_LISTS.items():
         if form.lists[name]:
-            raise fields.refused(name, form.lists[name], expected, "unsupported_parameter")
+            raise bad(name, form.lists[name], expected, "unsupported_parameter")
     format_ = fields.choice(form.fields, "response_format", tuple(_WRITERS), "json")
     granularities = form.lists[GRANULARITIES]
     for value in granularities:
         if value not in ("segment", "word"):
-            raise fields.refused(GRANULARITIES, value, "segment or word")
+            raise bad(GRANULARITIES, value, "segment or word")
     if granularities and format_ != "verbose_json":
-        raise fields.refused(GRANULARITIES, granularities, "this field only with response_format verbose_json")
+        raise bad(GRANULARITIES, granularities, "this field only with response_format verbose_json")
     return functools.partial(_verbose, granularities) if granularities else _WRITERS[format_]
 
 
-def _usage(transcript: Transcript) -> dict[str, Any]:
-    return {"type": "duration", "seconds": math.ceil(transcript.seconds)}
+def _json(transcript: Transcript) -> tuple[bytes, str]:
+    return orjson.dumps({"text": transcript.text, **_shared(transcript)}), JSON
 
 
-def _json(transcript: Transcript, task: str, finished: RequestResult) -> tuple[bytes, str]:
-    content = {"text": transcript.text, "usage": _usage(transcript), **_warnings(finished)}
-    return orjson.dumps(content), JSON
+def _shared(transcript: Transcript) -> dict[str, Any]:
+    usage = {"type": "duration", "seconds": math.ceil(transcript.seconds)}
+    return {"usage": usage, **({"warnings": list(transcript.warnings)} if transcript.warnings else {})}
 
 
-def _verbose(
-    granularities: Sequence[str], transcript: Transcript, task: str, finished: RequestResult
-) -> tuple[bytes, str]:
+def _verbose(granularities: Sequence[str], transcript: Transcript) -> tuple[bytes, str]:
     segments = [_segment(number, segment, transcript.space) for number, segment in enumerate(transcript.segments)]
     words = [{"word": word.text, "start": word.start, "end": word.end} for word in transcript.words]
-    code = "en" if task == "translate" else transcript.language
+    code = "en" if transcript.task == "translate" else transcript.language
     content = {
-        "task": task,
+        "task": transcript.task,
         "language": NAMES.get(code, code) or "english",
         "duration": round(transcript.seconds, 2),
         "text": transcript.text,
         **({"segments": segments} if "segment" in granularities else {}),
         **({"words": words} if "word" in granularities else {}),
-        "usage": _usage(transcript),
-        **_warnings(finished),
+        **_shared(transcript),
     }
     return orjson.dumps(content), JSON
 
@@ -262,21 +264,16 @@ def _segment(number: int, segment: SpokenSegment, space: str) -> dict[str, Any]:
     }
 
 
-def _warnings(finished: RequestResult) -> dict[str, Any]:
-    warnings = finished.request.options.warnings
-    return {"warnings": list(warnings)} if warnings else {}
-
-
-def _text(transcript: Transcript, task: str, finished: RequestResult) -> tuple[bytes, str]:
+def _text(transcript: Transcript) -> tuple[bytes, str]:
     return f"{transcript.text}\n".encode(), TEXT
 
 
-def _srt(transcript: Transcript, task: str, finished: RequestResult) -> tuple[bytes, str]:
+def _srt(transcript: Transcript) -> tuple[bytes, str]:
     cues = (f"{number}\n{cue}" for number, cue in enumerate(_cues(transcript.segments, ","), 1))
     return "\n".join(cues).encode(), TEXT
 
 
-def _vtt(transcript: Transcript, task: str, finished: RequestResult) -> tuple[bytes, str]:
+def _vtt(transcript: Transcript) -> tuple[bytes, str]:
     return "\n".join(["WEBVTT\n", *_cues(transcript.segments, ".")]).encode(), VTT
 
 

@@ -39,9 +39,17 @@ from sie_gateway.http.auth import Gate
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.http.routes import PROBES, TABLE, openapi_document
 from sie_gateway.inference import telemetry
-from sie_gateway.inference.call import BodyIntake, Call, EncodedReply, body_memory, bounded, check_length, native_shape
+from sie_gateway.inference.call import (
+    BodyIntake,
+    Call,
+    ClientGone,
+    EncodedReply,
+    body_memory,
+    bounded,
+    check_length,
+    native_shape,
+)
 from sie_gateway.inference.handler import InferenceRoute
-from sie_gateway.inference.reattach import ClientGone
 from sie_gateway.inference.results import FailedRequest
 from sie_gateway.operations import handlers
 from sie_gateway.operations.history import RequestLogger
@@ -222,11 +230,7 @@ class Edge:
             return
         connection = scope
         # ASGI requires the root path in `path`. It was removed above, because the table of routes has no root path.
-        scope = {
-            **scope,
-            "path": self._root + path,
-            "root_path": self._root,
-        }
+        scope = {**scope, "path": self._root + path, "root_path": self._root}
         call = Call(
             scope[REQUEST_ID],
             received_s,
@@ -256,6 +260,7 @@ class Edge:
         route: GatewayRoute | None = None
         try:
             match = TABLE.match(path)
+            scope["path_params"] = match.parameters
             # without a route for this method, another route of the path gives the metric label and the format of errors
             route = match.route(method) or match.route("GET") or next(iter(match.methods.values()), None)
             if route is not None and not is_socket:
@@ -273,7 +278,7 @@ class Edge:
                 )
             else:
                 assert route is not None, "a path without a route is not let in"
-                await self._dispatch(call, route, {**scope, "path_params": match.parameters}, receive, observed)
+                await self._dispatch(call, route, scope, receive, observed)
         except (ClientGone, ClientDisconnect):  # the client has disconnected, so it would not read a reply
             status = CLIENT_GONE
         # The outermost handler. If `status` is set, a reply has begun: either FastAPI has sent a whole error reply and

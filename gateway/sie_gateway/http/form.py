@@ -94,7 +94,6 @@ class Form:
 
     def _on_part_begin(self) -> None:
         self._disposition, self._value = b"", bytearray()
-        self._header = [b"", b""]
 
     def _on_header_field(self, data: bytes, start: int, end: int) -> None:
         self._header[0] += data[start:end]

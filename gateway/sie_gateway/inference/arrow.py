@@ -71,14 +71,14 @@ class ArrowRows:
             }
         width, dtype = self._widths[output], reply.WIRE_DTYPES[self._run.dtype]
         rows = _rows(outcomes, output)
-        if output == "dense":
-            columns = {"dense": _vectors(rows, dtype, width)}
-            scales = {name: _rows(outcomes, f"dense.{name}") for name in reply.EXTRAS.get(self._run.dtype, ())}
-            return columns | {f"dense_{name}": _column(na.float32(), values) for name, values in scales.items()}
-        scales = {name: _rows(outcomes, f"{output}.{name}") for name in reply.EXTRAS.get(self._run.dtype, ())}
-        return {output: _matrices(rows, dtype, width)} | {
-            f"{output}_{name}": _lists(values, "<f4") for name, values in scales.items()
+        extras = {
+            f"{output}_{name}": _rows(outcomes, f"{output}.{name}") for name in reply.EXTRAS.get(self._run.dtype, ())
         }
+        if output == "dense":
+            columns = {name: _column(na.float32(), values) for name, values in extras.items()}
+            return {output: _vectors(rows, dtype, width), **columns}
+        columns = {name: _lists(values, "<f4") for name, values in extras.items()}
+        return {output: _matrices(rows, dtype, width), **columns}
 
 
 Rows = list[arrays.Array | None]

@@ -19,12 +19,12 @@ import msgspec
 from sie_contracts import arrays, plain
 from sie_contracts.errors import ErrorInfo, InvalidInput, PayloadTooLarge
 from sie_contracts.media.documents import DocumentFile
-from sie_contracts.models.option_values import describe
+from sie_contracts.models.option_values import bad, describe
 from sie_contracts.models.options import FIELDS
 from sie_contracts.names import did_you_mean
 from sie_contracts.wire.messages import MENTION_BYTES, Input, Mention, TextChunks, Vectors, utf8_bytes
 from sie_gateway.inference import chunk_fields
-from sie_gateway.inference.images import File, Images, Link, Parsable, read_document, read_sound
+from sie_gateway.inference.images import Images, Link, read_document, read_sound
 from sie_gateway.inference.images import read as read_images
 
 MAX_BODY_BYTES = 256 << 20
@@ -123,7 +123,7 @@ def decode(body: bytes, *, msgpack: bool) -> Mapping[str, Any]:
     except plain.Malformed as error:
         raise InvalidInput.at("body", str(error), reason=error.reason) from None
     if not isinstance(value, dict):
-        raise InvalidInput.at("body", f"expected a map, got {describe(value)}")
+        raise bad("body", value, "a map")
     return value
 
 
@@ -139,7 +139,7 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
         instead = in_its_place(body, "items", FIELDS) if raw is None else ""
         raise InvalidInput.at(name, f"expected at least one item{instead}", reason="empty_items")
     if not isinstance(raw, list):
-        raise InvalidInput.at(name, f"expected a list of items, got {describe(raw)}")
+        raise bad(name, raw, "a list of items")
     if len(raw) > limit:
         raise InvalidInput.at(
             name, f"got {len(raw)} items, at most {limit} are allowed", reason="too_many_items", extras={"limit": limit}
@@ -153,7 +153,6 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
 
 
 def _check_chunks(inputs: Sequence[RequestItem], name: str) -> None:
-    """Raise InvalidInput if the items name more than MAX_REQUEST_CHUNKS chunks by start and end in total."""
     spans = sum(len(item.chunks.spans) // 8 for item in inputs if item.chunks is not None)
     if spans > chunk_fields.MAX_REQUEST_CHUNKS:
         limit = chunk_fields.MAX_REQUEST_CHUNKS
@@ -212,7 +211,7 @@ def _item(value: Any, path: str) -> RequestItem:
     if isinstance(value, str):
         return RequestItem(utf8(value, path))
     if not isinstance(value, dict):
-        raise InvalidInput.at(path, f"expected a map or a string, got {describe(value)}")
+        raise bad(path, value, "a map or a string")
     # shortcut for the most common item, a map with only a text; the full check takes three times as long
     if len(value) == 1 and isinstance(text := value.get("text"), str):
         return RequestItem(utf8(text, path))
@@ -230,8 +229,8 @@ def _item(value: Any, path: str) -> RequestItem:
     )
     vectors = _vectors(value["multivector"], f"{path}.multivector") if "multivector" in used else None
     images, unfit, links = read_images(value["images"], f"{path}.images") if "image" in used else Images()
-    audio, unheard = read_sound(value["audio"], f"{path}.audio") if "audio" in used else File()
-    parsable = read_document(value["document"], f"{path}.document") if "document" in used else Parsable()
+    audio, unheard = read_sound(value["audio"], f"{path}.audio") if "audio" in used else (b"", None)
+    document, unparsed = read_document(value["document"], f"{path}.document") if "document" in used else (None, None)
     chunks = chunk_fields.read(value, text, path) if "chunks" in value else None
     if chunks is not None and used:
         raise InvalidInput.at(f"{path}.chunks", f"not allowed in an item with {used[0]}: send the text alone")
@@ -244,9 +243,9 @@ def _item(value: Any, path: str) -> RequestItem:
         used,
         vectors=vectors,
         images=images,
-        unfit=unfit or unheard or parsable.fault,
+        unfit=unfit or unheard or unparsed,
         audio=audio,
-        document=parsable.document,
+        document=document,
         chunks=chunks,
         instead=instead,
         unknown=unknown,
@@ -273,11 +272,9 @@ def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[st
     """Return a warning for each unknown field whose name is similar to a known field, each name once. All other unknown
     fields belong to the client and cause no warning.
     """
-    places = itertools.chain(
-        (("query", query),) if query else (), ((f"items[{index}]", item) for index, item in enumerate(items))
-    )
+    places = ((f"items[{index}]", item) for index, item in enumerate(items) if item.unknown)
     hints: dict[str, str] = {}
-    for path, item in places:
+    for path, item in itertools.chain((("query", query),) if query else (), places):
         for name in item.unknown:
             if name not in hints and len(hints) < MAX_KEYS:
                 hint = did_you_mean(name, _ITEM)
@@ -331,7 +328,7 @@ def _optional_text(value: Mapping[str, Any], name: str, path: str) -> str | None
     if text is None:
         return None
     if not isinstance(text, str):
-        raise InvalidInput.at(f"{path}.{name}", f"expected a string or null, got {describe(text)}")
+        raise bad(f"{path}.{name}", text, "a string or null")
     return utf8(text, f"{path}.{name}")
 
 
@@ -352,7 +349,7 @@ def token_ids(value: Any, path: str) -> tuple[int, ...]:
     reason schema, empty_item or bad_token_id.
     """
     if not isinstance(value, list):
-        raise InvalidInput.at(path, f"expected a list of token ids, got {describe(value)}")
+        raise bad(path, value, "a list of token ids")
     if not value:
         raise InvalidInput.at(path, "expected at least one token id", reason="empty_item")
     if set(map(type, value)) != {int}:

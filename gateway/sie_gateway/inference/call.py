@@ -34,7 +34,6 @@ from sie_contracts.wire.messages import Operation, Priority, RunOptions
 from sie_contracts.wire.trace_context import NONE, Context
 from sie_gateway.admission.grant import ANYBODY, Charge, Grant
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference.reattach import ClientGone
 from sie_runtime import control_group
 from sie_runtime.http.asgi import Body, Receive
 
@@ -114,6 +113,11 @@ class Call:
         self.attempt += 1
         if self.charge is not None:
             self.charge.refund()
+
+    @property
+    def is_msgpack(self) -> bool:
+        """Return True if the body is msgpack, False if it is JSON or a form."""
+        return "msgpack" in self.headers.get("content-type", "").lower()
 
     @property
     def explains(self) -> bool:
@@ -198,6 +202,10 @@ class InferRequest(msgspec.Struct, frozen=True):
     run: RunOptions | None = None
     side: Side = "document"
     inputs_field: str = "items"
+
+
+class ClientGone(Exception):
+    """Raised if the client has disconnected, so that it would not read a reply."""
 
 
 class EntryChanged(Exception):
@@ -402,8 +410,9 @@ async def beside(body: bytes, work: Callable[[], T]) -> T:
     return work() if len(body) <= LARGE_BYTES else await asyncio.to_thread(work)
 
 
-async def decode_body(call: Call, body: bytes, *, msgpack: bool = False) -> Mapping[str, Any]:
+async def decode_body(call: Call) -> Mapping[str, Any]:
     """Return the top-level map of a body. Raises QueueFull, InvalidInput (malformed, too_many_values, schema)."""
+    body, msgpack = call.body, call.is_msgpack
     if len(body) <= plain.SMALL_BYTES:
         return bodies.decode(body, msgpack=msgpack)
     values = await beside(body, lambda: bodies.count(body, msgpack=msgpack))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sie_contracts.errors import InvalidInput
-from sie_contracts.models.option_values import describe
+from sie_contracts.models.option_values import bad
 from sie_contracts.wire.messages import BOUNDARIES, MAX_RULE_TOKENS, ChunkRule, TextChunks
 
 FIELDS = frozenset({"chunks", "context"})
@@ -33,7 +33,7 @@ def read(item: Mapping[str, Any], text: str | None, path: str) -> TextChunks | N
     if context is None:
         context = True
     if not isinstance(context, bool):
-        raise _bad(f"{path}.context", f"expected a boolean, got {describe(context)}")
+        raise bad(f"{path}.context", context, "a boolean")
     if not text:
         raise _bad(where, "only an item with a text can have chunks")
     if len(text) > MAX_TEXT:
@@ -43,7 +43,7 @@ def read(item: Mapping[str, Any], text: str | None, path: str) -> TextChunks | N
         return TextChunks(spans=_spans(value, len(text), where), context=context)
     if isinstance(value, dict):
         return TextChunks(rule=_rule(value, where), context=context)
-    raise _bad(where, f"expected a list of spans or a map, got {describe(value)}")
+    raise bad(where, value, "a list of spans or a map")
 
 
 def estimated_chunks(chunks: TextChunks, tokens: int) -> int:
@@ -73,7 +73,7 @@ def _spans(value: list[Any], length: int, path: str) -> bytes:
     for index, span in enumerate(value):
         where = f"{path}[{index}]"
         if not isinstance(span, list) or len(span) != 2 or set(map(type, span)) != {int}:
-            raise _bad(where, f"expected [start, end], two offsets in code points of the text, got {describe(span)}")
+            raise bad(where, span, "[start, end], two offsets in code points of the text")
         first, end = span
         if not 0 <= first < end <= length:
             raise _bad(where, f"expected 0 <= start < end <= {length}, the length of the text, got {first} and {end}")
@@ -91,7 +91,7 @@ def _rule(value: Mapping[str, Any], path: str) -> ChunkRule:
             raise _bad(path, f"unknown field `{str(name)[:64]}`, expected {', '.join(ChunkRule.__struct_fields__)}")
     boundary = value.get("boundary", "sentence")
     if boundary not in BOUNDARIES:
-        raise _bad(f"{path}.boundary", f"expected one of {', '.join(BOUNDARIES)}, got {describe(boundary)}")
+        raise bad(f"{path}.boundary", boundary, f"one of {', '.join(BOUNDARIES)}")
     most = _whole(value, "max_tokens", path, 1, MAX_RULE_TOKENS)
     overlap = _whole(value, "overlap_tokens", path, 0, most // 2, default=0)
     least = _whole(value, "min_tokens", path, 0, most, default=0)
@@ -103,6 +103,5 @@ def _whole(value: Mapping[str, Any], name: str, path: str, least: int, most: int
     if number is None and default is not None:
         return default
     if type(number) is not int or not least <= number <= most:
-        shown = number if type(number) is int else describe(number)
-        raise _bad(f"{path}.{name}", f"expected a whole number from {least} to {most}, got {shown}")
+        raise bad(f"{path}.{name}", number, f"a whole number from {least} to {most}")
     return number

@@ -64,9 +64,6 @@ class Fragments:
     _all: dict[tuple[str, int, str], Assembly] = field(default_factory=dict)
     _requests: dict[str, set[tuple[str, int, str]]] = field(default_factory=dict)
 
-    def __len__(self) -> int:
-        return len(self._all)
-
     def add(self, part: Fragment, now_s: float) -> Assembly:
         """Store a part once, and return its assembly. Raises InboxFull, and ValueError for an invalid part."""
         if not (0 <= part.index < part.count <= MAX_PARTS and part.data):

@@ -43,14 +43,24 @@ from sie_gateway.fleet.capabilities import CAN, Able, any_model
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference.call import Call, EncodedReply, EntryChanged, InferRequest, cache_mode, route_key
+from sie_gateway.inference.call import (
+    Call,
+    ClientGone,
+    EncodedReply,
+    EntryChanged,
+    InferRequest,
+    cache_mode,
+    decode_body,
+    route_key,
+)
 from sie_gateway.inference.image_urls import ImageUrls
-from sie_gateway.inference.reattach import Attachments, ClientGone
+from sie_gateway.inference.reattach import Attachments
 from sie_gateway.inference.results import PlannedRequest, RequestResult
 from sie_gateway.inference.runner import Runner
 from sie_gateway.inference.shadow import Shadows
 from sie_gateway.metrics import Metrics
 from sie_runtime.feed import CatalogueFeed
+from sie_runtime.http.routes import FORM
 
 if TYPE_CHECKING:
     from sie_gateway.remotes.remotes import Remotes
@@ -86,11 +96,14 @@ class Inference:
         self._admission = admission
         self._runner = runner
         self._urls = urls
-        self._default_models = dict(settings.default_models or ())
+        self.max_concurrent = settings.max_concurrent_requests
+        self.max_budget_s = settings.gateway_request_timeout  # longest time from the arrival of a request to its reply
+        # default model by capability, for requests that name no model
+        self.default_models: Mapping[str, str] = dict(settings.default_models or ())
         self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
         self.remotes: Remotes | None = None  # remote servers that answer when this cluster has no room
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
-        self.away: Attachments[EncodedReply] = Attachments()
+        self.away = Attachments()
         self.watch_after_s = WATCH_AFTER_S
         # runs whose clients are not watched yet, with their calls and start times, the oldest first
         self._unwatched: dict[asyncio.Task[Any], tuple[Call, float]] = {}
@@ -111,22 +124,8 @@ class Inference:
             raise NotReady("the catalogue is not loaded yet")
         return self._feed.catalogue
 
-    @property
-    def max_concurrent(self) -> int:
-        return self._settings.max_concurrent_requests
-
-    @property
-    def max_budget_s(self) -> float:
-        """Return the longest time in seconds from the arrival of a request to its reply."""
-        return self._settings.gateway_request_timeout
-
     def workers_of(self, bundle: str) -> list[Heartbeat]:
         return [beat for beat in self._fleet.healthy() if beat.bundle == bundle]
-
-    @property
-    def default_models(self) -> Mapping[str, str]:
-        """Return the default model of each capability, for requests that name no model."""
-        return self._default_models
 
     def max_items(self, call: Call) -> int:
         """Return the largest number of inputs of a request: the limit of its key, but at most the gateway's limit."""
@@ -187,21 +186,26 @@ class Inference:
         call.body, call.shape = raw, route.shape
         self._resolve(call, route)
         call.budget_s = self.max_budget_s
-        return await self._handled(call, route, raw)
+        return await self._handled(call, route)
 
     def _resolve(self, call: Call, route: InferenceRoute) -> None:
         if call.model is not None:
             call.resolved = self.resolve(call.model, call, CAN.get(route.endpoint, any_model))
 
     async def _answer(self, call: Call, route: InferenceRoute, read: Callable[[], Awaitable[bytes]]) -> EncodedReply:
-        raw = call.body = await _body_of(call, read)
-        if self.away.count and (detached := self.away.find(call, raw)) is not None:
+        call.body = await _body_of(call, read)
+        if self.away.count and (detached := self.away.find(call)) is not None:
             return await detached.join(call, call.received_s + call.budget_s - time.perf_counter())
         task = asyncio.current_task()
         assert task is not None, "a request has a task of its own"
-        self._watch_later(task, call)
+        # the watch of the client begins after one to two times `watch_after_s`, so a shorter run needs no task for it
+        loop = asyncio.get_running_loop()
+        self._unwatched[task] = call, loop.time()
+        if not self._is_timed:
+            self._is_timed = True
+            loop.call_later(self.watch_after_s, self._watch)
         try:
-            answer = await self._handled(call, route, raw)
+            answer = await self._handled(call, route)
         except BaseException as error:
             if self._unwatched.pop(task, None) is None:
                 self.away.ended(task, error)
@@ -209,16 +213,6 @@ class Inference:
         if self._unwatched.pop(task, None) is None and self.away.ended(task, None, answer):
             raise ClientGone
         return answer
-
-    def _watch_later(self, task: asyncio.Task[Any], call: Call) -> None:
-        """Schedule the watch of a run's client. The watch begins after one to two times `watch_after_s`, if the run is
-        still in progress, so a shorter run needs no task that waits for a disconnect.
-        """
-        loop = asyncio.get_running_loop()
-        self._unwatched[task] = call, loop.time()
-        if not self._is_timed:
-            self._is_timed = True
-            loop.call_later(self.watch_after_s, self._watch)
 
     def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -228,19 +222,20 @@ class Inference:
                 break
             del self._unwatched[task]
             if call.receive is not None:
-                self.away.watch(task, call, call.body, call.receive)
+                self.away.watch(task, call)
         self._is_timed = bool(self._unwatched)
         if self._is_timed:
             loop.call_later(self.watch_after_s, self._watch)
 
-    async def _handled(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
+    async def _handled(self, call: Call, route: InferenceRoute) -> EncodedReply:
         """Run the handler of the route with one entry of the model; if the entry changes meanwhile, start again. Raises
         NotReady if the entry changes after MAX_ATTEMPTS restarts or at the end of the budget.
         """
+        body = await decode_body(call) if route.body is not None and FORM not in route.body.media else {}
         restarts = 0
         while True:
             try:
-                return await route.handler(self, call, raw)
+                return await route.handler(self, call, body)
             except EntryChanged as error:
                 left_s, entry = call.received_s + call.budget_s - time.perf_counter(), error.entry
                 if restarts >= MAX_ATTEMPTS or left_s <= 0:
@@ -256,7 +251,7 @@ class Inference:
         await self._feed.renewed(lambda catalogue: catalogue.entries.get(entry.id) != entry, timeout_s)
 
     def _check_concurrency(self, call: Call) -> None:
-        if self.in_progress < self._settings.max_concurrent_requests:
+        if self.in_progress < self.max_concurrent:
             return
         lane = self.lane(call.headers, call.resolved) if call.resolved is not None else None
         self._metrics.rejected.labels(
@@ -382,10 +377,10 @@ class Inference:
     def _budget_s(self, headers: Mapping[str, str]) -> float:
         raw = headers.get("x-sie-timeout-ms")
         if raw is None:
-            return self._settings.gateway_request_timeout
+            return self.max_budget_s
         if not raw.isascii() or not raw.isdigit() or len(raw) > 6 or not 1 <= int(raw) <= 600_000:
             raise InvalidInput.at("X-SIE-Timeout-Ms", "expected a whole number from 1 to 600000")
-        return min(int(raw) / 1000, self._settings.gateway_request_timeout)
+        return min(int(raw) / 1000, self.max_budget_s)
 
     @staticmethod
     def _priority(headers: Mapping[str, str], requested: Priority | None) -> Priority:
@@ -460,7 +455,6 @@ _HEADER_VALUES = {"X-SIE-Remote": ("forbid",), "X-SIE-Strict": ("true", "false")
 
 
 def _check_headers(headers: Mapping[str, str]) -> None:
-    """Raise InvalidInput for a header of _HEADER_VALUES with another value."""
     for name, values in _HEADER_VALUES.items():
         value = headers.get(name.lower())
         if value is not None and value.strip().lower() not in values:
@@ -477,7 +471,8 @@ async def _body_of(call: Call, read: Callable[[], Awaitable[bytes]]) -> bytes:
         raise GatewayTimeout(message, param="body") from error
 
 
-Handler = Callable[[Inference, Call, bytes], Awaitable[EncodedReply]]
+Handler = Callable[[Inference, Call, Mapping[str, Any]], Awaitable[EncodedReply]]
+"""Function that answers a request from its decoded body, which is empty for a form and for a GET."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -264,7 +264,6 @@ class ImageUrls:
             raise _Unfetched(f"the image was not complete within {max_s:g} s", "failed", limit=max_s) from None
 
     async def _fetch(self, url: str, take: Callable[[int], None], slots: contextlib.ExitStack) -> bytes:
-        """Return the bytes of the file at the URL. Raises _Unfetched and the exceptions of httpcore."""
         target = self._target(url)
         for _ in range(MAX_REDIRECTS + 1):
             async with self._answer(target, slots) as answer:
@@ -285,7 +284,6 @@ class ImageUrls:
             yield answer
 
     def _target(self, url: str) -> httpx.URL:
-        """Return the parsed URL, if it may be fetched. Raises _Unfetched."""
         if len(url) > MAX_URL:
             raise _Unfetched(f"the URL has {len(url)} characters, at most {MAX_URL} are allowed", limit=MAX_URL)
         try:
@@ -333,7 +331,6 @@ def _with(item: RequestItem, fetched: dict[str, bytes | _Unfetched]) -> RequestI
 
 
 def _joined(target: httpx.URL, answer: httpcore.Response) -> str:
-    """Return the URL to which a redirect leads. Raises _Unfetched."""
     try:
         return str(target.join(_header(answer, b"location").decode("ascii")))
     except (httpx.InvalidURL, ValueError):
@@ -345,7 +342,6 @@ def _header(answer: httpcore.Response, name: bytes) -> bytes:
 
 
 async def _body(answer: httpcore.Response, take: Callable[[int], None]) -> bytes:
-    """Return the body of a response, if it is within the limits. Raises _Unfetched."""
     if answer.status != 200:
         raise _Unfetched(f"the server of the URL answered {answer.status}, expected 200", "failed")
     if _header(answer, b"content-encoding").lower() not in (b"", b"identity"):

@@ -155,20 +155,6 @@ class Images(NamedTuple):
     links: tuple[Link, ...] = ()
 
 
-class File(NamedTuple):
-    """File of one input. `fault`: why the input cannot be run; then the file is empty."""
-
-    file: bytes = b""
-    fault: ErrorInfo | None = None
-
-
-class Parsable(NamedTuple):
-    """Document of one input. `fault`: why the input cannot be run; then the document is None."""
-
-    document: DocumentFile | None = None
-    fault: ErrorInfo | None = None
-
-
 class _Undecodable(Exception):
     """Raised for a text that does not decode to bytes."""
 
@@ -177,12 +163,15 @@ def read(value: Any, path: str) -> Images:
     """Return the files and the links in a list of images or a single image. Raises InvalidInput with the reason
     `schema`.
     """
-    entries = [(f"{path}[{index}]", entry) for index, entry in enumerate(value)] if isinstance(value, list) else None
-    return gather(entries if entries is not None else [(path, value)], path)
+    if isinstance(value, list):
+        return gather([(f"{path}[{index}]", entry) for index, entry in enumerate(value)], path)
+    return gather([(path, value)], path)
 
 
-def read_sound(value: Any, path: str) -> File:
-    """Return the bytes of a sound. Raises InvalidInput with the reason `schema`, or `invalid_media` for a URL."""
+def read_sound(value: Any, path: str) -> tuple[bytes, ErrorInfo | None]:
+    """Return the bytes of a sound; or no bytes, and why the input cannot be run. Raises InvalidInput with the reason
+    `schema`, or `invalid_media` for a URL.
+    """
     if isinstance(value, dict):
         rate = value.get("sample_rate")  # only the type is checked, because the rate in the sound file is used
         if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int)):
@@ -190,30 +179,32 @@ def read_sound(value: Any, path: str) -> File:
     return _single(value, path, "sounds", EXPECTED_SOUND, "the sound as a WAV file")
 
 
-def read_document(value: Any, path: str) -> Parsable:
-    """Return the bytes of a document, with the format that the client names. Raises the exceptions of `read_sound`."""
+def read_document(value: Any, path: str) -> tuple[DocumentFile | None, ErrorInfo | None]:
+    """Return a document, with the format that the client names; or None, and why the input cannot be run. Raises the
+    exceptions of `read_sound`.
+    """
     data, fault = _single(value, path, "documents", EXPECTED_DOCUMENT, "the document as a file")
     if fault is not None:
-        return Parsable(None, fault)
+        return None, fault
     format_name = (value.get("format") or "") if isinstance(value, dict) else ""
-    return Parsable(DocumentFile(data, format_name.lower().removeprefix(".")[:MAX_FORMAT]))
+    return DocumentFile(data, format_name.lower().removeprefix(".")[:MAX_FORMAT]), None
 
 
-def _single(value: Any, path: str, kind: str, expected: str, instead: str) -> File:
+def _single(value: Any, path: str, kind: str, expected: str, instead: str) -> tuple[bytes, ErrorInfo | None]:
     try:
         file = _file(value, path, 0, expected, instead)
     except _Undecodable as error:
-        return File(b"", _fault(f"{path}: {error}", path).fault)
+        return b"", _fault(f"{path}: {error}", path)
     if isinstance(file, Link):
         raise InvalidInput.at(file.path, f"got a URL, {kind} are not fetched: send {expected}", reason="invalid_media")
-    return File(file)
+    return file, None
 
 
 def gather(entries: Sequence[tuple[str, Any]], path: str) -> Images:
     """Return the images of an input. `entries`: (path in the body, value). Raises the exceptions of `read`."""
     if len(entries) > MAX_IMAGES:
         message = f"{path}: got {len(entries)} images, at most {MAX_IMAGES} are allowed in one input"
-        return _fault(message, path, limit=MAX_IMAGES)
+        return Images((), _fault(message, path, limit=MAX_IMAGES))
     files: list[bytes] = []
     links: list[Link] = []
     fault = None
@@ -227,11 +218,11 @@ def gather(entries: Sequence[tuple[str, Any]], path: str) -> Images:
             links.append(file)
             file = b""
         files.append(file)
-    return fault._replace(links=tuple(links)) if fault else Images(tuple(files), None, tuple(links))
+    return Images(() if fault else tuple(files), fault, tuple(links))
 
 
-def _fault(message: str, path: str, **extras: int) -> Images:
-    return Images((), ErrorInfo("INVALID_INPUT", message, "invalid_media", path, extras=extras))
+def _fault(message: str, path: str, **extras: int) -> ErrorInfo:
+    return ErrorInfo("INVALID_INPUT", message, "invalid_media", path, extras=extras)
 
 
 def _file(

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from sie_contracts.errors import SHUTTING_DOWN, GatewayTimeout, ShuttingDown
+from sie_gateway.inference.call import Call, ClientGone, EncodedReply
 from sie_runtime.failpoints import failpoint
-from sie_runtime.http.asgi import Receive
 from sie_runtime.process import Tasks
 
 REATTACH_WINDOW_S = 10.0  # seconds for which a run continues without a client
@@ -30,32 +30,10 @@ MAX_AWAY_BYTES = 256 << 20  # largest number of bytes of the bodies of all runs 
 _HEADERS = ("authorization", "content-type", "accept")
 _ID_HEADER = "x-sie-request-id"  # each attempt has another id
 Identity = tuple[str, str, int, tuple[tuple[str, str], ...]]
-A = TypeVar("A")
 _logger = logging.getLogger("sie.gateway.attach")
 
 
-class ClientGone(Exception):
-    """Raised if the client has disconnected, so that it would not read a reply."""
-
-
-class Caller(Protocol):
-    """Client as its request describes it. `client`: its address. `key`: identifies its credential; empty if it has
-    none. If `receive` is None, a disconnect cannot be detected.
-    """
-
-    path: str
-    headers: Any
-    client: str
-    receive: Receive | None
-
-    @property
-    def key(self) -> str: ...
-
-    def follow(self, previous: Any) -> None:
-        """Take over the data of the caller that started the run, so that logs and errors show these data."""
-
-
-class Attachments(Generic[A]):
+class Attachments:
     """Runs whose clients have disconnected. Above MAX_AWAY or MAX_AWAY_BYTES, a run is cancelled at the disconnect."""
 
     def __init__(self, *, window_s: float = REATTACH_WINDOW_S) -> None:
@@ -64,8 +42,8 @@ class Attachments(Generic[A]):
         self.abandoned = 0  # number of runs that were cancelled because their clients had disconnected
         self.count = 0  # runs that can be joined
         self.tasks = Tasks(_logger, lambda: None)
-        self._watched: dict[asyncio.Task[Any], Run[A]] = {}  # by the task of each run
-        self._away: dict[Identity, list[Run[A]]] = {}
+        self._watched: dict[asyncio.Task[Any], Run] = {}  # by the task of each run
+        self._away: dict[Identity, list[Run]] = {}
         self._bytes = 0
         self._closed = False
 
@@ -75,38 +53,38 @@ class Attachments(Generic[A]):
     def count_abandoned(self) -> None:
         self.abandoned += 1
 
-    def watch(self, task: asyncio.Task[Any], caller: Caller, body: bytes, receive: Receive) -> None:
-        """Start to watch the client of a run. `receive` reports that the client has disconnected."""
-        self._watched[task] = Run(self, task, caller, body, receive)
+    def watch(self, task: asyncio.Task[Any], call: Call) -> None:
+        """Start to watch the client of a run. `call.receive` reports that the client has disconnected."""
+        self._watched[task] = Run(self, task, call)
 
-    def ended(self, task: asyncio.Task[Any], error: BaseException | None, answer: A | None = None) -> bool:
+    def ended(self, task: asyncio.Task[Any], error: BaseException | None, answer: EncodedReply | None = None) -> bool:
         """Record the end of a run, watched or not. Return True if the client that started it had disconnected. Raises
         ClientGone if the run was cancelled because no client joined it.
         """
         run = self._watched.pop(task, None)
         return run is not None and run.end(error, answer)
 
-    def find(self, caller: Caller, body: bytes) -> Run[A] | None:
+    def find(self, call: Call) -> Run | None:
         """Return the oldest run of the same request whose client has disconnected, or None."""
-        return next((run for run in self._away.get(_identity(caller, body), ()) if run.body == body), None)
+        return next((run for run in self._away.get(_identity(call), ()) if run.call.body == call.body), None)
 
-    def keep(self, run: Run[A]) -> bool:
+    def keep(self, run: Run) -> bool:
         """Store a run, so that `find` can return it. Return False if a limit is reached."""
-        if self._closed or self.count >= MAX_AWAY or self._bytes + len(run.body) > MAX_AWAY_BYTES:
+        if self._closed or self.count >= MAX_AWAY or self._bytes + len(run.call.body) > MAX_AWAY_BYTES:
             return False
-        self._away.setdefault(_identity(run.caller, run.body), []).append(run)
+        self._away.setdefault(_identity(run.call), []).append(run)
         self.count += 1
-        self._bytes += len(run.body)
+        self._bytes += len(run.call.body)
         return True
 
-    def remove(self, run: Run[A]) -> None:
-        identity = _identity(run.caller, run.body)
+    def remove(self, run: Run) -> None:
+        identity = _identity(run.call)
         runs = self._away[identity]
         runs.remove(run)
         if not runs:
             del self._away[identity]
         self.count -= 1
-        self._bytes -= len(run.body)
+        self._bytes -= len(run.call.body)
 
     def close(self) -> None:
         """Cancel the runs of clients that have disconnected, and from now on the run of each client that disconnects:
@@ -117,56 +95,38 @@ class Attachments(Generic[A]):
             run.give_up()
 
 
-def _identity(caller: Caller, body: bytes) -> Identity:
+def _identity(call: Call) -> Identity:
     headers = sorted(
         (name, value)
-        for name, value in caller.headers.items()
+        for name, value in call.headers.items()
         if name in _HEADERS or (name.startswith("x-sie-") and name != _ID_HEADER)
     )
     # without a credential, the address selects the target of an alias
-    return caller.path, "" if caller.key else caller.client, len(body), tuple(headers)
+    return call.path, "" if call.key else call.client, len(call.body), tuple(headers)
 
 
-class Run(Generic[A]):
+class Run:
     """Request in progress whose client is watched. `task` runs the request."""
 
-    __slots__ = (
-        "_is_given_up",
-        "_is_kept",
-        "_left",
-        "_outcome",
-        "_present",
-        "_table",
-        "_task",
-        "_watcher",
-        "_window",
-        "body",
-        "caller",
-    )
-
-    def __init__(
-        self, table: Attachments[A], task: asyncio.Task[Any], caller: Caller, body: bytes, receive: Receive
-    ) -> None:
-        self.caller = caller
-        self.body = body
+    def __init__(self, table: Attachments, task: asyncio.Task[Any], call: Call) -> None:
+        self.call = call
         self._table = table
         self._task = task
-        self._left = False  # true after the client that started the run has disconnected
-        self._present = 1
-        self._is_kept = False
         self._is_given_up = False
-        self._window: asyncio.TimerHandle | None = None
-        self._outcome: asyncio.Future[A] | None = None  # created when the client that started the run disconnects
-        self._watcher: asyncio.Task[None] | None = table.tasks.start(self._until_left(receive), "presence of a client")
+        self._window: asyncio.TimerHandle | None = None  # end of the window; None while the run has a client
+        self._outcome: asyncio.Future[EncodedReply] | None = (
+            None  # created when the client that started the run disconnects
+        )
+        self._watcher: asyncio.Task[None] | None = table.tasks.start(self._until_left(), "presence of a client")
 
-    def end(self, error: BaseException | None, answer: A | None) -> bool:
+    def end(self, error: BaseException | None, answer: EncodedReply | None) -> bool:
         """Record the end of the run. Return True if the client that started the run has disconnected. Raises ClientGone
         if the run was cancelled because of that.
         """
         if self._watcher is not None:
             self._watcher.cancel()
-        if self._is_kept:
-            self._unkeep()
+        self._unkeep()
+        is_left = self._outcome is not None
         if self._outcome is not None:
             self._settle(self._outcome, error, answer)
         # Both objects refer to an exception whose traceback refers back to this run: without this line, this cycle
@@ -175,10 +135,12 @@ class Run(Generic[A]):
         if self._is_given_up and isinstance(error, asyncio.CancelledError):
             self._task.uncancel()
             raise ClientGone from error
-        return self._left
+        return is_left
 
     @staticmethod
-    def _settle(outcome: asyncio.Future[A], error: BaseException | None, answer: A | None) -> None:
+    def _settle(
+        outcome: asyncio.Future[EncodedReply], error: BaseException | None, answer: EncodedReply | None
+    ) -> None:
         if error is None:
             assert answer is not None
             outcome.set_result(answer)
@@ -187,74 +149,63 @@ class Run(Generic[A]):
         outcome.set_exception(ended)
         outcome.exception()  # marks the exception as retrieved, in case no client joins the run
 
-    async def _until_left(self, receive: Receive) -> None:
-        await disconnected(receive)
-        self._left = True
+    async def _until_left(self) -> None:
+        await _disconnected(self.call)
         self._leave()
 
     def _leave(self) -> None:
-        """Record that one client has left. If no client is left, the run is cancelled after `window_s` seconds."""
-        self._present -= 1
-        if self._present:
-            return
+        """Record that the client has left. If no client joins the run, it is cancelled after `window_s` seconds."""
         failpoint("reattach.left")
         loop = asyncio.get_running_loop()
         if self._outcome is None:
             self._outcome = loop.create_future()
         if self._table.keep(self):
-            self._is_kept = True
             self._window = loop.call_later(self._table.window_s, self.give_up)
         else:
             self.give_up()
 
     def _unkeep(self) -> None:
-        self._is_kept = False
-        self._table.remove(self)
         if self._window is not None:
             self._window.cancel()
+            self._window = None
+            self._table.remove(self)
 
     def give_up(self) -> None:
         """Cancel the run because no client joined it. Its resources are released as at the end of any run."""
-        if self._is_kept:
-            self._unkeep()
+        self._unkeep()
         self._is_given_up = True
         self._table.count_abandoned()
         self._task.cancel()
 
-    async def join(self, caller: Caller, timeout_s: float) -> A:
+    async def join(self, call: Call, timeout_s: float) -> EncodedReply:
         """Wait for the result of the run, in place of the client that disconnected. Raises the exceptions of the run,
         GatewayTimeout, and ClientGone if this client disconnects too.
         """
         outcome = self._outcome
         assert outcome is not None
         self._unkeep()
-        self._present += 1
         self._table.count_joined()
-        leaving = (
-            None
-            if caller.receive is None
-            else self._table.tasks.start(disconnected(caller.receive), "presence of a client")
-        )
-        waited: set[asyncio.Future[Any]] = {outcome} if leaving is None else {outcome, leaving}
+        leaving = self._table.tasks.start(_disconnected(call), "presence of a client")
+        waited: set[asyncio.Future[Any]] = {outcome, leaving}
         try:
             await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if leaving is not None:
-                leaving.cancel()
+            leaving.cancel()
             if not outcome.done():
                 self._leave()
-        caller.follow(self.caller)
+        call.follow(self.call)
         try:
             if outcome.done():
                 return outcome.result()
-            if leaving is not None and leaving.done():
+            if leaving.done():
                 raise ClientGone
             raise GatewayTimeout("no result within the remaining time of the request")
         finally:  # the traceback of an exception keeps this frame in memory, so delete its large values
             del outcome, waited, leaving
 
 
-async def disconnected(receive: Receive) -> None:
+async def _disconnected(call: Call) -> None:
     """Wait until the client has disconnected. The caller must have read the whole body before."""
-    while (await receive())["type"] != "http.disconnect":
+    assert call.receive is not None
+    while (await call.receive())["type"] != "http.disconnect":
         pass

@@ -8,7 +8,7 @@ import base64
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -38,8 +38,8 @@ Format = Literal["json", "msgpack", "raw", "arrow"]
 Row = Callable[[Any], Any]
 Piece = bytes | memoryview
 Placed = tuple[WorkResult, Outcome]  # (result, outcome of one input in it)
-# function that builds the last entry of a reply's map (exactly one), such as the timings. Its argument is the number of
-# seconds in which the other entries were written.
+# function that builds the last entry of a reply's map, such as the timings (in msgpack exactly one). Its argument is
+# the number of seconds in which the other entries were written.
 Late = Callable[[float], Mapping[str, Any]]
 
 
@@ -83,108 +83,85 @@ def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
     return _json(body), "application/json"
 
 
-def _timed(pieces: Iterator[Piece], last: Callable[[float], bytes]) -> Iterator[Piece]:
-    """Yield the pieces, then the last piece. `last` builds it from the seconds in which the other pieces were built.
-    The time in which the client reads does not count.
-    """
-    spent_s = 0.0
-    while True:
-        began_s = time.perf_counter()
-        piece = next(pieces, None)
-        spent_s += time.perf_counter() - began_s
-        if piece is None:
-            break
-        yield piece
-    if end := last(spent_s):
-        yield end
-
-
 class Streamed:
-    """Encoded msgpack of a map with many `items`. The map is written in pieces of PIECE_VALUES numbers, so that its
-    whole encoding is never in memory in addition to the results. It can be read more than once.
+    """Body in pieces. Each iteration builds it again. `pieces` builds all pieces but the last. `last` builds the last
+    one from the seconds in which the others were built. The time in which the client reads does not count.
     """
 
-    def __init__(self, body: Mapping[str, Any], values: int, row: Row | None, late: Late | None = None) -> None:
-        self._rest = {name: value for name, value in body.items() if name != "items"}
-        self._items: Sequence[Any] = body["items"]
-        self._row = row
-        self._late = late
-        self._step = _step(self._items, values)
+    def __init__(self, pieces: Callable[[], Iterator[Piece]], last: Callable[[float], bytes]) -> None:
+        self._pieces = pieces
+        self._last = last
 
     def __iter__(self) -> Iterator[Piece]:
-        late = self._late
-        return _timed(self._pieces(), lambda spent_s: _msgpack.encode(late(spent_s))[1:] if late is not None else b"")
-
-    def _pieces(self) -> Iterator[bytes]:
-        rest = _msgpack.encode(self._rest)
-        # msgpack: the first byte of a map has the number of its entries, if they are fewer than 16. An array of up to
-        # 2^32 elements begins with the byte 0xdd and four bytes for its length.
-        entries = rest[0] + 1 + (self._late is not None)
-        yield bytes([entries]) + rest[1:] + _msgpack.encode("items") + b"\xdd" + len(self._items).to_bytes(4, "big")
-        for start in range(0, len(self._items), self._step):
-            yield b"".join(map(_msgpack.encode, _rendered(self._items[start : start + self._step], self._row)))
+        pieces, spent_s = self._pieces(), 0.0
+        while True:
+            began_s = time.perf_counter()
+            piece = next(pieces, None)
+            spent_s += time.perf_counter() - began_s
+            if piece is None:
+                break
+            yield piece
+        yield self._last(spent_s)
 
 
-def _rendered(values: Sequence[Any], row: Row | None) -> Sequence[Any]:
-    return values if row is None else list(map(row, values))
-
-
-def _step(values: Sequence[Any], numbers: int) -> int:
-    """Return how many of the values are written in one piece."""
-    return max(1, PIECE_VALUES * len(values) // max(1, numbers))
+def _slices(values: Sequence[Any], numbers: int, row: Row | None) -> Iterator[Sequence[Any]]:
+    """Yield the values of one piece at a time: about PIECE_VALUES of the `numbers` in all values. `row` renders each
+    value.
+    """
+    step = max(1, PIECE_VALUES * len(values) // max(1, numbers))
+    for start in range(0, len(values), step):
+        part = values[start : start + step]
+        yield part if row is None else list(map(row, part))
 
 
 def body_of(
-    body: dict[str, Any], values: int, *, msgpack: bool, row: Row | None = None, late: Late | None = None
+    body: dict[str, Any], values: int, late: Late, *, msgpack: bool, name: str = "items", row: Row | None = None
 ) -> tuple[Body, str]:
-    """Encode a body like `encode`, in pieces if it has more than PIECE_VALUES numbers (`values`): to encode a large
-    body takes up to 600 ms, which would block the event loop. `row` renders each of the `items` just before it is
+    """Encode a body like `encode`. If it has more than PIECE_VALUES numbers (`values`), the list in its field `name` is
+    encoded in pieces: to encode a large body takes up to 600 ms, which would block the event loop, and the whole
+    encoding would be in memory in addition to the results. `row` renders each element of the list just before it is
     written. `late` builds the entry that is written last.
     """
-    if "items" not in body or values <= PIECE_VALUES:
+    if name not in body or values <= PIECE_VALUES:
         began_s = time.perf_counter()
-        whole = body if "items" not in body else {**body, "items": _rendered(body["items"], row)}
+        whole = body if row is None else {**body, name: list(map(row, body[name]))}
         data, content_type = encode(whole, msgpack=msgpack)
-        if late is not None:
-            own, _ = encode(late(time.perf_counter() - began_s), msgpack=msgpack)
-            data = bytes([data[0] + 1]) + data[1:] + own[1:] if msgpack else data[:-1] + b"," + own[1:]
-        return data, content_type
-    if msgpack:
-        return Streamed(body, values, row, late), "application/msgpack"
+        own, _ = encode(late(time.perf_counter() - began_s), msgpack=msgpack)
+        # the first byte of a msgpack map has the number of its entries, if they are fewer than 16
+        parts = (bytes([data[0] + 1]), memoryview(data)[1:]) if msgpack else (memoryview(data)[:-1], b",")
+        return b"".join((*parts, own[1:])), content_type
     began_s = time.perf_counter()
-    rest = _json({name: value for name, value in body.items() if name != "items"})[1:]
+    items = body[name]
+    rest, content_type = encode({key: value for key, value in body.items() if key != name}, msgpack=msgpack)
     rest_s = time.perf_counter() - began_s
+    if msgpack:
+        # an array of up to 2^32 elements begins with the byte 0xdd and four bytes for its length
+        head = bytes([rest[0] + 2]) + rest[1:] + _msgpack.encode(name) + b"\xdd" + len(items).to_bytes(4, "big")
+
+        def pieces() -> Iterator[bytes]:
+            yield head
+            for part in _slices(items, values, row):
+                yield b"".join(map(_msgpack.encode, part))
+
+        return Streamed(pieces, lambda spent_s: _msgpack.encode(late(rest_s + spent_s))[1:]), content_type
 
     def after(spent_s: float) -> bytes:
-        return b"]," + (rest if late is None else rest[:-1] + b"," + _json(late(rest_s + spent_s))[1:])
+        return b"]," + rest[1:-1] + b"," + _json(late(rest_s + spent_s))[1:]
 
-    return listed(body["items"], values, b'{"items":[', after, row), "application/json"
+    return listed(items, values, f'{{"{name}":['.encode(), after, row), content_type
 
 
-class _Listed:
-    def __init__(
-        self, values: Sequence[Any], numbers: int, before: bytes, after: Callable[[float], bytes], row: Row | None
-    ) -> None:
-        self._values, self._before, self._after, self._row = values, before, after, row
-        self._step = _step(values, numbers)
-
-    def __iter__(self) -> Iterator[Piece]:
-        return _timed(
-            self._pieces(), lambda spent_s: (b"" if len(self._values) else self._before) + self._after(spent_s)
-        )
-
-    def _pieces(self) -> Iterator[Piece]:
-        before = self._before
-        for start in range(0, len(self._values), self._step):
-            rows = _rendered(self._values[start : start + self._step], self._row)
-            if not any(map(_is_wide, rows)):
-                yield before + _json(rows)[1:-1]
-                before = b","
-                continue
-            for row in rows:
-                yield before
-                yield from _parts(row)
-                before = b","
+def _listed(values: Sequence[Any], numbers: int, before: bytes, row: Row | None) -> Iterator[Piece]:
+    """Yield the JSON of a list without its last bracket, in pieces. The first piece begins with `before`."""
+    for rows in _slices(values, numbers, row):
+        if numbers <= PIECE_VALUES or not any(map(_is_wide, rows)):
+            yield b"".join((before, memoryview(_json(rows))[1:-1]))
+            before = b","
+            continue
+        for wide in rows:
+            yield before
+            yield from _parts(wide)
+            before = b","
 
 
 def _is_wide(value: Any) -> bool:
@@ -215,7 +192,8 @@ def _parts(value: Any) -> Iterator[Piece]:
             before = b","
         yield b"}"
     else:
-        yield from _Listed(value, _numbers(value), b"[", lambda _: b"]", None)
+        yield from _listed(value, _numbers(value), b"[", None)
+        yield b"]"
 
 
 def listed(
@@ -229,29 +207,24 @@ def listed(
     their total), the JSON is in pieces. Values may contain numpy arrays. `row` renders each value just before it is
     written. `after` may depend on the seconds in which the values were written.
     """
-    end = (lambda _: after) if isinstance(after, bytes) else after
-    body = _Listed(values, numbers, before, end, row)
+
+    def end(spent_s: float) -> bytes:
+        return (b"" if len(values) else before) + (after if isinstance(after, bytes) else after(spent_s))
+
+    body = Streamed(lambda: _listed(values, numbers, before, row), end)
     return body if numbers > PIECE_VALUES else b"".join(body)
-
-
-class _Chain:
-    def __init__(self, parts: Sequence[Body], last: Callable[[float], bytes]) -> None:
-        self._parts = parts
-        self._last = last
-
-    def __iter__(self) -> Iterator[Piece]:
-        return _timed((piece for part in self._parts for piece in _pieces(part)), self._last)
-
-
-def _pieces(part: Body) -> Iterable[Piece]:
-    return (part,) if isinstance(part, bytes) else part
 
 
 def chained(parts: Sequence[Body], last: Callable[[float], bytes]) -> Body:
     """Join bodies, in pieces if any of them has pieces. `last` may depend on the seconds in which the bodies were
     written.
     """
-    body = _Chain(parts, last)
+
+    def pieces() -> Iterator[Piece]:
+        for part in parts:
+            yield from (part,) if isinstance(part, bytes) else part
+
+    body = Streamed(pieces, last)
     return b"".join(body) if all(isinstance(part, bytes) for part in parts) else body
 
 

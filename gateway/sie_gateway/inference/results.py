@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
@@ -108,10 +108,10 @@ class RequestResult:
         # by chunk, the milliseconds from the admission of the request to the arrival of the chunk's result
         self._waits_ms: dict[int, float] = {}
         self._results: list[WorkResult] = [WorkResult("", -1, "", (failure,)) for failure in refused.values()]
-        self._positions: list[list[int]] = [[index] for index in refused]
+        self._positions: list[Sequence[int]] = [[index] for index in refused]
 
     def add_results(
-        self, indices: list[int], chunks: list[Chunk], results: list[WorkResult], waits_ms: list[float]
+        self, indices: Sequence[int], chunks: list[Chunk], results: list[WorkResult], waits_ms: list[float]
     ) -> None:
         """Store the result of each chunk at the positions of its inputs. If an earlier call has stored results, the
         numbers of these chunks follow the numbers of the earlier chunks. Raises InvalidOutcomeCount.
@@ -163,18 +163,14 @@ class RequestResult:
                     images += len(self.request.items[place].images)
                     if outcome.truncated:
                         truncated.append(place)
-        usage: dict[str, Any] = {
-            "prompt_tokens": tokens,
-            "total_tokens": tokens,
-            "truncated_items": sorted(truncated),
-        }
+        usage: dict[str, Any] = {"prompt_tokens": tokens, "total_tokens": tokens, "truncated_items": sorted(truncated)}
         if images:
             usage["images"] = images
         if self.cached_items:
             usage |= {"cached_items": self.cached_items, "cached_tokens": self.cached_tokens}
         return usage
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         return next((result.fingerprint for result in self._results if result.fingerprint), "")
 
@@ -321,7 +317,7 @@ class RequestResult:
             **({"X-SIE-Units-Images": str(self.usage["images"])} if "images" in self.usage else {}),
             "X-SIE-Worker": ",".join(sorted({result.worker for result in self.worker_results})),
             **({"X-SIE-Cache-Status": self.cache_status} if self.cache_status else {}),
-            **timing_headers(timing),
+            **{header: f"{timing[name]:.2f}" for header, name in _TIMING_HEADERS},
             **({"X-Queue-Publish-Time": f"{self.publish_ms:.2f}"} if self.publish_ms else {}),
             **({"X-Payload-Fetch-Time": f"{fetch_ms:.2f}"} if fetch_ms else {}),
             **({"X-SIE-Alias": resolved.alias} if resolved.alias else {}),
@@ -421,10 +417,6 @@ def stage_times(
     }
 
 
-def timing_headers(values: Mapping[str, float]) -> dict[str, str]:
-    return {header: f"{values[name]:.2f}" for header, name in _TIMING_HEADERS}
-
-
 class FailedRequest(Exception):
     """Raised for a request that ends in `error`. `errors`: one entry for each failed input."""
 
@@ -441,10 +433,7 @@ HELD_BYTES = 256 << 20
 CHECKING_THREADS = 2
 Verdict = Literal["taken", "duplicate", "unknown", "part"]
 _CONFIRMATIONS: dict[Verdict, bytes] = {
-    "taken": messages.encode(Confirmation("taken")),
-    "duplicate": messages.encode(Confirmation("duplicate")),
-    "unknown": messages.encode(Confirmation("unknown")),
-    "part": messages.encode(Confirmation("part")),
+    verdict: messages.encode(Confirmation(verdict)) for verdict in get_args(Verdict)
 }
 _logger = logging.getLogger("sie.gateway.inbox")
 
@@ -551,9 +540,6 @@ class ResultInbox:
         if self._fragments.held_bytes:
             self._fragments.drop_request(collector.request)
         collector.close()
-
-    def __len__(self) -> int:
-        return len(self._open)
 
     @property
     def unfinished_bytes(self) -> int:

@@ -92,10 +92,13 @@ class Runner:
                 raise InvalidInput(error.message, reason=error.reason, param=error.param)
             raise InvalidInput.at("query", f"{error.message}", reason=error.reason)
         refused = self.refused(request, takers)
-        runnable = [index for index in range(len(request.items)) if index not in refused]
-        if not runnable:
-            return RequestResult(request, refused)
-        items: Sequence[RequestItem] = [request.items[index] for index in runnable] if refused else request.items
+        runnable: Sequence[int] = range(len(request.items))
+        items: Sequence[RequestItem] = request.items
+        if refused:
+            runnable = [index for index in runnable if index not in refused]
+            if not runnable:
+                return RequestResult(request, refused)
+            items = [request.items[index] for index in runnable]
         if _reads_mentions(request):
             items = [msgspec.structs.replace(item, mentions=mentions(item)) for item in items]
         if self._cached is not None:
@@ -109,7 +112,7 @@ class Runner:
     async def _computed(
         self,
         call: Call,
-        positions: list[int],
+        positions: Sequence[int],
         items: Sequence[RequestItem],
         finished: RequestResult,
         on_chunk: OnChunk | None = None,
@@ -143,11 +146,11 @@ class Runner:
         costs, squares = [piece.cost for piece in chunks], [piece.squares for piece in chunks]
         deadline_s = call.received_s + call.budget_s
         left_s = deadline_s - time.perf_counter()
-        asker = call.key, lane, priority, resolved.residency
-        self._admission.check(*asker, sum(costs), left_s, call.digest, sum(squares))
+        place = call.key, lane, priority, resolved.residency
+        self._admission.check(*place, sum(costs), left_s, call.digest, sum(squares))
         if call.charge is not None:
             call.charge.spend(sum(costs), request.inputs_field)
-        permits = self._admission.enter(*asker, costs, size_bytes, left_s, call.digest, call.work_id, squares)
+        permits = self._admission.enter(*place, costs, size_bytes, left_s, call.digest, call.work_id, squares)
         published_s = time.perf_counter()
         try:
             if permits.is_cold:
@@ -156,7 +159,9 @@ class Runner:
             try:
                 collector.on_taken = _result_listener(permits, collector, resolved.entry, chunks, on_chunk)
                 permits.on_refused = collector.fail
-                build = _builder(call, request, items, positions, chunks, revision, self._inbox.address(call.work_id))
+                asker = call.grant.name if with_images else ""
+                reply = self._inbox.address(call.work_id)
+                build = _builder(call, request, items, positions, chunks, revision, reply, asker)
                 sending = _Sending(self._queue, self._admission, request, permits, build, collector, deadline_s)
                 try:
                     await sending.start()
@@ -183,7 +188,6 @@ class Runner:
         return results
 
     def _revision(self, entry: ModelEntry) -> int:
-        """Return the revision of an entry in the catalogue. Raises EntryChanged if the catalogue has another entry."""
         catalogue = self._feed.catalogue
         if (now := catalogue.entries.get(entry.id)) is not entry and now != entry:
             raise EntryChanged(entry)
@@ -286,16 +290,16 @@ def _builder(
     chunks: Sequence[Chunk],
     revision: int,
     reply: str,
+    asker: str,
 ) -> Callable[[int], WorkItem]:
     """Return a function that builds the work item of a chunk from the chunk's number. The budget of the item is the
-    time left until the call's deadline at that moment.
+    time left until the call's deadline at that moment. `asker`: name of the API key; empty if no worker needs it.
     """
     resolved = request.resolved
     deadline_s = call.received_s + call.budget_s
     query = None if request.query is None else input_of(request.query)
     # in metrics, workers count the route /v1/embeddings as an endpoint of its own, although its operation is encode
     endpoint = "embeddings" if call.labels.get("endpoint") == "embeddings" else ""
-    asker = call.grant.name if has_images(items, request.query) else ""
 
     def work_item(number: int) -> WorkItem:
         piece = chunks[number]
@@ -386,16 +390,8 @@ class _Takers:
 
 def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Failed | None:
     """Return the failure of an item that this model cannot run, so far as the gateway can check it, or None."""
-    entry = request.resolved.entry
-    accepted = [*entry.inputs]
-    if "multivector" in entry.outputs and (request.operation == "score" or request.options.run.muvera):
-        accepted.append("multivector")
-    foreign = [modality for modality in item.modalities if modality not in accepted]
-    if foreign:
-        message = f"{entry.id} takes {', '.join(accepted)}, not {foreign[0]}"
-        if foreign[0] != "multivector":  # no entry lists multivector as an input, so no model can be named
-            message += takers.models_of(foreign[0])
-        return Failed(ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality"))
+    if item.modalities and (fault := _foreign(item, request, takers)) is not None:
+        return Failed(fault)
     if item.unfit is not None:
         return Failed(item.unfit)
     if item.is_empty:
@@ -409,6 +405,21 @@ def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Fa
         except InvalidInput as error:
             return Failed(error.info())
     return None
+
+
+def _foreign(item: RequestItem, request: PlannedRequest, takers: _Takers) -> ErrorInfo | None:
+    """Return the error for a modality that this model does not accept, with the names of models that do, or None."""
+    entry = request.resolved.entry
+    accepted = [*entry.inputs]
+    if "multivector" in entry.outputs and (request.operation == "score" or request.options.run.muvera):
+        accepted.append("multivector")
+    foreign = next((modality for modality in item.modalities if modality not in accepted), None)
+    if foreign is None:
+        return None
+    message = f"{entry.id} takes {', '.join(accepted)}, not {foreign}"
+    if foreign != "multivector":  # no entry lists multivector as an input, so no model can be named
+        message += takers.models_of(foreign)
+    return ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality")
 
 
 def _fault_of_chunks(chunks: TextChunks, request: PlannedRequest, takers: _Takers) -> ErrorInfo | None:

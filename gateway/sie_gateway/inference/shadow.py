@@ -196,7 +196,6 @@ class Shadows:
         task.add_done_callback(self._tasks.discard)
 
     def _refused(self, finished: RequestResult, resolved: Resolved, lane: Lane) -> Result | None:
-        """Return the reason why no copy is sent now, or None."""
         if self._clock() < self._paused_s.get(resolved.canonical, 0.0):
             return "paused"
         if len(self._tasks) >= MAX_IN_FLIGHT:
@@ -291,17 +290,14 @@ def cosines(finished: RequestResult, copied: RequestResult) -> list[float]:
     if any("dense" not in run.outputs or run.dtype not in _COMPARED for run in runs):
         return []
     values = []
-    for (one_result, first), (two_result, two) in zip(finished.outcomes, copied.outcomes, strict=False):
-        if not isinstance(first, Ok) or not isinstance(two, Ok):
-            continue
-        shapes = [outcome.outputs["dense"].shape for outcome in (first, two)]
-        if len(shapes[0]) == 1 and shapes[0] == shapes[1]:
-            a, b = (
-                array_of(*result, "dense").astype(np.float32) for result in ((one_result, first), (two_result, two))
-            )
-            norm = float(np.linalg.norm(a) * np.linalg.norm(b))
+    for pair in zip(finished.outcomes, copied.outcomes, strict=False):
+        vectors = [
+            array_of(result, outcome, "dense").astype(np.float32) for result, outcome in pair if isinstance(outcome, Ok)
+        ]
+        if len(vectors) == 2 and vectors[0].ndim == 1 and vectors[0].shape == vectors[1].shape:
+            norm = float(np.linalg.norm(vectors[0]) * np.linalg.norm(vectors[1]))
             if norm > 0:
-                values.append(float(a @ b) / norm)
+                values.append(float(vectors[0] @ vectors[1]) / norm)
     return values
 
 

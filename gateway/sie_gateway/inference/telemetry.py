@@ -19,11 +19,8 @@ from sie_runtime import tracing
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
 
-_POLLED = (
-    "/health",
-    "/v1/scaling/",
-    "/v1/pools/assignments",
-)  # machines poll these paths every few seconds, so they have no trace
+# machines poll these paths every few seconds, so they have no trace
+_POLLED = ("/health", "/v1/scaling/", "/v1/pools/assignments")
 _TIMED = (*STAGES, "total_time")
 
 
