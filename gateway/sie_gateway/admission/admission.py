@@ -52,13 +52,13 @@ from sie_gateway.streams.backlog import Backlog
 from sie_runtime.http.routes import bearer
 from sie_runtime.process import Stop
 
-EVERY_S = 1.0
+EVERY_S = 1.0  # seconds between announcements
 BUSY_S = 0.2  # seconds between announcements while this gateway has queued work or retry times to announce
-SILENT_S = 5.0
+SILENT_S = 5.0  # seconds without an announcement after which a gateway no longer counts
 HALF_LIFE_S = 60.0  # seconds after which a message has half its weight in the mean cost (tokens) of a lane's messages
 RATE_S = 10.0  # time constant, in seconds, of the moving average of tokens per second
 QPS_S = 10.0  # number of seconds over which responses per second are averaged
-MAX_BEATS = round(QPS_S / BUSY_S)
+MAX_BEATS = round(QPS_S / BUSY_S)  # largest number of announcements over which responses are averaged
 # the figures of a lane (pool, machine profile and bundle) are dropped when its decayed count of messages is below this
 # number; for ten messages, this is after ten half-lives
 _MIN_MESSAGES = 0.01
@@ -242,14 +242,14 @@ MAX_WAITING_BYTES = 256 << 20
 # limit on the queued work of a model that no worker has loaded, in chunks of SIE_CHUNK_COST tokens: the first chunk
 # makes a worker load the model, the second is ready for the worker's first batch
 COLD_CHUNKS = 2
-MAX_GONE = 4096
-SWEEP_S = 1.0
+MAX_GONE = 4096  # largest number of ended requests whose late results are still measured
+SWEEP_S = 1.0  # seconds between two calls of `sweep`
 # largest number of queues (model and priority) in an announcement; the ones with the most work are announced
 MAX_TOLD = 256
 # largest number of retry times, and of claims of clients that came back, in an announcement: with 34 bytes each, they
 # fit into 64 KiB, the smallest message limit of a broker
 MAX_TOLD_TURNS = 1000
-UNUSED_S = 60.0
+UNUSED_S = 60.0  # seconds after which the queue of an unused model is dropped
 _logger = logging.getLogger("sie.gateway.admission")
 
 

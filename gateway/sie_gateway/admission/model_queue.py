@@ -67,7 +67,7 @@ MAX_GROWTH = 4.0
 # share of a batch's time, counted from its first result, after which no more results are expected; missing ones may
 # have gone to other gateways
 SETTLED = 0.25
-RECENT_ANSWERS = 64
+RECENT_ANSWERS = 64  # number of ended requests from which the speed of the gateway is computed
 GROWING = 1.25  # factor: batches still grow while the last batch is this many times larger than every batch before it
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from sie_contracts.wire.heartbeats import Turn
 
 MAX_RETRY_S = 120  # longest Retry-After in seconds; OpenAI clients do not retry if it is longer
-MAX_TURNS = 16_384
+MAX_TURNS = 16_384  # largest number of open turns of one model
 # largest number of turns, and of claims, that wait for the next announcement; the oldest ones are dropped
 MAX_NEWS = 4_096
 GRACE_S = 2.0  # a turn lapses at the earliest this many seconds after its due time

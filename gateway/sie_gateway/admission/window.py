@@ -157,22 +157,20 @@ class Ticket:
         return chunk
 
 
+@dataclass(slots=True, eq=False)
 class _KeyFlow:
     """Waiting requests of a key, in order of arrival. `begun` requests have had a permit, `fresh` ones have not."""
 
-    __slots__ = ("begun", "cost", "deficit", "fresh", "granted", "is_limited", "key", "tokens", "turn")
-
-    def __init__(self, key: str, quantum: int) -> None:
-        self.key = key
-        self.fresh: deque[Ticket] = deque()
-        self.begun: deque[Ticket] = deque()
-        self.deficit = quantum
-        self.cost = 0
-        self.tokens = 0
-        self.turn = False  # true if the next chunk is from `begun`, false if it is from `fresh`
-        self.granted = 0  # value of `Shares.grants` at the last permit of this flow, or when the flow was created
-        # true if the next chunk had space in the queue at the last check, but not in the window of its key
-        self.is_limited = False
+    key: str
+    deficit: int
+    granted: int  # value of `Shares.grants` at the last permit of this flow, or when the flow was created
+    fresh: deque[Ticket] = field(default_factory=deque)
+    begun: deque[Ticket] = field(default_factory=deque)
+    cost: int = 0
+    tokens: int = 0
+    turn: bool = False  # true if the next chunk is from `begun`, false if it is from `fresh`
+    # true if the next chunk had space in the queue at the last check, but not in the window of its key
+    is_limited: bool = False
 
     def head(self) -> Ticket:
         first, second = (self.begun, self.fresh) if self.turn else (self.fresh, self.begun)
@@ -227,8 +225,7 @@ class KeyWindow:
     def join(self, ticket: Ticket) -> None:
         flow = self._flows.get(ticket.key)
         if flow is None:
-            flow = self._flows[ticket.key] = _KeyFlow(ticket.key, self._quantum)
-            flow.granted = self.shares.grants
+            flow = self._flows[ticket.key] = _KeyFlow(ticket.key, self._quantum, self.shares.grants)
             self._ring.append(flow)
             self.shares.waiting.setdefault(ticket.key, {})[self] = None
         flow.fresh.append(ticket)

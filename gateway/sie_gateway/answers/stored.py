@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 MAX_ITEMS = 4_000_000  # largest number of digests that a job keeps in memory, 24 bytes each
-SEGMENTS_KEPT = 4
-SHORT_S, LONG_S = 10.0, 120.0
+SEGMENTS_KEPT = 4  # segments that a job keeps in memory
+SHORT_S, LONG_S = 10.0, 120.0  # time limits in seconds of small and of large requests to the store
 COUNT_BYTES = 8
 CHECK_BYTES = 4
 PREFIX = "cache/"

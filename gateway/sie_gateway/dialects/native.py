@@ -18,6 +18,7 @@ from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside
 from sie_gateway.inference.results import RequestResult
+from sie_runtime.http.routes import ARROW, RAW
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
@@ -50,7 +51,7 @@ def _check_whole(items: Sequence[RequestItem], format_: str) -> None:
     """Raise InvalidInput if an item has `chunks`: a format with one row per item has no place for their vectors."""
     index = next((index for index, item in enumerate(items) if item.chunks is not None), None)
     if index is not None:
-        media = reply.RAW if format_ == "raw" else reply.ARROW
+        media = RAW if format_ == "raw" else ARROW
         message = f"Accept: {media} cannot contain chunks, but JSON and msgpack can"
         raise InvalidInput(message, reason="unsupported_output", param=f"items[{index}].chunks")
 
@@ -71,10 +72,10 @@ def check_raw(run: RunOptions) -> None:
     """Check that the output can be sent as raw bytes: dense vectors without scales. Raises InvalidInput."""
     if run.outputs != ("dense",):
         raise InvalidInput(
-            f"Accept: {reply.RAW} can contain only dense vectors", reason="unsupported_output", param="output_types"
+            f"Accept: {RAW} can contain only dense vectors", reason="unsupported_output", param="output_types"
         )
     if run.dtype in reply.EXTRAS:
-        message = f"Accept: {reply.RAW} cannot contain the scales of {run.dtype}"
+        message = f"Accept: {RAW} cannot contain the scales of {run.dtype}"
         raise InvalidInput(message, reason="unsupported_dtype", param="output_dtype")
 
 
@@ -85,7 +86,7 @@ def raw_answer(call: Call, finished: RequestResult, name: str) -> EncodedReply:
     width = vectors[0][1].outputs["dense"].shape[-1]
     headers = finished.headers(call.received_s) | {"Content-Length": str(body.nbytes)}
     headers |= {"X-SIE-Shape": f"{len(vectors)},{width}", "X-SIE-Dtype": finished.request.options.run.dtype}
-    return EncodedReply(body, reply.RAW, headers)
+    return EncodedReply(body, RAW, headers)
 
 
 def arrow_answer(call: Call, finished: RequestResult) -> EncodedReply:
@@ -93,7 +94,7 @@ def arrow_answer(call: Call, finished: RequestResult) -> EncodedReply:
     request = finished.request
     return EncodedReply(
         arrow.ArrowRows(request.items, finished.outcomes, request.options.run),
-        reply.ARROW,
+        ARROW,
         finished.headers(call.received_s),
     )
 

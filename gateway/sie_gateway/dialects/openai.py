@@ -145,14 +145,12 @@ async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestI
     first = inputs[0]
     if not isinstance(first, str | list):
         raise bad("input[0]", first, "a string, a list of token ids, or an object with text")
+    kind, expected = (str, "a string") if isinstance(first, str) else (list, "a list of token ids")
     for index, entry in enumerate(inputs):
-        path = f"input[{index}]"
-        if isinstance(entry, str) != isinstance(first, str) or not isinstance(entry, str | list):
-            raise bad(
-                path, entry, "a string like input[0]" if isinstance(first, str) else "a list of token ids like input[0]"
-            )
-        if isinstance(entry, str):
-            _check_text(entry, path)
+        if not isinstance(entry, kind):
+            raise bad(f"input[{index}]", entry, f"{expected} like input[0]")
+        if kind is str and not (entry and entry.isascii()):
+            _check_text(entry, f"input[{index}]")
     if isinstance(first, str):
         return tuple(map(RequestItem, inputs))
     total = sum(map(len, inputs))

@@ -38,8 +38,8 @@ from sie_gateway.metrics import Metrics
 
 CACHED_OPERATIONS = ("encode", "score", "extract")
 STEP = 256  # number of inputs after which the event loop may run other tasks
-MAX_FINGERPRINTS = 1024
-SHORTEST_WAIT_S = 0.25
+MAX_FINGERPRINTS = 1024  # largest number of computed fingerprints that are stored
+SHORTEST_WAIT_S = 0.25  # see `CachedRuns.patience_s`
 LONGEST_WAIT = 0.25  # largest share of its remaining time that a request waits for answers that others compute
 OnChunk = Callable[[int, WorkResult], None]
 """Function that is called with each result of a chunk: the index of the chunk's first input, and the result."""

@@ -32,11 +32,11 @@ from sie_gateway.inference.images import pixels
 # bytes of a token of English text in UTF-8: an estimate only for the split of requests; the sidecar counts the tokens
 BYTES_PER_TOKEN = 4
 SPECIAL_TOKENS = 2
-ITEM_RESULT_OVERHEAD_BYTES = 64
-EXTRACTED_TOKEN_BYTES = 64
-LABEL_RESULT_BYTES = 48
+ITEM_RESULT_OVERHEAD_BYTES = 64  # bytes of a result beside its values
+EXTRACTED_TOKEN_BYTES = 64  # estimated bytes that an extraction returns for each token of a text
+LABEL_RESULT_BYTES = 48  # bytes of a class in a result beside its name
 TOKENIZED_BYTES = 48  # bytes of a token in a result: its id, its text and its position
-SPARSE_IDS_PER_TOKEN = 32
+SPARSE_IDS_PER_TOKEN = 32  # estimated weights of a sparse vector for each token of a text
 # encoded options of at most this many bytes are not counted in the size of a message
 BARE_OPTIONS_BYTES = 64
 # largest number of bytes of the inputs of a chunk whose query takes more than half of a message: query and inputs are
@@ -202,13 +202,14 @@ def _files(items: Sequence[RequestItem], query: RequestItem | None) -> list[Item
     shared = len(query.files) if query else 0
     if not shared and not any(item.files for item in items):
         return []
-    return [_files_of(item, shared) for item in items]
-
-
-def _files_of(item: RequestItem, shared: int) -> ItemFiles:
-    if item.document is None:
-        return ItemFiles(len(item.files) + shared, item.file_bytes)
-    return ItemFiles(len(item.files) - 1 + shared, item.file_bytes, documents.cost(len(item.document.data)))
+    return [
+        ItemFiles(
+            len(item.images) + bool(item.audio) + shared,
+            item.file_bytes,
+            0 if item.document is None else documents.cost(len(item.document.data)),
+        )
+        for item in items
+    ]
 
 
 def estimated_tokens(size_bytes: int, max_tokens: int) -> int:

@@ -14,8 +14,8 @@ from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Fragment, WorkResult
 
 MAX_HELD_BYTES = 512 << 20  # largest number of bytes of all incomplete results
-MAX_REQUEST_BYTES = 256 << 20
-MAX_PARTS = 1 << 16
+MAX_REQUEST_BYTES = 256 << 20  # largest number of bytes of the incomplete results of one request
+MAX_PARTS = 1 << 16  # largest number of parts of one result
 # seconds without a part, after which a result counts as abandoned; several times as long as a worker waits for a
 # confirmation
 MAX_SILENCE_S = 30.0

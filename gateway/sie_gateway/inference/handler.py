@@ -65,7 +65,7 @@ from sie_runtime.http.routes import FORM
 if TYPE_CHECKING:
     from sie_gateway.remotes.remotes import Remotes
 
-WATCH_AFTER_S = 1.0
+WATCH_AFTER_S = 1.0  # seconds after which the gateway begins to watch whether the client of a run disconnects
 MAX_ATTEMPTS = 4  # largest number of restarts of a request because the entry of its model has changed
 RENEWED_WITHIN_S = 1.0  # longest wait in seconds for an entry that a worker has and this catalogue lacks
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
@@ -198,7 +198,8 @@ class Inference:
             return await detached.join(call, call.received_s + call.budget_s - time.perf_counter())
         task = asyncio.current_task()
         assert task is not None, "a request has a task of its own"
-        # the watch of the client begins after one to two times `watch_after_s`, so a shorter run needs no task for it
+        # A client is watched after one to two times `watch_after_s`. So a shorter run needs no task that waits for the
+        # client to disconnect.
         loop = asyncio.get_running_loop()
         self._unwatched[task] = call, loop.time()
         if not self._is_timed:

@@ -24,7 +24,7 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Tasks
 
 REATTACH_WINDOW_S = 10.0  # seconds for which a run continues without a client
-MAX_AWAY = 256
+MAX_AWAY = 256  # largest number of runs whose client has disconnected
 MAX_AWAY_BYTES = 256 << 20  # largest number of bytes of the bodies of all runs whose client has disconnected
 # headers that distinguish requests, in addition to path, body and all headers of SIE but _ID_HEADER
 _HEADERS = ("authorization", "content-type", "accept")

@@ -21,6 +21,7 @@ from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire import chunk_tables
 from sie_contracts.wire.messages import Failed, Ok, Outcome, RunOptions, WorkResult
 from sie_runtime.http.asgi import Body, media_weights
+from sie_runtime.http.routes import ARROW, RAW
 
 if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem
@@ -29,7 +30,6 @@ MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vn
 # by dtype, the fields from which a client computes the original values of a vector
 EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
-RAW, ARROW = "application/octet-stream", "application/vnd.apache.arrow.stream"
 PIECE_VALUES = 50_000  # values (numbers) in one piece of a body: about 5 ms to write as JSON
 _EXTRACTED = ("entities", "relations", "classifications", "objects")
 

@@ -429,8 +429,8 @@ class FailedRequest(Exception):
 # largest number of messages that wait in the NATS client until the event loop handles them: the results of more than
 # ten seconds at 5,000 per second
 HELD_MESSAGES = 1 << 16
-HELD_BYTES = 256 << 20
-CHECKING_THREADS = 2
+HELD_BYTES = 256 << 20  # largest number of bytes of these messages
+CHECKING_THREADS = 2  # threads that join results from their parts
 Verdict = Literal["taken", "duplicate", "unknown", "part"]
 _CONFIRMATIONS: dict[Verdict, bytes] = {
     verdict: messages.encode(Confirmation(verdict)) for verdict in get_args(Verdict)

@@ -41,7 +41,7 @@ from sie_gateway.streams.publish import StreamPosition, WorkQueue
 from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
 
-CHECK_AGAIN_S = 1.0
+CHECK_AGAIN_S = 1.0  # seconds between two checks whether a request may wait on, see `Runner._results`
 MAX_TAKERS = 3  # largest number of models that an error names
 CHUNKED_FAMILY = "text-encoder"  # family whose texts may have chunks
 _logger = logging.getLogger("sie.gateway.runner")

@@ -48,7 +48,7 @@ MAX_VALUES = 1 << 20
 # Largest number of bytes of the inputs of a copied request. Copies have a limit of their own, because the gateway's
 # limit for the memory of request bodies does not count them.
 MAX_BYTES = 4 << 20
-BUDGET_S = 30.0
+BUDGET_S = 30.0  # seconds until the deadline of a copy
 LOADED_S = 0.25  # seconds: a lane is too busy for copies if its work waits longer
 PAUSE_S, SHORT_PAUSE_S = 60.0, 5.0  # seconds without copies after a permanent failure, and after a temporary one
 KEY = "_shadow"  # key of all copies, so that they share the queue with other keys as one key

@@ -14,7 +14,7 @@ from sie_gateway.redaction.patterns import iban_remainder, is_luhn, pattern_of, 
 from sie_gateway.redaction.spans import SensitiveSpan
 
 MASK = "*****"  # has the same length for every value, so that it does not show how long the value is
-HASH_DIGITS = 16
+HASH_DIGITS = 16  # hexadecimal digits of a hash in a replacement
 _NAME_CHARACTERS = 64
 _FIRST_NAMES = (
     "Alex",
@@ -31,7 +31,7 @@ _FIRST_NAMES = (
     "Lee",
 )
 _NETS = ("192.0.2", "198.51.100", "203.0.113")  # networks that are reserved for documentation (RFC 5737)
-_HOSTS = 254
+_HOSTS = 254  # addresses of each of these networks
 _StandIn = Callable[[str, int], str]  # writes the stand-in of a value, by the number of the value
 
 
