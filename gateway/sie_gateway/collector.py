@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -20,62 +21,51 @@ from sie_runtime.feed import CatalogueFeed
 from sie_runtime.metrics import Scrape, epoch_number
 
 
+@dataclass(eq=False)
 class Live(Collector):
     """Collector that reads metrics from the gateway's objects. It exports no series for workers that have left."""
 
-    def __init__(
-        self,
-        broker: Connection,
-        feed: CatalogueFeed,
-        status: ClusterStatus,
-        lag: Lag,
-        demand: DemandRecords,
-        inference: Inference,
-        inbox: ResultInbox,
-        admission: Admission,
-        memory: AnswerMemory,
-    ) -> None:
-        self._broker = broker
-        self._feed = feed
-        self._status = status
-        self._lag = lag
-        self._demand = demand
-        self._inference = inference
-        self._inbox = inbox
-        self._admission = admission
-        self._memory = memory
-        self._scrape = Scrape("gateway")
+    broker: Connection
+    feed: CatalogueFeed
+    status: ClusterStatus
+    lag: Lag
+    demand: DemandRecords
+    inference: Inference
+    inbox: ResultInbox
+    admission: Admission
+    memory: AnswerMemory
+    _scrape: Scrape = field(default_factory=lambda: Scrape("gateway"), init=False)
 
     def collect(self) -> Iterator[Metric]:
         gauge, counter = self._scrape.gauge, self._scrape.counter
         yield gauge("sie_gateway_build_info", {(sie_contracts.__version__,): 1})
         yield from self._workers()
         yield from self._queue()
-        demand = {(lane.machine_profile, lane.bundle): 1.0 for lane in self._demand.pending()}
+        demand = {(lane.machine_profile, lane.bundle): 1.0 for lane in self.demand.pending()}
         yield gauge("sie_gateway_pending_demand", demand)
-        yield gauge("sie_gateway_nats_connected", self._broker.connected)
-        yield gauge("sie_gateway_config_epoch", epoch_number(self._feed.catalogue.epoch))
-        yield gauge("sie_gateway_config_behind", self._feed.is_behind)
-        yield counter("sie_gateway_config_deltas", self._feed.deltas)
-        yield counter("sie_gateway_dlq_events", self._status.dead_letters)
-        yield gauge("sie_gateway_websockets", self._status.seats.taken)
-        yield gauge("sie_gateway_requests_in_progress", self._inference.in_progress)
-        yield gauge("sie_gateway_unfinished_result_bytes", self._inbox.unfinished_bytes)
-        yield counter("sie_gateway_reattached", self._inference.away.joined)
-        yield counter("sie_gateway_abandoned", self._inference.away.abandoned)
-        tokens, items, waiting_bytes = self._admission.occupied()
+        yield gauge("sie_gateway_nats_connected", self.broker.connected)
+        yield gauge("sie_gateway_config_epoch", epoch_number(self.feed.catalogue.epoch))
+        yield gauge("sie_gateway_config_behind", self.feed.is_behind)
+        yield counter("sie_gateway_config_deltas", self.feed.deltas)
+        yield counter("sie_gateway_dlq_events", self.status.dead_letters)
+        yield gauge("sie_gateway_websockets", self.status.seats.taken)
+        yield gauge("sie_gateway_requests_in_progress", self.inference.in_progress)
+        yield gauge("sie_gateway_unfinished_result_bytes", self.inbox.unfinished_bytes)
+        yield counter("sie_gateway_reattached", self.inference.away.joined)
+        yield counter("sie_gateway_abandoned", self.inference.away.abandoned)
+        tokens, items, waiting_bytes = self.admission.occupied()
         yield gauge("sie_gateway_permits_held_tokens", tokens)
         yield gauge("sie_gateway_permits_held_messages", items)
         yield gauge("sie_gateway_waiting_bytes", waiting_bytes)
-        yield gauge("sie_gateway_cache_answers", len(self._memory))
-        yield gauge("sie_gateway_cache_bytes", self._memory.held_bytes)
-        yield counter("sie_gateway_cache_evictions", self._memory.evictions)
-        yield gauge("sie_gateway_gateways", self._admission.peers.count())
-        yield gauge("sie_gateway_qps", self._admission.peers.qps())
+        yield gauge("sie_gateway_cache_answers", len(self.memory))
+        yield gauge("sie_gateway_cache_bytes", self.memory.held_bytes)
+        yield counter("sie_gateway_cache_evictions", self.memory.evictions)
+        yield gauge("sie_gateway_gateways", self.admission.peers.count())
+        yield gauge("sie_gateway_qps", self.admission.peers.qps())
 
     def _workers(self) -> Iterator[Metric]:
         gauge = self._scrape.gauge
-        workers = self._status.workers()
+        workers = self.status.workers()
         infos = [worker.info for worker in workers]
         healthy = sum(info.healthy for info in infos)
         yield gauge("sie_gateway_workers", {("healthy",): healthy, ("unhealthy",): len(infos) - healthy})
@@ -88,7 +78,7 @@ class Live(Collector):
         yield gauge("sie_gateway_model_workers", hosts)
 
     def _queue(self) -> Iterator[Metric]:
-        for name, figures in (("queue", self._lag.lanes()), ("model_queue", self._lag.models())):
+        for name, figures in (("queue", self.lag.lanes), ("model_queue", self.lag.models)):
             messages = {labels: float(waiting.count) for labels, waiting in figures.items()}
             oldest_s = {labels: waiting.oldest_s for labels, waiting in figures.items()}
             yield self._scrape.gauge(f"sie_gateway_{name}_messages", messages)

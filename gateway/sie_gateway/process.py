@@ -12,6 +12,7 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from sie_broker import Broker, BrokerError, TopologyMismatch
 from sie_contracts.errors import SHUTTING_DOWN, QueueUnavailable, ShuttingDown
@@ -369,33 +370,12 @@ async def _own_streams(
         raise
 
 
-async def run(
-    settings: Settings,
-    stop: Stop,
-    *,
-    host: str,
-    port: int,
-    nats_monitor_url: str | None = None,
-    drain_s: float | None = None,
-    lame_duck_s: float = 0.0,
-    data_dir: Path | None = None,
-) -> int:
-    """Connect to NATS and serve until `stop`. Return the exit status. Raises SettingError."""
+async def run(settings: Settings, stop: Stop, **options: Any) -> int:
+    """Connect to NATS, then `serve` with these options until `stop`. Return the exit status. Raises SettingError."""
     # checked before the connection to NATS is opened, so that the error also appears if NATS is down
     require_tokens(settings)
     async with connected(settings.nats_url, "sie-gateway", stop, password=settings.nats_password) as broker:
         if broker is None:
             return 0
         source = config_source(settings.config_service_url, settings.config_read_token)
-        return await serve(
-            settings,
-            broker,
-            source,
-            stop,
-            host=host,
-            port=port,
-            nats_monitor_url=nats_monitor_url,
-            drain_s=drain_s,
-            lame_duck_s=lame_duck_s,
-            data_dir=data_dir,
-        )
+        return await serve(settings, broker, source, stop, **options)

@@ -134,9 +134,8 @@ class World:
             bucket, broker, 1, OwnerUsage(BOUND, BOUND, kinds=("jobs", "bytes"), remedy="", reason="jobs")
         )
         work = self.output.work(name)
-        keeper = JobScheduler(
-            ledger, broker, name, work, at_once=at_once, storage="memory", replicas=1, now_s=lambda: self.now_s()
-        )
+        leases = leases_of(broker, storage="memory", replicas=1)
+        keeper = JobScheduler(ledger, leases, name, work, at_once=at_once, now_s=lambda: self.now_s())
         self.stops[name] = stop, asyncio.gather(bucket.run(stop), keeper.run(stop)), keeper
         return ledger
 

@@ -93,16 +93,16 @@ async def test_what_cannot_be_asked_is_absent() -> None:
     await broker.publish(topology.work_subject(lane, "bulk", "m"), b"nothing of ours", "1")
     await backlog.fresh("_default", 0)
     await queue_lag.refresh()
-    assert queue_lag.lanes()["_default", "cpu", "default", "bulk"].count == 1
-    assert queue_lag.models() == {}, "nobody can read it, so it names no model"
+    assert queue_lag.lanes["_default", "cpu", "default", "bulk"].count == 1
+    assert queue_lag.models == {}, "nobody can read it, so it names no model"
     for number, subject in enumerate(("sie.work._default.x", "sie.work._default.cpu.default")):
         await broker.publish(subject, b"of a program that is no gateway", f"foreign-{number}")
     await backlog.fresh("_default", 0)
     await queue_lag.refresh()
-    assert sum(waiting.count for waiting in queue_lag.lanes().values()) == 1, "no lane has them"
+    assert sum(waiting.count for waiting in queue_lag.lanes.values()) == 1, "no lane has them"
     now_s = 100.0
     await queue_lag.refresh()
-    assert queue_lag.lanes() == {}
+    assert queue_lag.lanes == {}
     await backlog.fresh("_default", 0)
     server.disconnect()
     with pytest.raises(BrokerError):
@@ -125,7 +125,7 @@ async def test_lag_of_a_pool_is_known_while_the_stream_of_another_pool_is_lost()
     await broker.delete_stream(topology.stream_name("a"))
     with pytest.raises(BrokerError):
         await queue_lag.refresh()
-    assert {labels[0] for labels in queue_lag.lanes()} == {"b"}
+    assert {labels[0] for labels in queue_lag.lanes} == {"b"}
     assert queue_lag.is_known
     await backlog.stop()
     await broker.close()

@@ -123,7 +123,7 @@ async def test_a_field_beside_the_items_is_a_warning_and_strictly_an_error(
 
 async def test_bodies_that_are_not_inference_are_strict(gateway: GatewayProcess) -> None:
     answer = await gateway.client.post("/v1/pools", json={"name": "p", "gpu": {"cpu": 1}})
-    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "gpu: no such field; did you mean `gpus`?")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "gpu: unknown field; did you mean `gpus`?")
     answer = await gateway.client.post("/v1/configs/resolve", json={"modle": ONE})
     assert (answer.status_code, answer.json()["error"]["message"]) == (
         400,

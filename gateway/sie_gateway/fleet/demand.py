@@ -28,7 +28,7 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics
 from sie_runtime.failpoints import failpoint
-from sie_runtime.process import Stop
+from sie_runtime.process import Stop, Trouble
 
 DEMAND_LIFE_S = 60.0
 # seconds before the record of demand of a lane is written again, to limit the writes while many requests wait
@@ -78,13 +78,11 @@ class DemandRecords:
 
     async def run(self, stop: Stop) -> None:
         """Write the demand that `note` records to the broker, until `stop`. A write that fails is tried again."""
+        trouble = Trouble(_logger, "the demand for workers, which autoscalers read, cannot be written to the broker")
         while not await stop.wait_woken(self._wake):
-            try:
+            with trouble.logged(BrokerError):
                 await self.write()
-            except BrokerError as error:
-                _logger.warning(
-                    "the demand for workers, which autoscalers read, could not be written to the broker: %s", error
-                )
+            if trouble.lasting:
                 self._wake.set()
                 await stop.wait_for(_RETRY_S)
 

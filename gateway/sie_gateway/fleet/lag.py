@@ -40,17 +40,11 @@ class Lag:
         self._pools = pools  # the owner of the pools changes this object when pools are created or removed
         self._now_s = now_s
         self._known: dict[Lane, None] = {}
-        self._lanes: dict[Labels, ModelBacklog] = {}
-        self._models: dict[Labels, ModelBacklog] = {}
+        # work by pool, machine profile, bundle and priority
+        self.lanes: Mapping[Labels, ModelBacklog] = {}
+        # work by model, pool, machine profile, bundle and priority
+        self.models: Mapping[Labels, ModelBacklog] = {}
         self.is_known = False  # False: the lag is unknown, which differs from a lag of zero
-
-    def lanes(self) -> Mapping[Labels, ModelBacklog]:
-        """Return the work by pool, machine profile, bundle and priority."""
-        return self._lanes
-
-    def models(self) -> Mapping[Labels, ModelBacklog]:
-        """Return the work by model, pool, machine profile, bundle and priority."""
-        return self._models
 
     async def oldest_s(self, lane: Lane) -> float:
         """Return the age of the lane's oldest message in seconds; 0 without a message. Raises BrokerError."""
@@ -63,11 +57,8 @@ class Lag:
     async def run(self, stop: Stop) -> None:
         trouble = Trouble(_logger, "the age of the queue is not known")
         while not await stop.wait_for(EVERY_S):
-            try:
+            with trouble.logged(BrokerError):
                 await self.refresh()
-                trouble.passed()
-            except BrokerError as error:
-                trouble.met(error)
 
     async def refresh(self) -> None:
         """Read the lag of all pools from the broker. Raises BrokerError if the lag of a pool cannot be read; it is then
@@ -89,8 +80,8 @@ class Lag:
                 if (counts := self._backlog.by_subject(pool)) is not None
             )
         finally:
-            self._lanes = {labels: backlog for lanes, _ in answered for labels, backlog in lanes.items()}
-            self._models = {labels: backlog for _, models in answered for labels, backlog in models.items()}
+            self.lanes = {labels: backlog for lanes, _ in answered for labels, backlog in lanes.items()}
+            self.models = {labels: backlog for _, models in answered for labels, backlog in models.items()}
             self.is_known = bool(answered)
 
     async def _read_pool(
@@ -125,7 +116,7 @@ class Lag:
         answers = await self._backlog.oldest(pool, [question for question, _ in questions])
         answered: set[str] = set()
         for (_, of_lane), first in zip(questions, answers, strict=True):
-            if first is None:  # the last message was answered in the meantime
+            if first is None:  # no message is left: the work was done in the meantime
                 continue
             oldest_s = self._age_s(first)
             if of_lane is not None:
@@ -155,7 +146,6 @@ def _untoken(token: str) -> str:
 
 
 def _model_of(stored: StreamMessage) -> str | None:
-    """Return the model of a message; None if the message cannot be decoded."""
     try:
         return messages.decode_work(stored.data).model
     except UNDECODABLE:

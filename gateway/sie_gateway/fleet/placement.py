@@ -127,10 +127,7 @@ class Placer:
             take()
 
     def _stored(self, key: str) -> StoredTable:
-        stored = self._tables.get(key)
-        if stored is None:
-            stored = self._tables[key] = StoredTable(key)
-        return stored
+        return self._tables.setdefault(key, StoredTable(key))
 
     def table(self, lane: Lane) -> Placement | None:
         stored = self._tables.get(topology.lane_key(lane))
@@ -164,12 +161,6 @@ class Placer:
         hosts = table.hosts.get(model, ()) if table else ()
         if self._hosts and self._hosts.isdisjoint(hosts):
             self._cold.set()
-
-    def _planner(self, lane: Lane) -> Planner:
-        planner = self._planners.get(lane)
-        if planner is None:
-            planner = self._planners[lane] = Planner(self._adopt_after_s, Slices())
-        return planner
 
     async def run(self, stop: Stop) -> None:
         """Update all tables until `stop`: each EVERY_S, and at once if a model without a host gets work."""
@@ -205,7 +196,9 @@ class Placer:
 
     async def _look_at(self, lane: Lane, live: list[Heartbeat], silent: list[Heartbeat], workers: set[str]) -> None:
         """Update the table of one lane. `live`, `silent`: last heartbeats of its healthy and its overdue workers."""
-        planner, stored = self._planner(lane), self._stored(topology.lane_key(lane))
+        if lane not in self._planners:
+            self._planners[lane] = Planner(self._adopt_after_s, Slices())
+        planner, stored = self._planners[lane], self._stored(topology.lane_key(lane))
         planner.note(self._noted.pop(lane, {}))
         if stored.table is not None and self.now_s() - (self._first_s or 0.0) < UNHEARD_S:
             unheard = _unheard(lane, stored.table, workers)
@@ -218,12 +211,9 @@ class Placer:
         if change is not None:
             await self._write(stored, change)
         elif not live and not planner.models:
-            self._drop(lane, stored)
-
-    def _drop(self, lane: Lane, stored: StoredTable) -> None:
-        self._planners.pop(lane, None)  # `drop_pool` may have dropped it during the step
-        if stored.table is None:
-            self._tables.pop(stored.key, None)
+            self._planners.pop(lane, None)  # `drop_pool` may have dropped it during the step
+            if stored.table is None:
+                self._tables.pop(stored.key, None)
 
     def _changed(self, stored: StoredTable, look: Callable[[], Placement | None]) -> TableChange | None:
         """Compute the change of the table after a step; None if it does not change. Runs in a thread."""

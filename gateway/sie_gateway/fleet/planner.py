@@ -337,19 +337,14 @@ class Planner:
         elif self._spare_s is None:
             self._spare_s = now_s
         alone: set[str] = set()
-        if 0 < idle <= self._most_hosts():
+        # at most so many workers have the same model, one more than its hosts while a leaving worker still serves it
+        if 0 < idle <= 1 + int(self._counts.max(initial=1)):
             names = layout.workers.keys() - layout.loading
             alone = {model for model in layout.workers[min(names)].models if names.issubset(layout.rows[model].before)}
         for model in self._alone - alone:
             if model in self._resident_s:
                 self._resident_s[model] = now_s
         self._alone = alone
-
-    def _most_hosts(self) -> int:
-        """Return the largest number of workers that may have the same model, including one more while a leaving worker
-        still serves it.
-        """
-        return 1 + int(self._counts.max(initial=1))
 
     def _resident(self, model: str) -> float | None:
         """Return the time since which all hosts have the model loaded and one more worker could load it, or None."""

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
@@ -184,17 +185,15 @@ class PoolRecord(Collection[str]):
             raise QueueUnavailable(f"an earlier pool {name!r} is still being removed: try again") from None
 
 
+@dataclass(eq=False)
 class PoolDirectory:
     """Operations of clients on pools, and the pools that a client may see."""
 
-    def __init__(
-        self, record: PoolRecord, fleet: Fleet, queue: WorkQueue, clock: BrokerClock, metrics: Metrics
-    ) -> None:
-        self.record = record
-        self._fleet = fleet
-        self._queue = queue
-        self._clock = clock
-        self._metrics = metrics
+    record: PoolRecord
+    fleet: Fleet
+    queue: WorkQueue
+    clock: BrokerClock
+    metrics: Metrics
 
     # ---- changes by clients
 
@@ -211,7 +210,7 @@ class PoolDirectory:
             pool = msgspec.to_builtins(self.pool(name, grant))
             raise PoolConflict(message, param="name", extras={"pool": pool})
         await self.record.until_removed(name)
-        now_s = self._clock.now_s()
+        now_s = self.clock.now_s()
         is_new = False
 
         def make(record: Reservations) -> Reservations:
@@ -223,7 +222,7 @@ class PoolDirectory:
         self._count("created" if is_new else "renewed")
         failpoint("gateway.pool_recorded")
         try:
-            await self._queue.ensure_pool(name)
+            await self.queue.ensure_pool(name)
         except BrokerError as error:
             if is_new:
                 await self._undo(name, removes=not isinstance(error, TopologyMismatch))
@@ -236,7 +235,7 @@ class PoolDirectory:
         """Remove a reservation whose stream could not be created, or let it end with its lease if that fails too.
         `removes`: the stream may exist after all, and must be removed as well.
         """
-        ended_s = self._clock.now_s() if removes else None
+        ended_s = self.clock.now_s() if removes else None
         with contextlib.suppress(BrokerError):
             await self.record.change(lambda record: pool_rules.without(record, name, ended_s))
 
@@ -244,7 +243,7 @@ class PoolDirectory:
         """Renew a lease. Returns None for a configured pool, which has no lease. Raises PoolNotFound, BrokerError."""
         if self._has_no_lease(name):
             return None
-        record = await self.record.change(lambda record: pool_rules.renewed(record, name, grant, self._clock.now_s()))
+        record = await self.record.change(lambda record: pool_rules.renewed(record, name, grant, self.clock.now_s()))
         self._count("renewed")
         return record.pools[name]
 
@@ -252,7 +251,7 @@ class PoolDirectory:
         """End a reservation. Raises PoolNotFound, BrokerError; PoolOperationForbidden for a configured pool."""
         if self._has_no_lease(name):
             raise PoolOperationForbidden(f"the pool {pool_rules.shown(name)!r} is no reservation and cannot be deleted")
-        await self.record.change(lambda record: pool_rules.deleted(record, name, grant, self._clock.now_s()))
+        await self.record.change(lambda record: pool_rules.deleted(record, name, grant, self.clock.now_s()))
         self._count("deleted")
         with contextlib.suppress(QueueUnavailable):  # the reservation has ended; only its stream still exists
             await self.record.until_removed(name)
@@ -262,7 +261,7 @@ class PoolDirectory:
     def assigned(self, worker: str) -> tuple[str, ...]:
         """Return the pools that a worker must serve. Raises InvalidInput, PoolNotFound, NotReady."""
         self.record.require_read()
-        return assignments.assigned(worker, [beat for beat, _ in self._fleet.workers()], self.record.workers())
+        return assignments.assigned(worker, [beat for beat, _ in self.fleet.workers()], self.record.workers())
 
     def pinned(self, pools: Iterable[str]) -> list[str]:
         """Return the models that workers of these pools must load before the first request."""
@@ -272,7 +271,7 @@ class PoolDirectory:
         reserved = self.record.workers()
         own = name in self.record.own
         return [
-            beat for beat in self._fleet.healthy() if beat.pool == name and (own or reserved.get(beat.worker) == name)
+            beat for beat in self.fleet.healthy() if beat.pool == name and (own or reserved.get(beat.worker) == name)
         ]
 
     def is_active(self, reservation: Reservation) -> bool:
@@ -298,15 +297,12 @@ class PoolDirectory:
         if present is not None:
             if not grant.owns(present.owner):
                 raise not_found(name)
-            return self._pool_of(present)
+            reserved = self.record.workers()
+            workers = [beat for beat, _ in self.fleet.workers() if reserved.get(beat.worker) == name]
+            return pool_rules.reserved_pool(present, workers, self.pending_reason(name))
         if not self._has_no_lease(name):
             raise not_found(name)
-        return pool_rules.own_pool(name, [beat for beat in self._fleet.healthy() if beat.pool == name])
-
-    def _pool_of(self, reservation: Reservation) -> api.Pool:
-        name, reserved = reservation.spec.name, self.record.workers()
-        workers = [beat for beat, _ in self._fleet.workers() if reserved.get(beat.worker) == name]
-        return pool_rules.reserved_pool(reservation, workers, self.pending_reason(name))
+        return pool_rules.own_pool(name, [beat for beat in self.fleet.healthy() if beat.pool == name])
 
     def pending_reason(self, name: str) -> str:
         """Return why a reservation is not active; empty if it is active, and for every other pool."""
@@ -317,7 +313,7 @@ class PoolDirectory:
         if assignments.is_held_back(reservation, self._assignable(), assigned):
             return HELD_BACK
         held = [
-            AssignableWorker.from_heartbeat(beat) for beat in self._fleet.healthy() if assigned.get(beat.worker) == name
+            AssignableWorker.from_heartbeat(beat) for beat in self.fleet.healthy() if assigned.get(beat.worker) == name
         ]
         return ON_THEIR_WAY if assignments.is_met(reservation.spec, held) else TOO_FEW
 
@@ -326,7 +322,7 @@ class PoolDirectory:
         default = topology.pool_name("default")
         return {
             beat.worker: AssignableWorker.from_heartbeat(beat)
-            for beat in self._fleet.healthy()
+            for beat in self.fleet.healthy()
             if beat.own_pool == default
         }
 
@@ -336,7 +332,7 @@ class PoolDirectory:
 
     def _physical(self) -> set[str]:
         """Return the pools to which known workers belong by their own settings, and not by a reservation."""
-        return {beat.own_pool or beat.pool for beat, _ in self._fleet.workers()} - self.record.reservations.pools.keys()
+        return {beat.own_pool or beat.pool for beat, _ in self.fleet.workers()} - self.record.reservations.pools.keys()
 
     def pools(self, grant: Grant) -> list[api.Pool]:
         """Return the Pool objects that a credential may see: those without a lease, then its reservations, by name."""
@@ -347,7 +343,7 @@ class PoolDirectory:
 
     def reserved(self) -> Counter[tuple[str, str, str]]:
         """Return the number of workers that reservations request, by reservation, machine profile and bundle."""
-        beats = {beat.worker: beat for beat, _ in self._fleet.workers()}
+        beats = {beat.worker: beat for beat, _ in self.fleet.workers()}
         gpus: dict[str, int] = {}
         for beat in beats.values():
             gpus[beat.machine_profile] = max(gpus.get(beat.machine_profile, 1), beat.gpu_count)
@@ -372,4 +368,4 @@ class PoolDirectory:
         return {name for name, reservation in self.record.live().items() if not self.is_active(reservation)}
 
     def _count(self, event: str, count: int = 1) -> None:
-        self._metrics.pool_events.labels(event).inc(count)
+        self.metrics.pool_events.labels(event).inc(count)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from sie_broker import BrokerError
 from sie_contracts.api.operations import LaneFigures
@@ -48,45 +49,35 @@ def wanted_replicas(
     return reserved + max(least, ready_workers if busy else 0)
 
 
+@dataclass(eq=False)
 class Scaling:
     """Answers to `GET /v1/scaling/{lane}`."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        feed: CatalogueFeed,
-        fleet: Fleet,
-        backlog: Backlog,
-        lag: Lag,
-        peers: Peers,
-        demand: DemandRecords,
-        pools: PoolDirectory,
-    ) -> None:
-        self._settings = settings
-        self._feed = feed
-        self._fleet = fleet
-        self._backlog = backlog
-        self._lag = lag
-        self._peers = peers
-        self._demand = demand
-        self._pools = pools
-        # functions that return the number of workers that a lane needs for other work, such as jobs with deadlines
-        self.further: list[Callable[[Lane], int]] = []
+    settings: Settings
+    feed: CatalogueFeed
+    fleet: Fleet
+    backlog: Backlog
+    lag: Lag
+    peers: Peers
+    demand: DemandRecords
+    pools: PoolDirectory
+    # functions that return the number of workers that a lane needs for other work, such as jobs with deadlines
+    further: list[Callable[[Lane], int]] = field(default_factory=list, init=False)
 
     def find(self, name: str, grant: Grant | None = None) -> Lane:
         """Return the lane `pool.machine_profile.bundle`. Raises NotFound if the pool, the machine profile or the bundle
         is unknown, or if the credential may not see the pool.
         """
-        beats = [beat for beat, _ in self._fleet.workers()]
+        beats = [beat for beat, _ in self.fleet.workers()]
         profiles = {
-            self._settings.profile,
-            *(gpu.strip().lower() for gpu in self._settings.gateway_configured_gpus or ()),
+            self.settings.profile,
+            *(gpu.strip().lower() for gpu in self.settings.gateway_configured_gpus or ()),
         }
         profiles |= {beat.machine_profile for beat in beats}
-        profiles |= {profile for reservation in self._pools.record.live().values() for profile in reservation.spec.gpus}
-        bundles = {*self._feed.catalogue.bundles} | {beat.bundle for beat in beats}
-        visible = self._pools.visible(grant) if grant is not None else bool
-        for pool in filter(visible, self._pools.record):
+        profiles |= {profile for reservation in self.pools.record.live().values() for profile in reservation.spec.gpus}
+        bundles = {*self.feed.catalogue.bundles} | {beat.bundle for beat in beats}
+        visible = self.pools.visible(grant) if grant is not None else bool
+        for pool in filter(visible, self.pools.record):
             for profile in profiles:
                 rest = name.removeprefix(f"{pool}.{profile}.")
                 if rest != name and rest in bundles:
@@ -97,35 +88,33 @@ class Scaling:
         """Return backlog, rates and needed workers of the lane with this name. Raises NotFound, QueueUnavailable."""
         lane = self.find(name, grant)
         try:
-            await self._backlog.fresh(lane.pool, 0.0)
-            counts = {priority: self._backlog.messages(lane, priority) or 0 for priority in PRIORITIES}
+            await self.backlog.fresh(lane.pool, 0.0)
+            counts = {priority: self.backlog.messages(lane, priority) or 0 for priority in PRIORITIES}
             items = sum(counts.values())
-            oldest_s = await self._lag.oldest_s(lane) if items else 0.0
-            demand = await self._demand.is_wanted(lane)
+            oldest_s = await self.lag.oldest_s(lane) if items else 0.0
+            demand = await self.demand.is_wanted(lane)
         except BrokerError as error:
             raise QueueUnavailable("the backlog could not be read from the broker: try again") from error
-        requested, pending = self._pools.reserved(), self._pools.pending()
+        requested, pending = self.pools.reserved(), self.pools.pending()
         # A reservation takes its workers from the default pool. The autoscaler reads the lane of the default pool, so
         # that lane counts the workers of reservations too.
         is_default = lane.pool == topology.pool_name("default")
         mine = {
-            lane_key
-            for lane_key in requested
-            if lane_key[1:] == (lane.machine_profile, lane.bundle) and (is_default or lane_key[0] == lane.pool)
+            key
+            for key in requested
+            if key[1:] == (lane.machine_profile, lane.bundle) and (is_default or key[0] == lane.pool)
         }
-        reserved = sum(requested[lane_key] for lane_key in mine)
-        traffic = {priority: self._peers.traffic(lane, priority) for priority in PRIORITIES}
+        reserved = sum(requested[key] for key in mine)
+        traffic = {priority: self.peers.traffic(lane, priority) for priority in PRIORITIES}
         # the mean size of waiting messages is unknown if no gateway has sent work lately: assume the usual size
         cost = sum(
-            count * (mean_cost(traffic[priority]) or self._settings.chunk_cost) for priority, count in counts.items()
+            count * (mean_cost(traffic[priority]) or self.settings.chunk_cost) for priority, count in counts.items()
         )
-        flows = [flow for lane_key in traffic.values() for flow in lane_key]
-        workers = self._fleet.of_lane(lane)
-        is_reservation = self._pools.record.is_reservation(lane.pool)
-        desired = (
-            reserved
-            if is_reservation
-            else wanted_replicas(
+        flows = [flow for of_priority in traffic.values() for flow in of_priority]
+        workers = self.fleet.of_lane(lane)
+        desired = reserved
+        if not self.pools.record.is_reservation(lane.pool):
+            for_requests = wanted_replicas(
                 backlog_cost=cost + sum(flow.waiting for flow in flows),
                 arriving=sum(flow.rate for flow in flows),
                 rate=worker_rate(workers),
@@ -133,9 +122,7 @@ class Scaling:
                 reserved=reserved,
                 demand=demand,
             )
-        )
-        if not is_reservation:
-            desired = max([desired, *(reserved + want(lane) for want in self.further)])
+            desired = max([for_requests, *(reserved + want(lane) for want in self.further)])
         return LaneFigures(
             lane=str(lane),
             backlog_items=items,
@@ -144,5 +131,5 @@ class Scaling:
             ready_workers=len(workers),
             wanted_replicas=desired,
             reserved=reserved,
-            demand=int(demand or any(lane_key[0] in pending for lane_key in mine)),
+            demand=int(demand or any(pool in pending for pool, _, _ in mine)),
         )

@@ -87,12 +87,10 @@ def assembled(
     jobs = JobService(ledger, engine.check, workers, engine.remove, files.content, now_s)
     keeper = JobScheduler(
         ledger,
-        broker,
+        leases,
         uuid7(),
         engine.work,
         at_once=settings.jobs_at_once if url is not None else 0,
-        storage=settings.stream_storage,
-        replicas=replicas,
         now_s=now_s,
     )
     sweeper = Sweeper(jobs, LeaderLease(leases, "jobs"), settings.jobs_keep_s, now_s, has_store=url is not None)

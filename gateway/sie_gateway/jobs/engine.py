@@ -7,6 +7,7 @@ JobRecord ──work──► NativeJob or BatchJob, for the gateway that leads 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -44,28 +45,19 @@ PARSER_FAMILY = DEFAULT_PARSER = "docling"
 SINK_DTYPES = ("float32", "float16")
 
 
+@dataclass(eq=False)
 class JobEngine:
     """Builder of jobs. `identity` returns the identity of an owner. `route_of` returns the route that answers POST of a
     path.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        inference: Inference,
-        ledger: JobLedger,
-        files: FileStore,
-        store: ObjectStore | None,
-        identity: Callable[[str], JobIdentity],
-        route_of: Callable[[str], InferenceRoute | None],
-    ) -> None:
-        self._settings = settings
-        self._inference = inference
-        self._ledger = ledger
-        self._files = files
-        self._store = store
-        self._identity = identity
-        self._route_of = route_of
+    settings: Settings
+    inference: Inference
+    ledger: JobLedger
+    files: FileStore
+    store: ObjectStore | None
+    identity: Callable[[str], JobIdentity]
+    route_of: Callable[[str], InferenceRoute | None]
 
     async def check(self, call: Call, job: JobRecord) -> JobRecord:
         """Return a native job with its model's alias resolved, once for all rows. A job that already has a model (a
@@ -73,7 +65,7 @@ class JobEngine:
         """
         self.require_store()
         if job.batch is not None:
-            await self._files.find(job.batch.input_file_id, call.grant.owns)
+            await self.files.find(job.batch.input_file_id, call.grant.owns)
             return job
         request = job.request
         assert request is not None
@@ -85,7 +77,7 @@ class JobEngine:
         if request.input.url:
             Place.opened(request.input.url, self._urls)
         else:
-            await self._files.find(request.input.file, call.grant.owns)
+            await self.files.find(request.input.file, call.grant.owns)
         understood = self._pinned(call, request, job.model or request.model)
         if request.output.sink:
             self._check_sink(request, understood)
@@ -94,7 +86,7 @@ class JobEngine:
 
     def _pinned_parser(self, call: Call, parser: str) -> str:
         """Return the resolved name of the model that parses the documents of a job. Raises SIEError."""
-        resolved = self._inference.resolve(parser or DEFAULT_PARSER, call)
+        resolved = self.inference.resolve(parser or DEFAULT_PARSER, call)
         entry = resolved.entry
         if entry.family != PARSER_FAMILY:
             message = f"expected a model of the family {PARSER_FAMILY}, {entry.id} is of {entry.family}"
@@ -105,7 +97,7 @@ class JobEngine:
         """Plan a sample request, in order to check it. `model` is resolved now, and the job keeps the resolved
         model. Raises SIEError if the model cannot serve such a request.
         """
-        resolved = self._inference.resolve(model, call)
+        resolved = self.inference.resolve(model, call)
         reads_images = templates.reads_images(request.input)
         item = RequestItem(None, modalities=("image",), images=(b"",)) if reads_images else RequestItem("")
         source = request.input
@@ -124,11 +116,11 @@ class JobEngine:
         # without x-sie-strict, an unknown option would be ignored in every row
         headers = {**headers_of(request), "x-sie-strict": "true"}
         probe = Call(call.id, call.received_s, headers, grant=call.grant)
-        understood = self._inference.understand(probe, infer_request)
+        understood = self.inference.understand(probe, infer_request)
         if source.chunks is not None:
             if understood.options.run.is_query:
                 raise InvalidInput.at("params.is_query", "a query cannot have chunks: leave out input.chunks")
-            if (fault := self._inference.fault_of(understood)) is not None:
+            if (fault := self.inference.fault_of(understood)) is not None:
                 raise InvalidInput(f"input.{fault.message}", reason=fault.reason, param=f"input.{fault.param}")
         return understood
 
@@ -164,17 +156,17 @@ class JobEngine:
             )
 
     def require_store(self) -> ObjectStore:
-        if self._store is None:
+        if self.store is None:
             raise NotReady(f"jobs and files need a payload store: set {STORE}", reason="no_store", param=STORE)
-        return self._store
+        return self.store
 
     @property
     def _urls(self) -> tuple[str, ...]:
-        return self._settings.jobs_urls or ()
+        return self.settings.jobs_urls or ()
 
     @property
     def _sinks(self) -> Mapping[str, Secret]:
-        return dict(self._settings.jobs_sinks or ())
+        return dict(self.settings.jobs_sinks or ())
 
     # work of a job that runs
 
@@ -187,23 +179,23 @@ class JobEngine:
             progress.trouble(None if error is None else ErrorInfo(error.code, error.message))
 
         client = JobClient(
-            self._inference,
-            self._identity(job.owner),
+            self.inference,
+            self.identity(job.owner),
             headers_of(request) if request is not None else {},
             trouble,
             progress.until_open,
             request.tokens_per_s if request is not None else 0.0,
         )
         if request is None:
-            return BatchJob(workplace, job, client, progress, self._route_of)
+            return BatchJob(workplace, job, client, progress, self.route_of)
         return NativeJob(
             workplace,
             job,
             client,
             progress,
             self._places(job, request),
-            cache_bytes=self._settings.jobs_cache_bytes,
-            policy=CachePolicy.from_settings(self._settings),
+            cache_bytes=self.settings.jobs_cache_bytes,
+            policy=CachePolicy.from_settings(self.settings),
         )
 
     def _places(self, job: JobRecord, request: JobRequest) -> JobPlaces:
@@ -212,7 +204,7 @@ class JobEngine:
             source = Place.opened(request.input.url, self._urls)
         else:
             # if the file was removed, its id replaces its name, and the job fails when it reads the file
-            name, digest = self._files.content(request.input.file) or (request.input.file, "")
+            name, digest = self.files.content(request.input.file) or (request.input.file, "")
             source = Place(store, "files/", request.input.file, name, digest)
         sink = None
         if request.output.sink:
@@ -223,14 +215,14 @@ class JobEngine:
         return JobPlaces(source, self.output(job), sink, self._before)
 
     async def _before(self, job_id: str) -> Before:
-        job = self._ledger.find(job_id)
-        return Before(job, self.workplace(job), self.output(job), await self._ledger.shards(job.id))
+        job = self.ledger.find(job_id)
+        return Before(job, self.workplace(job), self.output(job), await self.ledger.shards(job.id))
 
     async def remove(self, job: JobRecord) -> None:
         await self.workplace(job).remove()
 
     def workplace(self, job: JobRecord) -> JobStorage:
-        return JobStorage(self.require_store(), job.id, self._files)
+        return JobStorage(self.require_store(), job.id, self.files)
 
     def output(self, job: JobRecord) -> Place:
         """Return the place where the job's output is written. Raises InvalidInput if the place is no longer allowed."""

@@ -15,6 +15,7 @@ import hashlib
 import logging
 import math
 import random
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ WRITE_S = 3600.0
 # age in seconds of a record `writing` at which no gateway can still be writing its file; clocks may differ by 600 s
 ABANDONED_S = WRITE_S + 600.0
 CLEAN_S = 20.0
+_ID = re.compile("file-[0-9a-f]{32}")
 _logger = logging.getLogger("sie.gateway.files")
 
 
@@ -102,7 +104,7 @@ class FileStore:
         record = self._records.get(file)
         if record is None or record.state == "writing":  # another gateway may have just completed the record
             with _unavailable():
-                record = await self._records.refresh(file) if _is_id(file) else None
+                record = await self._records.refresh(file) if _ID.fullmatch(file) else None
         if record is None or not self._is_served(record) or not owns(record.owner):
             raise NotFound("there is no such file, or it belongs to another key", param="file_id")
         return record
@@ -119,7 +121,7 @@ class FileStore:
         InvalidInput.
         """
         self._required()
-        if after and not _is_id(after):
+        if after and not _ID.fullmatch(after):
             raise InvalidInput.at("after", "expected the id of a file")
         records = sorted(
             id_
@@ -337,11 +339,6 @@ class _Read:
         self._grow(self.size)
         self.digest.update(piece)
         return piece
-
-
-def _is_id(file: str) -> bool:
-    rest = file.removeprefix("file-")
-    return len(rest) == 32 and rest != file and all(char in "0123456789abcdef" for char in rest)
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ A field without a counterpart is refused. The error names the field and an alter
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 from fastapi import Request
@@ -22,11 +22,9 @@ from sie_contracts import sdk_versions
 from sie_contracts.api import batches as batches_api
 from sie_contracts.api import jobs as api
 from sie_contracts.errors import InvalidInput
-from sie_contracts.schema_faults import invalid_input
 from sie_gateway.http.route_kinds import GatewayRoute, control
-from sie_gateway.inference import body as bodies
 from sie_gateway.inference.call import family
-from sie_gateway.operations.handlers import call_of, flag, json_response, whole
+from sie_gateway.operations.handlers import call_of, converted, flag, json_of, json_response, whole
 from sie_runtime.http.routes import RAW, Content, Parameter
 
 if TYPE_CHECKING:
@@ -72,9 +70,9 @@ class _SubmittedJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, Any] = {}
 
 
-def is_public(body: Any) -> bool:
+def is_public(body: Mapping[str, Any]) -> bool:
     """Return whether a body is a job in the format of SIE's published SDKs."""
-    return isinstance(body, dict) and "input" not in body and not body.keys().isdisjoint(("src", "source", "items"))
+    return "input" not in body and not body.keys().isdisjoint(("src", "source", "items"))
 
 
 def requested(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,10 +82,7 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
     for name, instead in _REFUSED.items():
         if name in body:
             raise InvalidInput.at(name, instead)
-    try:
-        job = msgspec.convert(body, _SubmittedJob)
-    except msgspec.ValidationError as error:
-        raise invalid_input(_SubmittedJob, error) from error
+    job = converted(body, _SubmittedJob)
     src = job.src or job.source
     if job.execution != "run":
         raise InvalidInput.at("execution", "expected run: a job cannot only be planned")
@@ -161,24 +156,6 @@ def _authority(uri: str) -> str:
 
 
 PATH, BATCH_PATH = "/v1/jobs", "/v1/batches"
-_T = TypeVar("_T")
-
-
-async def _body(request: Request, kind: type[_T], form: Callable[[Any], Any] | None = None) -> _T:
-    """Decode the body as a struct. `form` may change the JSON before it is checked against the struct. Raises
-    InvalidInput, which names the faulty field.
-    """
-    raw = await request.body()
-    bodies.count(raw, msgpack=False)
-    body = bodies.decode(raw, msgpack=False)
-    try:
-        return msgspec.convert(body if form is None else form(body), kind)
-    except msgspec.ValidationError as error:
-        raise invalid_input(kind, error) from error
-
-
-def _form(body: Any) -> Any:
-    return requested(body) if is_public(body) else body
 
 
 def _info_reply(request: Request, info: api.JobInfo, status: int = 200) -> Response:
@@ -187,7 +164,8 @@ def _info_reply(request: Request, info: api.JobInfo, status: int = 200) -> Respo
 
 
 async def submit(gateway: Gateway, request: Request) -> Response:
-    job_request = await _body(request, api.JobRequest, _form)
+    body = await json_of(request)
+    job_request = converted(requested(body) if is_public(body) else body, api.JobRequest)
     return _info_reply(request, await gateway.jobs.submit(call_of(request), job_request), 201)
 
 
@@ -269,7 +247,8 @@ async def rows(gateway: Gateway, request: Request) -> Response:
 
 
 async def submit_batch(gateway: Gateway, request: Request) -> Response:
-    return json_response(await gateway.jobs.batch(call_of(request), await _body(request, batches_api.BatchRequest)))
+    batch_request = converted(await json_of(request), batches_api.BatchRequest)
+    return json_response(await gateway.jobs.batch(call_of(request), batch_request))
 
 
 async def batch_page(gateway: Gateway, request: Request) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -19,18 +20,18 @@ from sie_store.object_stores import ObjectMissing, StoreError
 SAMPLED = 4  # largest number of parts that are read for a sample of rows
 
 
+@dataclass(eq=False)
 class JobResults:
     """Reader of the results of all jobs. Its callers check the permission to read a job."""
 
-    def __init__(self, ledger: JobLedger, engine: JobEngine) -> None:
-        self._ledger = ledger
-        self._engine = engine
+    ledger: JobLedger
+    engine: JobEngine
 
     async def manifest(self, job: JobRecord, after: int, limit: int) -> api.JobManifest:
         """Return the manifest with at most `limit` parts, after the first `after` parts. Raises QueueUnavailable."""
         async with broker_errors_mapped():
-            every = await self._ledger.shards(job.id)
-            plan = await self._engine.workplace(job).plan()
+            every = await self.ledger.shards(job.id)
+            plan = await self.engine.workplace(job).plan()
         whole = await asyncio.to_thread(manifest, job, job.state, every, plan.unread if plan else ())
         shown = whole.parts[after : after + limit]
         end = after + len(shown)
@@ -42,7 +43,7 @@ class JobResults:
         if job.output_url:
             raise NotFound(f"the parts of this job are at {job.output_url}", param="name")
         async with broker_errors_mapped():
-            every = await self._ledger.shards(job.id)
+            every = await self.ledger.shards(job.id)
         if name not in {shard.name for shard in every.values() if shard.name}:
             raise NotFound("the job has no such part; its manifest lists all parts", param="name")
         return await self._bytes(job, name)
@@ -53,7 +54,7 @@ class JobResults:
         """
         assert job.request is not None
         async with broker_errors_mapped():
-            every = await self._ledger.shards(job.id)
+            every = await self.ledger.shards(job.id)
         rows: list[api.JobRow] = []
         shards = [shard for _, shard in sorted(every.items()) if shard.name and (shard.failed or not only_failed)]
         for shard in shards[:SAMPLED]:
@@ -68,7 +69,7 @@ class JobResults:
 
     async def _bytes(self, job: JobRecord, name: str) -> bytes:
         try:
-            return await shards.bytes_of(self._engine.output(job), name)
+            return await shards.bytes_of(self.engine.output(job), name)
         except ObjectMissing as error:
             raise NotFound("the part does not exist any more", param="name") from error
         except StoreError as error:

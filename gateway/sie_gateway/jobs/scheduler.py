@@ -11,8 +11,8 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from sie_broker import BrokerError, Store
-from sie_broker.record import LeaderLease, leases_of
+from sie_broker import BrokerError
+from sie_broker.record import LeaderLease, RecordBucket
 from sie_contracts.errors import NotFound
 from sie_contracts.jobs import JobRecord
 from sie_gateway.jobs.ledger import JobLedger
@@ -55,18 +55,16 @@ class JobScheduler:
     def __init__(
         self,
         ledger: JobLedger,
-        broker: Store,
+        leases: RecordBucket,
         name: str,
         work: Callable[[JobRecord, JobRun], JobWork],
         *,
         at_once: int,
-        storage: str,
-        replicas: int,
         now_s: Callable[[], float],
     ) -> None:
-        """`storage`, `replicas`: settings of the lease bucket. `now_s`: seconds since 1970 by the broker's clock."""
+        """`now_s` returns seconds since 1970 by the broker's clock."""
         self._ledger = ledger
-        self._leases = leases_of(broker, storage=storage, replicas=replicas)
+        self._leases = leases
         self._name = name
         self._work = work
         self._at_once = at_once

@@ -8,6 +8,7 @@ import logging
 import random
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -47,27 +48,19 @@ _BATCH_STATES: dict[str, batches_api.BatchState] = {
 }
 
 
+@dataclass(eq=False)
 class JobService:
     """Operations on the jobs of all owners. `check` returns a job with its model resolved, or refuses the job.
     `workers` counts the workers for a job. `forget` removes the objects of a job. `content` returns the name and the
     digest of an input file; None if the file was removed.
     """
 
-    def __init__(
-        self,
-        ledger: JobLedger,
-        check: Callable[[Call, JobRecord], Awaitable[JobRecord]],
-        workers: Callable[[JobRecord], int],
-        forget: Callable[[JobRecord], Awaitable[None]],
-        content: Callable[[str], tuple[str, str] | None],
-        now_s: Callable[[], float],
-    ) -> None:
-        self.ledger = ledger
-        self._check = check
-        self._workers = workers
-        self._forget = forget
-        self._content = content
-        self._now_s = now_s
+    ledger: JobLedger
+    check: Callable[[Call, JobRecord], Awaitable[JobRecord]]
+    workers: Callable[[JobRecord], int]
+    forget: Callable[[JobRecord], Awaitable[None]]
+    content: Callable[[str], tuple[str, str] | None]
+    now_s: Callable[[], float]
 
     # jobs
 
@@ -86,8 +79,8 @@ class JobService:
     def _is_same(self, request: api.JobRequest, previous: api.JobRequest) -> bool:
         """Compare two requests. Files with the same name and bytes are equal: a client may upload its file again."""
         if request != previous and request.input.file and previous.input.file:
-            content = self._content(request.input.file)
-            if content is not None and content == self._content(previous.input.file):
+            content = self.content(request.input.file)
+            if content is not None and content == self.content(previous.input.file):
                 previous = replace(previous, input=replace(previous.input, file=request.input.file))
         return request == previous
 
@@ -118,8 +111,8 @@ class JobService:
                 # job could not run with it
                 if "admin" in call.grant.scopes:
                     job = replace(job, owner=call.grant.key, owner_name=call.grant.name)
-            cancelling_s = self._now_s() if desired == "cancel" else job.cancelling_s
-            return replace(job, wanted=desired, cancelling_s=cancelling_s, updated_s=self._now_s())
+            cancelling_s = self.now_s() if desired == "cancel" else job.cancelling_s
+            return replace(job, wanted=desired, cancelling_s=cancelling_s, updated_s=self.now_s())
 
         async with broker_errors_mapped():
             return self.as_info(await self.ledger.change(job_id, changed))
@@ -151,7 +144,7 @@ class JobService:
         fails. Raises QueueUnavailable.
         """
         async with broker_errors_mapped():
-            await self._forget(job)
+            await self.forget(job)
             await self.ledger.remove(job.id)
 
     def as_info(self, job: JobRecord) -> api.JobInfo:
@@ -184,7 +177,7 @@ class JobService:
             fingerprint=job.fingerprint,
             output_url=job.output_url,
             owner=job.owner_name,
-            forecast=forecast(job, self._workers(job), self._now_s()) if job.state == "running" else None,
+            forecast=forecast(job, self.workers(job), self.now_s()) if job.state == "running" else None,
             request=job.request,
         )
 
@@ -224,7 +217,7 @@ class JobService:
         def changed(job: JobRecord) -> JobRecord:
             if job.ended:
                 raise ContentConflict(f"the batch is {job.state} and cannot be cancelled any more", param="batch")
-            return replace(job, wanted="cancel", cancelling_s=job.cancelling_s or self._now_s())
+            return replace(job, wanted="cancel", cancelling_s=job.cancelling_s or self.now_s())
 
         async with broker_errors_mapped():
             return self.batch_told(await self.ledger.change(batch_id, changed))
@@ -290,10 +283,10 @@ class JobService:
         return next((job for job in self.ledger if job.id == job_id), None)
 
     async def _new(self, call: Call, job_id: str, **fields: Any) -> JobRecord:
-        now_s = self._now_s()
+        now_s = self.now_s()
         check_request(fields.get("request") or fields["batch"])
         job = JobRecord(job_id, call.grant.key, call.grant.name, now_s, updated_s=now_s, **fields)
-        return await self._check(call, job)
+        return await self.check(call, job)
 
     async def _create(self, job: JobRecord) -> JobRecord:
         async with broker_errors_mapped():
@@ -336,17 +329,15 @@ EVERY_S = 60.0
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
+@dataclass(eq=False)
 class Sweeper:
     """Task that deletes jobs `keep_s` seconds after their end. Without a store (`has_store`) it deletes none."""
 
-    def __init__(
-        self, jobs: JobService, lease: LeaderLease, keep_s: float, now_s: Callable[[], float], *, has_store: bool
-    ) -> None:
-        self._jobs = jobs
-        self._lease = lease
-        self._keep_s = keep_s
-        self._now_s = now_s
-        self._has_store = has_store
+    jobs: JobService
+    lease: LeaderLease
+    keep_s: float
+    now_s: Callable[[], float]
+    has_store: bool
 
     async def run(self, stop: Stop) -> None:
         """Call `sweep` at least every EVERY_S seconds until `stop`."""
@@ -359,15 +350,15 @@ class Sweeper:
         """Delete the jobs that ended at least `keep_s` seconds ago, under a lease, and return their number. Raises
         BrokerError. If a job cannot be deleted, the others are tried too, and its SIEError is raised at the end.
         """
-        if not self._has_store:
+        if not self.has_store:
             return 0
-        due = [job for job in self._jobs.ledger if job.ended and job.ended_s + self._keep_s <= self._now_s()]
-        if not due or not await self._lease.acquire():
+        due = [job for job in self.jobs.ledger if job.ended and job.ended_s + self.keep_s <= self.now_s()]
+        if not due or not await self.lease.acquire():
             return 0
         refused: list[SIEError] = []
         for job in due:
             try:
-                await self._jobs.remove(job)
+                await self.jobs.remove(job)
             except SIEError as error:
                 refused.append(error)
         forgotten = len(due) - len(refused)

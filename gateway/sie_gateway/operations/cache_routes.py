@@ -9,20 +9,17 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
 from sie_broker import BrokerError
 from sie_contracts.api import cache as api
 from sie_contracts.errors import InvalidInput, QueueUnavailable
-from sie_contracts.schema_faults import invalid_input
 from sie_contracts.wire.heartbeats import AnswerErasure
 from sie_gateway.answers.keys import digests_of
 from sie_gateway.http.route_kinds import GatewayRoute, control
-from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem, utf8
-from sie_gateway.operations.handlers import call_of, json_response
+from sie_gateway.operations.handlers import call_of, converted, json_of, json_response
 
 if TYPE_CHECKING:
     from sie_gateway.state import Gateway
@@ -50,7 +47,7 @@ async def show(gateway: Gateway, request: Request) -> Response:
 
 async def erase(gateway: Gateway, request: Request) -> Response:
     """Erase the selected answers here and at all other gateways. Raises InvalidInput, QueueUnavailable."""
-    erasure = _erasure(await request.body())
+    erasure = _erasure(converted(await json_of(request), api.CacheErasure))
     count = await gateway.memory.erase(erasure)
     try:
         await gateway.peers.announce(erasure)
@@ -62,13 +59,8 @@ async def erase(gateway: Gateway, request: Request) -> Response:
     return json_response(api.CacheErased(answers=count, gateways=gateway.peers.count()))
 
 
-def _erasure(body: bytes) -> AnswerErasure:
+def _erasure(selection: api.CacheErasure) -> AnswerErasure:
     """Return the erasure that a body describes. Raises InvalidInput."""
-    bodies.count(body, msgpack=False)
-    try:
-        selection = msgspec.convert(bodies.decode(body, msgpack=False), api.CacheErasure)
-    except msgspec.ValidationError as error:
-        raise invalid_input(api.CacheErasure, error) from error
     model, key = selection.model or "", selection.key or ""
     if selection.query is not None and selection.text is None:
         raise InvalidInput.at("text", "expected the document that was scored for the query")

@@ -10,6 +10,7 @@ A write is forwarded with the caller's own token, a read with the gateway's toke
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ _RETURNED = ("content-type", "etag", "location", "retry-after")
 _logger = logging.getLogger("sie.gateway.configs")
 
 
-async def _forward(gateway: Gateway, request: Request, after: str = "") -> Response:
+async def forward(gateway: Gateway, request: Request, after: str = "") -> Response:
     """Forward a request; `after` is appended to its path. Raises NotFound without a config service, InvalidInput,
     NotReady.
     """
@@ -83,25 +84,13 @@ def _named(model: str) -> str:
         raise NotFound("no such path") from None
 
 
-async def forward(gateway: Gateway, request: Request) -> Response:
-    return await _forward(gateway, request)
-
-
-async def history(gateway: Gateway, request: Request) -> Response:
-    return await _forward(gateway, request, "/history")
-
-
-async def rollback(gateway: Gateway, request: Request) -> Response:
-    return await _forward(gateway, request, "/rollback")
-
-
 _HANDLERS = {
-    ("GET", "history"): history,
+    ("GET", "history"): functools.partial(forward, after="/history"),
     ("POST", "models"): forward,
     ("PUT", "model"): forward,
     ("PATCH", "model"): forward,
     ("DELETE", "model"): forward,
-    ("POST", "rollback"): rollback,
+    ("POST", "rollback"): functools.partial(forward, after="/rollback"),
 }
 
 
@@ -115,17 +104,13 @@ CONFIG_FORWARD = tuple(_own(row) for row in config_routes.bound(_HANDLERS) if ro
 SOURCE = "catalogue"
 
 
-def _catalogue(gateway: Gateway) -> Catalogue:
-    return gateway.inference.catalogue  # raises NotReady while the gateway has no catalogue
-
-
 def _document(request: Request, document: Any, default: str = JSON, headers: dict[str, str] | None = None) -> Response:
     body, content_type = config_routes.rendered(document, request.headers.get("accept", ""), default)
     return Response(body, headers=headers, media_type=content_type)
 
 
 async def models(gateway: Gateway, _request: Request) -> Response:
-    present = _catalogue(gateway)
+    present = gateway.inference.catalogue
     documents: dict[str, dict[str, Any]] = {
         model: {
             "profiles": entry.profiles,
@@ -143,7 +128,7 @@ async def models(gateway: Gateway, _request: Request) -> Response:
 
 async def status(gateway: Gateway, request: Request) -> Response:
     """Return which revision of a model each gateway, and each bundle's workers, serve now."""
-    present = _catalogue(gateway)
+    present = gateway.inference.catalogue
     entry = _entry(present, request.path_params["id"])
     bundles = {}
     for bundle in () if isinstance(entry, Alias) else present.bundles_of(entry):
@@ -168,22 +153,22 @@ async def status(gateway: Gateway, request: Request) -> Response:
 
 
 async def model(gateway: Gateway, request: Request) -> Response:
-    present = _catalogue(gateway)
+    present = gateway.inference.catalogue
     entry = _entry(present, request.path_params["id"])
     return _document(request, msgspec.to_builtins(entry), headers={"ETag": f'"{present.revisions[entry.id]}"'})
 
 
 async def bundles(gateway: Gateway, _request: Request) -> Response:
-    return json_response(configs.bundle_list(_catalogue(gateway).bundles))
+    return json_response(configs.bundle_list(gateway.inference.catalogue.bundles))
 
 
 async def bundle(gateway: Gateway, request: Request) -> Response:
-    bundle_entry = configs.bundle_of(_catalogue(gateway).bundles, request.path_params["id"])
+    bundle_entry = configs.bundle_of(gateway.inference.catalogue.bundles, request.path_params["id"])
     return _document(request, bundle_entry, YAML)
 
 
 async def resolve(gateway: Gateway, request: Request) -> Response:
-    return json_response(configs.resolution(_catalogue(gateway), await request.body()))
+    return json_response(configs.resolution(gateway.inference.catalogue, await request.body()))
 
 
 HANDLERS = {

@@ -56,15 +56,12 @@ class Filter:
     def fits(self, letter: DeadLetterEntry) -> bool:
         error = letter.letter.error
         had = {"lane": _lane(letter), "model": letter.model, "code": error.code, "reason": error.reason}
-        return all(value in ("", had[name]) for name, value in self._values())
-
-    def _values(self) -> list[tuple[str, str]]:
-        return [(name, getattr(self, name)) for name in FILTERS]
+        return all(getattr(self, name) in ("", had[name]) for name in FILTERS)
 
     @property
     def is_all(self) -> bool:
         """Return whether all fields except the pool are empty. Such a filter matches every letter."""
-        return not any(value for _, value in self._values())
+        return not any(getattr(self, name) for name in FILTERS)
 
 
 class DeadLetterOperations:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -17,8 +17,10 @@ from sie_contracts.api.residency import LaneResidency, ModelResidency, Residency
 from sie_contracts.errors import InvalidInput, NotFound
 from sie_contracts.models.alias_checks import resolve_all
 from sie_contracts.models.catalogue import Resolved
+from sie_contracts.schema_faults import invalid_input
 from sie_gateway.fleet.residency import SLOWEST_FIRST, Placed, Where
 from sie_gateway.http.route_kinds import HEADERS, GatewayRoute, control
+from sie_gateway.inference import body as bodies
 from sie_gateway.inference.call import Call
 from sie_gateway.operations.models import alias_info, model_info, model_list
 from sie_runtime.http.routes import Content
@@ -27,6 +29,7 @@ from sie_runtime.http.server import scrape
 if TYPE_CHECKING:
     from sie_gateway.state import Gateway
 
+T = TypeVar("T")
 _logger = logging.getLogger("sie.gateway.residency")
 
 
@@ -37,6 +40,21 @@ def call_of(request: Request) -> Call:
 
 def json_response(body: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+async def json_of(request: Request) -> Mapping[str, Any]:
+    """Return the body of a request, a map in JSON. Raises InvalidInput."""
+    raw = await request.body()
+    bodies.count(raw, msgpack=False)
+    return bodies.decode(raw, msgpack=False)
+
+
+def converted(body: Mapping[str, Any], kind: type[T]) -> T:
+    """Return a decoded body as a struct. Raises InvalidInput, which names the faulty field."""
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise invalid_input(kind, error) from error
 
 
 def number(query: QueryParams, name: str, default: float, least: float, most: float) -> float:

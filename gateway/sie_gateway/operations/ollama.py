@@ -18,8 +18,7 @@ from sie_gateway.dialects import fields, ollama
 from sie_gateway.fleet.capabilities import CAN
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.route_kinds import GatewayRoute, control
-from sie_gateway.inference import body as bodies
-from sie_gateway.operations.handlers import json_response
+from sie_gateway.operations.handlers import json_of, json_response
 from sie_gateway.operations.models import listed_names
 
 if TYPE_CHECKING:
@@ -83,9 +82,7 @@ async def running(gateway: Gateway, request: Request) -> Response:
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
-    raw = await request.body()
-    bodies.count(raw, msgpack=False)
-    body = bodies.decode(raw, msgpack=False)
+    body = await json_of(request)
     name = fields.text(body, "model" if body.get("model") is not None or "name" not in body else "name")
     resolved = gateway.inference.resolve(ollama.untagged(gateway.inference.catalogue, name))
     entry = resolved.entry

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
-from msgspec import UNSET
+from msgspec import UNSET, Meta, Struct
 
 from sie_broker import BrokerError
-from sie_contracts import plain
 from sie_contracts.api.operations import (
     MAX_GPUS,
     MAX_MINIMUM_WORKERS,
@@ -21,76 +20,72 @@ from sie_contracts.api.operations import (
     Assignment,
     PoolDeleted,
     PoolRenewed,
-    PoolRequest,
     Pools,
 )
 from sie_contracts.errors import InvalidInput, PayloadTooLarge, PoolNotFound, PoolOperationForbidden, QueueUnavailable
 from sie_contracts.models.alias_checks import resolve_all
 from sie_contracts.models.catalogue import Catalogue
-from sie_contracts.names import did_you_mean
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.records import ReservationSpec
 from sie_gateway.admission.grant import WORKERS_NAME
 from sie_gateway.fleet import assignments
 from sie_gateway.fleet.pool_rules import not_found
-from sie_gateway.operations.handlers import call_of, json_response
+from sie_gateway.operations.handlers import call_of, converted, json_of, json_response
 
 if TYPE_CHECKING:
     from sie_gateway.state import Gateway
 
 MAX_PROFILES = 64
-MAX_BODY_BYTES = 64 << 10
 # bytes of one stored reservation: all reservations together are one value, which must fit into one NATS message
 MAX_SPEC_BYTES = 8 << 10
-_NO_NAMES = frozenset({"assignments"})
-_FIELDS = frozenset(PoolRequest.__struct_fields__)
 T = TypeVar("T")
 _logger = logging.getLogger("sie.gateway.pools")
 
 
-def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) -> ReservationSpec:
+class _PoolBody(Struct, forbid_unknown_fields=True):
+    """Fields of `PoolRequest` that may also be null. Names, counts and upper limits are checked later, because their
+    errors have other codes, reasons and params.
+    """
+
+    name: Any = None
+    gpus: Any = None
+    gpu_caps: Any = None
+    queue_pool: Literal["default", "_default"] | None = None
+    bundle: str | None = None
+    minimum_worker_count: Annotated[int, Meta(ge=0)] | None = None
+    ttl_seconds: Annotated[int, Meta(ge=1)] | None = None
+    pinned_models: Annotated[list[str], Meta(max_length=MAX_PINNED)] | None = None
+
+
+def parse_spec(raw: Mapping[str, Any], profiles: Collection[str], catalogue: Catalogue) -> ReservationSpec:
     """Read a reservation from a decoded body. `profiles`: existing machine profiles. Raises InvalidInput with the
     field, PoolOperationForbidden above a limit, ModelNotFound for a pinned model, PayloadTooLarge.
     """
-    if not isinstance(body, dict):
-        raise InvalidInput.at("body", f"expected an object, got {_kind(body)}")
-    unknown = sorted(str(key) for key in body.keys() - _FIELDS)
-    if unknown:
-        field = unknown[0][:60]
-        hint = did_you_mean(field, _FIELDS) or f"; expected {', '.join(sorted(_FIELDS))}"
-        raise InvalidInput.at(field, f"no such field{hint}")
-    name = _name(body.get("name"))
-    queue_pool = body.get("queue_pool")
-    if queue_pool is not None and queue_pool not in ("default", "_default"):
-        message = f"expected default, the pool whose workers can be reserved, got {str(queue_pool)[:60]!r}"
-        raise InvalidInput.at("queue_pool", message)
-    gpus = _counts(body, "gpus", profiles)
+    body = converted(raw, _PoolBody)
+    name = _name(body.name)
+    gpus = _counts(body.gpus, "gpus", profiles)
     if not gpus:
         raise InvalidInput.at("gpus", "expected a count for at least one machine profile, got none")
-    caps = _counts(body, "gpu_caps", profiles)
+    caps = _counts(body.gpu_caps, "gpu_caps", profiles)
     for profile, cap in caps.items():
         if cap < gpus.get(profile, 0):
             raise InvalidInput.at(f"gpu_caps.{profile}", f"expected at least the {gpus[profile]} of gpus, got {cap}")
-    bundle = body.get("bundle")
-    if bundle is not None and not isinstance(bundle, str):
-        raise InvalidInput.at("bundle", f"expected a string or null, got {_kind(bundle)}")
+    bundle = body.bundle or ""
     bundles = {*catalogue.bundles, assignments.DEFAULT_BUNDLE}
     if bundle and bundle not in bundles:
         raise InvalidInput.at("bundle", f"expected one of {', '.join(sorted(bundles))}, got {bundle[:60]!r}")
-    minimum = _whole(body, "minimum_worker_count", 0, 0)
+    minimum = body.minimum_worker_count or 0
     if minimum > MAX_MINIMUM_WORKERS:
         raise PoolOperationForbidden(
             f"minimum_worker_count: at most {MAX_MINIMUM_WORKERS} are allowed, got {minimum}",
             param="minimum_worker_count",
         )
-    ttl_s = _whole(body, "ttl_seconds", TTL_S, 1)
+    ttl_s = body.ttl_seconds or TTL_S
     if ttl_s > MAX_TTL_S:
         raise PoolOperationForbidden(f"ttl_seconds: at most {MAX_TTL_S} are allowed, got {ttl_s}", param="ttl_seconds")
-    pinned = body.get("pinned_models") or []
-    if not isinstance(pinned, list) or not all(isinstance(model, str) for model in pinned) or len(pinned) > MAX_PINNED:
-        raise InvalidInput.at("pinned_models", f"expected a list of at most {MAX_PINNED} strings, got {_kind(pinned)}")
+    pinned = body.pinned_models or ()
     models = tuple(dict.fromkeys(resolved.residency for model in pinned for resolved in resolve_all(catalogue, model)))
-    spec = ReservationSpec(name, gpus, bundle or "", minimum, ttl_s, caps, models)
+    spec = ReservationSpec(name, gpus, bundle, minimum, ttl_s, caps, models)
     if len(messages.encode(spec)) > MAX_SPEC_BYTES:
         message = f"body: the reservation takes more than {MAX_SPEC_BYTES} bytes: name fewer machine profiles or models"
         raise PayloadTooLarge(message, param="body", extras={"limit": MAX_SPEC_BYTES})
@@ -104,14 +99,13 @@ def _name(value: object) -> str:
         name = topology.pool_name(value)
     except ValueError:
         raise InvalidInput.at("name", "expected 1 to 63 letters, digits, _ or -", reason="pool_name") from None
-    if name in _NO_NAMES:
+    if name == "assignments":  # the path of another route
         raise InvalidInput.at("name", f"{name!r} cannot be the name of a pool", reason="pool_name")
     return name
 
 
-def _counts(body: Mapping[str, Any], field: str, profiles: Collection[str]) -> dict[str, int]:
+def _counts(counts: object, field: str, profiles: Collection[str]) -> dict[str, int]:
     """Read a map from machine profiles to counts. Return the counts by the name in `profiles`. Raises InvalidInput."""
-    counts = body.get(field)
     if counts is None:
         return {}
     if not isinstance(counts, dict) or len(counts) > MAX_PROFILES:
@@ -135,33 +129,8 @@ def _counts(body: Mapping[str, Any], field: str, profiles: Collection[str]) -> d
     return dict(sorted(parsed.items()))
 
 
-def _whole(body: Mapping[str, Any], field: str, default: int, least: int) -> int:
-    value = body.get(field)
-    if value is None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        got = value if isinstance(value, int) else _kind(value)
-        raise InvalidInput.at(field, f"expected a whole number of at least {least}, got {got}")
-    return value
-
-
 def _kind(value: object) -> str:
     return "null" if value is None else type(value).__name__
-
-
-async def _body(request: Request) -> object:
-    """Decode the body as JSON. Raises PayloadTooLarge, InvalidInput."""
-    data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > MAX_BODY_BYTES:
-            raise PayloadTooLarge(
-                f"body: more than {MAX_BODY_BYTES} bytes", param="body", extras={"limit": MAX_BODY_BYTES}
-            )
-    try:
-        return plain.from_json(bytes(data))
-    except plain.Malformed as error:
-        raise InvalidInput.at("body", str(error), reason="malformed") from None
 
 
 async def _written(work: Awaitable[T]) -> T:
@@ -192,7 +161,7 @@ def _profiles(gateway: Gateway) -> set[str]:
 async def create(gateway: Gateway, request: Request) -> Response:
     """Create a reservation, or change and renew it if the caller already has it."""
     catalogue = gateway.inference.catalogue
-    spec = parse_spec(await _body(request), _profiles(gateway), catalogue)
+    spec = parse_spec(await json_of(request), _profiles(gateway), catalogue)
     grant = call_of(request).grant
     await _written(gateway.pools.create(spec, grant))
     return json_response(gateway.pools.pool(spec.name, grant), 201)

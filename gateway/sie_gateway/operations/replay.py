@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,22 +31,15 @@ class Unreadable(Exception):
     """Raised if a letter cannot be published again: its message is not decodable, or its subject is not for work."""
 
 
+@dataclass(eq=False)
 class Replays:
     """Replay of the dead letters of one pool. `open_replays` creates it."""
 
-    def __init__(
-        self,
-        broker: Broker,
-        letters: Letters,
-        inbox: ResultInbox,
-        ack_wait_s: float,
-        on_published: Callable[[str, WorkItem], None] | None = None,
-    ) -> None:
-        self._broker = broker
-        self._letters = letters
-        self._inbox = inbox
-        self._ack_wait_s = ack_wait_s
-        self._on_published = on_published
+    broker: Broker
+    letters: Letters
+    inbox: ResultInbox
+    ack_wait_s: float
+    on_published: Callable[[str, WorkItem], None] | None
 
     async def run(self, located: DeadLetterEntry, timeout_s: float) -> WorkResult:
         """Publish the work of a letter again and return its result. The letter is removed if no input failed.
@@ -55,38 +49,38 @@ class Replays:
         if located.item is None:
             raise Unreadable(f"{located.letter.id}: its message cannot be decoded; nothing was published")
         try:
-            spec = topology.consumer_of(located.letter.subject, self._ack_wait_s)
+            spec = topology.consumer_of(located.letter.subject, self.ack_wait_s)
         except ValueError as error:
             raise Unreadable(f"{located.letter.id}: {error}; nothing was published") from error
         await self._forgive(located.item)
-        if spec.name not in await self._broker.consumers(spec.stream):
-            await self._broker.ensure_consumer(spec)
+        if spec.name not in await self.broker.consumers(spec.stream):
+            await self.broker.ensure_consumer(spec)
         request = f"{located.item.request}-{secrets.token_hex(4)}"
-        collector = self._inbox.open(request, 1, topology.pool_of(located.letter.subject))
+        collector = self.inbox.open(request, 1, topology.pool_of(located.letter.subject))
         try:
             item = msgspec.structs.replace(
                 located.item,
                 request=request,
                 chunk=0,
                 attempt=located.item.attempt + 1,
-                reply=self._inbox.address(request),
+                reply=self.inbox.address(request),
                 budget_ms=round(timeout_s * 1000),
             )
-            await self._broker.publish(located.letter.subject, messages.encode(item), f"{request}.0.{item.attempt}")
-            if self._on_published is not None:
-                self._on_published(located.letter.subject, item)
+            await self.broker.publish(located.letter.subject, messages.encode(item), f"{request}.0.{item.attempt}")
+            if self.on_published is not None:
+                self.on_published(located.letter.subject, item)
             await collector.wait(timeout_s)
             (result,) = collector.results
             assert result is not None
             if not any(isinstance(outcome, Failed) for outcome in result.outcomes):
-                await self._letters.remove(located)
+                await self.letters.remove(located)
             return result
         finally:
-            self._inbox.close(collector)
+            self.inbox.close(collector)
 
     async def _forgive(self, item: WorkItem) -> None:
         """Remove the poison marks of the work's inputs, because workers refuse marked inputs."""
-        marks = await self._broker.key_value(topology.POISON_BUCKET, max_age_s=topology.POISON_LIFETIME_S)
+        marks = await self.broker.key_value(topology.POISON_BUCKET, max_age_s=topology.POISON_LIFETIME_S)
         for key in dict.fromkeys(content_keys(item)):
             if await marks.get(key) is not None:
                 await marks.write([Write(key, None)])

@@ -328,7 +328,7 @@ class ClusterStatus:
         """
         if not self._lag.is_known:
             return None
-        return _queues(_OF_LANE, self._lag.lanes()), _queues(("model", *_OF_LANE), self._lag.models())
+        return _queues(_OF_LANE, self._lag.lanes), _queues(("model", *_OF_LANE), self._lag.models)
 
     def _cluster_frame(self, grant: Grant) -> str:
         workers, cluster, models = self.view()
@@ -399,7 +399,7 @@ class ClusterStatus:
         return {"lanes": [lane.shown(text.lower(), visible) for lane in self._placed()]}
 
     def _look_at_tables(self) -> list[LaneTable]:
-        waiting = Waitings(self._lag.models())
+        waiting = Waitings(self._lag.models)
         lanes, now_s = self.fleet.lanes(), self._placer.now_s()
         return [
             LaneTable.from_table(table, lane, lanes.get(lane, []), waiting, now_s)

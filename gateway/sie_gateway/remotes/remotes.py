@@ -402,12 +402,7 @@ class Remotes:
             lane = self._fleet.lane(resolved, pool=DEFAULT_POOL, machine_profile="", known_pools=())
         except SIEError:  # no lane can serve the model
             return []
-        return [
-            status
-            for beat in self._fleet.hosts(lane, resolved.residency)
-            for status in beat.models
-            if status.model == resolved.residency and status.state == "loaded"
-        ]
+        return self._fleet.loaded(lane, resolved.residency)
 
     async def _computed(self, resolved: Resolved, precision: str) -> RemoteReference:
         """Encode the probe texts in this cluster. Raises SIEError, FailedRequest, EntryChanged."""

@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -19,7 +20,7 @@ from sie_contracts.settings import SettingError, Settings
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Payload, WorkItem
 from sie_gateway.metrics import Metrics
-from sie_runtime.process import Stop
+from sie_runtime.process import Stop, Trouble
 from sie_store.object_stores import StoreError, StoreFull
 from sie_store.payloads import PayloadStore
 
@@ -46,47 +47,42 @@ def life_s(settings: Settings, max_age_s: float) -> int:
     return ttl_s
 
 
+@dataclass(eq=False)
 class Offload:
     """Writer of large inputs to the payload store, which also removes old ones. `wall_clock`: seconds since 1970."""
 
-    def __init__(
-        self, store: PayloadStore, life_s: int, metrics: Metrics, wall_clock: Callable[[], float] = time.time
-    ) -> None:
-        self._store = store
-        self._life_s = life_s
-        self._metrics = metrics
-        self._wall_clock = wall_clock
+    store: PayloadStore
+    life_s: int
+    metrics: Metrics
+    wall_clock: Callable[[], float] = time.time
 
     async def stored(self, item: WorkItem, timeout_s: float) -> WorkItem:
         """Store inputs and query of a work item; return the item with their key instead. Raises QueueUnavailable."""
         data = await asyncio.to_thread(messages.encode_in_pieces, Payload(item.inputs, item.query))
         try:
-            key = await self._store.put(data, period=int(self._wall_clock() // self._life_s), timeout_s=timeout_s)
+            key = await self.store.put(data, period=int(self.wall_clock() // self.life_s), timeout_s=timeout_s)
         except StoreError as error:
             _logger.warning("request %s: %d bytes of input could not be stored: %s", item.request, len(data), error)
             if isinstance(error, StoreFull):
                 message = "the payload store, where large inputs are stored, is full: send fewer items in a request"
                 raise QueueUnavailable(message, reason="store_full") from error
             raise QueueUnavailable("large inputs could not be written to the payload store: try again later") from error
-        self._metrics.payload_offloads.inc()
+        self.metrics.payload_offloads.inc()
         return msgspec.structs.replace(item, inputs=(), query=None, payload=key, count=len(item.inputs))
 
     async def sweep(self) -> int:
         """Remove payloads that are older than any message can be, as many as `PayloadStore.sweep` removes in one call;
         return their number. Several gateways may do this at the same time. Raises StoreError.
         """
-        return await self._store.sweep(older_than_s=self._life_s, now_s=self._wall_clock(), timeout_s=SWEEP_TIMEOUT_S)
+        return await self.store.sweep(older_than_s=self.life_s, now_s=self.wall_clock(), timeout_s=SWEEP_TIMEOUT_S)
 
     async def run(self, stop: Stop) -> None:
         """Call `sweep` at least ten times in a payload's life. Random pauses keep gateways from sweeping together."""
-        pause_s = min(LONGEST_PAUSE_S, self._life_s / 10)
+        trouble = Trouble(_logger, "old payloads cannot be removed from the payload store")
+        pause_s = min(LONGEST_PAUSE_S, self.life_s / 10)
         while not await stop.wait_for(pause_s * random.uniform(0.5, 1.0)):  # noqa: S311 not secret
-            try:
-                removed = await self.sweep()
-            except StoreError as error:
-                _logger.warning("old payloads could not be removed from the payload store: %s", error)
-            else:
-                if removed:
+            with trouble.logged(StoreError):
+                if removed := await self.sweep():
                     _logger.info(
-                        "%d payloads older than %d s were removed from the payload store", removed, self._life_s
+                        "%d payloads older than %d s were removed from the payload store", removed, self.life_s
                     )
