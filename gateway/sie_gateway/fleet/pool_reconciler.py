@@ -196,7 +196,7 @@ class PoolReconciler:
         unready_s: dict[str, float] = {}
         beats = self._fleet.workers()
         for beat, is_healthy in beats:
-            if beat.own_pool != topology.pool_name("default"):
+            if beat.own_pool != topology.DEFAULT_POOL:
                 continue
             if not is_healthy and not beat.leaving and beat.worker in assigned:
                 is_healthy = is_recent or self._fleet.is_heard(beat.worker)

@@ -27,7 +27,7 @@ ON_THEIR_WAY = "its workers do not serve it yet"
 
 def shown(name: str) -> str:
     """Return the name of a pool as clients see it: the default pool is shown as `default`."""
-    return "default" if name == topology.pool_name("default") else name
+    return "default" if name == topology.DEFAULT_POOL else name
 
 
 def not_found(name: str) -> PoolNotFound:
@@ -120,15 +120,8 @@ def own_pool(name: str, workers: Sequence[Heartbeat]) -> api.Pool:
 
 def reserved_pool(reservation: Reservation, workers: Sequence[Heartbeat], pending_reason: str) -> api.Pool:
     """Return the Pool object of a reservation. `pending_reason`: why it is not active; empty if it is active."""
-    spec = api.PoolSpec(
-        name=reservation.spec.name,
-        bundle=reservation.spec.bundle or None,
-        gpus=reservation.spec.gpus,
-        ttl_seconds=reservation.spec.ttl_seconds,
-        minimum_worker_count=reservation.spec.minimum_worker_count,
-        gpu_caps=reservation.spec.gpu_caps,
-        pinned_models=list(reservation.spec.pinned_models),
-    )
+    spec = msgspec.convert(reservation.spec, api.PoolSpec, from_attributes=True)
+    spec = msgspec.structs.replace(spec, bundle=spec.bundle or None)
     status = api.PoolStatus(
         state="pending" if pending_reason else "active",
         assigned_workers=list(map(_worker, workers)),

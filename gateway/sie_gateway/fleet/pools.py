@@ -319,11 +319,10 @@ class PoolDirectory:
 
     def _assignable(self) -> dict[str, AssignableWorker]:
         """Return the healthy workers that reservations may take."""
-        default = topology.pool_name("default")
         return {
             beat.worker: AssignableWorker.from_heartbeat(beat)
             for beat in self.fleet.healthy()
-            if beat.own_pool == default
+            if beat.own_pool == topology.DEFAULT_POOL
         }
 
     def _has_no_lease(self, name: str) -> bool:

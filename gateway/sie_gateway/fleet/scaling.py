@@ -98,7 +98,7 @@ class Scaling:
         requested, pending = self.pools.reserved(), self.pools.pending()
         # A reservation takes its workers from the default pool. The autoscaler reads the lane of the default pool, so
         # that lane counts the workers of reservations too.
-        is_default = lane.pool == topology.pool_name("default")
+        is_default = lane.pool == topology.DEFAULT_POOL
         mine = {
             key
             for key in requested

@@ -447,17 +447,7 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread:
         fingerprint=next((shard.fingerprint for shard in good if shard.fingerprint), ""),
         rows=sum(shard.rows for shard in good),
         failed=sum(shard.failed for shard in good),
-        parts=[
-            api.JobPart(
-                name=shard.name,
-                rows=shard.rows,
-                failed=shard.failed,
-                bytes=shard.bytes,
-                sha256=shard.sha256,
-                source=shard.source,
-            )
-            for shard in good
-        ],
+        parts=[msgspec.convert(shard, api.JobPart, from_attributes=True) for shard in good],
         broken=broken_parts(shards, unread),
     )
 

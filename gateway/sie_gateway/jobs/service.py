@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from sie_broker import BrokerError
@@ -160,16 +161,7 @@ class JobService:
             ended_at=job.ended_s or None,
             model=job.model or job.request.model,
             operation=job.request.operation,
-            counts=api.JobCounts(
-                rows=job.rows,
-                done=job.done,
-                failed=job.failed,
-                reused=job.reused,
-                tokens=job.tokens,
-                shards=job.shards,
-                shards_done=job.shards_done,
-                shards_failed=job.shards_failed,
-            ),
+            counts=msgspec.convert(job, api.JobCounts, from_attributes=True),
             errors=job.codes,
             error=_error(job.error),
             trouble=_error(job.trouble),

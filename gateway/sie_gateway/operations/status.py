@@ -9,6 +9,7 @@ without it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -269,15 +270,11 @@ class ClusterStatus:
             while not await stop.wait_for(DEAD_EVERY_S):
                 queues = self.queues()
                 self._trend.sample(queues[0] if queues else None)
-                await self._count_dead_letters()
-
-    async def _count_dead_letters(self) -> None:
-        try:
-            states = [await self._queue.stream_state(letter_stream(pool)) for pool in sorted(self._pools)]
-        except BrokerError:
-            # the broker is unreachable, which other modules report, or the stream of a new pool does not exist yet
-            return
-        self.dead_letters = sum(state.last_sequence for state in states)
+                # an error means that the broker is unreachable, which other modules report, or that the stream of a new
+                # pool does not exist yet
+                with contextlib.suppress(BrokerError):
+                    states = [await self._queue.stream_state(letter_stream(pool)) for pool in sorted(self._pools)]
+                    self.dead_letters = sum(state.last_sequence for state in states)
 
     def workers(self) -> list[ViewedWorker]:
         """Return all known workers, healthy or not, in the order of their names or URLs."""

@@ -211,9 +211,7 @@ class StreamConsumers:
         names = set(await self._broker.consumers(self._stream))
         lost = verified - names
         self._verified -= lost
-        self._own = {name for name in names if not topology.is_slot(name)} | {
-            name for name in self._ensuring if not topology.is_slot(name)
-        }
+        self._own = {name for name in (*names, *self._ensuring) if not topology.is_slot(name)}
         missing = {name: spec for name, (spec, _) in self._held.items() if name not in self._verified}
         for subject in await self._broker.subject_counts(self._stream, ">"):
             try:
@@ -617,11 +615,9 @@ class WorkQueue:
         """
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
         stored, tried = StreamPosition("", 0), False
-        data = b""
         # large inputs are not encoded here: they go to the payload store, and encoding would block the event loop
-        is_large = self._offload is not None and _least_bytes(item) > self.payload_bytes
-        if not is_large:
-            data = messages.encode(item)
+        is_large = self._offload is not None and sum(entry.least_bytes for entry in _inputs(item)) > self.payload_bytes
+        data = b"" if is_large else messages.encode(item)
         if self._offload is not None and (
             is_large or (len(data) > self.payload_bytes and self._is_too_large(item, len(data)))
         ):
@@ -744,10 +740,6 @@ class WorkQueue:
 
 def _inputs(item: WorkItem) -> Sequence[Input]:
     return (*item.inputs, item.query) if item.query else item.inputs
-
-
-def _least_bytes(item: WorkItem) -> int:
-    return sum(entry.least_bytes for entry in _inputs(item))
 
 
 def _bounded(timeout_s: float, deadline_s: float) -> float:
