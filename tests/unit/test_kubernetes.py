@@ -138,6 +138,14 @@ async def test_pods_appear_and_disappear_with_the_events_of_the_api(
         await until(lambda: addresses() == (), "no pod")
 
 
+async def test_endpoints_log_that_the_certificates_of_the_account_are_missing(
+    account: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers, "MIN_PAUSE_S", 0.01)
+    async with following(Endpoints(settings_of(), api="https://127.0.0.1:1", account=account)):
+        await until(lambda: "cannot read the endpoints of default/sie-worker" in caplog.text, "the failure is logged")
+
+
 @pytest.mark.parametrize(
     ("variable", "path", "selector", "port"),
     [

@@ -267,21 +267,19 @@ class Endpoints:
         in use.
         """
         trouble = Trouble(_logger, f"cannot read the endpoints of {self._namespace}/{self._service}")
-        verify = (
-            ssl.create_default_context(cafile=str(self._account / "ca.crt"))
-            if self._api.startswith("https:")
-            else False
-        )
-        async with httpx.AsyncClient(base_url=self._api, verify=verify, trust_env=False, timeout=5.0) as client:
-            while True:
-                try:
+        is_https, authorities = self._api.startswith("https:"), str(self._account / "ca.crt")
+        while True:
+            try:
+                # read each time, because the kubelet replaces the file
+                verify = ssl.create_default_context(cafile=authorities) if is_https else False
+                async with httpx.AsyncClient(base_url=self._api, verify=verify, trust_env=False, timeout=5.0) as client:
                     addresses, version = await self._list(client)
                     on_found(addresses)
                     trouble.passed()
                     await self._change(client, version)
-                except (httpx.HTTPError, *UNDECODABLE, OSError) as error:
-                    trouble.met(error)
-                await asyncio.sleep(MIN_PAUSE_S)  # limits the requests while pods change fast
+            except (httpx.HTTPError, *UNDECODABLE, OSError) as error:
+                trouble.met(error)
+            await asyncio.sleep(MIN_PAUSE_S)  # limits the requests while pods change fast
 
     @property
     def _path(self) -> str:
