@@ -238,8 +238,8 @@ async def serve(
         raise
     tasks = Tasks(_logger, stop.request)
     drained_s = 0.0
-    # Ends most background tasks. Requested only after the drain, because open requests need these tasks. The tasks of
-    # jobs end at `stop` already; the measurement of the broker's clock is cancelled.
+    # `drained` ends most background tasks, and only after the drain, because open requests need these tasks. The tasks
+    # of jobs end at `stop` already; the measurement of the broker's clock is cancelled.
     drained = Stop()
     measuring: asyncio.Task[None] | None = None
     owning: asyncio.Task[None] | None = None
@@ -294,7 +294,6 @@ async def serve(
             )
 
         broker.on_reconnect(on_reconnect)
-        broker.on_reconnect(jobs.bucket.reconnected)
         readiness.started = not stop.requested
         if on_listening is not None:
             on_listening(main.port)

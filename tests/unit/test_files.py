@@ -89,10 +89,11 @@ async def store_of(
     """Return the store of a further gateway, whose clock is `ahead_s` ahead."""
     broker = cluster.server.connect("further")
     jobs = JobsBucket(broker, 1)
-    await jobs.follow()
     lease = LeaderLease(RecordBucket(broker, topology.LEASES_BUCKET), "further")
     files = open_files(str(folder))
-    return FileStore(jobs, files, lease, usage or file_usage(), lambda: time.time() + ahead_s, **limits)
+    store = FileStore(jobs, files, lease, usage or file_usage(), lambda: time.time() + ahead_s, **limits)
+    await jobs.follow()
+    return store
 
 
 def records(server: MemoryServer) -> list[FileRecord]:

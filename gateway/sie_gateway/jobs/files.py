@@ -90,8 +90,6 @@ class FileStore:
         self._wall_clock = wall_clock
         self._max_bytes = max_bytes
         self._usage = usage
-        for file, record in self._records.items():
-            self._charge(file, record)
         self._records.listeners.append(self._charge)
         self._uploads = KeySlots(UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY, "uploads")
         self._outputs = asyncio.Semaphore(OUTPUTS_AT_ONCE)
@@ -197,11 +195,11 @@ class FileStore:
 
         try:
             with _unavailable():
-                stands = await self._records.change(
+                stored = await self._records.change(
                     draft.id, lambda now: now if now is not None and now.state == "ready" else draft
                 )
-            if stands is not None and stands.state == "ready":  # another gateway wrote the same file
-                return stands
+            if stored is not None and stored.state == "ready":  # another gateway wrote the same file
+                return stored
             try:
                 with _unavailable():
                     limit = self._max_bytes if bounded else math.inf

@@ -119,8 +119,8 @@ class RecordValues(Mapping[str, T], Generic[T]):
             after = make(before)
             return None if after is None else bounded(after)
 
-        stands = await self._record.change(self._prefix + id_, cast("Callable[[_Kept | None], _Kept | None]", changed))
-        return cast("T | None", stands)
+        stored = await self._record.change(self._prefix + id_, cast("Callable[[_Kept | None], _Kept | None]", changed))
+        return cast("T | None", stored)
 
     async def refresh(self, id_: str) -> T | None:
         """Read a record from the bucket again, replace the known one, and return it. Raises BrokerError."""
@@ -176,6 +176,7 @@ class JobsBucket:
             broker, topology.JOBS_BUCKET, storage="file", replicas=replicas, removed_age_s=REMOVED_AGE_S
         )
         self._record = Record[_Kept](bucket, _decode, self._on_value, on_lost=self._on_lost)
+        broker.on_reconnect(self._record.reconnected)
         self.is_read = False
         self.files = RecordValues[FileRecord](self._record, "file.")
         self.jobs = RecordValues[JobRecord](self._record, "job.")
@@ -189,10 +190,6 @@ class JobsBucket:
         """Raise NotReady while the bucket has not been read."""
         if not self.is_read:
             raise NotReady("the records of jobs and files have not been read from the broker yet")
-
-    async def reconnected(self) -> None:
-        """Handle a new connection to the broker; a callback for `Connection.on_reconnect`."""
-        await self._record.reconnected()
 
     async def run(self, stop: Stop) -> None:
         """Follow the bucket until `stop`. If the broker lost the bucket, it is created again."""

@@ -43,8 +43,8 @@ _logger = logging.getLogger("sie.gateway.pools")
 
 
 class _PoolBody(Struct, forbid_unknown_fields=True):
-    """Fields of `PoolRequest` that may also be null. Names, counts and upper limits are checked later, because their
-    errors have other codes, reasons and params.
+    """Fields of `PoolRequest`, which may also be null. Fields of type Any and upper limits are checked by `parse_spec`,
+    whose errors have other codes, reasons and params.
     """
 
     name: Any = None
@@ -54,7 +54,7 @@ class _PoolBody(Struct, forbid_unknown_fields=True):
     bundle: str | None = None
     minimum_worker_count: Annotated[int, Meta(ge=0)] | None = None
     ttl_seconds: Annotated[int, Meta(ge=1)] | None = None
-    pinned_models: Annotated[list[str], Meta(max_length=MAX_PINNED)] | None = None
+    pinned_models: Any = None
 
 
 def parse_spec(raw: Mapping[str, Any], profiles: Collection[str], catalogue: Catalogue) -> ReservationSpec:
@@ -83,7 +83,9 @@ def parse_spec(raw: Mapping[str, Any], profiles: Collection[str], catalogue: Cat
     ttl_s = body.ttl_seconds or TTL_S
     if ttl_s > MAX_TTL_S:
         raise PoolOperationForbidden(f"ttl_seconds: at most {MAX_TTL_S} are allowed, got {ttl_s}", param="ttl_seconds")
-    pinned = body.pinned_models or ()
+    pinned = body.pinned_models or []
+    if not isinstance(pinned, list) or not all(isinstance(model, str) for model in pinned) or len(pinned) > MAX_PINNED:
+        raise InvalidInput.at("pinned_models", f"expected a list of at most {MAX_PINNED} strings, got {_kind(pinned)}")
     models = tuple(dict.fromkeys(resolved.residency for model in pinned for resolved in resolve_all(catalogue, model)))
     spec = ReservationSpec(name, gpus, bundle, minimum, ttl_s, caps, models)
     if len(messages.encode(spec)) > MAX_SPEC_BYTES:
