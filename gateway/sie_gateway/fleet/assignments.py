@@ -89,7 +89,7 @@ def assign(
         addition = _addition(spec, present, workers, reserved, takes_last=reservation.takes_last)
         held[spec.name] = _needed(spec, [*held[spec.name], *addition], workers)
     assigned = {name: pool for pool, names in held.items() for name in names}
-    # a new worker may make another one of its reservation unnecessary, and an older reservation may need that one
+    # a new worker may make another worker of its reservation unnecessary, which an older reservation may need
     return assigned if assigned == before else assign(order, workers, assigned)
 
 
@@ -145,7 +145,7 @@ def _addition(
     if not all(worker.is_heard for worker in held):
         return []
     free = [name for name, worker in workers.items() if name not in assigned and worker.fits(spec)]
-    # checked first, because it is fast and usually true of a pending reservation
+    # checked first, because this check is fast, and most pending reservations end here
     if not is_met(spec, itertools.chain(held, map(workers.__getitem__, free))):
         return []
     short, count = lacking(spec, held)

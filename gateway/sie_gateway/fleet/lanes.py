@@ -103,9 +103,9 @@ class _LaneWorkers:
 
 class Fleet:
     """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy; after
-    ten times this time, it is removed. If no worker is heard for this timeout, as without the broker, the ten times
-    begin again at the next heartbeat. Workers are indexed by lane and by model, so that a look-up costs the same with
-    one worker and with a thousand. `residency`: name of a model with one set of load options.
+    ten times this time, it is removed. If no worker is heard for this timeout, for example without the broker, the time
+    to removal begins again at the next heartbeat. Workers are indexed by lane and by model, so that a look-up costs the
+    same with one worker and with a thousand. `residency`: name of a model with one set of load options.
     """
 
     def __init__(
@@ -246,8 +246,8 @@ class Fleet:
     def is_lane_alive(self, lane: Lane) -> bool:
         """Return whether a live worker may have work of this lane. A worker, ready or not, counts as live until its
         next heartbeat is LOST_S seconds overdue. A worker that was moved to another pool first finishes its work, so
-        its earlier lanes count until it reports no work, and after this report for the same time as after a last
-        heartbeat. After a loss of the connection to the broker, the result is True for this time too.
+        its earlier lanes count for the same time after its first report without work. After a loss of the connection to
+        the broker, the result is True for this time too.
         """
         now_s = self._clock()
         since_s = now_s - self._timeout_s - LOST_S
@@ -319,9 +319,9 @@ class Fleet:
 
     def loading_left_s(self, lane: Lane, residency: str) -> float | None:
         """Return the expected seconds until a load of the model in the lane ends; None if no worker loads it. The
-        estimate is the longest of the model's last load times on all workers, without the time that a load in progress
-        has taken, and at least 1. A worker that unloads any model counts as one that is
-        about to load this one, because it frees memory for the load.
+        estimate is the longest of the model's last load times on all workers, minus the time that a load in progress
+        has taken, but at least 1. A worker that unloads any model counts as one that is about to load this model,
+        because it frees memory for the load.
         """
         self._expire()
         entry = self._lanes.get(lane)

@@ -105,7 +105,7 @@ class Placer:
         await self._record.follow()
 
     def _on_value(self, key: str, value: Placement | PlacementPart | None, revision: int) -> None:
-        self._when_looked(lambda: self._put(key, value, revision))
+        self._between_steps(lambda: self._put(key, value, revision))
 
     def _put(self, key: str, value: Placement | PlacementPart | None, revision: int) -> None:
         lane_key = topology.lane_key_of(key)
@@ -117,9 +117,9 @@ class Placer:
             del self._tables[lane_key]
 
     def _on_lost(self) -> None:
-        self._when_looked(self._tables.clear)
+        self._between_steps(self._tables.clear)
 
-    def _when_looked(self, take: Callable[[], object]) -> None:
+    def _between_steps(self, take: Callable[[], object]) -> None:
         """Call `take` now, or at the end of the step if one is running."""
         if self._held is not None:
             self._held.append(take)
@@ -188,13 +188,13 @@ class Placer:
             self._first_s = self.now_s()
         self._hosts = frozenset(beat.worker for beats in (*live.values(), *silent.values()) for beat in beats)
         await independently(
-            functools.partial(self._look_at, lane, live.get(lane, []), silent.get(lane, []), workers)
+            functools.partial(self._update_lane, lane, live.get(lane, []), silent.get(lane, []), workers)
             # workers of an ended reservation report its pool until they have left it
             for lane in live.keys() | self._planners.keys() | self._noted.keys()
             if self._serves(lane.pool)
         )
 
-    async def _look_at(self, lane: Lane, live: list[Heartbeat], silent: list[Heartbeat], workers: set[str]) -> None:
+    async def _update_lane(self, lane: Lane, live: list[Heartbeat], silent: list[Heartbeat], workers: set[str]) -> None:
         """Update the table of one lane. `live`, `silent`: last heartbeats of its healthy and its overdue workers."""
         if lane not in self._planners:
             self._planners[lane] = Planner(self._adopt_after_s, Slices())

@@ -337,7 +337,7 @@ class Planner:
         elif self._spare_s is None:
             self._spare_s = now_s
         alone: set[str] = set()
-        # at most so many workers have the same model, one more than its hosts while a leaving worker still serves it
+        # the 1 is for a leaving worker, which may still serve a model beside the hosts of this model
         if 0 < idle <= 1 + int(self._counts.max(initial=1)):
             names = layout.workers.keys() - layout.loading
             alone = {model for model in layout.workers[min(names)].models if names.issubset(layout.rows[model].before)}

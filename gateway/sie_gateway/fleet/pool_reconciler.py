@@ -98,9 +98,9 @@ class PoolReconciler:
         live = self._record.live()
         self._metrics.active_lease_gpus.set(sum(sum(reservation.spec.gpus.values()) for reservation in live.values()))
         created_s = {name: reservation.created_s for name, reservation in live.items()}
-        # a reservation that began and ended between two steps was never known here, but its stream may be followed
+        # a reservation that began and ended between two steps is not in `_known`, but its stream may be followed
         reservations = {*self._known, *self._queue.consumers.pools} - self._record.own
-        # between two steps, a reservation may have ended and another one with its name begun
+        # between two steps, a reservation may have ended, and a new one with the same name may have begun
         replaced = {name for name in created_s.keys() & self._known.keys() if created_s[name] != self._known[name]}
         for name in sorted((reservations - live.keys()) | replaced):
             self._on_gone(name)
@@ -158,7 +158,6 @@ class PoolReconciler:
             await bucket.write([Write(key, None) for key in keys])
 
     async def _assign(self) -> None:
-        """Write the assignment of workers to reservations, if it has changed."""
         live, before = self._record.live(), self._record.assigned.workers
         # in a thread, because with many reservations and workers it would block the event loop for too long
         assigned = await asyncio.to_thread(assignments.assign, live.values(), self._candidates(), before)

@@ -205,7 +205,7 @@ class PoolDirectory:
         PoolOperationForbidden over a limit, NotReady, QueueUnavailable, BrokerError.
         """
         name = spec.name
-        if name in self.record.own or name in self._physical():
+        if name in self.record.own or name in self._worker_pools():
             message = f"name: a pool {pool_rules.shown(name)!r} exists and is no reservation"
             pool = msgspec.to_builtins(self.pool(name, grant))
             raise PoolConflict(message, param="name", extras={"pool": pool})
@@ -287,7 +287,7 @@ class PoolDirectory:
         if not grant.key or "admin" in grant.scopes:
             return lambda name: True
         # "" is the pool of a worker that has not reported its pool yet, which every credential may see
-        own = self.record.own | self._physical() | {""}
+        own = self.record.own | self._worker_pools() | {""}
         own |= {name for name, reservation in self.record.reservations.pools.items() if grant.owns(reservation.owner)}
         return own.__contains__
 
@@ -327,16 +327,16 @@ class PoolDirectory:
 
     def _has_no_lease(self, name: str) -> bool:
         """Return whether this is a pool of this gateway's settings or of the settings of a worker."""
-        return name in self.record.own or name in self._physical()
+        return name in self.record.own or name in self._worker_pools()
 
-    def _physical(self) -> set[str]:
+    def _worker_pools(self) -> set[str]:
         """Return the pools to which known workers belong by their own settings, and not by a reservation."""
         return {beat.own_pool or beat.pool for beat, _ in self.fleet.workers()} - self.record.reservations.pools.keys()
 
     def pools(self, grant: Grant) -> list[api.Pool]:
         """Return the Pool objects that a credential may see: those without a lease, then its reservations, by name."""
         live = self.record.live()
-        own = (self.record.own | self._physical()) - live.keys()
+        own = (self.record.own | self._worker_pools()) - live.keys()
         reserved = sorted(name for name, reservation in live.items() if grant.owns(reservation.owner))
         return [self.pool(name, grant) for name in (*sorted(own), *reserved)]
 

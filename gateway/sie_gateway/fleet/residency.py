@@ -123,7 +123,6 @@ class Residencies:
         return [Placed(resolved.canonical, lane, "unloading", reports) for lane, reports in sorted(placed.items())]
 
     async def _publish(self, beat: Heartbeat, action: messages.ResidencyAction, residency: str) -> None:
-        """Send a worker the request to load or unload a model. Raises QueueUnavailable."""
         try:
             await self._send(beat, action, residency)
         except BrokerError as error:

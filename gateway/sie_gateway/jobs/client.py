@@ -127,8 +127,8 @@ class Room:
 class Throttle:
     """Limit of the mean rate of a job, in tokens per second (0: no limit). A request with n tokens delays the next one
     by n / rate seconds. Until the tokens of a request are known, they are estimated from the mean of earlier inputs.
-    `until_open` waits for the time of day at which the job may run. Only one request at a time waits in it, so that the
-    requests do not all start at once when that time begins.
+    `until_open` waits for the time of day at which the job may run. Only one request at a time waits for this, so that
+    the requests do not all start at once when that time begins.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class JobClient:
         """Return the result of `attempt`. After an error that may disappear, `attempt` is called again; after a lack of
         memory in a worker, at most ATTEMPTS times. Raises SIEError, FailedRequest.
         """
-        tries, exhausted, pause_s, is_told = 0, 0, 0.0, False
+        tries, exhausted, pause_s, has_trouble = 0, 0, 0.0, False
         try:
             while True:
                 await self._until_open()
@@ -224,13 +224,13 @@ class JobClient:
                     exhausted += isinstance(failure, FailedRequest) and _is_exhausted(failure)
                     if not _passes(error) or exhausted == ATTEMPTS:
                         raise
-                    pause_s, is_told = error.retry_after_s, True
+                    pause_s, has_trouble = error.retry_after_s, True
                     self._on_trouble(error)
                 tries += 1
                 pause_s = min(MAX_PAUSE_S, max(0.2, pause_s, 0.2 * 2 ** min(tries, 8)))
                 await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311  spreads retries over time
         finally:
-            if is_told:
+            if has_trouble:
                 self._on_trouble(None)
 
     def understood(

@@ -65,9 +65,9 @@ class JobLedger:
             self._usage.check(job.owner, RecordUse(1, size))
             self._usage.charge(job.id, job.owner, size)
         try:
-            stands = await self._jobs.change(job.id, lambda before: job if before is None else before)
-            assert stands is not None
-            return stands
+            stored = await self._jobs.change(job.id, lambda before: job if before is None else before)
+            assert stored is not None
+            return stored
         finally:
             self._charge(job.id, self._jobs.get(job.id))
 
@@ -82,9 +82,9 @@ class JobLedger:
                 raise NotFound("there is no such job", param="job")
             return make(before)
 
-        stands = await self._jobs.change(job_id, changed)
-        assert stands is not None
-        return stands
+        stored = await self._jobs.change(job_id, changed)
+        assert stored is not None
+        return stored
 
     async def shards(self, job_id: str) -> dict[int, ShardRecord]:
         """Return the records of a job's shards, by the number of the shard. Raises BrokerError."""

@@ -88,8 +88,8 @@ class BatchJob:
 
     async def _stored(self, number: int, span: RowSpan, rows: Sequence[BatchRow]) -> ShardRecord:
         data = await asyncio.to_thread(lambda: b"".join(row.text + b"\n" for row in rows))
-        stands = await self._place.put_once(_part(number), data)
-        return await asyncio.to_thread(_record, number, span, stands, rows if stands is data else None)
+        stored = await self._place.put_once(_part(number), data)
+        return await asyncio.to_thread(_record, number, span, stored, rows if stored is data else None)
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         """Join the parts to two files: answers, and failures. A file without lines is not created (see `run.JobWork`).

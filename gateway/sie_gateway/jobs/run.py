@@ -249,7 +249,7 @@ class JobRun:
 
         try:
             if self._early_end is None:
-                ended = await self._until_told(self._patiently(attempt))
+                ended = await self._until_stopped(self._patiently(attempt))
                 if ended == "pause" and not works:
                     await self._pause(None, is_asked=True)
                     return None
@@ -273,7 +273,7 @@ class JobRun:
         started_s = self._job.started_s or self._now_s()
         await self._note(state=first, started_s=started_s, error=None, fingerprint=self._job.fingerprint)
         try:
-            ended = await self._until_told(self._whole(work))
+            ended = await self._until_stopped(self._whole(work))
         except (BrokerError, Replaced):
             raise
         except Deadly as error:
@@ -374,7 +374,7 @@ class JobRun:
         self._live.pop(number, None)  # forget the progress of an earlier attempt at this shard
         return await work.shard(number, span)
 
-    async def _until_told(self, work: Awaitable[None]) -> str:
+    async def _until_stopped(self, work: Awaitable[None]) -> str:
         """Do the work until it is complete or must stop. Return why it must stop (pause, cancel or expired); an empty
         string if it is complete.
         """
@@ -442,7 +442,7 @@ class JobRun:
                 except BrokerError as error:  # the next write has the newer progress
                     _logger.info("the progress of job %s could not be written: %s", self._id, error)
                     continue
-                # `_until_told` learns this from the watch of the record, and ends the work
+                # `_until_stopped` learns this from the watch of the record, and ends the work
                 except (Replaced, NotFound) as error:
                     _logger.info("stopped writing the progress of job %s: %s", self._id, error)
                     return
@@ -471,7 +471,6 @@ class JobRun:
 
     async def _claim(self) -> None:
         """Become the leader in the record. Raises Replaced if the job needs no leader; BrokerError, NotFound."""
-
         self._job = await self._ledger.change(
             self._id, lambda job: claimed_by(job, self._leader) if is_due(job, self._now_s()) else job
         )

@@ -110,7 +110,7 @@ class JobScheduler:
         waiting = {job.id: job for job in due if job.id not in self._running}
         self._observed = {job_id: lease for job_id, lease in self._observed.items() if job_id in waiting}
         free = self._at_once - len(self._running)
-        for job in self._looked_at(waiting) if free > 0 else ():
+        for job in self._jobs_to_lease(waiting) if free > 0 else ():
             if free <= 0:
                 break
             lease = self._observed.pop(job.id, None)
@@ -122,7 +122,7 @@ class JobScheduler:
                 self._running[job.id] = _Running(job.id, task, self._observed.pop(job.id))
                 free -= 1
 
-    def _looked_at(self, waiting: dict[str, JobRecord]) -> list[JobRecord]:
+    def _jobs_to_lease(self, waiting: dict[str, JobRecord]) -> list[JobRecord]:
         """Return the jobs whose leases are requested now. One half are jobs that had another leader, which may have
         died; the other half are the oldest jobs that may have no leader yet. So neither group delays the other.
         """

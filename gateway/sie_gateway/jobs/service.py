@@ -70,12 +70,12 @@ class JobService:
         rows it retries. `fields`: further fields of its record. Raises SIEError.
         """
         job_id = self._new_id(call, "job-")
-        stands = self._existing(call, job_id)
-        if stands is None:
-            stands = await self._create(await self._new(call, job_id, request=request, retry_of=retry_of, **fields))
-        if stands.request is None or stands.retry_of != retry_of or not self._is_same(stands.request, request):
+        stored = self._existing(call, job_id)
+        if stored is None:
+            stored = await self._create(await self._new(call, job_id, request=request, retry_of=retry_of, **fields))
+        if stored.request is None or stored.retry_of != retry_of or not self._is_same(stored.request, request):
             raise IdempotencyMismatch("Idempotency-Key: it was used for another job", param="Idempotency-Key")
-        return self.as_info(stands)
+        return self.as_info(stored)
 
     def _is_same(self, request: api.JobRequest, previous: api.JobRequest) -> bool:
         """Compare two requests. Files with the same name and bytes are equal: a client may upload its file again."""

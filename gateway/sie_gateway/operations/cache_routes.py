@@ -60,7 +60,6 @@ async def erase(gateway: Gateway, request: Request) -> Response:
 
 
 def _erasure(selection: api.CacheErasure) -> AnswerErasure:
-    """Return the erasure that a body describes. Raises InvalidInput."""
     model, key = selection.model or "", selection.key or ""
     if selection.query is not None and selection.text is None:
         raise InvalidInput.at("text", "expected the document that was scored for the query")

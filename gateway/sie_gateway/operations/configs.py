@@ -142,8 +142,8 @@ async def status(gateway: Gateway, request: Request) -> Response:
     revision, since = present.revisions[entry.id], present.since(entry.id)
     gateways = gateway.peers.epochs()
 
-    # None if a gateway at this epoch does not have the revision yet, or if it has writes that `present` does not have
     def revision_at(epoch: str) -> int | None:
+        # None if a gateway at this epoch does not have the revision yet, or has writes that `present` does not have
         return revision if configs.has_seen(epoch, since) and configs.has_seen(present.epoch, epoch) else None
 
     served = None if isinstance(entry, Alias) else bundles

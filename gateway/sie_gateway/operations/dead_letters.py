@@ -285,7 +285,7 @@ async def _replayed(replays: Replays, letter: DeadLetterEntry, timeout_s: float)
     except BrokerError as error:
         _logger.warning("dead letter %s could not be run again: %s", letter.letter.id, error)
         return outcome("unavailable")
-    except SIEError as error:  # this gateway had no room for the result
+    except SIEError as error:  # this gateway had no memory for the result
         return outcome("failed", Counter({(error.code, error.reason): 1}))
     failed = (outcome.error for outcome in result.outcomes if isinstance(outcome, Failed))
     errors = Counter((error.code, error.reason) for error in failed)

@@ -262,7 +262,7 @@ class ClusterStatus:
         # last frames by the viewer's API key and the worker; the worker is None for frames about the cluster
         self._frames: dict[tuple[str, WorkerSocket | None], ViewerFrames] = {}
         self._glance = CachedSummary(self._summarise)
-        self._placed = CachedSummary(self._look_at_tables)
+        self._placed = CachedSummary(self._lane_tables)
 
     async def run(self, stop: Stop) -> None:
         """Store log lines; every DEAD_EVERY_S seconds, sample queue lengths and count dead letters. Ends at `stop`."""
@@ -395,7 +395,7 @@ class ClusterStatus:
         visible = self._visible(grant)
         return {"lanes": [lane.shown(text.lower(), visible) for lane in self._placed()]}
 
-    def _look_at_tables(self) -> list[LaneTable]:
+    def _lane_tables(self) -> list[LaneTable]:
         waiting = Waitings(self._lag.models)
         lanes, now_s = self.fleet.lanes(), self._placer.now_s()
         return [

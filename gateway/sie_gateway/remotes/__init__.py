@@ -1,4 +1,4 @@
-"""Remote servers that answer for a model when this cluster has no room ([docs/remote.md](docs/remote.md)).
+"""Remote servers that answer for a model when this cluster has no capacity ([docs/remote.md](docs/remote.md)).
 
     configuration ── SIE_REMOTES ──► RemoteServer
     client        ── texts over HTTP to a server of SIE, TEI or the OpenAI shape ──► checked vectors

@@ -117,7 +117,7 @@ class RemoteClient:
             answers.append(self._read(raw, len(piece), width))
         vectors, tokens, models = zip(*answers, strict=True)
         reported = frozenset().union(*models)
-        if self._server.kind == "tei":  # after the vectors, so that a change of the server's model is noticed
+        if self._server.kind == "tei":  # requested last, to notice that the model was replaced during this call
             reported = frozenset({_tei_model(await self._send("GET", "/info", None, 0, until_s))})
         return RemoteAnswer(np.concatenate(vectors), None if None in tokens else sum(tokens), reported)
 

@@ -55,7 +55,8 @@ class ParityBound(NamedTuple):
     difference: float
 
 
-# the difference for 16 and 8 bits is the distance of unit vectors with this cosine; in float32 servers agree far better
+# the difference for 16 and 8 bits is the distance of two unit vectors with the cosine of the bound; in float32 servers
+# agree far better
 BOUNDS: Mapping[str, ParityBound] = {
     "float32": ParityBound(COSINE_32, 5e-4),
     "float16": ParityBound(COSINE_16, 0.045),

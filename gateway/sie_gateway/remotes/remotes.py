@@ -1,4 +1,4 @@
-"""Answers of proven remote servers to requests that this cluster refuses for lack of room.
+"""Answers of proven remote servers to requests that this cluster refuses for lack of capacity.
 
     every second ──► is a probe due? ──► reference vectors ──► probe texts, remotely ──► equal: proven for a day, or by
                                             │                     │                      golden vectors for an hour
@@ -55,7 +55,7 @@ REFUSALS = frozenset({"PROVISIONING", "MODEL_LOADING", "QUEUE_FULL", "QUEUE_UNAV
 MAX_FAILURES = 2
 CHECK_S = 1.0
 PROVEN_S = 86_400.0  # seconds until a proof is repeated
-# seconds until the next probe after a probe failed; the pause doubles with each failed probe, up to the second number
+# seconds until the next probe after a probe failed; the pause doubles with each failed probe, up to MAX_PAUSE_S
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
 DEVIATES_S = 3600.0  # seconds until a server whose vectors differ is probed again
 # shortest time between a probe and the probe that follows failed calls or a report of another model
@@ -397,7 +397,6 @@ class Remotes:
         return proofs.stored_reference(computed, entry)
 
     def _loaded(self, resolved: Resolved) -> list[ModelStatus]:
-        """Return the reports of the workers that have the model loaded."""
         try:
             lane = self._fleet.lane(resolved, pool=DEFAULT_POOL, machine_profile="", known_pools=())
         except SIEError:  # no lane can serve the model

@@ -108,10 +108,10 @@ def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: floa
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
     own = [name for name in order if not topology.is_slot(name)]
     crowd = len(own) - (limit - limit // 16) - sum(1 for name in idle if not topology.is_slot(name))
-    tired = [
+    unused = [
         name for name in own if name not in set(idle) and now_s - resting[name].since_s >= min(CROWDED_IDLE_S, idle_s)
     ]
-    return idle + tired[: max(0, crowd)]
+    return idle + unused[: max(0, crowd)]
 
 
 class StreamConsumers:
