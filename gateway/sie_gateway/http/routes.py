@@ -343,6 +343,7 @@ CONTROL: tuple[GatewayRoute, ...] = (
         scope="pools",
         status=201,
         body=operations_api.PoolRequest,
+        body_bytes=pools.MAX_BODY_BYTES,
     ),
     control(
         "GET",

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from sie_gateway.state import Gateway
 
 MAX_PROFILES = 64
+MAX_BODY_BYTES = 64 << 10
 # bytes of one stored reservation: all reservations together are one value, which must fit into one NATS message
 MAX_SPEC_BYTES = 8 << 10
 T = TypeVar("T")
