@@ -158,9 +158,8 @@ class ColdStarts:
                 del entries[lane]
 
     def check(self, lane: Lane, residency: str, *, was_hosted: bool = False) -> bool:
-        """Decide whether a request may wait on after SIE_LOAD_HOLD_S: return True if a worker has loaded the model, or
-        if one had loaded it (`was_hosted`) and the lane is alive; False if a ready worker may soon begin the load.
-        Raises ModelLoading, NotProvisioned.
+        """Check that a request may wait on after SIE_LOAD_HOLD_S, and return `was_hosted` for the next check. Raises
+        ModelLoading while a worker loads the model, NotProvisioned while the lane has no ready worker.
 
         `was_hosted`: a worker had the model when the request arrived, or at an earlier check. Then the work of the
         request is in the queue or at a worker. So the request also waits while this worker is started again, loads the

@@ -246,8 +246,8 @@ class Fleet:
     def is_lane_alive(self, lane: Lane) -> bool:
         """Return whether a live worker may have work of this lane. A worker, ready or not, counts as live until its
         next heartbeat is LOST_S seconds overdue. A worker that was moved to another pool first finishes its work, so
-        its earlier lanes count for the same time after its first report without work. After a loss of the connection to
-        the broker, the result is True for this time too.
+        each earlier lane counts for the same time after the worker's last report of work. After a loss of the
+        connection to the broker, the result is True for this time too.
         """
         now_s = self._clock()
         since_s = now_s - self._timeout_s - LOST_S
@@ -353,8 +353,8 @@ class Fleet:
         goes to this machine profile, even while it has no live worker. Work in a reservation does not.
 
         Raises PoolNotFound, BundleConflict, InvalidInput with the reason `gpu_not_configured` or
-        `machine_profile_excluded`. If no machine profiles are configured, raises NotFound if no worker of the pool and
-        bundle matches the named profile, and NotProvisioned while the pool has no ready worker with the bundle.
+        `machine_profile_excluded`. Without configured machine profiles, it also raises NotProvisioned while the pool
+        has no ready worker with the bundle, and NotFound if none of these workers matches the named profile.
         """
         bundle = resolved.bundle
         configured = tuple(name.strip() for name in self._settings.gateway_configured_gpus or ())

@@ -256,8 +256,8 @@ class JobClient:
         items: Sequence[RequestItem],
         query: RequestItem | None = None,
     ) -> list[Placed]:
-        """Return the outcome of each item: a value, or an error that a retry does not change or that ATTEMPTS attempts
-        have not removed. Raises SIEError for an error that every item of the job would get; Halted.
+        """Return the outcome of each item: a value, or an error that is final or that remains after ATTEMPTS attempts.
+        Raises SIEError for an error that every item of the job would get; Halted.
         """
         outcomes = await self._whole(spec, operation, params, items, query)
         for _ in range(ATTEMPTS - 1):

@@ -341,8 +341,8 @@ class NativeJob:
             await self._trim()
 
     async def _opened(self, once: Unique) -> StoredAnswers | None:
-        """Return the cache; None if the job must not use one, or if the first input fails while the model's fingerprint
-        is unknown. The fingerprint selects the cache. Each answer has it, so the first input is answered now if needed.
+        """Return the cache, which the model's fingerprint selects. If no answer has shown the fingerprint yet, the first
+        input is answered here. Return None if the job must not use a cache, or if this first input fails.
         """
         if not self._cache_bytes or not once.inputs:
             return None

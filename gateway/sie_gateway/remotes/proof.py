@@ -197,8 +197,8 @@ def prompts_of(resolved: Resolved) -> dict[Prompt, Mapping[str, Any]]:
 
 
 def golden_reference(entry: ModelEntry, run: RunOptions) -> Reference | None:
-    """Return the golden vectors in the entry's file for texts without a prompt. None if there are none, if the file has
-    more than MAX_GOLDEN_BYTES, or if the entry accepts unproven answers.
+    """Return the golden vectors in the entry's file for texts without a prompt. None if it has none or more than
+    MAX_GOLDEN_BYTES, or if the entry accepts unproven answers.
     """
     path = packaged_folder() / entry.golden
     if not entry.golden or entry.load.accept_unproven or not path.is_file() or path.stat().st_size > MAX_GOLDEN_BYTES:
