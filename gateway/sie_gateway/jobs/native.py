@@ -341,7 +341,7 @@ class NativeJob:
             await self._trim()
 
     async def _opened(self, once: Unique) -> StoredAnswers | None:
-        """Return the cache, which the model's fingerprint selects. If no answer has shown the fingerprint yet, the first
+        """Return the cache that the model's fingerprint selects. If no answer has shown the fingerprint yet, the first
         input is answered here. Return None if the job must not use a cache, or if this first input fails.
         """
         if not self._cache_bytes or not once.inputs:

@@ -25,6 +25,7 @@ from sie_contracts.api.operations import (
 from sie_contracts.errors import InvalidInput, PayloadTooLarge, PoolNotFound, PoolOperationForbidden, QueueUnavailable
 from sie_contracts.models.alias_checks import resolve_all
 from sie_contracts.models.catalogue import Catalogue
+from sie_contracts.models.option_values import integer
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.records import ReservationSpec
 from sie_gateway.admission.grant import WORKERS_NAME
@@ -125,10 +126,9 @@ def _counts(counts: object, field: str, profiles: Collection[str]) -> dict[str, 
                 reason="gpu_not_configured",
                 extras={"status": "gpu_not_configured", "gpu": key[:60], "configured_gpu_types": sorted(profiles)},
             )
-        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_GPUS or profile in parsed:
-            got = f"{key[:60]!r} twice" if profile in parsed else count if isinstance(count, int) else _kind(count)
-            raise InvalidInput.at(path, f"expected a whole number from 1 to {MAX_GPUS}, got {got}")
-        parsed[profile] = count
+        if profile in parsed:
+            raise InvalidInput.at(path, f"the machine profile {profile} has two counts")
+        parsed[profile] = integer(path, count, f"a whole number from 1 to {MAX_GPUS}", 1, MAX_GPUS)
     return dict(sorted(parsed.items()))
 
 
