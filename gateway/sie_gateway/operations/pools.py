@@ -25,7 +25,7 @@ from sie_contracts.api.operations import (
 from sie_contracts.errors import InvalidInput, PayloadTooLarge, PoolNotFound, PoolOperationForbidden, QueueUnavailable
 from sie_contracts.models.alias_checks import resolve_all
 from sie_contracts.models.catalogue import Catalogue
-from sie_contracts.models.option_values import integer
+from sie_contracts.models.option_values import bad, integer
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.records import ReservationSpec
 from sie_gateway.admission.grant import WORKERS_NAME
@@ -87,7 +87,7 @@ def parse_spec(raw: Mapping[str, Any], profiles: Collection[str], catalogue: Cat
         raise PoolOperationForbidden(f"ttl_seconds: at most {MAX_TTL_S} are allowed, got {ttl_s}", param="ttl_seconds")
     pinned = body.pinned_models or []
     if not isinstance(pinned, list) or not all(isinstance(model, str) for model in pinned) or len(pinned) > MAX_PINNED:
-        raise InvalidInput.at("pinned_models", f"expected a list of at most {MAX_PINNED} strings, got {_kind(pinned)}")
+        raise bad("pinned_models", pinned, f"a list of at most {MAX_PINNED} strings")
     models = tuple(dict.fromkeys(resolved.residency for model in pinned for resolved in resolve_all(catalogue, model)))
     spec = ReservationSpec(name, gpus, bundle, minimum, ttl_s, caps, models)
     if len(messages.encode(spec)) > MAX_SPEC_BYTES:
@@ -98,7 +98,7 @@ def parse_spec(raw: Mapping[str, Any], profiles: Collection[str], catalogue: Cat
 
 def _name(value: object) -> str:
     if not isinstance(value, str):
-        raise InvalidInput.at("name", f"expected a string, got {_kind(value)}", reason="pool_name")
+        raise bad("name", value, "a string", "pool_name")
     try:
         name = topology.pool_name(value)
     except ValueError:
@@ -113,7 +113,7 @@ def _counts(counts: object, field: str, profiles: Collection[str]) -> dict[str, 
     if counts is None:
         return {}
     if not isinstance(counts, dict) or len(counts) > MAX_PROFILES:
-        raise InvalidInput.at(field, f"expected a map of counts by machine profile, got {_kind(counts)}")
+        raise bad(field, counts, "a map of counts by machine profile")
     parsed: dict[str, int] = {}
     for key, count in counts.items():
         profile = key.strip().lower()
@@ -130,10 +130,6 @@ def _counts(counts: object, field: str, profiles: Collection[str]) -> dict[str, 
             raise InvalidInput.at(path, f"the machine profile {profile} has two counts")
         parsed[profile] = integer(path, count, f"a whole number from 1 to {MAX_GPUS}", 1, MAX_GPUS)
     return dict(sorted(parsed.items()))
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else type(value).__name__
 
 
 async def _written(work: Awaitable[T]) -> T:
