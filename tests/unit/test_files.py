@@ -572,9 +572,8 @@ async def test_an_expired_file_is_not_served_and_then_removed(
     later = await store_of(cluster, tmp_path / "store", 101)
     with pytest.raises(NotFound):
         await later.find(expiring_file["id"], owner.__eq__)
-    assert [record.id for record in later.page(owner.__eq__, limit=9, newest_first=True).files] == [
-        permanent_file["id"]
-    ]
+    listed, _ = later.page(owner.__eq__, limit=9, newest_first=True)
+    assert [record.id for record in listed] == [permanent_file["id"]]
     assert await later.clean() == 1
     assert objects(tmp_path) == [f"files/{permanent_file['id']}"]
     assert [record.id for record in records(cluster.server)] == [permanent_file["id"]]

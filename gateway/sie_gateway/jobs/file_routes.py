@@ -83,16 +83,16 @@ async def page(gateway: Gateway, request: Request) -> Response:
         raise InvalidInput.at("purpose", f"expected one of {', '.join(PURPOSES)}")
     if order not in ("asc", "desc"):
         raise InvalidInput.at("order", "expected asc or desc")
-    listed = gateway.files.page(
+    records, has_more = gateway.files.page(
         call_of(request).grant.owns,
         purpose=purpose,
         after=query.get("after", ""),
         limit=whole(query, "limit", 10_000, 1, 10_000),
         newest_first=order == "desc",
     )
-    files = [_shown(record) for record in listed.files]
+    files = [_shown(record) for record in records]
     first, last = (files[0].id, files[-1].id) if files else (None, None)
-    return json_response(api.FilePage(data=files, has_more=listed.has_more, first_id=first, last_id=last))
+    return json_response(api.FilePage(data=files, has_more=has_more, first_id=first, last_id=last))
 
 
 async def show(gateway: Gateway, request: Request) -> Response:

@@ -53,13 +53,6 @@ class FileDescription(NamedTuple):
     expires_after_s: float = 0.0
 
 
-class Page(NamedTuple):
-    """Page of the list of files. `has_more`: there are further files after it."""
-
-    files: list[FileRecord]
-    has_more: bool
-
-
 def new_id() -> str:
     """Return a new id. An id that is created later sorts after earlier ones."""
     return f"file-{uuid7().replace('-', '')}"
@@ -114,24 +107,23 @@ class FileStore:
 
     def page(
         self, owns: Callable[[str], bool], *, purpose: str = "", after: str = "", limit: int, newest_first: bool
-    ) -> Page:
-        """Return at most `limit` files in order of creation, beginning with the file that follows `after`. Raises
-        InvalidInput.
+    ) -> tuple[list[FileRecord], bool]:
+        """Return at most `limit` files in order of creation, beginning with the file that follows `after`, and whether
+        more files follow. Raises InvalidInput.
         """
         self._required()
         if after and not _ID.fullmatch(after):
             raise InvalidInput.at("after", "expected the id of a file")
-        records = sorted(
-            id_
+        selected = [
+            record
             for id_, record in self._records.items()
             if owns(record.owner)
             and purpose in ("", record.purpose)
             and self._is_served(record)
             and (not after or (id_ < after if newest_first else id_ > after))
-        )
-        if newest_first:
-            records.reverse()
-        return Page([self._records[id_] for id_ in records[:limit]], len(records) > limit)
+        ]
+        selected.sort(key=lambda record: record.id, reverse=newest_first)
+        return selected[:limit], len(selected) > limit
 
     def _is_served(self, record: FileRecord) -> bool:
         return record.state == "ready" and not self._is_expired(record)

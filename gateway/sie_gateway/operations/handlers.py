@@ -87,9 +87,12 @@ def flag(query: QueryParams, name: str, *, default: bool) -> bool:
     return value == "true"
 
 
-async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
-    """Return the `models` that the query selects and, if it has a limit, `total`: their number without the limit."""
-    listed = await model_list(
+async def models(gateway: Gateway, request: Request, **fields: str) -> Response:
+    """Return the models that the query selects, and with a limit also `total`, their number without it. `fields`
+    replace fields of each model.
+    """
+    query = request.query_params
+    infos, total = await model_list(
         gateway.inference.catalogue,
         gateway.fleet,
         task=query.get("task", ""),
@@ -100,19 +103,14 @@ async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
         limit=whole(query, "limit", 1, 1, 1000) if "limit" in query else None,
         figures=gateway.inference.shadows.figures,
     )
-    return {"models": listed.infos, **({"total": listed.total} if "limit" in query else {})}
-
-
-async def models(gateway: Gateway, request: Request) -> Response:
-    listed = await _listed(gateway, request.query_params)
-    return json_response({"object": "list", "data": listed["models"], **listed})
+    infos = [{**info, **fields} for info in infos]
+    counted = {"total": total} if "limit" in query else {}
+    return json_response({"object": "list", "data": infos, "models": infos, **counted})
 
 
 async def models_of_infinity(gateway: Gateway, request: Request) -> Response:
     """Return all models, each with the owner `infinity`: Infinity's client library refuses other owners."""
-    listed = await _listed(gateway, request.query_params)
-    listed["models"] = [{**info, "owned_by": "infinity"} for info in listed["models"]]
-    return json_response({"object": "list", "data": listed["models"], **listed})
+    return await models(gateway, request, owned_by="infinity")
 
 
 async def model(gateway: Gateway, request: Request) -> Response:

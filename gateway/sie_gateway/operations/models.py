@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -165,13 +165,6 @@ def score_scale(entry: ModelEntry) -> str | None:
     return {"identity": "logit", None: None}.get(entry.head.activation, "probability")
 
 
-class ModelList(NamedTuple):
-    """Models that a query selects. `infos`: at most `limit` of them. `total`: how many it selects without the limit."""
-
-    infos: list[dict[str, Any]]
-    total: int
-
-
 async def model_list(
     catalogue: Catalogue,
     fleet: Fleet,
@@ -183,12 +176,13 @@ async def model_list(
     text: str = "",
     limit: int | None = None,
     figures: Measured,
-) -> ModelList:
-    """Return the models in the order of their names, each followed by its variants; then the aliases.
+) -> tuple[list[dict[str, Any]], int]:
+    """Return at most `limit` models in the order of their names, each followed by its variants, then the aliases. Also
+    return how many models there are without `limit`.
 
     `text` selects models: each of its words must occur in the name or in the entry's description, license, tasks,
-    inputs or outputs, in upper or lower case. `total` also counts models beyond `limit`; unless `task`, `output` or
-    `loaded` is set, they are counted without building their descriptions.
+    inputs or outputs, in upper or lower case. Models beyond `limit` are counted without building their descriptions,
+    unless `task`, `output` or `loaded` is set.
     """
     names = listed_names(catalogue, text.lower().split(), variants=variants)
     if loaded:
@@ -215,7 +209,7 @@ async def model_list(
             and (not output or output in info["outputs"])
             and (not loaded or info["loaded"])
         ]
-    return ModelList(infos[:limit], len(infos) if picks else len(names))
+    return infos[:limit], len(infos) if picks else len(names)
 
 
 def listed_names(catalogue: Catalogue, words: Sequence[str], *, variants: bool) -> list[tuple[str, str | None]]:
