@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -71,10 +72,9 @@ class Live(Collector):
         yield gauge("sie_gateway_workers", {("healthy",): healthy, ("unhealthy",): len(infos) - healthy})
         yield gauge("sie_gateway_worker_queue_depth", {(info.name,): info.queue_depth for info in infos})
         yield gauge("sie_gateway_worker_memory_used_bytes", {(info.name,): info.memory_used_bytes for info in infos})
-        hosts: dict[tuple[str, ...], float] = {}
-        for info in infos:
-            for model in info.loaded_models if info.healthy else ():
-                hosts[model,] = hosts.get((model,), 0) + 1
+        hosts: Counter[tuple[str, ...]] = Counter(
+            (model,) for info in infos if info.healthy for model in info.loaded_models
+        )
         yield gauge("sie_gateway_model_workers", hosts)
 
     def _queue(self) -> Iterator[Metric]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from sie_broker import BrokerError, BrokerUnavailable, Queue, StreamMessage
@@ -92,18 +93,16 @@ class Lag:
         models: dict[Labels, ModelBacklog] = {}
         # any program may publish below `sie.work.`; a subject without a model has no lane and no consumer
         counts = {subject: count for subject, count in counts.items() if subject.count(".") >= 6}
-        busy: dict[Lane, int] = {}
+        busy: Counter[Lane] = Counter()
         for subject, count in counts.items():
-            lane = lane_of(subject)
-            busy[lane] = busy.get(lane, 0) + count
-        self._known |= dict.fromkeys(sorted(busy, key=busy.__getitem__, reverse=True))
-        reported = [
-            lane for lane in (*sorted(busy, key=busy.__getitem__, reverse=True), *self._known) if lane.pool == pool
-        ]
+            busy[lane_of(subject)] += count
+        busiest = [lane for lane, _ in busy.most_common()]
+        self._known |= dict.fromkeys(busiest)
+        reported = dict.fromkeys([*busiest, *(lane for lane in self._known if lane.pool == pool)])
         # (subject filter, labels of its lane and priority); the labels are None if the filter is the subject of one
         # model
         questions: list[tuple[str, Labels | None]] = []
-        for lane in list(dict.fromkeys(reported))[:MAX_LANES]:
+        for lane in list(reported)[:MAX_LANES]:
             for priority in PRIORITIES:
                 labels = lane.pool, lane.machine_profile, lane.bundle, priority
                 count = self._backlog.messages(lane, priority) or 0

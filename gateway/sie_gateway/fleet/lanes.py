@@ -514,10 +514,10 @@ def _excluded(resolved: Resolved, param: str, why: str) -> InvalidInput:
 
 
 def _configured(requested: str, configured: tuple[str, ...]) -> str:
-    names = {name.lower(): name.lower() for name in configured}
+    names = {name.lower() for name in configured}
     key = requested.strip().lower()
-    profile = names.get(key) or names.get(f"{key}-spot")
-    if profile is None:
+    profile = key if key in names else f"{key}-spot"
+    if profile not in names:
         raise InvalidInput.at(
             "X-SIE-MACHINE-PROFILE",
             f"expected one of {', '.join(configured)}, got {key[:60]!r}",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
 from sie_broker import BrokerError, Store, WrongRevision
@@ -261,28 +262,21 @@ class Ages:
             if subject.startswith(prefix)
         }
         names = self._names_of(lane, models, stored)
-        subjects: dict[str, str] = {}
-        counts: dict[str, int] = {}
-        for subject, count in stored.items():
-            model = names.get(subject.rpartition(".")[2])
-            if model is not None:
-                subjects[subject] = model
-                counts[model] = counts.get(model, 0) + count
-        for subject_gone in [
-            subject for subject in self._looks if subject.startswith(prefix) and subject not in subjects
-        ]:
-            del self._looks[subject_gone]
-            self._ages_s.pop(subject_gone, None)
-        due = sorted(
-            (subject for subject in subjects if subject in self._looks), key=lambda subject: -self._looks[subject]
-        )[:MAX_ASKED]
+        subjects = {subject: names[token] for subject in stored if (token := subject.rpartition(".")[2]) in names}
+        for subject in [name for name in self._looks if name.startswith(prefix) and name not in subjects]:
+            del self._looks[subject]
+            self._ages_s.pop(subject, None)
+        seen_before = [subject for subject in subjects if subject in self._looks]
+        due = sorted(seen_before, key=self._looks.__getitem__, reverse=True)[:MAX_ASKED]
         for subject in subjects:
             self._looks[subject] = self._looks.get(subject, 0) + 1
         for subject, first in zip(due, await self._backlog.oldest(lane.pool, due), strict=True):
             self._looks[subject] = 0
             self._ages_s[subject] = max(0.0, self.now_s() - first.sent_s) if first is not None else 0.0
+        counts: Counter[str] = Counter()
         oldest_s: dict[str, float] = {}
         for subject, model in subjects.items():
+            counts[model] += stored[subject]
             oldest_s[model] = max(oldest_s.get(model, 0.0), self._ages_s.get(subject, 0.0))
         return {model: ModelBacklog(count, oldest_s[model]) for model, count in counts.items()}
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -259,15 +258,11 @@ class Planner:
                 self._discard(model)
 
     def _discard(self, model: str) -> None:
-        memories: tuple[dict[str, Any], ...] = (
-            self._wanted_s,
-            self._scales,
-            self._resident_s,
-            self._cost,
-            self._raised_s,
-        )
-        for memory in memories:
-            memory.pop(model, None)
+        self._wanted_s.pop(model, None)
+        self._scales.pop(model, None)
+        self._resident_s.pop(model, None)
+        self._cost.pop(model, None)
+        self._raised_s.pop(model, None)
         self._lowering.discard(model)
         self._counts[self._layout.indices[model]] = 1
         self._layout.drop_model(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -53,20 +52,19 @@ def read_remotes(value: str) -> tuple[RemoteServer, ...]:
         raise SettingError(SETTING, f"{path}: {fault_line(_RemotesDocument, error)}") from error
     except (OSError, yaml_text.NotYAML) as error:
         raise SettingError(SETTING, f"{path}: {error}") from error
+    names = [server.name for server in servers]
     for server in servers:
-        if (fault := _fault(server)) or server.name == "local":
-            cause = fault or "this name means the cluster itself"
-            raise SettingError(SETTING, f"{path}: remote {server.name}: {cause}")
-    name, count = Counter(server.name for server in servers).most_common(1)[0] if servers else ("", 0)
-    if count > 1:
-        raise SettingError(SETTING, f"{path}: two remotes are named {name}")
+        if fault := _fault(server):
+            raise SettingError(SETTING, f"{path}: remote {server.name}: {fault}")
+        if names.count(server.name) > 1:
+            raise SettingError(SETTING, f"{path}: two remotes are named {server.name}")
     return servers
 
 
 def _fault(server: RemoteServer) -> str:
-    """Return why a URL or a name of a model is wrong, or an empty text. The URL is not repeated: it may contain a
-    password.
-    """
+    """Return why a name or a URL is wrong, or an empty text. The URL is not repeated: it may contain a password."""
+    if server.name == "local":
+        return "this name means the cluster itself"
     try:
         parsed = httpx.URL(server.url)
     except httpx.InvalidURL:

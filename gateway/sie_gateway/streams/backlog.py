@@ -11,6 +11,7 @@ import asyncio
 import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from sie_broker import BrokerError, BrokerUnavailable, Queue, StreamMessage
@@ -28,10 +29,9 @@ _logger = logging.getLogger("sie.gateway.backlog")
 
 def _by_priority(counts: dict[str, int]) -> dict[str, int]:
     """Sum messages by lane and priority, which are the first six tokens of a subject. `counts`: messages by subject."""
-    sums: dict[str, int] = {}
+    sums: Counter[str] = Counter()
     for subject, count in counts.items():
-        prefix = ".".join(subject.split(".", 6)[:6])
-        sums[prefix] = sums.get(prefix, 0) + count
+        sums[".".join(subject.split(".", 6)[:6])] += count
     return sums
 
 
