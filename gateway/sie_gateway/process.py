@@ -60,7 +60,7 @@ from sie_runtime.feed import CatalogueFeed, ConfigSource, config_source, package
 from sie_runtime.http.server import STOP_S, HttpServer
 from sie_runtime.http.websocket import WebSocketProtocol
 from sie_runtime.keys import Keys
-from sie_runtime.process import Stop, Tasks, retry
+from sie_runtime.process import Stop, Tasks, cancel_all, retry
 from sie_store.payloads import open_store
 
 EPOCH_POLL_S = 5.0
@@ -325,9 +325,8 @@ async def serve(
     finally:
         stop.request()
         drained.request()
-        if owning is not None and not owning.done():
-            owning.cancel()
-            await asyncio.gather(owning, return_exceptions=True)
+        if owning is not None:
+            await cancel_all([owning])
         await asyncio.gather(main.stop(max(STOP_S, drained_s - asyncio.get_running_loop().time())), side.stop())
         await inbox.stop()
         if measuring is not None:

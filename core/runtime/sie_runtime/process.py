@@ -157,7 +157,7 @@ async def wait_set(event: asyncio.Event, seconds: float | None) -> bool:
     return event.is_set()
 
 
-async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel these tasks, and wait until they have ended."""
     tasks = list(tasks)
     for task in tasks:

@@ -26,7 +26,7 @@ from websockets.version import version
 
 from sie_contracts.errors import UNDECODABLE
 from sie_contracts.settings import Secret, SettingError, Settings, public_url
-from sie_runtime.process import Stop, Trouble
+from sie_runtime.process import Stop, Trouble, cancel_all
 
 RETRY_S = 1.0
 OPEN_S = 2.0
@@ -184,8 +184,7 @@ class WorkerSockets:
             socket.watchers -= 1
             if not socket.watchers and socket.task is not None:
                 del self._sockets[url]
-                socket.task.cancel()
-                await asyncio.gather(socket.task, return_exceptions=True)
+                await cancel_all([socket.task])
 
     async def run(self, stop: Stop) -> None:
         """Watch the endpoints until `stop`. In mode ws, also keep the websocket of every worker open."""
@@ -199,8 +198,7 @@ class WorkerSockets:
                 await stop.wait_woken(self._changed)
         finally:
             if following is not None:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
+                await cancel_all([following])
             await self._keep(())
 
     def _on_found(self, urls: tuple[str, ...]) -> None:

@@ -399,9 +399,7 @@ class JobRun:
             await doing
             return ""
         finally:
-            if not doing.done():
-                doing.cancel()
-            await asyncio.gather(doing, return_exceptions=True)
+            await cancel_all([doing])
 
     async def _patiently(self, attempt: Callable[[], Awaitable[_T]], for_s: float = float("inf")) -> _T:
         """Return the result of `attempt`. After an error that may disappear, repeat it for at most `for_s` seconds."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from sie_broker import BrokerUnavailable
+from sie_runtime.process import cancel_all
 
 
 class SharedTasks:
@@ -46,7 +47,4 @@ class SharedTasks:
             task.exception()
 
     async def stop(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._tasks.values())
