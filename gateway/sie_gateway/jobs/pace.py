@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import statistics
 import zoneinfo
 from collections import deque
 from collections.abc import Sequence
@@ -50,10 +51,9 @@ class JobPace:
         """Return the relative error of the rate: its standard error, divided by the rate; 1 while it is unknown."""
         steps = list(self._steps)
         rates = [(b - a) / (t - s) for (s, a), (t, b) in itertools.pairwise(steps)]
-        if len(rates) < 2 or not (mean := sum(rates) / len(rates)):
+        if len(rates) < 2 or not (mean := statistics.fmean(rates)):
             return 1.0
-        variance = sum((rate - mean) ** 2 for rate in rates) / (len(rates) - 1)
-        return max(MIN_SPREAD, math.sqrt(variance / len(rates)) / mean)
+        return max(MIN_SPREAD, statistics.stdev(rates) / math.sqrt(len(rates)) / mean)
 
 
 def forecast(job: JobRecord, workers: int, now_s: float) -> Forecast | None:

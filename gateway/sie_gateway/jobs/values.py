@@ -210,16 +210,12 @@ class Unique(NamedTuple):
 
 def unique(inputs: Sequence[ModelInput]) -> Unique:
     """Remove repeated inputs. The remaining inputs stay in the order of their first occurrence."""
-    place_of: dict[bytes, int] = {}
-    inputs_once: list[ModelInput] = []
-    digests: list[bytes] = []
+    place_of: dict[bytes, int] = {}  # index in `once` by digest
+    once: list[ModelInput] = []
     places: list[int] = []
     for entry in inputs:
-        digest = entry.digest
-        place = place_of.get(digest)
-        if place is None:
-            place = place_of[digest] = len(inputs_once)
-            inputs_once.append(entry)
-            digests.append(digest)
+        place = place_of.setdefault(entry.digest, len(once))
+        if place == len(once):
+            once.append(entry)
         places.append(place)
-    return Unique(inputs_once, digests, places)
+    return Unique(once, list(place_of), places)
