@@ -28,16 +28,16 @@ from sie_runtime.feed import CatalogueFeed
 from sie_runtime.keys import Keys
 
 
+@dataclass(eq=False)
 class GatewayReadiness:
     """Readiness of this gateway, and the stage of its shutdown. `keys` is None unless the auth mode is token."""
 
-    def __init__(self, broker: Connection, feed: CatalogueFeed, keys: Keys | None) -> None:
-        self._broker = broker
-        self._feed = feed
-        self._keys = keys
-        self.started = False
-        self.leaving = False  # true from the start of the shutdown: each reply closes its connection
-        self.draining = False  # true after the lame-duck time: POST requests are refused
+    broker: Connection
+    feed: CatalogueFeed
+    keys: Keys | None
+    started: bool = False
+    leaving: bool = False  # true from the start of the shutdown: each reply closes its connection
+    draining: bool = False  # true after the lame-duck time: POST requests are refused
 
     def not_ready(self) -> str | None:
         """Return why this gateway is not ready, or None. A gateway without workers is ready, because workers may be
@@ -45,13 +45,13 @@ class GatewayReadiness:
         """
         if self.leaving:
             return "draining"
-        if not self._feed.first.is_set():
+        if not self.feed.first.is_set():
             return "the catalogue is not loaded"
-        if not self._broker.connected:
+        if not self.broker.connected:
             return "no connection to the broker"
-        if self._keys is not None and not self._keys.loaded:
-            return because("the keys are not read", self._broker)
-        return None if self.started else because("starting", self._broker)
+        if self.keys is not None and not self.keys.loaded:
+            return because("the keys are not read", self.broker)
+        return None if self.started else because("starting", self.broker)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sie_contracts.errors import ErrorInfo, SIEError
@@ -95,23 +96,17 @@ def document_bounds(understood: PlannedRequest, chunk_tokens: int) -> Bounds:
     return Bounds(max(1, rows), None)
 
 
+@dataclass(eq=False)
 class RowValues:
-    """Computation of the answers to the inputs of one job. `spec`: the name of the model with its profile."""
+    """Computation of the answers to the inputs of one job. `spec`: the name of the model with its profile.
+    `fingerprint`: fingerprint of the model in all earlier answers of the job; empty before the first.
+    """
 
-    def __init__(
-        self,
-        client: JobClient,
-        spec: str,
-        operation: Operation,
-        params: Mapping[str, Any],
-        fingerprint: str,
-    ) -> None:
-        """`fingerprint`: fingerprint of the model in all earlier answers of the job; empty before the first."""
-        self._client = client
-        self._spec = spec
-        self._operation: Operation = operation
-        self._params = params
-        self.fingerprint = fingerprint
+    client: JobClient
+    spec: str
+    operation: Operation
+    params: Mapping[str, Any]
+    fingerprint: str
 
     async def answers_of(
         self, inputs: Sequence[ModelInput], on_done: Callable[[Sequence[int], Sequence[RowAnswer]], None]
@@ -139,7 +134,7 @@ class RowValues:
 
     async def _compute(self, inputs: Sequence[ModelInput]) -> list[RowAnswer]:
         items = [entry.item for entry in inputs]
-        outcomes = await self._client.outcomes(self._spec, self._operation, self._params, items, inputs[0].query_item)
+        outcomes = await self.client.outcomes(self.spec, self.operation, self.params, items, inputs[0].query_item)
         for result, outcome in outcomes:
             if isinstance(outcome, Ok):
                 self.check(result.fingerprint)
@@ -157,7 +152,7 @@ class RowValues:
             self.fingerprint = fingerprint
         elif fingerprint and fingerprint != self.fingerprint:
             message = (
-                f"{self._spec} changed while the job ran: earlier answers have fingerprint {self.fingerprint}, and new "
+                f"{self.spec} changed while the job ran: earlier answers have fingerprint {self.fingerprint}, and new "
                 f"answers have {fingerprint}. Roll it back and resume, or start another job"
             )
             raise Halted(ErrorInfo(MODEL_CHANGED, message))
