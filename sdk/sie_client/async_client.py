@@ -42,67 +42,52 @@ from sie_contracts.api.batches import FileObject
 from sie_contracts.api.jobs import JobManifest
 
 
-class AsyncJob(SeenJob):
-    """A job on the server, with methods to control it, for asyncio. See `Job`."""
-
-    def __init__(self, info: JobInfo, driver: TaskDriver, session: Session) -> None:
-        super().__init__(info)
-        self._driver = driver
-        self._session = session
+class AsyncJob(SeenJob[TaskDriver]):
+    """A job on the server, with the methods of `Job`, for asyncio."""
 
     async def refresh(self) -> AsyncJob:
-        """Asynchronous version of Job.refresh."""
         self.info = await self._driver.run(jobs.get(self.id, self._session))
         return self
 
     async def wait(
         self, timeout_s: float | None = None, on_progress: Callable[[JobInfo], None] | None = None
     ) -> AsyncJob:
-        """Asynchronous version of Job.wait."""
         self.info = await self._driver.run(jobs.waited(self.id, timeout_s, on_progress, self._session))
         jobs.completed(self.info)
         return self
 
     async def pause(self) -> AsyncJob:
-        """Asynchronous version of Job.pause."""
         self.info = await self._driver.run(jobs.steered(self.id, "pause", self._session))
         return self
 
     async def resume(self) -> AsyncJob:
-        """Asynchronous version of Job.resume."""
         self.info = await self._driver.run(jobs.steered(self.id, "resume", self._session))
         return self
 
     async def cancel(self) -> AsyncJob:
-        """Asynchronous version of Job.cancel."""
         self.info = await self._driver.run(jobs.steered(self.id, "cancel", self._session))
         return self
 
     async def retry(self) -> AsyncJob:
-        """Asynchronous version of Job.retry."""
         return AsyncJob(await self._driver.run(jobs.retried(self.id, self._session)), self._driver, self._session)
 
     async def manifest(self) -> JobManifest:
-        """Asynchronous version of Job.manifest."""
         return await self._driver.run(jobs.manifest(self.id, self._session))
 
     async def rows(self, limit: int = 20, failed: bool | None = None) -> list[dict[str, Any]]:
-        """Asynchronous version of Job.rows."""
         return await self._driver.run(jobs.rows(self.id, limit, failed, self._session))
 
     async def download(
         self, folder: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None = None
     ) -> list[Path]:
-        """Asynchronous version of Job.download."""
         return await self._driver.run(jobs.downloaded(self.info, folder, on_progress, self._session))
 
     async def delete(self) -> None:
-        """Asynchronous version of Job.delete."""
         await self._driver.run(jobs.deleted(self.id, self._session))
 
 
 class AsyncJobs:
-    """Jobs, which process whole files on the server, for asyncio. See `SIEClient.jobs`."""
+    """Jobs, which process whole files on the server, with the methods of `Jobs`, for asyncio."""
 
     def __init__(self, driver: TaskDriver, session: Session) -> None:
         self._driver = driver
@@ -111,14 +96,12 @@ class AsyncJobs:
     async def submit(
         self, model: str, input: str | os.PathLike[str] | FileObject, **options: Unpack[JobOptions]
     ) -> AsyncJob:
-        """Asynchronous version of SIEClient.jobs.submit."""
         return self._job(await self._driver.run(jobs.submitted(model, input, options, self._session)))
 
     async def get(self, job: str) -> AsyncJob:
         return self._job(await self._driver.run(jobs.get(job, self._session)))
 
     async def list(self, state: str | None = None, page: int = jobs.PAGE) -> AsyncGenerator[AsyncJob]:
-        """Asynchronous version of SIEClient.jobs.list."""
         after: str | None = None
         while True:
             jobs_page = await self._driver.run(jobs.page(state, page, after, self._session))
@@ -129,7 +112,6 @@ class AsyncJobs:
                 return
 
     async def delete(self, job: str) -> None:
-        """Asynchronous version of SIEClient.jobs.delete."""
         await self._driver.run(jobs.deleted(job, self._session))
 
     def _job(self, info: JobInfo) -> AsyncJob:
@@ -137,7 +119,7 @@ class AsyncJobs:
 
 
 class AsyncFiles:
-    """Files on the server, for asyncio. See `SIEClient.files`."""
+    """Files on the server, with the methods of `Files`, for asyncio."""
 
     def __init__(self, driver: TaskDriver, session: Session) -> None:
         self._driver = driver
@@ -150,20 +132,17 @@ class AsyncFiles:
         on_progress: Callable[[Progress], None] | None = None,
         expires_after_s: int | None = None,
     ) -> FileObject:
-        """Asynchronous version of SIEClient.files.upload."""
         return await self._driver.run(files.uploaded(path, purpose, on_progress, self._session, expires_after_s))
 
     async def get(self, file: str) -> FileObject:
         return await self._driver.run(files.get(file, self._session))
 
     async def content(self, file: str) -> bytes:
-        """Asynchronous version of SIEClient.files.content."""
         return await self._driver.run(files.content(file, self._session))
 
     async def save(
         self, file: str, path: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None = None
     ) -> Path:
-        """Asynchronous version of SIEClient.files.save."""
         return await self._driver.run(files.saved(file, path, on_progress, self._session))
 
     async def delete(self, file: str) -> None:
@@ -199,7 +178,6 @@ class SIEAsyncClient:
         self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]
     ) -> Results[EncodeResult]: ...
     async def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
-        """Asynchronous version of SIEClient.encode."""
         listed = transport.as_list(items)
         results = await self._driver.run(verbs.encode(model, listed, params, self._session), params, len(listed))
         return results[0] if transport.is_single(items) else results
@@ -207,7 +185,6 @@ class SIEAsyncClient:
     async def embed(
         self, model: str, texts: Item | str | Iterable[Item | str], **params: Unpack[EncodeParams]
     ) -> NDArray[Any]:
-        """Asynchronous version of SIEClient.embed."""
         listed, count = transport.as_iterable(texts)
         rows = await self._driver.run(verbs.embed(model, listed, count, params, self._session), params, count)
         return cast("NDArray[Any]", rows[0]) if transport.is_single(texts) else rows
@@ -215,7 +192,6 @@ class SIEAsyncClient:
     async def score(
         self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]
     ) -> ScoreResult:
-        """Asynchronous version of SIEClient.score."""
         listed = transport.as_list(items)
         return await self._driver.run(verbs.score(model, query, listed, params, self._session), params, len(listed))
 
@@ -228,7 +204,6 @@ class SIEAsyncClient:
         top_n: int | None = None,
         **params: Unpack[Params],
     ) -> list[Ranked]:
-        """Asynchronous version of SIEClient.rerank."""
         listed = transport.as_list(documents)
         return await self._driver.run(
             verbs.rerank(model, query, listed, top_n, params, self._session), params, len(listed)
@@ -258,7 +233,6 @@ class SIEAsyncClient:
         schema: type[Any] | None = None,
         **params: Unpack[ExtractParams],
     ) -> Any:
-        """Asynchronous version of SIEClient.extract."""
         if transport.is_single(items) and schema is not None:
             params = {**params, "on_item_error": params.get("on_item_error") or "fail"}
         listed = transport.as_list(items)
@@ -286,62 +260,48 @@ class SIEAsyncClient:
         kinds: Sequence[str] | None = None,
         **params: Unpack[RedactOptions],
     ) -> Any:
-        """Asynchronous version of SIEClient.redact."""
         listed = transport.as_list(items)
         results = await self._driver.run(verbs.redact(model, listed, kinds, params, self._session), params, len(listed))
         return results[0] if transport.is_single(items) else results
 
     async def list_models(self, **filters: Unpack[ModelFilters]) -> list[dict[str, Any]]:
-        """Asynchronous version of SIEClient.list_models."""
         return await self._driver.run(cluster.list_models(filters, self._session))
 
     async def get_model(self, model: str) -> dict[str, Any]:
-        """Asynchronous version of SIEClient.get_model."""
         return await self._driver.run(cluster.get_model(model, self._session))
 
     async def health(self) -> dict[str, Any]:
-        """Asynchronous version of SIEClient.health."""
         return await self._driver.run(cluster.health(self._session))
 
     async def whoami(self, **options: Unpack[CallOptions]) -> dict[str, Any]:
-        """Asynchronous version of SIEClient.whoami."""
         return await self._driver.run(cluster.whoami(options, self._session))
 
     async def get_capacity(self, gpu: str | None = None) -> Capacity:
-        """Asynchronous version of SIEClient.get_capacity."""
         return await self._driver.run(cluster.capacity(gpu, self._session))
 
     async def get_scaling(self, lane: str) -> dict[str, Any]:
-        """Asynchronous version of SIEClient.get_scaling."""
         return await self._driver.run(cluster.scaling(lane, self._session))
 
     async def wait_for_capacity(self, model: str, **options: Unpack[CallOptions]) -> dict[str, Any]:
-        """Asynchronous version of SIEClient.wait_for_capacity."""
         return await self._driver.run(cluster.warmed(model, options, self._session), options)
 
     async def create_pool(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Pool:
-        """Asynchronous version of SIEClient.create_pool."""
         return await self._driver.run(cluster.create_pool(name, gpus, options, self._session))
 
     async def list_pools(self) -> list[Pool]:
-        """Asynchronous version of SIEClient.list_pools."""
         return await self._driver.run(cluster.list_pools(self._session))
 
     async def get_pool(self, name: str) -> Pool:
-        """Asynchronous version of SIEClient.get_pool."""
         return await self._driver.run(cluster.get_pool(name, self._session))
 
     async def renew_pool(self, name: str) -> float:
-        """Asynchronous version of SIEClient.renew_pool."""
         return await self._driver.run(cluster.renew_pool(name, self._session))
 
     async def delete_pool(self, name: str) -> None:
-        """Asynchronous version of SIEClient.delete_pool."""
         await self._driver.run(cluster.delete_pool(name, self._session))
 
     @contextlib.asynccontextmanager
     async def reserve(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> AsyncIterator[Pool]:
-        """Asynchronous version of SIEClient.reserve."""
         created = await self.create_pool(name, gpus, **options)
         end = self._driver.start(cluster.renewed(name, gpus, options, self._session))
         try:
@@ -351,7 +311,6 @@ class SIEAsyncClient:
             await self._driver.run(cluster.released(name, self._session))
 
     async def watch(self, path: str = watching.CLUSTER_STATUS) -> AsyncGenerator[dict[str, Any]]:
-        """Asynchronous version of SIEClient.watch."""
         socket = watching.AsyncStatusSocket(self._driver.url, has_answered=self._driver.has_answered)
         request = watching.request(path, self._session)
         async with contextlib.aclosing(socket):

@@ -44,13 +44,8 @@ from sie_contracts.api.batches import FileObject
 from sie_contracts.api.jobs import JobManifest
 
 
-class Job(SeenJob):
+class Job(SeenJob[ThreadDriver]):
     """A job on the server, with methods to control it. `info` is what the client last read about it."""
-
-    def __init__(self, info: JobInfo, driver: ThreadDriver, session: Session) -> None:
-        super().__init__(info)
-        self._driver = driver
-        self._session = session
 
     def refresh(self) -> Job:
         """Read the job from the server again, and return it."""

@@ -54,24 +54,23 @@ def list_models(filters: Mapping[str, Any], session: Session) -> Plan[list[dict[
     return _field(reply, "data", list)
 
 
+def _described(path: str, session: Session, name: str, kind: type[object] = str) -> Plan[dict[str, Any]]:
+    """Send a GET, and return the reply. Raises ServerError if its field `name` is missing or of another type."""
+    reply: dict[str, Any] = yield from json_call("GET", path, session)
+    _field(reply, name, kind)
+    return reply
+
+
 def get_model(model: str, session: Session) -> Plan[dict[str, Any]]:
-    reply = yield from json_call("GET", f"/v1/models/{quoted(model, 'model')}", session)
-    _field(reply, "name", str)
-    return cast("dict[str, Any]", reply)
+    return _described(f"/v1/models/{quoted(model, 'model')}", session, "name")
 
 
 def health(session: Session) -> Plan[dict[str, Any]]:
-    reply = yield from json_call("GET", "/health", session)
-    _field(reply, "status", str)
-    return cast("dict[str, Any]", reply)
+    return _described("/health", session, "status")
 
 
 def whoami(options: Mapping[str, Any], session: Session) -> Plan[dict[str, Any]]:
-    """Send `GET /v1/whoami`. Return the reply."""
-    session, _ = session.for_call(options)
-    reply = yield from json_call("GET", "/v1/whoami", session)
-    _field(reply, "name", str)
-    return cast("dict[str, Any]", reply)
+    return _described("/v1/whoami", session.for_call(options)[0], "name")
 
 
 def capacity(gpu: str | None, session: Session) -> Plan[Capacity]:
@@ -91,9 +90,7 @@ def capacity(gpu: str | None, session: Session) -> Plan[Capacity]:
 
 
 def scaling(lane: str, session: Session) -> Plan[dict[str, Any]]:
-    reply = yield from json_call("GET", f"/v1/scaling/{quoted(lane, 'lane')}", session)
-    _field(reply, "wanted_replicas", int)
-    return cast("dict[str, Any]", reply)
+    return _described(f"/v1/scaling/{quoted(lane, 'lane')}", session, "wanted_replicas", int)
 
 
 def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dict[str, Any]]:

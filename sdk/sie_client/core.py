@@ -145,6 +145,7 @@ class TransportFailed:
     is_nobody: bool = False
 
 
+Answer: TypeAlias = "Received | TransportFailed"
 Step: TypeAlias = "Send | Pause | BlockingWork | HttpAnswer | Together"
 Plan: TypeAlias = "Generator[Step, Any, T]"
 
@@ -293,7 +294,7 @@ def call(request: Send, session: Session, patience: Patience | None = None) -> P
     waited_s, tries = {True: 0.0, False: 0.0}, {True: 0, False: 0}
     previous: SIEError | None = None
     while True:
-        answer: Received | TransportFailed = yield request
+        answer: Answer = yield request
         if isinstance(answer, Received) and 200 <= answer.status < 300:
             patience.mark = object()
             return answer
@@ -317,14 +318,14 @@ def call(request: Send, session: Session, patience: Patience | None = None) -> P
         yield Pause(pause_s, failure.code or "connection", remaining_s - pause_s, error)
 
 
-def _in_a_line(answer: Received | TransportFailed) -> str:
+def _in_a_line(answer: Answer) -> str:
     """Return a one-line description of a failed attempt for which the server sent no error code."""
     if isinstance(answer, Received):
         return f"HTTP {answer.status}"
     return " ".join(f"{type(answer.cause).__name__}: {answer.cause}".split())[:MAX_ERROR]
 
 
-def _connection_budget_s(session: Session, answer: Received | TransportFailed) -> float:
+def _connection_budget_s(session: Session, answer: Answer) -> float:
     if session.connection_budget_s is not None:
         return session.connection_budget_s
     return NOBODY_BUDGET_S if isinstance(answer, TransportFailed) and answer.is_nobody else CONNECTION_BUDGET_S
@@ -337,7 +338,7 @@ MAX_ERROR = 200  # characters of a library's error text that are logged
 _COSTLY = frozenset({"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"})
 
 
-def _judged(answer: Received | TransportFailed) -> tuple[SIEError, float, float, bool]:
+def _judged(answer: Answer) -> tuple[SIEError, float, float, bool]:
     """Return four values for a failed attempt: its exception, the shortest and the longest pause before the next
     attempt in seconds, and whether the connection failed (False if the server answered with an error).
     """

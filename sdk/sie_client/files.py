@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import secrets
+import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -51,7 +52,7 @@ def uploaded(
     repeated, because the server may have stored the file.
     """
     location = Path(path)
-    size_bytes = cast(int, (yield BlockingWork(lambda: _size_of(location))))
+    size_bytes: int = yield BlockingWork(lambda: _size_of(location))
     boundary = secrets.token_hex(16)
     # the file name in the multipart header is written as browsers do it: characters that would end the header are
     # escaped, and others are sent as UTF-8
@@ -138,16 +139,24 @@ def saved(
     if (yield BlockingWork(target.is_dir)):
         raise invalid(f"{target} is a folder: name a file")
     info = yield from get(file, session)
-    done = 0
-
-    def report(count: int) -> None:
-        nonlocal done
-        done += count
-        if on_progress is not None:
-            on_progress(Progress(done, info.bytes))
-
-    yield from fetched(f"/v1/files/{info.id}/content", Arriving(target, info.bytes, "", report), session)
+    arriving = Arriving(target, info.bytes, "", Fetching(info.bytes, on_progress).came)
+    yield from fetched(f"/v1/files/{info.id}/content", arriving, session)
     return target
+
+
+class Fetching:
+    """Progress of a download: bytes on the disk, of `total` bytes. Thread-safe."""
+
+    def __init__(self, total: int, on_progress: Callable[[Progress], None] | None) -> None:
+        self._lock = threading.Lock()
+        self._progress = Progress(0, total)
+        self._on_progress = on_progress
+
+    def came(self, count: int) -> None:
+        with self._lock:
+            self._progress = Progress(self._progress.done + count, self._progress.total)
+            if self._on_progress is not None and count:
+                self._on_progress(self._progress)
 
 
 class Arriving:

@@ -10,13 +10,12 @@ import hashlib
 import logging
 import os
 import re
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 from urllib.parse import urlencode
 
 import msgspec
@@ -32,7 +31,7 @@ from sie_client.errors import (
     SIEError,
     invalid,
 )
-from sie_client.files import Arriving, identifier
+from sie_client.files import Arriving, Fetching, identifier
 from sie_client.types import JobOptions, Progress
 from sie_contracts.api import jobs as api
 from sie_contracts.api.batches import FileObject
@@ -52,6 +51,7 @@ _PART_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 _COLUMNS = ("text", "query", "document", "image", "id", "keep", "chunks", "context", "documents", "parser")
 _OF_CLIENT = ("input_format", "output", "on_upload", "idempotency_key")
 _logger = logging.getLogger("sie_client")
+D = TypeVar("D")
 
 
 class JobInfo(api.JobInfo, kw_only=True, frozen=True):
@@ -82,11 +82,13 @@ class _RowPage(msgspec.Struct):
     rows: list[dict[str, Any]]
 
 
-class SeenJob:
-    """State of a job when the client last read it from the server. `info` has all fields."""
+class SeenJob(Generic[D]):
+    """State of a job when the client last read it from the server. `info` has all fields. `driver`: runs the plans."""
 
-    def __init__(self, info: JobInfo) -> None:
+    def __init__(self, info: JobInfo, driver: D, session: Session) -> None:
         self.info = info
+        self._driver = driver
+        self._session = session
 
     @property
     def id(self) -> str:
@@ -170,10 +172,8 @@ def _body(model: str, place: dict[str, str], chosen: Mapping[str, Any]) -> dict[
 
 def _post(path: str, session: Session, body: Any, key: str) -> Plan[JobInfo]:
     """Send a POST with an idempotency key: a repetition after a broken connection creates no second job."""
-    return cast(
-        JobInfo,
-        (yield from json_call("POST", path, session, body, headers={"idempotency-key": key}, type=JobInfo)),
-    )
+    info: JobInfo = yield from json_call("POST", path, session, body, headers={"idempotency-key": key}, type=JobInfo)
+    return info
 
 
 def _abandoned(file: str, session: Session) -> Plan[None]:
@@ -231,8 +231,8 @@ def deleted(job: str, session: Session) -> Plan[None]:
 
 def rows(job: str, limit: int, failed: bool | None, session: Session) -> Plan[list[dict[str, Any]]]:
     query = urlencode({"limit": limit, **({} if failed is None else {"failed": str(failed).lower()})})
-    reply = yield from json_call("GET", f"{_path(job)}/rows?{query}", session, type=_RowPage)
-    return cast(_RowPage, reply).rows
+    reply: _RowPage = yield from json_call("GET", f"{_path(job)}/rows?{query}", session, type=_RowPage)
+    return reply.rows
 
 
 def manifest(job: str, session: Session) -> Plan[JobManifest]:
@@ -241,8 +241,7 @@ def manifest(job: str, session: Session) -> Plan[JobManifest]:
     after: int | None = None
     while True:
         query = "" if after is None else f"?{urlencode({'after': after})}"
-        reply = yield from json_call("GET", f"{_path(job)}/manifest{query}", session, type=JobManifest)
-        document = cast(JobManifest, reply)
+        document: JobManifest = yield from json_call("GET", f"{_path(job)}/manifest{query}", session, type=JobManifest)
         parts += document.parts
         if document.next is None:
             return msgspec.structs.replace(document, parts=parts)
@@ -287,21 +286,6 @@ def completed(info: JobInfo) -> None:
     )
 
 
-class Fetching:
-    """Progress of a download of output files: bytes on the disk, and bytes in total. Thread-safe."""
-
-    def __init__(self, total: int, on_progress: Callable[[Progress], None] | None) -> None:
-        self._lock = threading.Lock()
-        self._progress = Progress(0, total)
-        self._on_progress = on_progress
-
-    def came(self, count: int) -> None:
-        with self._lock:
-            self._progress = Progress(self._progress.done + count, self._progress.total)
-            if self._on_progress is not None and count:
-                self._on_progress(self._progress)
-
-
 def downloaded(
     info: JobInfo,
     folder: str | os.PathLike[str],
@@ -324,7 +308,7 @@ def downloaded(
         )
     fetching = Fetching(sum(part.bytes for part in document.parts), on_progress)
     plans: Iterator[Plan[Path]] = (_part(info.id, part, into, fetching, session) for part in document.parts)
-    paths = cast("list[Path]", (yield Together(plans, PARTS)))
+    paths: list[Path] = yield Together(plans, PARTS)
     yield BlockingWork(lambda: _write(into / MANIFEST, msgspec.json.format(msgspec.json.encode(document))))
     return paths
 

@@ -6,27 +6,15 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import httpx
 
 from sie_client import transport
-from sie_client.core import (
-    BlockingWork,
-    BodySink,
-    Pause,
-    Plan,
-    Received,
-    Send,
-    Session,
-    Together,
-    TransportFailed,
-    UploadStream,
-)
+from sie_client.core import Answer, BlockingWork, BodySink, Pause, Plan, Send, Session, Together, UploadStream
 from sie_client.progress import Meter
 
 T = TypeVar("T")
-Answer: TypeAlias = "Received | TransportFailed"
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:

@@ -13,22 +13,10 @@ from typing import Any, TypeAlias, TypeVar, cast
 import httpx
 
 from sie_client import transport
-from sie_client.core import (
-    BlockingWork,
-    BodySink,
-    Pause,
-    Plan,
-    Received,
-    Send,
-    Session,
-    Together,
-    TransportFailed,
-    UploadStream,
-)
+from sie_client.core import Answer, BlockingWork, BodySink, Pause, Plan, Send, Session, Together, UploadStream
 from sie_client.progress import Meter
 
 T = TypeVar("T")
-Answer: TypeAlias = "Received | TransportFailed"
 Sender: TypeAlias = "Callable[[Send, threading.Event], Answer]"
 
 # Guards the state of all drivers. It is not held during requests. A fork waits for it, so a forked process never

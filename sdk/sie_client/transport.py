@@ -12,7 +12,7 @@ from typing import Any, TypeGuard, cast
 
 import httpx
 
-from sie_client.core import BodySink, Received, Send, Session, TransportFailed, UploadStream
+from sie_client.core import Answer, BodySink, Received, Send, Session, TransportFailed, UploadStream
 from sie_client.types import Item
 from sie_contracts import client_environment
 from sie_contracts.loopback import causes, client_options, is_local, is_refused
@@ -132,12 +132,12 @@ def _is_refused_by_tls(error: BaseException) -> bool:
     return fault is not None and fault.reason in ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 
 
-def is_good(answer: Received | TransportFailed) -> bool:
+def is_good(answer: Answer) -> bool:
     """Return True if this answer is a success, so that the other copy (`Send.hedge_after_s`) need not be awaited."""
     return isinstance(answer, Received) and answer.status == 200
 
 
-def best(answers: Iterable[Received | TransportFailed]) -> Received | TransportFailed:
+def best(answers: Iterable[Answer]) -> Answer:
     """Return a successful answer if there is one, else any of the failed ones."""
     return max(answers, key=is_good)
 

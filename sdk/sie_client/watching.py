@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from sie_client.core import Received, Send, Session, TransportFailed, reading
+from sie_client.core import Answer, Received, Send, Session, reading
 from sie_client.errors import RequestError
 from sie_client.transport import failed
 from sie_contracts.loopback import is_local
@@ -26,6 +26,7 @@ AGAIN_AFTER_S = 1.0  # seconds from the loss of a connection to the next attempt
 SILENCE_S = 30.0
 CLOSE_S = 2.0
 MAX_FRAME_BYTES = 64 << 20
+MISSING = "watch needs the package websockets: pip install 'sie-cluster[watch]'"
 
 
 def request(path: str, session: Session) -> Send:
@@ -59,7 +60,7 @@ class _Url:
             **({"proxy": None} if self._is_local and not version.startswith("14.") else {}),
         }
 
-    def _refusal(self, error: Exception, started_s: float) -> Received | TransportFailed:
+    def _refusal(self, error: Exception, started_s: float) -> Answer:
         """Convert an exception of a connection to a response or TransportFailed; raise an unexpected exception."""
         from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 
@@ -74,12 +75,6 @@ class _Url:
         raise error
 
 
-def _missing(error: ImportError) -> RequestError:
-    failure = RequestError("watch needs the package websockets: pip install 'sie-cluster[watch]'")
-    failure.__cause__ = error
-    return failure
-
-
 class StatusSocket(_Url):
     """Websocket connection for the blocking client."""
 
@@ -88,12 +83,12 @@ class StatusSocket(_Url):
         self._open = contextlib.ExitStack()
         self._connection: Any = None
 
-    def open(self, request: Send) -> Received | TransportFailed:
+    def open(self, request: Send) -> Answer:
         """Connect and wait for the first frame. Return it as the body of a response."""
         try:
             from websockets.sync.client import connect
         except ImportError as error:
-            raise _missing(error) from error
+            raise RequestError(MISSING) from error
         started_s = time.monotonic()
         try:
             self._connection = self._open.enter_context(connect(**self._options(request)))
@@ -123,11 +118,11 @@ class AsyncStatusSocket(_Url):
 
     _connection: Any = None
 
-    async def open(self, request: Send) -> Received | TransportFailed:
+    async def open(self, request: Send) -> Answer:
         try:
             from websockets.asyncio.client import connect
         except ImportError as error:
-            raise _missing(error) from error
+            raise RequestError(MISSING) from error
         started_s = time.monotonic()
         try:
             self._connection = await connect(**self._options(request))
