@@ -40,10 +40,10 @@ class ConfigGate:
         is_admin = self._admin is not None and self._admin.matches(token)
         is_reader = self._reader is not None and self._reader.matches(token)
         reads = row is None or row.reader or row.scope == "read"
-        key = None
-        if not (is_admin or (is_reader and reads)):
-            key = self._key_with(token, "read" if row is None else row.scope, is_reader)
-        if not (is_admin or (is_reader and reads) or key):
+        scope = "read" if row is None else row.scope
+        is_allowed = is_admin or (is_reader and reads)
+        key = None if is_allowed or is_reader else self._key_with(token, scope)
+        if not (is_allowed or key):
             if is_reader:
                 raise PermissionDenied("the read token permits only reads; this call needs SIE_ADMIN_TOKEN")
             if not self._by_key and self._admin is None and (not reads or self._reader is None):
@@ -53,7 +53,7 @@ class ConfigGate:
                 )
             needed = "SIE_ADMIN_TOKEN or SIE_CONFIG_READ_TOKEN" if reads else "SIE_ADMIN_TOKEN"
             if self._by_key:
-                needed += f", or a key with the scope {'read' if row is None else row.scope}"
+                needed += f", or a key with the scope {scope}"
             reason = "this token is not known" if token else "a token is missing"
             raise Unauthenticated(
                 f"{reason}: send `Authorization: Bearer TOKEN`, where TOKEN is the config service's {needed}"
@@ -64,12 +64,12 @@ class ConfigGate:
             raise HTTPException(405, headers={"Allow": ", ".join(match.methods)})
         return f"key {key.name} ({key.id})" if key else "SIE_ADMIN_TOKEN" if is_admin else "SIE_CONFIG_READ_TOKEN"
 
-    def _key_with(self, token: str, scope: str, is_known: bool) -> Key | None:
-        """Return the key with this token. Return None for an unknown token, if `is_known` (the token is the read
-        token), and without SIE_AUTH_MODE=token. Raises PermissionDenied for a key without the scope, Unauthenticated
-        for a key that is revoked or has expired, NotReady while the keys have not been read.
+    def _key_with(self, token: str, scope: str) -> Key | None:
+        """Return the key with this token; None for an unknown token, and without SIE_AUTH_MODE=token. Raises
+        PermissionDenied for a key without the scope, Unauthenticated for a key that is revoked or has expired, NotReady
+        while the keys have not been read.
         """
-        if not self._by_key or not token or is_known:
+        if not self._by_key or not token:
             return None
         if self._keys is None or not self._keys.loaded:
             raise NotReady("the keys are not read yet")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sie_broker import Write
+from sie_config_service.documents import invalid
 from sie_contracts.errors import UNDECODABLE, ContentConflict, NotReady, ValidationFailed
 from sie_contracts.models.alias_checks import changes_vectors, check
 from sie_contracts.models.aliases import Alias, is_alias, model_of
@@ -96,7 +97,7 @@ async def guard(
     """
     was_alias, after = is_alias(held.entry), None if entry is None else parse_document(entry)
     if held.entry is not None and after is not None and was_alias is not isinstance(after, Alias):
-        raise _invalid(
+        raise invalid(
             "$.id", f"{model} is {'an alias' if was_alias else 'a model'}: take another id, or DELETE it first"
         )
     if isinstance(after, Alias):
@@ -119,7 +120,7 @@ async def guard(
     if held.entry is None and (
         twin := next((alias for alias in index.models if alias.casefold() == model.casefold()), None)
     ):
-        raise _invalid("$.id", f"there is an alias {twin!r}: take another id, or DELETE the alias first")
+        raise invalid("$.id", f"there is an alias {twin!r}: take another id, or DELETE the alias first")
     if not (named := index.naming(model)):
         return GuardedWrite(index.written())
     present = _those(read, [model, *named, *(model for alias in named for model in index.models[alias])])
@@ -217,7 +218,3 @@ def index_in(read: CatalogueSnapshot, index: AliasIndex) -> dict[str, tuple[str,
             alias = _entry_of(dict(stored.entry))
             targets[name] = alias.models if isinstance(alias, Alias) else index.models.get(name, ())
     return targets
-
-
-def _invalid(loc: str, message: str) -> ValidationFailed:
-    return ValidationFailed(f"{loc}: {message}", param=loc, extras={"errors": [{"loc": loc, "message": message}]})
