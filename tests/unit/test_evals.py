@@ -228,7 +228,7 @@ def test_what_the_library_mteb_cannot_measure_is_refused() -> None:
     ):
         spec = EvalSpec("a/b", "mteb/any", "quality", ["table"], Path(), plan, outputs=output_names)
         with pytest.raises(CommandRefused, match=message):
-            list(evaluation._steps(evaluation._EvalContext(spec, task, [source], "cpu"), []))
+            list(evaluation._steps(evaluation._EvalContext(spec, task, [source], "cpu", {}), []))
 
 
 @pytest.mark.parametrize("name", ["float16", "int8", "binary", "binary+rescore"])

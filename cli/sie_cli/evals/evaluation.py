@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class _EvalContext:
     task: Task
     sources: Sequence[EvalSource]
     machine: str
-    about: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any]
 
     @property
     def cluster(self) -> Sie | None:

@@ -314,20 +314,14 @@ def _valid(kind: str, values: _Values) -> Iterator[str]:
         yield str(write(values.faker()))
 
 
+_SLOT = re.compile(r"\{(\w+)\}")
+# by relation: its statements. The first one names the first part (head) before the second part (tail)
 _STATEMENTS: Mapping[str, Sequence[str]] = {
     "works for": ("{person} works for {company}.", "{company} has employed {person} for years."),
     "born in": ("{person} was born in {city}.", "{city} is the birthplace of {person}."),
     "founded": ("{person} founded {company}.", "{company} was founded by {person}."),
     "headquartered in": ("{company} has its head office in {city}.", "{city} is home to the offices of {company}."),
     "owns": ("{company} owns {firm}.", "{firm} belongs to {company}."),
-}
-# slots of the first part (head) and the second part (tail) of a relation, in its statements
-_PARTS = {
-    "works for": ("person", "company"),
-    "born in": ("person", "city"),
-    "founded": ("person", "company"),
-    "headquartered in": ("company", "city"),
-    "owns": ("company", "firm"),
 }
 _LABEL_OF_SLOT = {"person": "person", "company": "organization", "firm": "organization", "city": "city"}
 
@@ -343,12 +337,12 @@ def relations() -> FactTask:
         for relation in values.chance.sample(list(_STATEMENTS), 2):
             faker = values.faker()
             names = {"person": faker.name(), "company": faker.company(), "firm": faker.company(), "city": faker.city()}
-            for position, piece in enumerate(re.split(r"\{(\w+)\}", values.chance.choice(_STATEMENTS[relation]))):
+            for position, piece in enumerate(_SLOT.split(values.chance.choice(_STATEMENTS[relation]))):
                 if position % 2:
                     mentions.append(KindSpan(len(text), len(text) + len(names[piece]), _LABEL_OF_SLOT[piece]))
                 text += names[piece] if position % 2 else piece
             text += " "
-            head, tail = _PARTS[relation]
+            head, tail = _SLOT.findall(_STATEMENTS[relation][0])
             facts.append((names[head], relation, names[tail]))
         texts.append(LabelledText(text.rstrip(), facts, mentions))
     return FactTask("relations", "relations", list(_STATEMENTS), texts)

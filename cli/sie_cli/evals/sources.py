@@ -332,25 +332,17 @@ MAX_ANSWER_BYTES = 64 << 20  # limit for one answer; BATCH vectors of 32,768 num
 _UNREADABLE = (*UNDECODABLE, TypeError, LookupError, AttributeError)
 
 
-class _ReplyBody:
-    """Body of an answer. Its size is limited, because a server that is not SIE may send any amount."""
+def _append(body: bytearray, piece: bytes) -> None:
+    """Append a received piece to the body of an answer. Raises ValueError if the body gets longer than
+    MAX_ANSWER_BYTES: a server that is not SIE may send any amount.
+    """
+    if len(body) + len(piece) > MAX_ANSWER_BYTES:
+        raise ValueError(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
+    body += piece
 
-    def __init__(self) -> None:
-        self._data = bytearray()
 
-    def add(self, piece: bytes) -> None:
-        """Append a received piece of the body. Raises ValueError if the body gets longer than MAX_ANSWER_BYTES."""
-        if len(self._data) + len(piece) > MAX_ANSWER_BYTES:
-            raise ValueError(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
-        self._data += piece
-
-    @property
-    def text(self) -> str:
-        return self._data.decode("utf-8", "replace")
-
-    def json(self) -> Any:
-        """Decode the body. Raises an error of UNDECODABLE, also for NaN and Infinity."""
-        return msgspec.json.decode(self._data)
+def _shown(body: bytearray) -> str:
+    return body[:200].decode("utf-8", "replace")
 
 
 @dataclass(frozen=True)
@@ -418,14 +410,14 @@ class ServerSource:
                     path, body = "/rerank", self._dialect.rerank_body(self._model, request.query, request.texts)
                 else:
                     path, body = self._dialect.encode_path, self._dialect.encode_body(self._model, request.texts)
-                content = _ReplyBody()
+                content = bytearray()
                 try:
                     async with client.stream("POST", path, json=body) as answer:
                         async for piece in answer.aiter_bytes():
-                            content.add(piece)
+                            _append(content, piece)
                     if answer.status_code != 200:
-                        raise LoadFailure(str(answer.status_code), content.text[:200])
-                    return LoadReply(self._dialect.tokens(content.json()))
+                        raise LoadFailure(str(answer.status_code), _shown(content))
+                    return LoadReply(self._dialect.tokens(msgspec.json.decode(content)))
                 except httpx.HTTPError as error:
                     raise LoadFailure(NOBODY, str(error) or type(error).__name__) from error
                 except _UNREADABLE as error:
@@ -468,17 +460,17 @@ class ServerSource:
         return values
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        content = _ReplyBody()
+        content = bytearray()
         with self._understood():
             try:
                 with self._client.stream("POST", path, json=body) as answer:
                     for piece in answer.iter_bytes():
-                        content.add(piece)
+                        _append(content, piece)
             except httpx.HTTPError as error:
                 raise CommandRefused(f"{self.name} does not answer: {error or type(error).__name__}") from error
             if answer.status_code != 200:
-                raise CommandRefused(f"{self.name}: POST {path} answers {answer.status_code}: {content.text[:200]}")
-            return content.json()
+                raise CommandRefused(f"{self.name}: POST {path} answers {answer.status_code}: {_shown(content)}")
+            return msgspec.json.decode(content)
 
     @contextmanager
     def _understood(self) -> Iterator[None]:
