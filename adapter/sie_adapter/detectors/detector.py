@@ -17,13 +17,14 @@ from sie_adapter.detectors.grounding_dino import GroundingDino
 from sie_adapter.detectors.owlv2 import Owlv2
 from sie_adapter.engine.device import Compute
 from sie_adapter.families.extraction import ExtractOptions, Result, by_options
+from sie_adapter.loading.checkpoint import class_of
 from sie_adapter.packed.packing import Shown
+from sie_adapter.readers.written import miscounted
 from sie_contracts.errors import InferenceFailed, InvalidInput
 from sie_contracts.media.images import Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
-from sie_store.folder_files import read_json
 
 # largest number of images in one pass on a device that is not a CPU; on a CPU each image has a separate pass
 _IMAGES_PER_PASS = 8
@@ -77,11 +78,11 @@ class Detector:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        return _kind(folder, entry).fault_of_files(folder, entry)
+        return class_of(folder, entry, _KINDS).fault_of_files(folder, entry)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         with torch.inference_mode():
-            self._kind: _DetectorKind = _kind(folder, entry)(folder, entry, load, compute)
+            self._kind: _DetectorKind = class_of(folder, entry, _KINDS)(folder, entry, load, compute)
         if entry.max_tokens > self._kind.max_tokens:
             raise incompatible(
                 f"{entry.id}: max_tokens is {entry.max_tokens}, the model reads at most "
@@ -108,7 +109,7 @@ class Detector:
         results: dict[int, Result] = {}
         usable: dict[int, Shown] = {}
         for number, row in enumerate(rows):
-            error = _miscounted(len(row)) or self._kind.misfit(row[0])
+            error = miscounted("images", len(row)) or self._kind.misfit(row[0])
             if error is not None:
                 results[number] = error
             else:
@@ -158,28 +159,3 @@ class Detector:
         for chosen in alike.values():
             for start in range(0, len(chosen), self._most):
                 yield chosen[start : start + self._most]
-
-
-def _miscounted(images: int) -> InvalidInput | None:
-    if images == 1:
-        return None
-    if not images:
-        return InvalidInput(
-            "images: the model looks for objects in an image, the input has none",
-            reason="unsupported_modality",
-            param="images",
-        )
-    return InvalidInput(
-        f"images: the model looks for objects in one image, the input has {images}",
-        reason="invalid_media",
-        param="images",
-        extras={"limit": 1},
-    )
-
-
-def _kind(folder: Path, entry: ModelEntry) -> type[GroundingDino] | type[Owlv2]:
-    model_type = str(read_json(folder / "config.json").get("model_type"))
-    if model_type not in _KINDS:
-        listed = ", ".join(_KINDS)
-        raise incompatible(f"{entry.id}: model_type is {model_type}, a detector is one of {listed}")
-    return _KINDS[model_type]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from sie_adapter.engine.device import Compute
-from sie_contracts.models.entries import LoadOptions
+from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
+from sie_store.folder_files import read_json
 
 # While transformers constructs a model, it changes torch for the whole process. It sets the default dtype: if that were
 # not float32, it would change the results of passes on other threads. It replaces functions of torch: two concurrent
@@ -45,11 +46,21 @@ _LANGUAGE_HEADS = frozenset(
         "discriminator_predictions",
     }
 )
+T = TypeVar("T")
 _PRETRAINED = ("ForMaskedLM", "ForCausalLM", "ForPreTraining")
 
 
 # model type with encoder and decoder -> class that has only its encoder
 ENCODERS: Mapping[str, str] = {"mt5": "MT5EncoderModel", "t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}
+
+
+def class_of(folder: Path, entry: ModelEntry, classes: Mapping[str, T]) -> T:
+    """Return the class for the `model_type` in config.json. Raises ModelLoadFailed INCOMPATIBLE if there is none."""
+    model_type = str(read_json(folder / "config.json").get("model_type"))
+    if model_type not in classes:
+        listed = " or ".join(classes)
+        raise incompatible(f"{entry.id}: model_type is {model_type}, a {entry.family} is {listed}")
+    return classes[model_type]
 
 
 @contextmanager

@@ -11,15 +11,14 @@ from pathlib import Path
 import torch
 
 from sie_adapter.engine.device import Compute
+from sie_adapter.loading.checkpoint import class_of
 from sie_adapter.packed.packing import Shown
 from sie_adapter.readers.donut import Donut
 from sie_adapter.readers.florence2 import Florence2
 from sie_adapter.readers.transcriber import MODEL_TYPES, Transcriber
 from sie_adapter.readers.written import IsGone, PagePrompt, Read, ReaderCall
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
-from sie_store.folder_files import read_json
 
 _Kind = type[Donut] | type[Florence2] | type[Transcriber]
 _KINDS: Mapping[str, _Kind] = {
@@ -42,11 +41,11 @@ class DocumentReader:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        return _kind(folder, entry).fault_of_files(folder, entry)
+        return class_of(folder, entry, _KINDS).fault_of_files(folder, entry)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         with torch.inference_mode():
-            self._kind: Donut | Florence2 | Transcriber = _kind(folder, entry)(folder, entry, load, compute)
+            self._kind: Donut | Florence2 | Transcriber = class_of(folder, entry, _KINDS)(folder, entry, load, compute)
         self.rows = {"extract": Rows("raw", images=self._kind.recipe, writes=True)}
         self.precision, self.attention = self._kind.precision, self._kind.attention
         self.tokenizer: bytes = self._kind.tokenizer.to_str().encode()
@@ -54,14 +53,5 @@ class DocumentReader:
         self.memory_bytes = self._kind.memory_bytes
 
     def reading(self, read: Read[PagePrompt], is_gone: IsGone) -> ReaderCall[PagePrompt, Shown]:
-        """Return an object for one batch. Its method `extract` calls `read`, a method of the device's `Readings`, to
-        generate the text of all rows.
-        """
+        """Return the object that answers one batch. `read`: the method `Readings.read` of the device."""
         return ReaderCall(self._kind, self.rows, read, is_gone, "images")
-
-
-def _kind(folder: Path, entry: ModelEntry) -> _Kind:
-    model_type = str(read_json(folder / "config.json").get("model_type"))
-    if model_type not in _KINDS:
-        raise incompatible(f"{entry.id}: model_type is {model_type}, a document reader is {' or '.join(_KINDS)}")
-    return _KINDS[model_type]

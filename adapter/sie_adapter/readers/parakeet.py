@@ -117,9 +117,7 @@ class ParakeetReader:
         self._rules = Rules((), 1, frozenset({_END}))
 
     def reading(self, read: Read[ParakeetWindow], is_gone: IsGone) -> ReaderCall[ParakeetWindow, Heard]:
-        """Return an object for one batch. Its method `extract` calls `read`, a method of the device's `Readings`, to
-        read all windows.
-        """
+        """Return the object that answers one batch. `read`: the method `Readings.read` of the device."""
         return ReaderCall(self, self.rows, read, is_gone, "audio")
 
     def prompt(self, levels: Heard, options: ExtractOptions) -> ParakeetWindow:
@@ -199,19 +197,15 @@ class ParakeetReader:
         sentences = sentences_of(sound.words)
         data = {
             "text": " ".join(filter(None, sound.texts)),
-            "words": [{"text": word.text, "seconds": _seconds(word)} for word in sound.words],
+            "words": [{"text": word.text, "seconds": word.seconds} for word in sound.words],
             "language": UNDETERMINED,
             "finish_reason": sound.finish,
             "completion_tokens": sound.tokens,
         }
         return {
-            "entities": [{**text_entity(spoken.text, _LABEL), "seconds": _seconds(spoken)} for spoken in sentences],
+            "entities": [{**text_entity(spoken.text, _LABEL), "seconds": spoken.seconds} for spoken in sentences],
             "data": data,
         }
-
-
-def _seconds(spoken: SpokenText) -> list[float]:
-    return [round(spoken.start_s, 2), round(spoken.end_s, 2)]
 
 
 def _normalised(levels: Tensor, mask: Tensor) -> Tensor:

@@ -47,6 +47,10 @@ class SpokenText(NamedTuple):
     start_s: float
     end_s: float
 
+    @property
+    def seconds(self) -> list[float]:
+        return [round(self.start_s, 2), round(self.end_s, 2)]
+
 
 def decoded(
     model: Any, states: Tensor, lengths: Sequence[int], limits: Sequence[int], first: int

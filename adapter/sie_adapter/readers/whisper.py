@@ -187,9 +187,7 @@ class WhisperReader:
         self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
 
     def reading(self, read: Read[SoundWindow], is_gone: IsGone) -> ReaderCall[SoundWindow, Heard]:
-        """Return an object for one batch. Its method `extract` calls `read`, a method of the device's `Readings`, to
-        generate the text of all rows.
-        """
+        """Return the object that answers one batch. `read`: the method `Readings.read` of the device."""
         return ReaderCall(self, self.rows, read, is_gone, "audio")
 
     def prompt(self, features: Heard, options: ExtractOptions) -> SoundWindow:
@@ -295,10 +293,7 @@ class WhisperReader:
         if sound.language:
             data["language"] = sound.language
         if sound.has_word_times:
-            data["words"] = [
-                {"text": word.text, "seconds": [round(word.start_s, 2), round(word.end_s, 2)]}
-                for word in self.words(sound)
-            ]
+            data["words"] = [{"text": word.text, "seconds": word.seconds} for word in self.words(sound)]
         return {"entities": entities, "data": data}
 
     def words(self, sound: SoundTranscription) -> list[SpokenText]:

@@ -77,8 +77,8 @@ class ReaderCall(Generic[P, F_contra]):
         return [results[number] for number in numbers]
 
     def _prompt(self, files: Sequence[F_contra], options: ExtractOptions) -> P:
-        if len(files) != 1:
-            raise _miscounted(self._field, len(files))
+        if error := miscounted(self._field, len(files)):
+            raise error
         return self._kind.prompt(files[0], options)
 
     def _results(self, prompts: Sequence[P]) -> list[Result]:
@@ -93,7 +93,10 @@ class ReaderCall(Generic[P, F_contra]):
         return {**result, "data": {**data, **result.get("data", {})}}
 
 
-def _miscounted(field: str, files: int) -> InvalidInput:
+def miscounted(field: str, files: int) -> InvalidInput | None:
+    """Return the error for an input with another number of files than one in `field`, else None."""
+    if files == 1:
+        return None
     if not files:
         return InvalidInput(f"{field}: expected exactly one, got none", reason="unsupported_modality", param=field)
     return InvalidInput(
