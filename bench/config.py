@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import large_catalogue
 from cluster import until
-from report import Report
+from report import Report, parser_of
 from stack import Part, Plan, Stack
 
 from sie_contracts.models.catalogue import Catalogue
@@ -121,7 +121,7 @@ def measure(stack: Stack, options: argparse.Namespace, say: Report) -> None:
     say()
     resolved = ", ".join(f"{how} {took_us:.1f}" for how, took_us in large_catalogue.resolving(catalogue).items())
     say(
-        f"Resolution, us of processor time: {resolved}; a name that there is none of, with suggestions: "
+        f"Resolution, us of processor time: {resolved}; an unknown name, with suggestions: "
         f"{large_catalogue.unknown_us(catalogue):.0f}."
     )
     say()
@@ -129,7 +129,7 @@ def measure(stack: Stack, options: argparse.Namespace, say: Report) -> None:
     say(f"A delta, from its bytes to the first resolution through it: {applied_ms:.2f} ms of processor time.")
     say(
         f"A write is answered after {statistics.median(answered):.1f} ms (at most {max(answered):.1f}); "
-        f"{statistics.median(delays_ms):.1f} ms later (at most {max(delays_ms):.1f}) the gateway serves by it."
+        f"{statistics.median(delays_ms):.1f} ms later (at most {max(delays_ms):.1f}) the gateway serves the change."
     )
     say()
     say(
@@ -139,10 +139,9 @@ def measure(stack: Stack, options: argparse.Namespace, say: Report) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", type=int, default=10_000)
     parser.add_argument("--idle", type=float, default=60.0, help="seconds without any request")
-    parser.add_argument("--out", type=Path, help="write the report here as well")
     options = parser.parse_args()
     say = Report()
     say("# A large catalogue")

@@ -10,7 +10,6 @@ times.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from parity.page_engine import Served
 from parity.qwen_checkpoints import BLOCK_3
 from parity.toys import image
 from PIL import Image
-from report import Report, machine
+from report import Report, machine, parser_of
 
 from sie_adapter.engine.engine import AdapterEngine, prepare_process
 from sie_contracts.models.entries import parse_entry
@@ -97,10 +96,8 @@ def ask(served: Served, page: Image.Image, questions: Sequence[str] = QUESTIONS)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = parser_of(__doc__, rounds=5, out="towers.md")
     parser.add_argument("--edge", type=int, default=512, help="of the square pages, pixels")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "towers.md")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     say = Report()
@@ -134,9 +131,9 @@ def main() -> None:
     say()
     say("| | processor time of a question |")
     say("|---|--:|")
-    say(f"| the tower runs each time | {statistics.median(uncached_ms):.0f} ms |")
-    say(f"| it runs: the first question | {statistics.median(first):.0f} ms |")
-    say(f"| its output is kept: the others | {statistics.median(later):.0f} ms |")
+    say(f"| the tower runs for each question | {statistics.median(uncached_ms):.0f} ms |")
+    say(f"| first question: the tower runs | {statistics.median(first):.0f} ms |")
+    say(f"| later questions: the output of the tower is cached | {statistics.median(later):.0f} ms |")
     say()
     say(
         f"Ten questions to a page take 1/{statistics.median(ratios):.2f} of the time ({min(ratios):.2f} to"

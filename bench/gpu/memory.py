@@ -58,7 +58,7 @@ def unload(table: kit.Table, folder: Path) -> None:
         started_s = time.perf_counter()
         engine.residency.release("first")
         taken_s, after = time.perf_counter() - started_s, kit.used_mib()
-        bound = f"the {size:.0f} MiB of weights came and went, in {1e3 * taken_s:.0f} ms"
+        bound = f"the memory of {size:.0f} MiB of weights is returned, in {1e3 * taken_s:.0f} ms"
         table.row(
             "unload", before, during, after, kit.check(during - before >= size and after - before <= CONTEXT_MIB, bound)
         )
@@ -76,7 +76,7 @@ def eviction(table: kit.Table, folder: Path) -> None:
         permission = engine.residency.permission(("first",))
         engine.residency.ensure("second", entries["second"], "default", permission)
         after = kit.used_mib()
-    table.row("eviction", before, "", after, kit.check(permission.dropped == ("first",), "the idle model went"))
+    table.row("eviction", before, "", after, kit.check(permission.dropped == ("first",), "the idle model is evicted"))
 
 
 def main() -> None:
