@@ -27,7 +27,6 @@ batch of one request satisfies this, a device under load cannot answer. Such cel
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import sys
@@ -41,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from admission_simulation import Before, Case, World
 from report import Report as Lines
-from report import machine
+from report import machine, parser_of
 
 from sie_gateway.admission.admission import Admission
 
@@ -169,7 +168,7 @@ def _kind(case: Case) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--set", choices=MATRICES, default="tuned", help="held-out: other costs, budgets, sizes and seeds"
     )
@@ -177,7 +176,6 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes that run cells")
     parser.add_argument("--rule", choices=RULES, action="append", help="only this rule; may be repeated")
     parser.add_argument("--cells", action="store_true", help="print every cell on the standard error output")
-    parser.add_argument("--out", type=Path, help="write the report here as well")
     options = parser.parse_args()
     matrix = MATRICES[options.set]
     cases = [*closed(matrix), *overload(matrix)]

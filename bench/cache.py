@@ -38,13 +38,13 @@ import numpy as np
 import psutil
 import uvloop
 from client import connect, percentile, request
-from report import Report, add_options, machine
+from report import Report, machine, parser_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from cluster import until
 from stack import Device, Plan, Stack
-from words import WORDS
+from words import texts_of
 
 from sie_contracts.wire.messages import ArraySlice, Ok, RunOptions, WorkResult
 from sie_gateway.answers.keys import digests_of, space_of
@@ -79,12 +79,6 @@ def traffic(count: int, seed: int) -> list[int]:
         middle = (low + high) // 2
         low, high = (middle, high) if repeats_of(zipf(count, middle, seed)) > REPEATS else (low, middle)
     return zipf(count, high, seed)
-
-
-def texts_of(count: int, seed: int) -> list[str]:
-    """Return texts of log-normal lengths, with about 80 words."""
-    rng = np.random.default_rng(seed)
-    return [" ".join(rng.choice(WORDS, int(length))) for length in np.clip(rng.lognormal(4.1, 0.82, count), 2, 254)]
 
 
 def bodies(texts: Sequence[str]) -> list[bytes]:
@@ -143,7 +137,7 @@ def compare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         for turn in range(options.rounds + 1):
             ranks = traffic(options.requests, turn)
             for kind, order in (("repeats", ranks), ("no repeats", list(range(options.requests)))):
-                fresh = texts_of(len(set(order)), turn)
+                fresh = texts_of("mix", len(set(order)), turn)
                 own = dict(zip(dict.fromkeys(order), fresh, strict=False))
                 mark = next(number)  # no text of an earlier round occurs again
                 sent = bodies([f"{mark} {own[rank]}" for rank in order])
@@ -321,13 +315,11 @@ def policies(say: Callable[[str], None]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--requests", type=int, default=2000, help="of each measurement")
     parser.add_argument("--distinct", type=int, default=1_000_000, help="inputs of the measurement of memory")
     parser.add_argument("--answers", type=int, default=0, help="distinct inputs through the code of the cache alone")
     parser.add_argument("--policies", action="store_true", help="hit shares of policies alone")
-    add_options(parser)
     options = parser.parse_args()
     say = Report()
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())

@@ -13,6 +13,7 @@ context each chunk is a text of its own, which is shown for comparison.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import platform
 import statistics
@@ -22,8 +23,8 @@ import msgspec
 import numpy as np
 import torch
 from client import request
-from overhead import MODEL, Alone, Cluster, cluster_rate
-from report import Report, add_options, machine
+from overhead import MODEL, Alone, Cluster
+from report import Report, in_turn, machine, parser_of
 from words import WORDS
 
 from sie_contracts.wire import ipc
@@ -84,21 +85,12 @@ def requests_of(url: str, items: list[dict[str, object]], size: int) -> tuple[li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser = parser_of(__doc__, rounds=5, seconds=5.0)
     parser.add_argument("--chunk", type=int, default=64, help="most tokens of a chunk")
-    add_options(parser)
     options = parser.parse_args()
     say = Report()
-    with torch.inference_mode():
-        alone = Alone(dict(os.environ))
-        cluster = Cluster(())
-        try:
-            measure(alone, cluster, options, say)
-        finally:
-            cluster.stop()
-            alone.engine.stop(5)
+    with torch.inference_mode(), Alone() as alone, Cluster(()) as cluster:
+        measure(alone, cluster, options, say)
     say.save(options.out)
 
 
@@ -126,17 +118,14 @@ def measure(alone: Alone, cluster: Cluster, options: argparse.Namespace, say: Re
         fields = {} if context is None else {"chunks": rule, "context": context}
         url = f"http://127.0.0.1:{cluster.port}"
         clients[kind] = (*requests_of(url, [{"text": text, **fields} for text in sources], size), size)
-    rates: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
-    for number in range(options.rounds + 1):
-        for kind in kinds:
-            batches, row_tokens = engine[kind]
-            bodies, item_tokens, size = clients[kind]
-            own = (
-                alone.rate(batches, options.seconds) * row_tokens,
-                cluster_rate(cluster, bodies, CLIENTS, options.seconds, size) * item_tokens,
-            )
-            if number:  # the first round warms up
-                rates[kind].append(own)
+
+    def rate(kind: str) -> tuple[float, float]:
+        batches, row_tokens = engine[kind]
+        bodies, item_tokens, size = clients[kind]
+        own = alone.rate(batches, options.seconds) * row_tokens
+        return own, cluster.rate(bodies, CLIENTS, options.seconds, size) * item_tokens
+
+    rates = in_turn(options.rounds, {kind: functools.partial(rate, kind) for kind in kinds})
     say("| tokens/s | engine | of texts | `sie serve` | of texts |\n|---|--:|--:|--:|--:|")
     for kind, own in rates.items():
         cells = []

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -124,6 +125,12 @@ class Answer:
     @property
     def taken_s(self) -> float:
         return self.ended_s - self.started_s
+
+
+def statuses(answers: Sequence[Answer]) -> str:
+    """Return the number of answers with each status, such as `3 x 503, 1 x 0`."""
+    counts = Counter(answer.status for answer in answers)
+    return ", ".join(f"{count} x {status}" for status, count in counts.most_common())
 
 
 class Clients:

@@ -27,7 +27,7 @@ import browser
 import fleet
 import httpx
 import stack
-from report import Report, add_options, machine
+from report import Report, machine, parser_of
 from websockets.sync.client import connect
 
 VIEWS = {"playground": "#run", "models": "#catalogue", "cluster": "#workers tr"}
@@ -71,15 +71,13 @@ def cpu_share(part: stack.Part, seconds: float, meanwhile: Any = None) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, seconds=15.0, has_code=True)
     parser.add_argument("--models", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=1_000)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement")
     parser.add_argument(
         "--rounds", type=int, default=5, help="of each view, each with and without the console; medians"
     )
     parser.add_argument("--clients", type=int, default=1, help=argparse.SUPPRESS)
-    add_options(parser)
     options = parser.parse_args()
     say = Report()
     say("# What an open console costs\n")

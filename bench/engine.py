@@ -24,7 +24,6 @@ import argparse
 import functools
 import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -35,12 +34,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from report import cores
 from words import WORDS
 
 BATCH_TOKENS = 4096
 PADDED_BATCH = 32
 MAX_TOKENS = 256
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+CORES = cores()
 VARIANTS: dict[str, tuple[str, str]] = {
     "engine bf16": ("engine", "bfloat16"),
     "engine bf16 torch": ("torch", "bfloat16"),

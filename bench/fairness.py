@@ -25,7 +25,6 @@ import os
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +36,9 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from client import Answer, Clients, connect, percentile, request
+from client import Answer, Clients, connect, percentile, request, statuses
 from cluster import MODEL as MINILM
-from report import Report, add_options
+from report import Report, parser_of
 from stack import Device, Plan, Stack
 from words import WORDS
 
@@ -125,7 +124,7 @@ class Bench:
     async def run(self) -> None:
         options, seconds = self.options, self.options.seconds
         unloaded = await self.samples(self._queries(), options.samples, 0.0, 60)
-        assert all(answer.status == 200 for answer in unloaded), _statuses(unloaded)
+        assert all(answer.status == 200 for answer in unloaded), statuses(unloaded)
         unloaded_ms = percentile(_millis(unloaded), 0.99)
         self.say(
             f"Unloaded: p50 {percentile(_millis(unloaded), 0.5):.1f} ms, p99 {unloaded_ms:.1f} ms of {len(unloaded)}."
@@ -152,7 +151,7 @@ class Bench:
         share = await self.rate(bulk, seconds) / solo
         self.judge("bulk with interactive saturated", f"{share:.0%} of alone", ">= 20 %", share >= 0.2)
         failed = [answer for answer in [*await crowd.stop(), *await bulk.stop()] if answer.status != 200]
-        self.judge("all answered", _statuses(failed) or "yes", "yes", not failed)
+        self.judge("all answered", statuses(failed) or "yes", "yes", not failed)
         await self.keys(unloaded_ms, bound_ms)
 
     async def keys(self, unloaded_ms: float, bound_ms: float) -> None:
@@ -178,7 +177,7 @@ class Bench:
         failed = [answer for answer in answers if answer.status != 200]
         p99_ms = percentile([*_millis(answers), *(float("inf") for _ in failed)], 0.99)
         enough = len(answers) >= self.options.samples
-        tail = f", {_statuses(failed)}" if failed else ""
+        tail = f", {statuses(failed)}" if failed else ""
         self.judge(
             label,
             f"p99 {p99_ms:.0f} ms of {len(answers)}{tail}",
@@ -198,22 +197,14 @@ def _inference_ms(answer: Answer) -> float:
     return float(msgspec.msgpack.decode(answer.body)["timing"]["inference_time"])
 
 
-def _statuses(answers: Sequence[Answer]) -> str:
-    return ", ".join(
-        f"{count} x {status}" for status, count in Counter(answer.status for answer in answers).most_common()
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, seconds=15.0, has_code=True)
     parser.add_argument("--device", default="fixed,minilm", help="fixed, minilm or both")
     parser.add_argument("--samples", type=int, default=300)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each rate")
     parser.add_argument("--pause-ms", type=float, default=50.0, help="of the interactive client between requests")
     parser.add_argument("--limit", type=float, default=120.0, help="most seconds for the samples of one line")
     parser.add_argument("--backlog", type=int, default=100_000)
     parser.add_argument("--window", type=int, help="SIE_KEY_WINDOW_TOKENS")
-    add_options(parser)
     options = parser.parse_args()
     say = Report()
     say(f"`python bench/fairness.py`, {os.cpu_count()} cores, {BULK_CLIENTS} bulk clients.\n")

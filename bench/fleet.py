@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import request_cost
 import stack
 import wrk
-from report import Report, add_options, machine
+from report import Report, machine, parser_of
 from stack import Device, Plan, Stack
 
 from sie_broker.nats import connect
@@ -148,12 +148,9 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=5, seconds=4.0, has_code=True)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--cases", default="1x1,10000x1,1x1000,1000x100,10000x1000", help="models x workers")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
-    parser.add_argument("--rounds", type=int, default=5)
-    add_options(parser)
     options = parser.parse_args()
     if not wrk.installed():
         sys.exit("wrk was not found; it is the Debian package of that name")

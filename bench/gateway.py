@@ -24,7 +24,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import wrk
-from report import Report, add_options
+from report import Report, parser_of
 from request_cost import TEXT, Sample, measured, middle
 from stack import Device, Plan, Stack
 
@@ -135,12 +135,9 @@ def measure(texts: int, width: int, options: argparse.Namespace, say: Report) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each sample")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(__doc__, rounds=3, seconds=4.0, has_code=True)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--shapes", nargs="*", default=["1x384", "32x1024"], help="texts x width")
-    add_options(parser)
     options = parser.parse_args()
     if not wrk.installed():
         parser.error("wrk is not installed (Debian: apt-get install wrk)")

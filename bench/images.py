@@ -13,9 +13,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import json
-import os
 import platform
 import statistics
 import sys
@@ -32,17 +32,16 @@ import msgspec
 import numpy as np
 import psutil
 import torch
-import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from client import closed_loop, request
+from client import request
 from image_files import encoded, picture
 from local_models import under
 from overhead import Cluster
 from parity.dual_checkpoints import CLIP_TOKENS, clip
 from PIL import Image
-from report import Report, machine
+from report import Report, cores, in_turn, machine, parser_of
 from transformers import AutoConfig, AutoImageProcessor, CLIPConfig, CLIPModel
 
 from sie_contracts.stages import STAGES
@@ -112,10 +111,8 @@ class Library:
 
     def ways(self) -> dict[str, Callable[[Sequence[bytes], float], float]]:
         return {
-            f"{cores()} threads, an image each": lambda files, seconds: self.rate(
-                files, seconds, threads=cores(), batch=1
-            ),
-            f"batches of {BATCH}": lambda files, seconds: self.rate(files, seconds, threads=1, batch=BATCH),
+            f"{cores()} threads, an image each": functools.partial(self.rate, threads=cores(), batch=1),
+            f"batches of {BATCH}": functools.partial(self.rate, threads=1, batch=BATCH),
         }
 
     def parts_ms(self, files: Sequence[bytes]) -> tuple[float, float]:
@@ -129,10 +126,6 @@ class Library:
                 self._model.get_image_features(pixel_values=image)
         ended_s = time.process_time()
         return 1000 * (between_s - started_s) / len(files), 1000 * (ended_s - between_s) / len(files)
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Served:
@@ -175,10 +168,7 @@ class Served:
         return np.array([item["dense"]["values"] for item in self.post(body)["items"]], np.float32)
 
     def rate(self, clients: int, batch_size: int, seconds: float) -> float:
-        answered, taken_s, _ = uvloop.run(
-            closed_loop("127.0.0.1", self.cluster.port, self._requests[batch_size], clients=clients, seconds=seconds)
-        )
-        return answered * batch_size / taken_s
+        return self.cluster.rate(self._requests[batch_size], clients, seconds, batch_size)
 
     def stages_ms(self, clients: int, batch_size: int, seconds: float) -> dict[str, float]:
         """Return the milliseconds by stage of the mean request, with so many concurrent clients."""
@@ -198,12 +188,9 @@ class Served:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(__doc__, rounds=3, seconds=8.0, out="images.md")
     parser.add_argument("--size", default="1280x960", help="of the photographs, WIDTHxHEIGHT")
     parser.add_argument("--images", type=int, default=64, help="different ones")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "images.md")
     parser.add_argument("serve", nargs="*", help="further arguments of `sie serve`, after --")
     arguments = parser.parse_args()
     say = Report()
@@ -223,13 +210,9 @@ def main() -> None:
         )
         width, height = map(int, arguments.size.split("x"))
         files = photographs(arguments.images, width, height)
-        cluster = Cluster([*models.arguments, *arguments.serve], model=MODEL)
-        try:
+        with Cluster([*models.arguments, *arguments.serve], model=MODEL) as cluster:
             served = Served(cluster, files)
             measure(Library(Path(folder) / NAME, served.precision()), served, files, arguments, say)
-        finally:
-            cluster.stop()
-    arguments.out.parent.mkdir(exist_ok=True)
     say.save(arguments.out)
 
 
@@ -247,16 +230,12 @@ def measure(
     expected = library.vectors(files[: len(vectors)])
     say(f"Least cosine between the vectors of both: {(vectors * expected).sum(1).min():.6f}.\n")
     ways = library.ways()
-    rates: dict[str, list[float]] = {}
-    for number in range(arguments.rounds + 1):
-        own = {name: way(files, arguments.seconds) for name, way in ways.items()}
-        theirs = {
-            f"cluster, {clients} x {image_count}": served.rate(clients, image_count, arguments.seconds)
-            for clients, image_count in LOADS
-        }
-        if number:  # the first round warms up
-            for name, rate in {**own, **theirs}.items():
-                rates.setdefault(name, []).append(rate)
+    runs = {name: functools.partial(way, files, arguments.seconds) for name, way in ways.items()}
+    for clients, image_count in LOADS:
+        runs[f"cluster, {clients} x {image_count}"] = functools.partial(
+            served.rate, clients, image_count, arguments.seconds
+        )
+    rates = in_turn(arguments.rounds, runs)
     best = max(ways, key=lambda name: statistics.median(rates[name]))
     say(f"Images per second, median of {arguments.rounds} rounds, each in turn. Goal of the ratio: {GOAL}.\n")
     say("| where | images/s | ratio to the library |\n|---|---|---|")

@@ -29,7 +29,6 @@ whose package is not installed is left out.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import functools
@@ -47,7 +46,7 @@ from typing import Any
 import numpy as np
 import torch
 from engine import exported_to, ids_of, model_folder, texts_of
-from report import Report, machine
+from report import Report, machine, parser_of
 from torch import nn
 from transformers import AutoModel, BertConfig, BertModel
 
@@ -499,12 +498,10 @@ def products(source: MeasuredModel, rows: int) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="0: no speeds")
+    parser = parser_of(__doc__, rounds=3)
     parser.add_argument("--only", nargs="*", choices=list(RECIPES), default=list(RECIPES))
     parser.add_argument("--larger", action="store_true", help="a random BERT-base: speed only")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "sie-bench-int8"))
-    parser.add_argument("--out", type=Path, help="write the report here as well")
     options = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     prepare_process()

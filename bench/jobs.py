@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
@@ -32,10 +31,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from client import closed_loop, percentile
-from overhead import MODEL, SHORT, Alone, Cluster, texts_of
-from report import Report, add_options, machine
+from client import percentile
+from overhead import MODEL, SHORT, Alone, Cluster
+from report import Report, machine, parser_of
 from stack import Device, Plan, Stack
+from words import texts_of
 
 GOALS = "goals: a job at least 0.95 of the engine alone on the mix and 1.3 of 8 x 32; 0.80 of itself beside requests"
 EMBED_GOALS = "goals: embed at least 0.95 of a job, and no more memory for five times the texts"
@@ -114,35 +114,23 @@ class Interactive(threading.Thread):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=3, seconds=6.0)
     parser.add_argument("--texts", type=int, default=4000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of the engine and of the clients")
     parser.add_argument("--embed-texts", type=int, default=100_000)
     parser.add_argument("--embed-only", action="store_true", help="measure `client.embed` on MiniLM-L6 alone")
-    add_options(parser)
     options = parser.parse_args()
     say = Report()
     if options.embed_only:
         say(f"# client.embed\n\n`python bench/jobs.py --embed-only`, {machine()}, MiniLM-L6.")
-        cluster = Cluster(())
-        try:
+        with Cluster(()) as cluster:
             embed_many(cluster, options, say)
-        finally:
-            cluster.stop()
         say.save(options.out)
         return
     texts = texts_of("mix", options.texts)
-    with torch.inference_mode():
-        alone = Alone(dict(os.environ))
-        cluster = Cluster(())
-        try:
-            measure(alone, cluster, texts, options, say)
-            say("\nOn MiniLM-L6:")
-            embed_many(cluster, options, say)
-        finally:
-            cluster.stop()
-            alone.engine.stop(5)
+    with torch.inference_mode(), Alone() as alone, Cluster(()) as cluster:
+        measure(alone, cluster, texts, options, say)
+        say("\nOn MiniLM-L6:")
+        embed_many(cluster, options, say)
     measure_steady(options, say)
     say.save(options.out)
 
@@ -159,9 +147,7 @@ def measure(alone: Alone, cluster: Cluster, texts: list[str], options: argparse.
     jobs.rate()
     for _ in range(options.rounds):
         rates["engine"].append(alone.rate(batches, options.seconds))
-        load = closed_loop("127.0.0.1", cluster.port, requests, clients=8, seconds=options.seconds)
-        answered, seconds, _ = asyncio.run(load)
-        rates["clients"].append(32 * answered / seconds)
+        rates["clients"].append(cluster.rate(requests, 8, options.seconds, 32))
         rates["job"].append(jobs.rate())
         for latencies, work in ((quiet_ms, None), (beside_ms, jobs.rate)):
             asking = Interactive(cluster.port)
@@ -179,7 +165,9 @@ def measure(alone: Alone, cluster: Cluster, texts: list[str], options: argparse.
     for name, rate in medians.items():
         say(f"| {name} | {rate:.0f} | {rate / medians['engine']:.2f} |")
     say(f"\nJob to 8 x 32: {medians['job'] / medians['clients']:.2f}. ")
-    say(f"Job beside one request a second to itself: {medians['job beside requests'] / medians['job']:.2f}. ")
+    say(
+        f"The job beside one request a second to the job alone: {medians['job beside requests'] / medians['job']:.2f}. "
+    )
     tokens = sum(len(batch.ids) // 4 for batch in batches) / len(texts)
     batch_ms = 1000 * alone.budget / (medians["job"] * tokens / len(alone.engine.device_threads))
     bound_ms = 2 * percentile(quiet_ms, 0.99) + DEPTH * batch_ms

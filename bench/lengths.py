@@ -10,11 +10,10 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from engine import BATCH_TOKENS
-from report import Report, machine
+from report import Report, machine, parser_of
 
 
 def of_width() -> dict[str, Callable[[], Any]]:
@@ -84,10 +83,7 @@ def lengths(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write the report here as well")
-    options = parser.parse_args()
+    options = parser_of(__doc__, rounds=5).parse_args()
     say = Report()
     lengths(options, say)
     say.save(options.out)

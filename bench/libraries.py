@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from client import closed_loop, request
+from client import request
 from local_models import LocalModels
 from oracle import WORDS
-from overhead import Cluster, texts_of
+from overhead import Cluster
 from parity.gliner_checkpoints import DEBERTA, gliclass_folder, gliner_folder
-from report import Report, machine
+from report import Report, in_turn, machine, parser_of
+from words import texts_of
 
 LABELS = ["person", "city", "organization", "date", "product", "event"]
 THRESHOLD = 0.9  # random weights then find few entities, as in real texts
@@ -77,13 +77,6 @@ def library_rate(library: Library, texts: Iterator[str], size: int, seconds: flo
     return count / spent_s
 
 
-def cluster_rate(cluster: Cluster, requests: list[bytes], clients: int, seconds: float) -> float:
-    answered, taken_s, _ = uvloop.run(
-        closed_loop("127.0.0.1", cluster.port, requests, clients=clients, seconds=seconds)
-    )
-    return answered / taken_s
-
-
 def measure(kind: str, options: argparse.Namespace, say: Report) -> None:
     backbone = {
         **DEBERTA,
@@ -100,27 +93,17 @@ def measure(kind: str, options: argparse.Namespace, say: Report) -> None:
         models.folder.mkdir()
         library, entry = KINDS[kind](models.weights / kind, backbone)
         models.add(kind, {**entry, "load": {"precision": options.precision}})
-        cluster = Cluster(models.arguments, model=f"test/{kind}")
-        try:
+        with Cluster(models.arguments, model=f"test/{kind}") as cluster:
             body = {"params": {"labels": LABELS, "threshold": THRESHOLD}}
             path = f"/v1/extract/test/{kind}"
             requests = [request(path, msgspec.msgpack.encode({**body, "items": [text]})) for text in texts]
-            rates: dict[str, list[float]] = {}
-            for round_ in range(options.rounds + 1):
-                for name, rate in (
-                    ("library, one text", lambda: library_rate(library, itertools.cycle(texts), 1, options.seconds)),
-                    ("SIE, 1 client", lambda: cluster_rate(cluster, requests, 1, options.seconds)),
-                    (
-                        "library, 64 texts",
-                        lambda: library_rate(library, itertools.cycle(texts), BATCH, options.seconds),
-                    ),
-                    ("SIE, 64 clients", lambda: cluster_rate(cluster, requests, BATCH, options.seconds)),
-                ):
-                    value = rate()
-                    if round_:  # the first round warms up
-                        rates.setdefault(name, []).append(value)
-        finally:
-            cluster.stop()
+            runs = {
+                "library, one text": lambda: library_rate(library, itertools.cycle(texts), 1, options.seconds),
+                "SIE, 1 client": lambda: cluster.rate(requests, 1, options.seconds),
+                "library, 64 texts": lambda: library_rate(library, itertools.cycle(texts), BATCH, options.seconds),
+                "SIE, 64 clients": lambda: cluster.rate(requests, BATCH, options.seconds),
+            }
+            rates = in_turn(options.rounds, runs)
     median = {name: statistics.median(values) for name, values in rates.items()}
     best = max(median["library, one text"], median["library, 64 texts"])
     alone, many = median["SIE, 1 client"] / median["library, one text"], median["SIE, 64 clients"] / best
@@ -133,14 +116,11 @@ def hash_of(word: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser = parser_of(__doc__, rounds=5, seconds=5.0)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--precision", default="float32", help="of SIE; the library computes in float32")
     parser.add_argument("--only", choices=KINDS)
-    parser.add_argument("--out", type=Path, help="write the report here as well")
     options = parser.parse_args()
     say = Report()
     say("# A GLiNER and a GLiClass beside their libraries")

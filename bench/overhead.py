@@ -14,6 +14,8 @@ Run `make bench`. Writes a table to bench/results/overhead.md.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import os
 import platform
 import statistics
@@ -22,9 +24,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Self
 
 import httpx
 import msgspec
@@ -36,9 +39,9 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from client import closed_loop, connect, percentile, request
-from report import Report
+from report import Report, in_turn, parser_of
 from text_rows import text_rows
-from words import WORDS
+from words import texts_of
 
 from sie_adapter.engine.device_threads import DeviceJob
 from sie_adapter.engine.engine import AdapterEngine, prepare_process
@@ -53,21 +56,13 @@ SHORT = "What is deep learning?"
 TARGETS = {"mix": (0.85, 0.95), "short": (0.50, 0.50)}
 
 
-def texts_of(kind: str, count: int, seed: int = 3) -> list[str]:
-    """Return random texts. `mix`: log-normal lengths, mean about 87 tokens. `short`: 8 tokens with the special ones."""
-    rng = np.random.default_rng(seed)
-    lengths = np.full(count, 6) if kind == "short" else np.clip(rng.lognormal(4.1, 0.82, count), 2, 254).astype(int)
-    return [" ".join(rng.choice(WORDS, length)) for length in lengths]
-
-
 class Alone:
     """The engine in this process."""
 
-    def __init__(self, environ: dict[str, str]) -> None:
+    def __init__(self) -> None:
         prepare_process()
-        settings = load(
-            environ={**environ, "SIE_MACHINE_PROFILE": "cpu" if not torch.cuda.is_available() else "cuda"}
-        ).settings
+        profile = "cuda" if torch.cuda.is_available() else "cpu"
+        settings = load(environ={**os.environ, "SIE_MACHINE_PROFILE": profile}).settings
         self.engine = AdapterEngine(settings)
         self.budget = settings.max_batch_cost
         entry = packaged_catalogue().entries[MODEL]
@@ -75,6 +70,12 @@ class Alone:
         self.precision = resident.describe(0.0).precision
         self.layout = resident.weights.rows["encode"]
         self.tokenizer = ModelTokenizer(resident.weights.tokenizer, entry.max_tokens)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.stop(5)
 
     def batch(self, ids: list[np.ndarray]) -> ipc.RunBatch:
         lengths = np.array([len(text_ids) for text_ids in ids], np.int32)
@@ -105,7 +106,7 @@ class Alone:
         end_s = time.perf_counter() + seconds
         done = 0
         lock = threading.Lock()
-        source = _endless(batches)
+        source = itertools.cycle(batches)
 
         def lane(_: int) -> None:
             nonlocal done
@@ -124,11 +125,6 @@ class Alone:
         return done / (time.perf_counter() - started_s)
 
 
-def _endless(batches: list[ipc.RunBatch]) -> Iterator[ipc.RunBatch]:
-    while True:
-        yield from batches
-
-
 class Cluster:
     """`sie serve` as a user starts it, with one model loaded. `sie`: the command of an installed version."""
 
@@ -142,22 +138,9 @@ class Cluster:
         self._model = model
         self.port, self._worker_port, self._folder = free_port(), free_port(), tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name, "log").open("w")  # noqa: SIM115  closed by `stop`
-        argv = [
-            str(sie),
-            "serve",
-            "--port",
-            str(self.port),
-            "--data-dir",
-            self._folder.name + "/data",
-            "--gateway-metrics-port",
-            "0",
-            "--worker-metrics-port",
-            str(self._worker_port),
-            "--preload",
-            model,
-            "--no-spare",
-            *extra,
-        ]
+        argv = [str(sie), "serve", "--port", str(self.port), "--data-dir", f"{self._folder.name}/data", "--no-spare"]
+        argv += ["--gateway-metrics-port", "0", "--worker-metrics-port", str(self._worker_port)]
+        argv += ["--preload", model, *extra]
         environ = {**os.environ, **(environ or {})}
         self._process = subprocess.Popen(argv, stdout=self._log, stderr=subprocess.STDOUT, env=environ)
         end_s = time.monotonic() + 180  # long enough on a busy machine
@@ -199,6 +182,18 @@ class Cluster:
         parts = [texts[start : start + batch_size] for start in range(0, len(texts) - batch_size + 1, batch_size)]
         return [request(f"/v1/encode/{MODEL}", msgspec.msgpack.encode({"items": part})) for part in parts]
 
+    def rate(self, requests: list[bytes], clients: int, seconds: float, batch_size: int = 1) -> float:
+        """Return texts per second of clients that each send their next request when the last was answered."""
+        loop = closed_loop("127.0.0.1", self.port, requests, clients=clients, seconds=seconds)
+        answered, taken_s, _ = uvloop.run(loop)
+        return answered * batch_size / taken_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def stop(self) -> None:
         self._process.terminate()
         self._process.wait(20)
@@ -227,22 +222,13 @@ async def latency(alone: Alone, cluster: Cluster, pairs: int) -> tuple[list[floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=5, seconds=6.0, out="overhead.md")
     parser.add_argument("--pairs", type=int, default=500)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each throughput measurement")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "overhead.md")
     parser.add_argument("serve", nargs="*", help="further arguments of `sie serve`, after --")
     arguments = parser.parse_args()
     say = Report()
-    with torch.inference_mode():
-        alone = Alone(dict(os.environ))
-        cluster = Cluster(arguments.serve)
-        try:
-            measure(alone, cluster, arguments, say)
-        finally:
-            cluster.stop()
-            alone.engine.stop(5)
+    with torch.inference_mode(), Alone() as alone, Cluster(arguments.serve) as cluster:
+        measure(alone, cluster, arguments, say)
     say.save(arguments.out)
 
 
@@ -273,16 +259,12 @@ def measure(alone: Alone, cluster: Cluster, arguments: argparse.Namespace, say: 
         texts = texts_of(kind, 1024 if kind == "mix" else 8192)
         batches = alone.batches(texts)
         single_requests, many = cluster.requests(texts, 1), cluster.requests(texts, 32)
-        engine, single, bulk = [], [], []
-        for number in range(arguments.rounds + 1):
-            rates = (
-                alone.rate(batches, arguments.seconds),
-                cluster_rate(cluster, single_requests, 64, arguments.seconds, 1),
-                cluster_rate(cluster, many, 8, arguments.seconds, 32),
-            )
-            if number:  # the first round warms up
-                for samples, rate in zip((engine, single, bulk), rates, strict=True):
-                    samples.append(rate)
+        runs = {
+            "engine": functools.partial(alone.rate, batches, arguments.seconds),
+            "single": functools.partial(cluster.rate, single_requests, 64, arguments.seconds),
+            "bulk": functools.partial(cluster.rate, many, 8, arguments.seconds, 32),
+        }
+        engine, single, bulk = in_turn(arguments.rounds, runs).values()
         ratio_one = statistics.median(b / a for a, b in zip(engine, single, strict=True))
         ratio_many = statistics.median(b / a for a, b in zip(engine, bulk, strict=True))
         say(
@@ -305,7 +287,7 @@ def profile(alone: Alone, cluster: Cluster, kind: str, arguments: argparse.Names
     texts = texts_of(kind, 1024 if kind == "mix" else 8192)
     single_requests = cluster.requests(texts, 1)
     (texts_before, batches_before), cpu_before = cluster.batch_sizes(), cluster.cpu_s()
-    rates = [cluster_rate(cluster, single_requests, 64, arguments.seconds, 1) for _ in range(arguments.rounds)]
+    rates = [cluster.rate(single_requests, 64, arguments.seconds) for _ in range(arguments.rounds)]
     (texts_after, batches_after), cpu_after = cluster.batch_sizes(), cluster.cpu_s()
     done = texts_after - texts_before
     size = max(1, round(done / (batches_after - batches_before)))
@@ -317,13 +299,6 @@ def profile(alone: Alone, cluster: Cluster, kind: str, arguments: argparse.Names
         f"{role} {1000 * (cpu_after[role] - cpu_before[role]) / done:.2f}" for role in cpu_after if role != "config"
     )
     return f"| {kind} | {size} | {engine:.0f} | {rate:.0f} | {rate / engine:.2f} | {cpu} |"
-
-
-def cluster_rate(cluster: Cluster, requests: list[bytes], clients: int, seconds: float, batch_size: int) -> float:
-    answered, taken_s, _ = uvloop.run(
-        closed_loop("127.0.0.1", cluster.port, requests, clients=clients, seconds=seconds)
-    )
-    return answered * batch_size / taken_s
 
 
 if __name__ == "__main__":

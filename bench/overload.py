@@ -31,7 +31,6 @@ with one gateway.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -53,7 +52,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from cgroups import limited
 from client import Connection, connect, request
-from report import Report, machine
+from report import Report, machine, parser_of
 from stack import Device, Plan, Stack
 
 MODEL = "toy/one"
@@ -308,10 +307,9 @@ def cell(case: Case, code: Path | None) -> Found:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="compare with the processes of this checkout")
     parser.add_argument("--only", default="", help="part of `start clients budget a gateways` of the cells to run")
-    parser.add_argument("--out", type=Path, help="write the report here as well")
     options = parser.parse_args()
     say, began_s = Report(), time.perf_counter()
     say("# Overload, stalls and slow machines at real processes\n")

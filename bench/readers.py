@@ -16,7 +16,6 @@ measurements of 1 take turns, --rounds times; those of 2 and 3 do too.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import functools
@@ -27,11 +26,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -41,12 +39,12 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from client import Answer, Clients, OpenLoop, percentile, request
+from client import Answer, Clients, OpenLoop, percentile, request, statuses
 from image_files import encoded, picture
 from local_models import under
 from overhead import Cluster
 from parity.reader_checkpoints import OCR_TOKENS, lighton
-from report import Report, machine
+from report import Report, cores, in_turn, machine, parser_of
 from words import WORDS
 
 from sie_adapter.engine.engine import AdapterEngine, prepare_process
@@ -124,6 +122,12 @@ class Alone:
             Shown(np.frombuffer(image.pixels, np.uint8).reshape(*image.size, 3), *image.upright)
             for image in prepared_images
         ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.stop(5)
 
     def rate(self, clients: int, seconds: float) -> float:
         """Return pages per second of `clients` callers, each with one page at a time."""
@@ -225,16 +229,6 @@ def failures(answers: Sequence[Answer]) -> None:
         raise RuntimeError(f"{statuses(failed)}: {failed[0].body[:300]!r}")
 
 
-def statuses(answers: Sequence[Answer]) -> str:
-    return ", ".join(
-        f"{count} x {status}" for status, count in Counter(answer.status for answer in answers).most_common()
-    )
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def verdict(is_met: bool) -> str:
     return "met" if is_met else "MISSED"
 
@@ -247,11 +241,7 @@ def at_once(alone: Alone, served: Served, seconds: float, rounds: int, say: Repo
     for clients in (1, ROWS):
         ways["in this process", clients] = functools.partial(alone.rate, clients, seconds)
         ways["cluster", clients] = functools.partial(served.rate_now, clients, seconds)
-    alone.rate(ROWS, 1)
-    rates: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        for way, measure in ways.items():
-            rates[way].append(measure())
+    rates = in_turn(rounds, ways)
     say(f"\n## {ROWS} pages at once\n\nPages per second, median of {rounds} rounds, each in turn.\n")
     say(f"| where | one by one | {ROWS} at once | ratio | goal | |\n|---|---|---|---|---|---|")
     for where in ("in this process", "cluster"):
@@ -407,12 +397,9 @@ async def beside(served: Served, seconds: float, rounds: int, tokens: int, say: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each rate of 1, and half of each of 2 and 3")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(__doc__, rounds=3, seconds=4.0, out="readers.md")
     parser.add_argument("--tokens", type=int, default=48, help="written for each page")
     parser.add_argument("--part", choices=("both", "pages", "texts"), default="both", help="1, or 2 to 4, or both")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "readers.md")
     parser.add_argument("serve", nargs="*", help="further arguments of `sie serve`, after --")
     arguments = parser.parse_args()
     say = Report()
@@ -423,10 +410,8 @@ def main() -> None:
         models.add("reader", entry_of(weights))
         models.build("texts", "mini")
         files = pages()
-        cluster = Cluster([*models.arguments, "--preload", f"{READER},{TEXTS}", *arguments.serve], model=READER)
-        alone = None
-        try:
-            alone = Alone(weights, files, arguments.tokens)
+        extra = [*models.arguments, "--preload", f"{READER},{TEXTS}", *arguments.serve]
+        with Cluster(extra, model=READER) as cluster, Alone(weights, files, arguments.tokens) as alone:
             command = " ".join(["python bench/readers.py", *sys.argv[1:]])
             say(
                 f"# Pages that are read, and texts beside them\n\n`{command}`, Python {platform.python_version()}, "
@@ -440,11 +425,6 @@ def main() -> None:
                 short = max(2, arguments.tokens // 3)
                 served = Served(cluster, files, short)
                 uvloop.run(beside(served, 2 * arguments.seconds, arguments.rounds, short, say))
-        finally:
-            cluster.stop()
-            if alone is not None:
-                alone.engine.stop(5)
-    arguments.out.parent.mkdir(exist_ok=True)
     say.save(arguments.out)
 
 

@@ -1,10 +1,15 @@
-"""Report of a benchmark: printed at once, and stored for a file."""
+"""Options, turns and report of a benchmark. The report is printed at once, and stored for a file."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 def machine() -> str:
@@ -13,6 +18,11 @@ def machine() -> str:
     lines = file.read_text().splitlines() if file.exists() else []
     names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
     return f"{os.cpu_count()} cores of {', '.join(sorted(names)) or 'an unnamed processor'}"
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Report:
@@ -30,7 +40,27 @@ class Report:
             path.write_text("\n".join(self._lines) + "\n")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every benchmark of the queue."""
-    parser.add_argument("--code", type=Path, help="another checkout whose processes are to be measured")
-    parser.add_argument("--out", type=Path, help="write the report here as well")
+def parser_of(
+    doc: str | None, *, rounds: int = 0, seconds: float = 0.0, out: str = "", has_code: bool = False
+) -> argparse.ArgumentParser:
+    """Return a parser with the option --out, whose default is the file `out` in bench/results. `rounds`, `seconds`:
+    defaults of --rounds and --seconds; 0 for a benchmark without the option. `has_code`: add --code. `doc`: the help.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rounds:
+        parser.add_argument("--rounds", type=int, default=rounds)
+    if seconds:
+        parser.add_argument("--seconds", type=float, default=seconds, help="of each measurement")
+    if has_code:
+        parser.add_argument("--code", type=Path, help="another checkout whose processes are to be measured")
+    default = Path(__file__).parent / "results" / out if out else None
+    parser.add_argument("--out", type=Path, default=default, help="write the report here as well")
+    return parser
+
+
+def in_turn(rounds: int, runs: Mapping[K, Callable[[], T]]) -> dict[K, list[T]]:
+    """Call each function once in each round, so that other load of the machine affects all of them. Return the results
+    of each. A first round, which warms up, is left out.
+    """
+    results = [{name: run() for name, run in runs.items()} for _ in range(rounds + 1)][1:]
+    return {name: [result[name] for result in results] for name in runs}

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import wrk
 from fake_adapter import ids_of, vector_of
-from report import Report, add_options
+from report import Report, parser_of
 from stack import Device, Plan, Stack
 
 TEXT = "What is deep learning?"
@@ -172,15 +172,12 @@ def memory(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=3, seconds=6.0, has_code=True)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--models", type=lambda text: [int(part) for part in text.split(",")], default=[1, 20, 200])
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lanes", type=int, default=2)
     parser.add_argument("--long", action="store_true", help="also the memory over --requests requests")
     parser.add_argument("--requests", type=int, default=100_000)
-    add_options(parser)
     options = parser.parse_args()
     say = Report()
     if not wrk.installed():

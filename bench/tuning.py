@@ -23,8 +23,10 @@ from pathlib import Path
 import torch
 import uvloop
 from client import closed_loop, percentile
-from overhead import Cluster, texts_of
-from report import Report
+from matplotlib.figure import Figure
+from overhead import Cluster
+from report import Report, in_turn
+from words import texts_of
 
 ROOT = Path(__file__).parents[1]
 CLIENTS = (1, 2, 4, 8, 16, 32, 64)
@@ -33,7 +35,7 @@ SETTINGS = {
     "--batcher-max-batch-requests": (1, 4, 16, 64),
 }
 AT = 32  # number of clients while a setting is changed
-WIDTH, HEIGHT, MARGIN = 380, 230, 52
+BLUE, RED = "#1b6ca8", "#c8553d"
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,6 @@ class Point:
     p50_ms: float
     p99_ms: float
     batch: float
-
-
-class Started(Cluster):
-    def close(self) -> None:
-        self.stop()
 
 
 def measured(cluster: Cluster, requests: list[bytes], value: int, clients: int, seconds: float) -> Point:
@@ -71,9 +68,9 @@ def measured(cluster: Cluster, requests: list[bytes], value: int, clients: int, 
 
 
 def fastest(rounds: int, measures: Sequence[Callable[[], Point]]) -> list[Point]:
-    """Return the best round of each measurement. They take turns, and the first round warms up."""
-    measurements = [[measure() for measure in measures] for _ in range(rounds + 1)][1:]
-    return [max(points, key=lambda point: point.rate) for points in zip(*measurements, strict=True)]
+    """Return the best round of each measurement."""
+    points = in_turn(rounds, dict(enumerate(measures))).values()
+    return [max(own, key=lambda point: point.rate) for own in points]
 
 
 def table(name: str, points: Sequence[Point]) -> str:
@@ -87,53 +84,20 @@ def table(name: str, points: Sequence[Point]) -> str:
     return "\n".join(lines)
 
 
-def panel(name: str, points: Sequence[Point], left: int, top: int) -> str:
-    """Draw the processor time of a text (blue, left axis) and the median latency (red, right axis) over the values of a
-    setting, evenly spaced.
-    """
-    room = WIDTH - 2 * MARGIN
-    xs = [left + MARGIN + room * index / (len(points) - 1) for index in range(len(points))]
-    base = top + HEIGHT - 34
-    parts = [f'<text x="{left + MARGIN}" y="{top + 16}" font-weight="bold">{name}</text>']
-    parts += [
-        f'<text x="{x:.0f}" y="{base + 18}" text-anchor="middle">{point.value}</text>'
-        for x, point in zip(xs, points, strict=True)
-    ]
-    sides = (
-        ("#1b6ca8", [point.cpu_ms for point in points], left + MARGIN - 6, "end"),
-        ("#c8553d", [point.p50_ms for point in points], left + WIDTH - MARGIN + 6, "start"),
-    )
-    for colour, values, at, anchor in sides:
-        most = max(values) * 1.1
-        ys = [base - (HEIGHT - 70) * value / most for value in values]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
-        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{line}"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in zip(xs, ys, strict=True)]
-        for share in (0.0, 0.5, 1.0):
-            y = base - (HEIGHT - 70) * share
-            parts.append(
-                f'<text x="{at}" y="{y + 4:.1f}" text-anchor="{anchor}" fill="{colour}">{most * share:.0f}</text>'
-            )
-            parts.append(f'<path d="M{left + MARGIN} {y:.1f}h{room}" stroke="#ddd" fill="none"/>')
-    return "\n".join(parts)
-
-
-def plot(curves: dict[str, Sequence[Point]]) -> str:
-    """Draw all sweeps, two beside each other."""
-    rows = -(-len(curves) // 2)
-    high = rows * HEIGHT + 26
-    parts = [
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {high}" font-family="sans-serif" '
-            'font-size="12">'
-        ),
-        f'<rect width="{2 * WIDTH}" height="{high}" fill="white"/>',
-        f'<text x="{MARGIN}" y="{high - 8}" fill="#1b6ca8">processor time of a text, ms</text>',
-        f'<text x="{MARGIN + 190}" y="{high - 8}" fill="#c8553d">median latency, ms</text>',
-    ]
-    for number, (name, points) in enumerate(curves.items()):
-        parts.append(panel(name, points, WIDTH * (number % 2), HEIGHT * (number // 2)))
-    return "\n".join([*parts, "</svg>", ""])
+def plot(curves: dict[str, Sequence[Point]], file: Path) -> None:
+    """Draw the processor time of a text (left axis) and the median latency (right axis) of each sweep."""
+    figure = Figure(figsize=(9, 2.8 * -(-len(curves) // 2)), layout="constrained")
+    for number, (name, points) in enumerate(curves.items(), 1):
+        left = figure.add_subplot(-(-len(curves) // 2), 2, number, title=name)
+        sides = (
+            (left, BLUE, "processor time of a text, ms", [point.cpu_ms for point in points]),
+            (left.twinx(), RED, "median latency, ms", [point.p50_ms for point in points]),
+        )
+        for axes, colour, label, values in sides:
+            axes.plot([f"{point.value:,}" for point in points], values, color=colour, marker="o", markersize=3)
+            axes.set_ylabel(label, color=colour)
+            axes.set_ylim(bottom=0)
+    figure.savefig(file, metadata={"Date": None})
 
 
 def main() -> None:
@@ -156,7 +120,7 @@ def main() -> None:
         f"Texts of about 87 tokens, one a request; the fastest of {arguments.rounds} rounds of {arguments.seconds:g} "
         "s.\n"
     )
-    with contextlib.closing(Started([])) as cluster:
+    with Cluster([]) as cluster:
         requests = cluster.requests(texts, 1)
         measures = [
             functools.partial(measured, cluster, requests, clients, clients, arguments.seconds) for clients in CLIENTS
@@ -165,14 +129,14 @@ def main() -> None:
     say(f"With {AT} clients:\n")
     for flag, values in SETTINGS.items():
         with contextlib.ExitStack() as stack:
-            clusters = [stack.enter_context(contextlib.closing(Started([flag, str(value)]))) for value in values]
+            clusters = [stack.enter_context(Cluster([flag, str(value)])) for value in values]
             pairs = zip(clusters, values, strict=True)
             measures = [
                 functools.partial(measured, cluster, requests, value, AT, arguments.seconds) for cluster, value in pairs
             ]
             sweep("SIE_" + flag.removeprefix("--").upper().replace("-", "_"), fastest(arguments.rounds, measures))
     say.save(ROOT / "bench" / "results" / "tuning.md")
-    (ROOT / "docs" / "tuning.svg").write_text(plot(curves))
+    plot(curves, ROOT / "docs" / "tuning.svg")
 
 
 if __name__ == "__main__":

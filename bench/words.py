@@ -1,7 +1,16 @@
 """Words of one token each in BERT vocabularies: a text of n words has n tokens and the special ones."""
 
+import numpy as np
+
 _TEXT = """
 search index query vector model worker stream river mountain engine paper market signal winter garden music history
 physics language protein election planet museum bridge contract
 """
 WORDS = tuple(_TEXT.split())
+
+
+def texts_of(kind: str, count: int, seed: int = 3) -> list[str]:
+    """Return random texts. `mix`: log-normal lengths, mean about 87 tokens. `short`: 8 tokens with the special ones."""
+    rng = np.random.default_rng(seed)
+    lengths = np.full(count, 6) if kind == "short" else np.clip(rng.lognormal(4.1, 0.82, count), 2, 254).astype(int)
+    return [" ".join(rng.choice(WORDS, length)) for length in lengths]
