@@ -34,41 +34,11 @@ PACKAGES = {  # package name by folder
 }
 FOLDERS = {package: folder for folder, package in PACKAGES.items()}
 # participles and pronouns that are used as names instead of a noun of the field
-VAGUE_VALUES = frozenset(
-    [
-        "told",
-        "found",
-        "given",
-        "asked",
-        "wanted",
-        "each",
-        "kept",
-        "known",
-        "made",
-        "seen",
-        "heard",
-        "spoilt",
-        "taken",
-        "said",
-        "gone",
-        "been",
-        "meant",
-        "what",
-        "who",
-        "whom",
-        "other",
-        "others",
-        "another",
-        "one",
-        "ones",
-        "something",
-        "anything",
-        "nothing",
-        "whoever",
-        "afresh",
-        "anew",
-    ]
-)
+_PARTICIPLES = """
+told found given asked wanted each kept known made seen heard spoilt taken said gone been meant what who whom
+other others another one ones something anything nothing whoever afresh anew
+"""
+VAGUE_VALUES = frozenset(_PARTICIPLES.split())
 VAGUE_FUNCTIONS = frozenset(["of", "take", "forget", "look", "tell", "say", "ask", "hear", "told", "heard", "given"])
 NO_SUBJECT = re.compile(r"^(What|Of|Who|Whom|That|Those|Which|Where|As|Else|None of|Nothing|Such)\b")
 # beginnings of docstrings that do not say what the function does, or to what
