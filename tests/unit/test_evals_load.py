@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from click.testing import CliRunner
 from simulation.virtual import VirtualLoop, in_virtual_time, virtual_time
 
 from sie_cli.evals import load, perf, report
@@ -17,6 +18,7 @@ from sie_cli.evals.load import NOBODY, NOT_SENT, LoadFailure, LoadLevel, LoadRep
 from sie_cli.evals.outputs import DENSE
 from sie_cli.evals.perf import LoadPlan, LoadPoint
 from sie_cli.evals.tasks import Retrieval, Similarity, Texts
+from sie_cli.main import main
 
 TASK = Texts("words", ["one", "two", "three"])
 
@@ -189,3 +191,14 @@ def test_a_sweep_is_drawn() -> None:
     assert len(perf_report.pictures) == 2
     assert perf_report.html().count("<svg") == 2
     assert [row["load"] for row in perf_report.figures()["rows"]] == ["clients=1", "clients=4"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--rate inf", "--rate nan", "--sweep rate=inf", "--sweep clients=0", "--sweep clients=2,2", "--sweep pace=3"],
+)
+def test_a_load_without_an_end_and_a_load_of_nothing_are_refused(options: str) -> None:
+    """With an infinite rate, each request is due at the time of the one before, so the level would never end."""
+    ran = CliRunner().invoke(main, ["eval", "a/b", "-t", "stsb", "--type", "perf", "-s", "st", *options.split()])
+    assert ran.exit_code == 1
+    assert "each number once, finite and above 0" in " ".join(ran.output.split())

@@ -269,17 +269,13 @@ def _plan(
     clients: int | None, rate: float | None, sweep: str | None, seconds: float, warm_up: float, batch: int
 ) -> LoadPlan:
     """Build the plan of the load (clients or rates, and seconds) from the options. Raises CommandRefused for options
-    that contradict each other, or an invalid --sweep.
+    that contradict each other, and for a level that is not a finite number above 0.
     """
     if sum(option is not None for option in (clients, rate, sweep)) > 1:
         raise CommandRefused("give only one of --clients, --rate and --sweep")
-    if sweep is not None:
-        levels = _levels(sweep)
-    elif rate is not None:
-        levels = [LoadLevel(rate=rate)]
-    else:
-        levels = [LoadLevel(clients=clients or CLIENTS)]
-    return LoadPlan(levels, seconds, warm_up, batch)
+    if sweep is None:
+        sweep = f"clients={clients or CLIENTS}" if rate is None else f"rate={rate}"
+    return LoadPlan(_levels(sweep), seconds, warm_up, batch)
 
 
 def _levels(sweep: str) -> list[LoadLevel]:
@@ -295,6 +291,6 @@ def _levels(sweep: str) -> list[LoadLevel]:
             raise ValueError(values)
     except ValueError as error:
         raise CommandRefused(
-            f"--sweep {sweep[:200]}: expected clients=1,4,16 or rate=10,20, each once and above 0"
+            f"the load {sweep[:200]}: expected clients=1,4,16 or rate=10,20, each number once, finite and above 0"
         ) from error
     return levels
