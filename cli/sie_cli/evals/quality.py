@@ -5,6 +5,7 @@ task, EvalStep ──► rankings or similarities ──► metrics ──► Me
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -177,9 +178,10 @@ def _scored(task: Retrieval, source: EvalSource, work: EvalWork) -> Run:
     """Score documents of each query with a reranker: all judged ones, and the first ones of the corpus, so that there
     are at least FIRST_STAGE. No other model selects them, so the result depends on the reranker only.
     """
-    keys, by_query = list(task.corpus), {}
+    # together with the judged documents, these are always at least FIRST_STAGE different ones
+    first, by_query = list(itertools.islice(task.corpus, FIRST_STAGE)), {}
     for query, text in task.queries.items():
-        chosen = list(dict.fromkeys([*task.qrels[query], *keys]))[: max(FIRST_STAGE, len(task.qrels[query]))]
+        chosen = list(dict.fromkeys([*task.qrels[query], *first]))[: max(FIRST_STAGE, len(task.qrels[query]))]
         scores = work.scores(source, text, [task.corpus[key] for key in chosen])
         by_query[query] = dict(zip(chosen, scores, strict=True))
     return by_query
