@@ -8,8 +8,8 @@ import hashlib
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 from sie_cli.access import FILE, LOCK
 from sie_contracts.settings import SettingError
@@ -69,33 +69,31 @@ class InUse(SettingError):
         self.data_dir = data_dir
 
 
-class DataDir:
-    """Data directory, locked by one `sie serve` at a time. Its contents are private to the user."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock: TextIO | None = None
-
-    def __enter__(self) -> DataDir:
+@contextlib.contextmanager
+def locked_data_dir(path: Path) -> Iterator[None]:
+    """Create a data directory if necessary, and lock it for one `sie serve`. Its contents are private to the user.
+    Raises SettingError, and InUse if another `sie serve` has the lock.
+    """
+    with contextlib.ExitStack() as held:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             # the mode of an existing folder is not changed, since its contents are private in any case
-            self._path.mkdir(mode=0o700, exist_ok=True)
-            if why := distrusted(self._path):
+            path.mkdir(mode=0o700, exist_ok=True)
+            if why := distrusted(path):
                 raise SettingError(
-                    "--data-dir", f"{self._path}: {why}; name another folder, or `chown` and `chmod o-w` this one"
+                    "--data-dir", f"{path}: {why}; name another folder, or `chown` and `chmod o-w` this one"
                 )
             # mode 0600: another user who can open the file could lock it
-            self._lock = open(self._path / LOCK, "w", opener=_private)
-            os.fchmod(self._lock.fileno(), 0o600)
+            lock = held.enter_context(open(path / LOCK, "w", opener=_private))
+            os.fchmod(lock.fileno(), 0o600)
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise InUse(self._path) from error
+                raise InUse(path) from error
             # remove the file of a killed `sie serve`: commands would send credentials to the addresses in it, which
             # other programs may use by now
-            (self._path / FILE).unlink(missing_ok=True)
-            sockets = sockets_folder(self._path)
+            (path / FILE).unlink(missing_ok=True)
+            sockets = sockets_folder(path)
             try:
                 private_folder(sockets)
             except SettingError:
@@ -103,18 +101,12 @@ class DataDir:
                 raise SettingError(
                     "--data-dir", f"{sockets} (for sockets) is another user's; name a directory with a shorter path"
                 ) from None
-        except BaseException as error:
-            if self._lock is not None:
-                self._lock.close()
-            if isinstance(error, OSError):
-                raise SettingError("--data-dir", f"{self._path}: {error.strerror}") from error
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # removed before the lock is released, because afterwards the next `sie serve` may use the folder
-        if (sockets := sockets_folder(self._path)).parent != self._path:
-            with contextlib.suppress(OSError):  # not empty, if a killed process left its socket
-                sockets.rmdir()
-        if self._lock is not None:
-            self._lock.close()
+        except OSError as error:
+            raise SettingError("--data-dir", f"{path}: {error.strerror}") from error
+        try:
+            yield
+        finally:
+            # removed before the lock is released, because afterwards the next `sie serve` may use the folder
+            if sockets.parent != path:
+                with contextlib.suppress(OSError):  # not empty, if a killed process left its socket
+                    sockets.rmdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import stat
@@ -14,7 +15,7 @@ import pytest
 
 from sie_cli import access
 from sie_cli.access import Access
-from sie_cli.data_dir import MAX_SOCKET_BYTES, DataDir, default_data_dir, socket_path, sockets_folder
+from sie_cli.data_dir import MAX_SOCKET_BYTES, default_data_dir, locked_data_dir, socket_path, sockets_folder
 from sie_contracts.settings import SettingError
 
 LONG = "a-home-with-a-rather-long-name" * 4
@@ -47,7 +48,7 @@ def test_sockets_are_in_the_data_directory_where_their_path_may_be_that_long(tem
 
 def test_sockets_of_a_long_path_are_elsewhere_private_and_not_left_behind(temporary: Path, tmp_path: Path) -> None:
     path = tmp_path / LONG
-    with DataDir(path):
+    with locked_data_dir(path):
         folder = sockets_folder(path)
         assert (folder.parent, stat.S_IMODE(folder.stat().st_mode)) == (temporary, 0o700)
         assert len(str(socket_path(path, 999))) <= MAX_SOCKET_BYTES
@@ -59,30 +60,31 @@ def test_the_folder_of_sockets_is_there_if_the_owner_before_ends_meanwhile(
     temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / LONG
-    before, flock = DataDir(path).__enter__(), fcntl.flock
+    before, flock = contextlib.ExitStack(), fcntl.flock
+    before.enter_context(locked_data_dir(path))
 
     def after_its_end(file: TextIO, operation: int) -> None:
-        before.__exit__()
+        before.close()
         flock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", after_its_end)
-    with DataDir(path):
+    with locked_data_dir(path):
         assert sockets_folder(path).is_dir()
 
 
 def test_the_addresses_of_a_killed_server_are_gone_when_the_next_one_starts(temporary: Path, tmp_path: Path) -> None:
     """Commands send the token of an administrator to the addresses that they find."""
-    with DataDir(tmp_path):
+    with locked_data_dir(tmp_path):
         access.publish(tmp_path, Access(gateway_url="http://127.0.0.1:8080", admin_token="of-the-killed-one"))
     assert access.read(tmp_path) is None
-    with DataDir(tmp_path):
+    with locked_data_dir(tmp_path):
         assert access.read(tmp_path) is None
 
 
 def test_a_folder_that_somebody_put_there_is_refused(temporary: Path, tmp_path: Path) -> None:
     path = tmp_path / LONG
     sockets_folder(path).symlink_to(tmp_path)
-    with pytest.raises(SettingError, match="name a directory with a shorter path"), DataDir(path):
+    with pytest.raises(SettingError, match="name a directory with a shorter path"), locked_data_dir(path):
         pytest.fail("it was taken")
 
 
@@ -92,7 +94,7 @@ def test_what_is_in_it_is_private_whatever_the_folder_is(temporary: Path) -> Non
     path.chmod(0o755)
     (path / "run").mkdir()
     (path / "run").chmod(0o755)
-    with DataDir(path):
+    with locked_data_dir(path):
         assert [stat.S_IMODE((path / name).stat().st_mode) for name in ("run", "lock")] == [0o700, 0o600]
 
 
@@ -103,7 +105,7 @@ def test_a_folder_where_everybody_may_write_is_refused(temporary: Path, mode: in
     path.chmod(mode)
     with (
         pytest.raises(SettingError, match=r"every user of this machine may write there \(mode 0?1?7[57]7\).*chmod o-w"),
-        DataDir(path),
+        locked_data_dir(path),
     ):
         pytest.fail("it was taken")
 
@@ -113,5 +115,5 @@ def test_a_folder_of_another_user_is_refused(temporary: Path) -> None:
     path = temporary / "data"
     path.mkdir(mode=0o755)
     os.chown(path, 65534, 65534)
-    with pytest.raises(SettingError, match=r"it belongs to another user \(uid 65534\)"), DataDir(path):
+    with pytest.raises(SettingError, match=r"it belongs to another user \(uid 65534\)"), locked_data_dir(path):
         pytest.fail("it was taken")

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from sie_cli import access
-from sie_cli.data_dir import DataDir, InUse, default_data_dir
+from sie_cli.data_dir import InUse, default_data_dir, locked_data_dir
 from sie_cli.models.lookup import look_up
 from sie_cli.options import SPARE, ManyOptions, flags_of, loaded, refuse, settings_options
 from sie_cli.serve.preflight import MachineNeeds, PortListener, faults
@@ -125,7 +125,7 @@ def serve(
                 kind = "workers" if listener.flag == "--worker-metrics-port" else "gateways"
                 message = f"{listener.count} {kind} from {listener.port} on need ports above the last one, 65535"
                 raise SettingError(listener.flag, message)
-        with DataDir(plan.data_dir):
+        with locked_data_dir(plan.data_dir):
             if lacking := faults(needs):
                 for fault in lacking:
                     click.echo(f"error: {fault}", err=True)
