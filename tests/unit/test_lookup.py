@@ -129,7 +129,7 @@ def test_what_cannot_be_served_is_one_line_that_says_what_to_do(
     assert not list(tmp_path.glob("models/**/*.yaml")), "nothing was added"
 
 
-@pytest.mark.parametrize(("gated", "says"), [(True, "is gated; accept its licence"), (False, "or is private")])
+@pytest.mark.parametrize(("gated", "says"), [(True, "is gated: accept its licence"), (False, "or is private")])
 def test_a_model_that_wants_a_token_says_so(gated: bool, says: str, hub: HubStub, tmp_path: Path) -> None:
     hub.token, hub.gated = TOKEN, gated
     with pytest.raises(CommandRefused, match=rf"{says}.*HF_TOKEN"):

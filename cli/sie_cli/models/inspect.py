@@ -5,13 +5,12 @@ With --check, the model is also loaded and run on a sample.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -28,7 +27,12 @@ from sie_contracts.wire.ipc import BatchDone
 from sie_contracts.wire.messages import Input, Ok
 from sie_runtime.feed import read_folder
 from sie_store.configured import weight_sources
+from sie_store.weights.hub import commit_of, has_file
+from sie_store.weights.manifest import FetchFailed
 from sie_store.weights.progress import FetchProgress
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 F = TypeVar("F", bound=Callable[..., Any])
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -146,9 +150,6 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
             f"the commit of {hub} is not known here, and downloads are off (SIE_HF_FALLBACK): "
             f"{_without_hub(hub, revision)}{_like(hub)}"
         )
-    from sie_store.weights.hub import commit_of
-    from sie_store.weights.manifest import FetchFailed
-
     try:
         return commit_of(hub, revision)
     except FetchFailed as error:
@@ -164,33 +165,9 @@ def _without_hub(hub: str, revision: str | None) -> str:
     return f"name its commit: `sie models add {hub} --revision COMMIT`"
 
 
-@contextlib.contextmanager
-def _hub(action: str, instead: str) -> Iterator[None]:
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-
-    # base class of all errors of the HTTP library that huggingface_hub uses
-    any_error: type[Exception] = HfHubHTTPError.__bases__[0]
-    try:
-        yield
-    except GatedRepoError as error:
-        raise CommandRefused(
-            f"{action}: the repository is gated; accept its licence on the hub and set HF_TOKEN"
-        ) from error
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        fix = "is the name right, and HF_TOKEN set if it is private?"
-        raise CommandRefused(f"{action}: the hub has no such repository or revision; {fix}") from error
-    except (any_error, ConnectionError, TimeoutError) as error:
-        raise CommandRefused(
-            f"{action}: the hub did not answer ({type(error).__name__}); make it reachable (HF_ENDPOINT), or {instead}"
-        ) from error
-
-
 def _repository(settings: Settings, hub: str, commit: str) -> Path:
     def sources(family: str, *, may_download: bool) -> Path:
-        stub = parse_entry(
-            {"id": hub, "weights": {"hub": hub, "revision": commit}, "family": family, "outputs": {}, "max_tokens": 1}
-        )
-        return weights_folder(dataclasses.replace(settings, hf_fallback=may_download), stub)
+        return weights_folder(dataclasses.replace(settings, hf_fallback=may_download), stub(hub, commit, family))
 
     for family in ("gliner", "text-encoder"):
         try:
@@ -200,11 +177,17 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
     if not settings.hf_fallback:
         # this call only raises the error, which lists the folders and buckets that were searched
         return sources("text-encoder", may_download=False)
-    from huggingface_hub import file_exists
-
-    with _hub(f"{hub}@{commit}", "put it into SIE_LOCAL_CACHE, or name a folder that has it"):
-        is_gliner = file_exists(hub, "gliner_config.json", revision=commit)
+    try:
+        is_gliner = has_file(hub, commit, "gliner_config.json")
+    except FetchFailed as error:
+        raise CommandRefused(error.message) from error
     return sources("gliner" if is_gliner else "text-encoder", may_download=True)
+
+
+def stub(hub: str, commit: str, family: str = "text-encoder") -> ModelEntry:
+    """Return an entry for a repository of the hub that the catalogue lacks; it selects the files of its family."""
+    weights = {"hub": hub, "revision": commit}
+    return parse_entry({"id": hub, "weights": weights, "family": family, "outputs": {}, "max_tokens": 1})
 
 
 def weights_folder(settings: Settings, entry: ModelEntry) -> Path:
@@ -213,15 +196,15 @@ def weights_folder(settings: Settings, entry: ModelEntry) -> Path:
     Raises ModelLoadFailed, SettingError.
     """
     with transfers() as bars:
+        sources = dataclasses.replace(weight_sources(settings), begin=lambda title: shown_progress(bars, title))
+        return sources.folder(entry)
 
-        def begin(title: str) -> FetchProgress:
-            progress, task = FetchProgress(title), bars.add_task(title, total=None)
-            progress.on_step = lambda state: bars.update(
-                task, completed=state.done_bytes, total=state.total_bytes or None
-            )
-            return progress
 
-        return dataclasses.replace(weight_sources(settings), begin=begin).folder(entry)
+def shown_progress(bars: Progress, title: str) -> FetchProgress:
+    """Return the progress of a transfer, with a bar among `bars` that shows it."""
+    progress, task = FetchProgress(title), bars.add_task(title, total=None)
+    progress.on_step = lambda state: bars.update(task, completed=state.done_bytes, total=state.total_bytes or None)
+    return progress
 
 
 def answers(entry: ModelEntry, settings: Settings) -> list[str]:

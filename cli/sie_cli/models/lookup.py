@@ -16,7 +16,6 @@ from pathlib import Path
 from sie_cli.models.add import write_entry
 from sie_cli.models.inspect import described, folder_name
 from sie_cli.refusal import CommandRefused, refusing
-from sie_contracts.models.aliases import Alias
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.trust import USUAL, is_bucket
@@ -75,14 +74,8 @@ def look_up(settings: Settings, spec: str) -> NamedModel:
 def _catalogue(settings: Settings) -> Catalogue:
     from sie_config_service.overlay import Overlay
 
-    models: dict[str, ModelEntry] = {}
-    aliases: dict[str, Alias] = {}
-    for document, _ in Overlay(settings).folders().models.values():
-        if isinstance(document, Alias):
-            aliases[document.id] = document
-        else:
-            models[document.id] = document
-    return Catalogue(models, aliases=aliases)
+    documents = {name: document for name, (document, _) in Overlay(settings).folders().models.items()}
+    return Catalogue.from_documents(documents, {}, {}, "")
 
 
 def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:

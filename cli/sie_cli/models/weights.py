@@ -7,18 +7,19 @@ import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import msgspec
 
 from sie_cli import display
+from sie_cli.models.inspect import shown_progress, stub
 from sie_cli.options import loaded, named_options, refuse
 from sie_cli.refusal import CommandRefused, refusing
-from sie_contracts.models.entries import ModelEntry, parse_entry
+from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import SettingError, Settings
 from sie_store.cluster import ClusterCache
 from sie_store.configured import weight_sources
@@ -30,12 +31,10 @@ from sie_store.weights.progress import FetchProgress
 from sie_store.weights.push import PushRefused
 from sie_store.weights.selection import wanted_by
 
-F = TypeVar("F", bound=Callable[..., Any])
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
-def _options(command: F) -> F:
-    return named_options("SIE_CLUSTER_CACHE", "SIE_LOCAL_CACHE", "SIE_MODELS_DIR", "SIE_HF_FALLBACK")(command)
+_options = named_options("SIE_CLUSTER_CACHE", "SIE_LOCAL_CACHE", "SIE_MODELS_DIR", "SIE_HF_FALLBACK")
 
 
 @click.group(short_help="Weights on this disk and in the bucket.")
@@ -286,22 +285,13 @@ def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
     from sie_config_service.overlay import Overlay
 
     entry = Overlay(settings).folders().models.get(model, (None, ""))[0]
-    if entry is None or not isinstance(entry, ModelEntry):
+    if not isinstance(entry, ModelEntry):
         if not _NAME.fullmatch(model):
             raise CommandRefused(
                 f"there is no folder {model[:200]}, and it is no id of the hub: such an id has the form "
                 "organisation/name"
             )
-        revision = commit or _only_commit(settings, model)
-        return parse_entry(
-            {
-                "id": model,
-                "weights": {"hub": model, "revision": revision},
-                "family": "text-encoder",
-                "outputs": {},
-                "max_tokens": 1,
-            }
-        )
+        return stub(model, commit or _only_commit(settings, model))
     own = entry.weights
     if not own.hub:
         where = f"the folder {own.path}" if own.path else f"the package {own.package}"
@@ -415,10 +405,7 @@ def _refusing(settings: Settings) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bar(label: str) -> Iterator[FetchProgress]:
-    progress = FetchProgress(label)
     with display.transfers() as bars:
-        task = bars.add_task(label, total=None)
-        progress.on_step = lambda state: bars.update(task, completed=state.done_bytes, total=state.total_bytes or None)
+        progress = shown_progress(bars, label)
         yield progress
-        state = progress.state()
-        bars.update(task, completed=state.done_bytes, total=state.total_bytes or state.done_bytes)
+        progress.on_step(progress.state())

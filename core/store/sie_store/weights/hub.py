@@ -69,16 +69,25 @@ def commit_of(repository: str, revision: str | None = None, *, label: str = "") 
     model in logs and errors. Raises FetchFailed.
     """
     label = label or (f"{repository}@{revision}" if revision else repository)
-
-    async def commit() -> str:
-        async with _session() as session:
-            return (await LIMITS.repeated(lambda: _listing(session, repository, revision), label)).sha
-
-    with _classed(label):
-        sha = asyncio.run(commit())
+    sha = _listed(repository, revision, label).sha
     if not sha:
         raise FetchFailed("NOT_FOUND", f"the hub reports no commit of {label}: give the id of a commit as the revision")
     return sha
+
+
+def has_file(repository: str, revision: str, name: str) -> bool:
+    """Return whether a commit has a file. Raises FetchFailed."""
+    listing = _listed(repository, revision, f"{repository}@{revision}")
+    return any(sibling.rfilename == name for sibling in listing.siblings)
+
+
+def _listed(repository: str, revision: str | None, label: str) -> _Listing:
+    async def listed() -> _Listing:
+        async with _session() as session:
+            return await LIMITS.repeated(lambda: _listing(session, repository, revision), label)
+
+    with _classed(label):
+        return asyncio.run(listed())
 
 
 async def _fetched(repository: str, revision: str, select: Wanted, folder: Path, progress: FetchProgress) -> Manifest:
