@@ -36,18 +36,16 @@ from sie_cli.serve.ports import free_port
 from sie_cli.top.picture import (
     MAX_REASONS,
     TREND,
-    DeviceRow,
     HistoryTrend,
-    ModelRow,
     Queued,
     StatusFrame,
     TrendStep,
     View,
-    WorkerRow,
     lanes_of,
     of_past,
     picture,
 )
+from sie_contracts.api.operations import DeviceInfo, ModelSummary, WorkerInfo
 
 SIE = str(Path(sys.executable).with_name("sie"))
 SHOWN, HIDDEN, LEFT, HOME = "\x1b[?1049h", "\x1b[?25l", "\x1b[?1049l", "\x1b[H"
@@ -214,12 +212,18 @@ def queue(profile: str, messages: int, oldest_s: float = 1.0, priority: str = "i
     }
 
 
+def worker_row(name: str, **more: Any) -> WorkerInfo:
+    figures = {"gpu_count": 1, "queue_depth": 0, "memory_used_bytes": 0, "memory_total_bytes": 0, "loaded_models": []}
+    place = {"url": None, "gpu": "l4", "pool": "p", "bundle": "b", "bundle_config_hash": "", "device": ""}
+    return WorkerInfo(**{"name": name, "healthy": True, **figures, **place, **more})
+
+
 def test_lanes_are_sums_over_their_workers() -> None:
     rows = [
-        WorkerRow("a", "l4", "p", "b", True),
-        WorkerRow("c", "l4", "p", "b", False),
-        WorkerRow("d", "a100", "p", "b", True),
-        WorkerRow("http://w", "", "", "", False),
+        worker_row("a"),
+        worker_row("c", healthy=False),
+        worker_row("d", gpu="a100"),
+        worker_row("http://w", gpu="", pool="", bundle="", healthy=False),
     ]
     lanes = lanes_of(told(workers=rows, queues=[queue("l4", 2, 5.0), queue("l4", 3, 7.0, "bulk"), queue("t4", 0)]))
     assert [(lane.name, lane.healthy, lane.workers) for lane in lanes] == [
@@ -232,8 +236,8 @@ def test_lanes_are_sums_over_their_workers() -> None:
 
 def test_work_that_has_no_worker_is_shown_first() -> None:
     """No worker reports this work. The frame has it from the broker."""
-    rows = [WorkerRow("a", "l4", "p", "b", True, device="cpu")]
-    models = [ModelRow("m/waits", "available", 0, 0), ModelRow("m/rests", "available", 0, 0)]
+    rows = [worker_row("a", device="cpu")]
+    models = [ModelSummary(name, "available", 0, [], 0) for name in ("m/waits", "m/rests")]
     waiting = queue("a100", 12, 75.0)
     view = told(workers=rows, models=models, queues=[waiting], model_queues=[{**waiting, "model": "m/waits"}])
     text = "\n".join(drawn(80, 24, msgspec.to_builtins(view)))
@@ -245,17 +249,26 @@ def test_work_that_has_no_worker_is_shown_first() -> None:
 
 def test_each_device_of_a_worker_has_a_row_if_there_is_room() -> None:
     devices = [
-        DeviceRow("cuda:0", True, 6 << 30, 24 << 30, 3, ["m/a", "m/b"]),
-        DeviceRow("cuda:1", False),
+        DeviceInfo("cuda:0", True, "l4", 6 << 30, 24 << 30, 3, ["m/a", "m/b"]),
+        DeviceInfo("cuda:1", False, "l4", 0, 0, 0, []),
     ]
-    worker = WorkerRow("w", "l4", "p", "b", True, "cuda:0,cuda:1", 2, 3, 6 << 30, 48 << 30, ["m/a", "m/b"], devices)
+    worker = worker_row(
+        "w",
+        device="cuda:0,cuda:1",
+        gpu_count=2,
+        queue_depth=3,
+        memory_used_bytes=6 << 30,
+        memory_total_bytes=48 << 30,
+        loaded_models=["m/a", "m/b"],
+        devices=devices,
+    )
     view = msgspec.to_builtins(told(workers=[worker]))
     text = "\n".join(drawn(100, 24, view))
     assert re.search(r"\nw +ready +3 +2 +2 devices .*12% of 48", text)
     assert re.search(r"\n +cuda:0 +ready +3 +2 +cuda:0 .*25% of 24", text)
     assert re.search(r"\n +cuda:1 +not ready +0 +0 +cuda:1 +-\n", text)
     assert "2 GPUs" in text
-    many = [WorkerRow(f"w{number}", "l4", "p", "b", True, devices=devices) for number in range(20)]
+    many = [worker_row(f"w{number}", devices=devices) for number in range(20)]
     assert "cuda:1" not in "\n".join(drawn(100, 24, msgspec.to_builtins(told(workers=many))))
 
 
@@ -263,7 +276,7 @@ def test_what_is_not_known_is_not_zero() -> None:
     """One gateway gets no data from the broker, and one is of an older version."""
     for view in (told(queues=None, model_queues=None), told()):
         old = {name: value for name, value in msgspec.to_builtins(view).items() if value is not None}
-        text = "\n".join(drawn(80, 24, {**old, "workers": [WorkerRow("a", "l4", "p", "b", True)]}))
+        text = "\n".join(drawn(80, 24, {**old, "workers": [worker_row("a")]}))
         assert ("queue not known" in text) is (view.queues is None)
         assert re.search(r"p\.l4\.b +1 +-" if view.queues is None else r"p\.l4\.b +1 +0 ", text)
 
@@ -278,7 +291,7 @@ def trend_line(width: int, figures: list[tuple[float, int | None]]) -> str:
     """Return the trend line of a picture after these frames; empty if there is none."""
     view = View("http://gateway:8080")
     for rate, messages in figures:
-        sums = {"worker_count": 0, "models_loaded": 0, "total_qps": rate}
+        sums = {"worker_count": 0, "gpu_count": 0, "models_loaded": 0, "total_qps": rate}
         view.add_frame(told(cluster=sums, queues=None if messages is None else [queue("l4", messages)]), 100.0)
     console = Console(width=width, file=io.StringIO(), highlight=False)
     console.print(picture(view, width, 24, 100.0))

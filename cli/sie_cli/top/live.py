@@ -118,9 +118,8 @@ async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
     while True:
         await view.changed.wait()
         view.changed.clear()
-        with (
-            console.capture() as captured
-        ):  # click prints it, because Rich would end the process if the reader closed the pipe
+        # click prints the picture, because Rich would end the process if the reader closed the pipe
+        with console.capture() as captured:
             console.print(picture(view, console.width, PIPE_HEIGHT, time.monotonic()))
         click.echo(captured.get())
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sie_cli.display import counted, printable, size
+from sie_contracts.api.operations import ClusterInfo, DeviceInfo, ModelSummary, WorkerInfo
 from sie_contracts.status import QueueInfo
 
 STALE_S = 3.0  # seconds; an older frame is shown as stale, because a gateway sends one every second
@@ -33,54 +34,14 @@ _STATE_COLOURS = {"loaded": "green", "loading": "yellow", "failed": "red"}
 MAX_REASONS = 3  # maximum number of failed models whose reason is shown
 
 
-class DeviceRow(msgspec.Struct, frozen=True):
-    """Row of one device, for a worker with several devices."""
-
-    device: str
-    ready: bool
-    memory_used_bytes: int = 0
-    memory_total_bytes: int = 0
-    queue_depth: int = 0
-    loaded_models: list[str] = []
-
-
-class WorkerRow(msgspec.Struct, frozen=True):
-    name: str
-    gpu: str
-    pool: str
-    bundle: str
-    healthy: bool
-    device: str = ""
-    gpu_count: int = 1
-    queue_depth: int = 0
-    memory_used_bytes: int = 0
-    memory_total_bytes: int = 0
-    loaded_models: list[str] = []
-    devices: list[DeviceRow] = []
-
-
-class ModelRow(msgspec.Struct, frozen=True):
-    name: str
-    state: str
-    worker_count: int
-    total_queue_depth: int
-    gpu_types: list[str] = []
-
-
-class ClusterSums(msgspec.Struct, frozen=True):
-    worker_count: int
-    models_loaded: int
-    total_qps: float
-
-
 class StatusFrame(msgspec.Struct, frozen=True):
     """Frame that a gateway sends each second. `queues` is None while the gateway has no data about the queues."""
 
     timestamp: float
     version: str
-    cluster: ClusterSums
-    workers: list[WorkerRow]
-    models: list[ModelRow]
+    cluster: ClusterInfo
+    workers: list[WorkerInfo]
+    models: list[ModelSummary]
     queues: list[QueueInfo] | None = None
     model_queues: list[QueueInfo] | None = None
     failures: dict[str, str] = {}  # model -> reason of its failed load
@@ -165,9 +126,8 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
     )
     failed = [model for model in active if model.state == "failed" and model.name in frame.failures]
     reasons = [_reason(model.name, frame.failures[model.name]) for model in failed[:MAX_REASONS]]
-    room = max(
-        6, height - 1 - len(figures) - 9 - len(reasons)
-    )  # 9 lines: each of the three tables has a blank line, a heading, and a line that counts hidden rows
+    # 9 lines: each of the three tables has a blank line, a heading, and a line that counts hidden rows
+    room = max(6, height - 1 - len(figures) - 9 - len(reasons))
     some_lanes = _fitting(len(lanes), max(1, room // 5))
     some_workers = min(len(frame.workers), max(1, (room - some_lanes) // 2), room - some_lanes)
     some_models = min(len(active), max(1, room - some_lanes - some_workers))
@@ -326,7 +286,7 @@ def _lanes(lanes: list[LaneRow], width: int, first: int) -> Table:
     return table
 
 
-def _workers(workers: list[WorkerRow], most: int, room: int, width: int, first: int) -> Table:
+def _workers(workers: list[WorkerInfo], most: int, room: int, width: int, first: int) -> Table:
     """Return the table of workers: unhealthy ones first, then by queue. Devices have rows if `room` (lines) allows."""
     shown = sorted(workers, key=lambda worker: (worker.healthy, -worker.queue_depth, _counting(worker.name)))[:most]
     columns = [("WORKER", False), ("STATE", False), ("IN FLIGHT", True)]
@@ -345,14 +305,14 @@ def _workers(workers: list[WorkerRow], most: int, room: int, width: int, first: 
     return table
 
 
-def _cells(name: str, device: str, is_ready: bool, row: WorkerRow | DeviceRow, width: int) -> list[str]:
+def _cells(name: str, device: str, is_ready: bool, row: WorkerInfo | DeviceInfo, width: int) -> list[str]:
     state = "[green]ready[/green]" if is_ready else "[red]not ready[/red]"
     share = row.memory_used_bytes / row.memory_total_bytes if row.memory_total_bytes else None
     memory = [_plain(device), _memory(row, share)] if width >= _WIDE else ["-" if share is None else f"{share:.0%}"]
     return [name, state, f"{row.queue_depth:,}", str(len(row.loaded_models)), *memory]
 
 
-def _memory(worker: WorkerRow | DeviceRow, share: float | None) -> str:
+def _memory(worker: WorkerInfo | DeviceInfo, share: float | None) -> str:
     if share is None:
         return "-"
     cells = 10
@@ -362,7 +322,7 @@ def _memory(worker: WorkerRow | DeviceRow, share: float | None) -> str:
     return f"{bar} {share:4.0%} of {size(worker.memory_total_bytes)}"
 
 
-def _models(models: list[ModelRow], of_models: Mapping[str, Queued], width: int, first: int) -> Table:
+def _models(models: list[ModelSummary], of_models: Mapping[str, Queued], width: int, first: int) -> Table:
     columns = [("MODEL", False), ("STATE", False), ("QUEUED", True)]
     columns += [("OLDEST", True), ("WORKERS", True)] if width >= _MIDDLE else []
     columns += [("PROFILES", False)] if width >= _WIDE else []
