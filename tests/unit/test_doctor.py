@@ -28,7 +28,6 @@ from sie_cli.doctor.probe import (
     ClusterProbe,
     Heartbeats,
     NotApplicable,
-    open_probe,
     probe_socket,
 )
 from sie_contracts.api.views import ClusterFinding, ClusterView, DoctorCheck
@@ -298,7 +297,7 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
             )
             sources = dict(load(environ={}).sources)
             monkeypatch.setattr("sie_cli.cluster.GATEWAY", url)
-            async with open_probe(Cluster(settings, sources, tmp_path)) as probe:
+            async with ClusterProbe(Cluster(settings, sources, tmp_path)) as probe:
                 with pytest.raises(NotApplicable):
                     await ports(probe)
                 with pytest.raises(
@@ -306,13 +305,15 @@ async def test_a_program_of_others_is_no_finding_where_nobody_named_its_port(
                 ):
                     await gateway(probe)
             with access.published(tmp_path, Access(gateway_url="", metrics_urls=(url,))):
-                async with open_probe(Cluster(settings, sources, tmp_path)) as probe:
+                async with ClusterProbe(Cluster(settings, sources, tmp_path)) as probe:
                     _, (finding,) = await ports(probe)
                     assert (
                         finding.wrong
                         == f"port {port}, which `sie serve` wrote down, is used by a program that is not SIE's"
                     )
-            async with open_probe(Cluster(settings, {**sources, "SIE_WORKER_METRICS_PORT": "flag"}, tmp_path)) as probe:
+            async with ClusterProbe(
+                Cluster(settings, {**sources, "SIE_WORKER_METRICS_PORT": "flag"}, tmp_path)
+            ) as probe:
                 _, (finding,) = await ports(probe)
                 assert "which SIE_WORKER_METRICS_PORT sets, is used by" in finding.wrong
         finally:
@@ -338,7 +339,9 @@ async def test_a_process_whose_metrics_do_not_come_is_no_program_of_others(tmp_p
         try:
             port = server.server_address[1]
             with access.published(tmp_path, Access(gateway_url="", metrics_urls=(f"http://127.0.0.1:{port}",))):
-                async with open_probe(Cluster(load(environ={}).settings, load(environ={}).sources, tmp_path)) as probe:
+                async with ClusterProbe(
+                    Cluster(load(environ={}).settings, load(environ={}).sources, tmp_path)
+                ) as probe:
                     _, (finding,) = await ports(probe)
             assert finding.wrong.startswith(f"port {port}: /metrics does not answer: ")
         finally:
@@ -373,7 +376,7 @@ async def test_findings_of_gateways_are_those_of_their_checks(tmp_path: Path) ->
         try:
             url = f"http://127.0.0.1:{server.server_address[1]}"
             settings = dataclasses.replace(load(environ={}).settings, gateway_url=f"{url},http://127.0.0.1:9")
-            async with open_probe(Cluster(settings, {"SIE_GATEWAY_URL": "flag"}, tmp_path)) as probe:
+            async with ClusterProbe(Cluster(settings, {"SIE_GATEWAY_URL": "flag"}, tmp_path)) as probe:
                 reports = [await check(probe) for check in (loads, refusals, queue)]
         finally:
             server.shutdown()
@@ -381,7 +384,7 @@ async def test_findings_of_gateways_are_those_of_their_checks(tmp_path: Path) ->
     expected = [[Finding(finding.wrong, finding.fix)] for finding in Gateway.findings]
     assert [findings for _, findings in reports] == expected
     assert reports[0][0] == "1 model loaded"
-    async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
+    async with ClusterProbe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
         for check in (loads, refusals, queue):
             with pytest.raises(CheckSkipped):
                 await check(probe)
@@ -414,7 +417,7 @@ async def test_a_password_in_an_address_is_used_by_all_requests_and_shown_by_non
             url = f"http://user:secret@127.0.0.1:{server.server_address[1]}"
             environ = {"SIE_GATEWAY_URL": url, "SIE_CONFIG_SERVICE_URL": url, "SIE_NATS_URL": "nats://127.0.0.1:1"}
             settings = load(environ=environ)
-            async with open_probe(Cluster(settings.settings, settings.sources, tmp_path)) as probe:
+            async with ClusterProbe(Cluster(settings.settings, settings.sources, tmp_path)) as probe:
                 findings = [*(await gateway(probe))[1], *(await config(probe))[1]]
         finally:
             server.shutdown()
@@ -433,7 +436,7 @@ async def test_the_probe_uses_the_proxy_of_the_environment(tmp_path: Path, monke
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.server_address[1]}")
         try:
-            async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
+            async with ClusterProbe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
                 reply = await probe.get("http://gateway.internal.test", "/health")
         finally:
             proxy.shutdown()
@@ -457,7 +460,7 @@ async def test_a_model_whose_newest_revision_could_not_be_loaded_is_a_finding(tm
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
+            async with ClusterProbe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
                 (finding,) = await restored(probe, f"http://127.0.0.1:{server.server_address[1]}")
         finally:
             server.shutdown()
@@ -471,7 +474,7 @@ async def test_a_file_that_keeps_the_folder_of_models_back_is_named(tmp_path: Pa
     folder.mkdir()
     (folder / "bad.yaml").write_text("id: me/bad\nfamily: text-encodr\n")
     with access.published(tmp_path, Access(gateway_url="http://127.0.0.1:9", models_dir=str(folder))):
-        async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
+        async with ClusterProbe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
             says, (finding,) = await models(probe)
             assert says == ""
             assert "bad.yaml: $.weights (line 1): missing" in finding.wrong
@@ -480,6 +483,6 @@ async def test_a_file_that_keeps_the_folder_of_models_back_is_named(tmp_path: Pa
             folder.rmdir()
             with pytest.raises(NotApplicable, match="those of the package"):
                 await models(probe)
-    async with open_probe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
+    async with ClusterProbe(Cluster(load(environ={}).settings, {}, tmp_path)) as probe:
         with pytest.raises(NotApplicable):
             await models(probe)

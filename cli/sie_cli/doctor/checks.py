@@ -29,7 +29,6 @@ from sie_contracts.api.views import DoctorFinding as Finding
 from sie_contracts.errors import UNDECODABLE, SIEError
 from sie_contracts.models.trust import is_bucket
 from sie_contracts.settings import SettingError, public_url
-from sie_contracts.status import QueueInfo
 from sie_contracts.wire import topology
 from sie_contracts.wire.configs import ConfigEpoch, has_seen
 from sie_runtime.clock import BrokerClock
@@ -147,16 +146,13 @@ LAG_S = 7.0  # seconds until a new gateway knows the length of the queue
 async def queue(probe: ClusterProbe) -> CheckResult:
     """List queues whose oldest work has waited for a long time, or that grow."""
     views, end_s = await probe.views(), time.monotonic() + LAG_S
-    while not (waiting := [_messages(view.queues) for view in views.values() if view.queues is not None]):
+    while not (readings := [view.queues for view in views.values() if view.queues is not None]):
         if time.monotonic() > end_s:
             raise CheckSkipped("no gateway knows the length of the queue")
         await asyncio.sleep(1.0)  # a new gateway may not have read the queue yet
         views = await probe.ask_views()
-    return f"{counted(max(waiting), 'message')}, none of them old", _of_check("queue", views)
-
-
-def _messages(queues: Iterable[QueueInfo]) -> int:
-    return sum(entry.messages for entry in queues)
+    messages = max(sum(queue.messages for queue in queues) for queues in readings)
+    return f"{counted(messages, 'message')}, none of them old", _of_check("queue", views)
 
 
 MIN_BROKER = (2, 12)
@@ -268,12 +264,13 @@ async def damage(probe: ClusterProbe) -> CheckResult:
             names.add(name)
             if why := await operator.damage(broker, info):
                 wrong[name] = why
-        if {KEYS, KEYS_COPY} <= names and not {KEYS, KEYS_COPY} & wrong.keys():
-            wrong |= await _keys(broker)
-        if {CATALOGUE, CATALOGUE_COPY} <= names and not {CATALOGUE, CATALOGUE_COPY} & wrong.keys():
-            wrong |= await _catalogue(broker)
-        if {JOBS, SHARDS} <= names and not {JOBS, SHARDS} & wrong.keys():
-            wrong |= await _jobs(broker)
+        for pair, compare in (
+            ({KEYS, KEYS_COPY}, _keys),
+            ({CATALOGUE, CATALOGUE_COPY}, _catalogue),
+            ({JOBS, SHARDS}, _jobs),
+        ):
+            if pair <= names and not pair & wrong.keys():
+                wrong |= await compare(broker)
     except BrokerError as error:
         raise CheckSkipped(f"streams cannot be read, perhaps this user lacks the right: {error}") from error
     return f"{counted(len(names), 'stream')} can be read", [

@@ -18,7 +18,7 @@ from sie_broker import BrokerError
 from sie_cli.cluster import SOURCE, Cluster, data_dir_option
 from sie_cli.display import counted, document, printable
 from sie_cli.doctor import checks, machine
-from sie_cli.doctor.probe import Check, CheckResult, CheckSkipped, ClusterProbe, NotApplicable, open_probe
+from sie_cli.doctor.probe import Check, CheckResult, CheckSkipped, ClusterProbe, NotApplicable
 from sie_cli.options import ManyOptions, flags_of, refuse, settings_options
 from sie_contracts import client_environment
 from sie_contracts.api.views import DoctorCheck
@@ -167,7 +167,7 @@ async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: 
     faults, good_flags, good_environ = faults_of(flags, environ)
     cluster = Cluster.locate(load(flags=good_flags, environ=good_environ), named, required=False)
     all_checks: dict[str, Check] = {"settings": check_settings(faults, good_flags, good_environ), **CHECKS}
-    async with open_probe(cluster) as probe:
+    async with ClusterProbe(cluster) as probe:
         return list(await asyncio.gather(*(_report(name, check, probe) for name, check in all_checks.items())))
 
 

@@ -17,10 +17,10 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import httpx
 import msgspec
@@ -153,7 +153,7 @@ def once(read: Callable[[ClusterProbe], Coroutine[Any, Any, T]]) -> Callable[[Cl
 
 
 class ClusterProbe:
-    """Data about a cluster that one run of `sie doctor` reads. Use `open_probe` to create it."""
+    """Data about a cluster that one run of `sie doctor` reads. The context manager ends its tasks and connections."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -166,7 +166,10 @@ class ClusterProbe:
     def serve(self) -> str:
         return self.cluster.serve
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
@@ -221,11 +224,8 @@ class ClusterProbe:
         up = {reply.url for reply in await self.gateways() if reply.status == 200 and reply.is_sie}
         urls = [url for url in cluster.gateway_urls if public_url(url) in up]
         replies = await asyncio.gather(*(self.get(url, "/v1/cluster", cluster.gateway_token) for url in urls))
-        views = {}
-        for reply in replies:
-            view = reply.decoded(ClusterView)  # a gateway of an older version returns another format
-            if view is not None:
-                views[reply.url] = view
+        # a gateway of an older version returns another format
+        views = {reply.url: view for reply in replies if (view := reply.decoded(ClusterView)) is not None}
         if not views:
             raise CheckSkipped(
                 f"{replies[0].url}/v1/cluster answers {replies[0].trouble or replies[0].status}"
@@ -313,7 +313,7 @@ class ClusterProbe:
         while not (expected and expected <= beats.workers.keys() and beats.gateways) and time.monotonic() < end_s:
             beats.came.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(asyncio.get_running_loop().time() + end_s - time.monotonic()):
+                async with asyncio.timeout(end_s - time.monotonic()):
                     await beats.came.wait()
         if expected and not beats.workers:
             raise CheckSkipped(
@@ -416,15 +416,6 @@ def _time_of_id(request_id: str) -> float | None:
     except ValueError:
         return None
     return (parsed.int >> 80) / 1000 if parsed.version == 7 else None
-
-
-@contextlib.asynccontextmanager
-async def open_probe(cluster: Cluster) -> AsyncIterator[ClusterProbe]:
-    probe = ClusterProbe(cluster)
-    try:
-        yield probe
-    finally:
-        await probe.close()
 
 
 CheckResult = tuple[str, list[DoctorFinding]]
