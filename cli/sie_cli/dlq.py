@@ -207,7 +207,7 @@ def _on(cluster: Cluster, body: Callable[[Broker], Awaitable[T]]) -> T:
 
     async def run(broker: NatsBroker) -> T:
         stream = letter_stream(pool)
-        if all(info.config.get("name") != stream for info in await broker.stream_infos()):
+        if await broker.stream_info(stream) is None:
             raise CommandRefused(
                 f"this broker has no stream {stream}: check --pool; no gateway of pool {pool} has used this broker"
             )

@@ -168,7 +168,6 @@ async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
     removed from one of the two buckets is not written. Return the number of keys written to the main bucket. Raises
     WrongRevision if another process changes a key meanwhile.
     """
-    written = 0
     removed = {
         entry.key for bucket in (buckets.copy, buckets.bucket) for entry in await bucket.since(0) if entry.value is None
     }

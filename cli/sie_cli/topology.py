@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from sie_cli import display
 from sie_cli.cluster import BROKER_URL, Cluster, cluster_options
-from sie_cli.display import printable
+from sie_cli.display import printable, size
 from sie_cli.options import AnyPosition
 from sie_contracts.settings import Settings
 from sie_contracts.wire import topology as names
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
     from sie_broker.nats.api import ConsumerInfo, StreamInfo
     from sie_broker.nats.operator import Step
 
-F = TypeVar("F", bound=Callable[..., Any])
 _WORK = "WORK_"
+_json = click.option("--json", "as_json", is_flag=True, help="One JSON document, for programs.")
 _SETTINGS = (
     "SIE_POOL",
     "SIE_STREAM_STORAGE",
@@ -31,6 +30,7 @@ _SETTINGS = (
     "SIE_GATEWAY_REQUEST_TIMEOUT",
     "SIE_ACK_WAIT_S",
 )
+_options = cluster_options(BROKER_URL, *_SETTINGS)
 
 
 @click.group(cls=AnyPosition, short_help="Streams and consumers at the broker.")
@@ -47,13 +47,9 @@ def topology() -> None:
     """
 
 
-def _options(command: F) -> F:
-    json = click.option("--json", "as_json", is_flag=True, help="One JSON document, for programs.")
-    return cluster_options(BROKER_URL, *_SETTINGS)(json(command))
-
-
 @topology.command()
 @_options
+@_json
 @click.option("--consumers", "with_consumers", is_flag=True, help="Every consumer, not their sums by lane.")
 def show(cluster: Cluster, as_json: bool, with_consumers: bool) -> None:
     """Print streams and consumers with their backlog. The consumers are summed by lane (pool, machine profile, bundle).
@@ -65,11 +61,11 @@ def show(cluster: Cluster, as_json: bool, with_consumers: bool) -> None:
         click.echo(display.document(present))
         return
     for stream in present:
-        limits = f"of {_bytes(stream['max_bytes'])}" if stream["max_bytes"] > 0 else "without a limit"
+        limits = f"of {size(stream['max_bytes'])}" if stream["max_bytes"] > 0 else "without a limit"
         click.secho(stream["name"], bold=True, nl=False)
         click.echo(
             f"  {stream['storage']}, {stream['replicas']} {'copies' if stream['replicas'] > 1 else 'copy'}, "
-            f"topology {stream['version'] or '-'}, {stream['messages']:,} messages, {_bytes(stream['bytes'])} {limits}"
+            f"topology {stream['version'] or '-'}, {stream['messages']:,} messages, {size(stream['bytes'])} {limits}"
         )
         for lane in stream["lanes"]:
             counts = f"{lane['own']:>4} own  {lane['shared']:>3} shared"
@@ -82,6 +78,7 @@ def show(cluster: Cluster, as_json: bool, with_consumers: bool) -> None:
 
 @topology.command()
 @_options
+@_json
 def check(cluster: Cluster, as_json: bool) -> None:
     """Compare streams of work and dead letters, and their consumers, with the topology of this version, field by field.
 
@@ -97,6 +94,7 @@ def check(cluster: Cluster, as_json: bool) -> None:
 
 @topology.command()
 @_options
+@_json
 @click.option("--yes", is_flag=True, help="Do it. Without it the plan is only shown.")
 def migrate(cluster: Cluster, as_json: bool, yes: bool) -> None:
     """Migrate the broker to the topology of this version. Without --yes, the steps are only shown.
@@ -235,12 +233,3 @@ def _stream(name: str, info: StreamInfo, consumers: list[ConsumerInfo]) -> dict[
 
 def _value(value: Any) -> str:
     return "(unset)" if value is None else str(value)
-
-
-def _bytes(count: int) -> str:
-    size, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.4g} {unit}"

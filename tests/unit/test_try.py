@@ -14,10 +14,10 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from sie_cli.display import document
 from sie_cli.main import main
 from sie_cli.refusal import CommandRefused
 from sie_cli.trying.asking import ModelAnswer, Question, QuestionInput, ask_model, read, reply, strongest, verb_of
-from sie_cli.trying.command import json_of
 from sie_cli.trying.shown import LINES, LabelledSpan, bar, colours, heat, marked, shares, shown
 from sie_client import SIEClient
 from sie_client.types import Results
@@ -450,13 +450,13 @@ def test_json_is_the_reply_of_the_api_and_harmless_to_a_terminal() -> None:
     answer = encoded(
         {**dense(0.5, 1), **sparse(2), "outputs": {**dense(0, 0)["outputs"], **sparse(2)["outputs"]}}, texts=("a",)
     )
-    reply_body = json.loads(json_of(answer))
+    reply_body = json.loads(document(reply(answer)))
     assert reply_body["items"][0]["dense"] == {"dims": 2, "dtype": "float32", "values": [0.5, 1.0]}
     assert reply_body["items"][0]["sparse"] == {"dims": 72, "dtype": "float32", "indices": [0, 1], "values": [1.0, 2.0]}
     assert reply_body["timing"] == SHARED["timing"]
     bad = "a\x9b\x7f\u202e\n東京😀\U000e0001"
     extraction = extracted("x", data={"text": bad})
-    text = json_of(extraction)
+    text = document(reply(extraction))
     assert json.loads(text)["items"][0]["data"]["text"] == bad
     assert text.replace("\n", "").isprintable()
     assert "東京😀" in text

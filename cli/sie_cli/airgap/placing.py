@@ -212,9 +212,8 @@ def claim(path: Path, descriptor: int) -> None:
     except BlockingIOError as error:
         raise CommandRefused(f"another `sie airgap` writes {path} now: wait for it") from error
     held = os.fstat(descriptor)
-    if not path.exists() or not os.path.samestat(
-        held, path.stat()
-    ):  # between the open and the lock, another process has renamed the file to its final name
+    # false if another process renamed the file to its final name between the open and the lock
+    if not path.exists() or not os.path.samestat(held, path.stat()):
         raise CommandRefused(f"another `sie airgap` has just written {path}: check its result")
     if held.st_uid != os.geteuid():
         raise CommandRefused(f"{path} belongs to another user: remove it, or write elsewhere")

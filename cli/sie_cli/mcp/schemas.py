@@ -20,6 +20,7 @@ Model = Annotated[
     Name | None,
     Meta(description="Id of the model, as list_models shows it. Leave it out to use the default model of this server."),
 ]
+Task = Literal["encode", "score", "extract"]
 Inputs = Annotated[list[Text], Meta(min_length=1, max_length=MAX_TEXTS, description="The texts.")]
 TopN = Annotated[int, Meta(ge=1, le=MAX_TOP, description="The number of results, best first.")]
 Page = Annotated[int, Meta(ge=1, le=1_000_000, description="The number of the page. The first page is 1.")]
@@ -124,9 +125,7 @@ class SearchArguments(ToolArguments, frozen=True, kw_only=True):
 
 
 class ListModelsArguments(ToolArguments, frozen=True, kw_only=True):
-    task: Annotated[
-        Literal["encode", "score", "extract"] | None, Meta(description="Only models with this task; score ranks.")
-    ] = None
+    task: Annotated[Task | None, Meta(description="Only models with this task; score ranks.")] = None
     page: Page = 1
 
 

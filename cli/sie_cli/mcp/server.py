@@ -224,7 +224,7 @@ class AgentServer:
     async def _content(self, caller: AgentCaller, uri: str) -> str:
         """Return the content of a resource. Raises ToolRefused, and the errors of the client."""
         if uri == MODELS:
-            return await self._all_models(caller)
+            return b"\n".join(map(msgspec.json.encode, await self._tools.models(caller))).decode()
         if uri.startswith(f"{MODELS}/"):
             limits = await self._tools.model(caller, uri.removeprefix(f"{MODELS}/"))
             return msgspec.json.encode(limits).decode()
@@ -239,13 +239,3 @@ class AgentServer:
             f"There is no such resource. There are: {MODELS}, {MODELS}/MODEL, {RESULT_URI}, and, "
             "if search is a tool of this server, sie://collections."
         )
-
-    async def _all_models(self, caller: AgentCaller) -> str:
-        lines: list[bytes] = []
-        page = 1
-        while True:
-            answer = await self._tools.list_models(caller, schemas.ListModelsArguments(page=page))
-            lines += map(msgspec.json.encode, answer.models)
-            if page >= answer.pages:
-                return b"\n".join(lines).decode()
-            page += 1

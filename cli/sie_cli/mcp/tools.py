@@ -331,16 +331,18 @@ class AgentTools:
     async def list_models(
         self, caller: AgentCaller, arguments: schemas.ListModelsArguments
     ) -> schemas.ListModelsAnswer:
-        async with self._clients.of_key(caller.api_key) as client:
-            models = await client.list_models(task=arguments.task, variants=False)
-        models.sort(key=lambda info: info["name"])
+        models = await self.models(caller, arguments.task)
         pages = max(1, -(-len(models) // MODELS_PER_PAGE))
         start = (arguments.page - 1) * MODELS_PER_PAGE
         return schemas.ListModelsAnswer(
-            models=[limits_of(info) for info in models[start : start + MODELS_PER_PAGE]],
-            page=arguments.page,
-            pages=pages,
+            models=models[start : start + MODELS_PER_PAGE], page=arguments.page, pages=pages
         )
+
+    async def models(self, caller: AgentCaller, task: schemas.Task | None = None) -> list[schemas.ModelLimits]:
+        """Return all models, or those with a task, in the order of their names."""
+        async with self._clients.of_key(caller.api_key) as client:
+            infos = await client.list_models(task=task, variants=False)
+        return sorted(map(limits_of, infos), key=lambda model: model.id)
 
     async def model(self, caller: AgentCaller, name: str) -> schemas.ModelLimits:
         async with self._clients.of_key(caller.api_key) as client:

@@ -25,14 +25,8 @@ UNTIL = {"check": "quality", "embed": "embed", "shadow": "shadow", "flip": "flip
 BACK, CLEAN_UP = "back", "clean-up"
 SCOPE = "the scope infer"
 SAMPLE, MIN_AGREEMENT, SHARE, SHADOW_S = 500, 0.8, 0.1, 60.0
-# options that need a corpus, by parameter
-_CORPUS_OPTIONS = {
-    "input_format": "--input-format",
-    "output": "--output",
-    "shadow_share": "--shadow-share",
-    "shadow_s": "--shadow-s",
-    "shadow_copies": "--shadow-requests",
-}
+# options that need a corpus
+_CORPUS_OPTIONS = ("--input-format", "--output", "--shadow-share", "--shadow-s", "--shadow-requests")
 _STOPPED_LIVE = {"flip": "the same command goes on, and --step back goes back"}
 _STOPPED = {
     "shadow": "the shadow stays; the same command goes on, and `sie models alias {alias} MODEL` removes the shadow",
@@ -188,9 +182,10 @@ def _migrate_live(
     if until == "shadow":
         raise click.UsageError("--step shadow: an index that is migrated in its database has no such step")
     context = click.get_current_context()
-    for name in _CORPUS_OPTIONS:
-        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{_CORPUS_OPTIONS[name]}: only a migration with --corpus has this option")
+    for option in context.command.params:
+        is_set = context.get_parameter_source(str(option.name)) == ParameterSource.COMMANDLINE
+        if is_set and option.opts[0] in _CORPUS_OPTIONS:
+            raise click.UsageError(f"{option.opts[0]}: only a migration with --corpus has this option")
     url = dict(cluster.settings.jobs_sinks or ()).get(sink)
     if url is None:
         raise click.UsageError(

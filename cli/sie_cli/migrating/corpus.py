@@ -135,9 +135,7 @@ class Corpus:
                     raise InvalidInput(planned.error.message)
                 spans += planned
             return spans
-        except InvalidInput as error:
-            raise CommandRefused(f"--corpus {self.source}: {error.message}") from error
-        except StoreError as error:
+        except (InvalidInput, StoreError) as error:
             raise CommandRefused(f"--corpus {self.source}: {error}") from error
 
 

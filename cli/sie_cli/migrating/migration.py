@@ -279,9 +279,9 @@ class Migration:
         report.report_step(f"{job.id} is {info.state}, {rows_text(info)}", state=info.state, rows=info.counts.rows)
         if info.state == "paused" and info.error is not None:
             raise CommandRefused(
-                f"{job.id} is paused by {problem_text(info.error)}\nremove the cause, then run "
-                f"`sie jobs resume {job.id}` and the "
-                f"same command. To start over, run `sie jobs cancel {job.id}` and then the same command"
+                f"{job.id} is paused by {problem_text(info.error)}\nremove the cause, then run `sie jobs resume "
+                f"{job.id}` and the same command. To start over, run `sie jobs cancel {job.id}` and then the same "
+                "command"
             )
         if info.state != "completed":
             why = f": {problem_text(info.error)}" if info.error is not None else ""
@@ -334,8 +334,7 @@ class Migration:
         if copies.get("failed") and not copies.get("done"):
             raise CommandRefused(
                 f"no copy succeeded: the gateway's log has the reason. {plan.alias} is unchanged except for the "
-                "shadow, which "
-                f"`sie models alias {plan.alias} {alias.target}` removes"
+                f"shadow, which `sie models alias {plan.alias} {alias.target}` removes"
             )
 
     def _tell_figures(self) -> dict[str, Any]:
@@ -367,8 +366,8 @@ def check_encoder(client: SIEClient, name: str) -> None:
     """Raise CommandRefused unless a model encodes texts as dense vectors. Raises the client's errors."""
     if "dense" not in (widths := vector_widths(client, name)):
         raise CommandRefused(
-            f"{name} does not encode texts as dense vectors (it has {', '.join(widths)}): a migration "
-            "needs vectors for an index. `sie models alias` changes the alias without a migration"
+            f"{name} does not encode texts as dense vectors (it has {', '.join(widths)}): a migration needs vectors "
+            "for an index. `sie models alias` changes the alias without a migration"
         )
 
 
@@ -551,18 +550,17 @@ def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fi
     for info in jobs:
         theirs = info.request_map("output")
         is_same = (info.fingerprint or fingerprint) == fingerprint and (bool(info.fingerprint) or info.model == model)
-        if is_same or (info.state in ("failed", "cancelled", "expired") and not info.counts.done):
+        if is_same or (info.state in LOST and not info.counts.done):
             continue
         where = ""
         if output.get("sink") and all(theirs.get(name) == output.get(name) for name in ("sink", "collection")):
             where = f"the collection {output['collection']} of {output['sink']}"
         elif output.get("url") and str(theirs.get("url", "")).rstrip("/") == output["url"].rstrip("/"):
-            where = f"{output['url']}"
+            where = output["url"]
         if where:
             raise CommandRefused(
-                f"{where} has vectors of {printable(info.model)}, from {info.id}: "
-                "name a new destination, which the search "
-                "uses after the flip"
+                f"{where} has vectors of {printable(info.model)}, from {info.id}: name a new destination, which the "
+                "search uses after the flip"
             )
 
 
@@ -697,13 +695,12 @@ class Aliases:
         it. Raises CommandRefused.
         """
         end_s = time.monotonic() + FOLLOW_S
-        while (waiting := self._waiting(name)) and time.monotonic() < end_s:
+        while True:
+            status: _AckList = self._service.read(path_of(name, "/status"), _AckList).body
+            waiting = [gateway.id for gateway in status.gateways if not gateway.acked]
+            if not waiting or time.monotonic() >= end_s:
+                return waiting
             time.sleep(LOOK_S)
-        return waiting
-
-    def _waiting(self, name: str) -> list[str]:
-        status: _AckList = self._service.read(path_of(name, "/status"), _AckList).body
-        return [gateway.id for gateway in status.gateways if not gateway.acked]
 
 
 def _model_of(target: _TargetFields | str) -> str:
@@ -749,14 +746,14 @@ def before_flip(history: Sequence[AliasRevision]) -> int:
     flip = history[flips[0]]
     if flip.operation == "rollback":
         raise CommandRefused(
-            f"revision {flip.revision} is already a rollback; `sie models history` lists the stored revisions, "
-            "and `sie models rollback` restores any of them"
+            f"revision {flip.revision} is already a rollback; `sie models history` lists the stored revisions, and "
+            "`sie models rollback` restores any of them"
         )
     before = history[flips[0] + 1 :]
     if not before:
         raise CommandRefused(
-            "the revisions before the alias's current target are no longer stored: "
-            "set the target with `sie models alias`"
+            "the revisions before the alias's current target are no longer stored: set the target with `sie models "
+            "alias`"
         )
     own = (revision for revision in before if _touches(revision, _TARGETS) or not _touches(revision, _SHADOW))
     return next(own, before[-1]).revision

@@ -16,7 +16,7 @@ from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.models.aliases import Alias
 from sie_contracts.models.catalogue import packaged_folder
 from sie_contracts.models.entries import ModelEntry
-from sie_contracts.models.trust import USUAL
+from sie_contracts.models.trust import USUAL, is_bucket
 from sie_contracts.settings import Settings
 from sie_runtime.feed import read_folder
 from sie_store import durable
@@ -71,7 +71,7 @@ def add(
             "--if-match and -o are for a config service: name it with --url or SIE_CONFIG_SERVICE_URL"
         )
     folder = models_dir or settings.models_dir or USUAL
-    if folder.startswith(("s3://", "gs://")):
+    if is_bucket(folder):
         raise CommandRefused(
             f"{folder} is not a local folder: name one with --models-dir, or a config service with --url"
         )
@@ -93,18 +93,13 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
             f"a file only: no `sie serve` runs with the data directory {cluster.data_dir}. A `sie serve` with another "
             f"--data-dir serves the model within seconds, if it has this folder of models. Else {how}"
         )
-    if (
-        running.models_dir
-        and "://" not in running.models_dir
-        and Path(running.models_dir).resolve() == folder.resolve()
-    ):
+    own = running.models_dir
+    if own and not is_bucket(own) and Path(own).resolve() == folder.resolve():
         return "the `sie serve` that runs reads this folder: it serves the model within seconds"
-    reads = running.models_dir or "no folder"
     return (
-        f"a file only: the `sie serve` that runs does not read this folder, it reads {reads}; "
-        f"give a local folder that it reads as --models-dir, add the model to its catalogue with --data-dir "
-        f"{cluster.data_dir}, "
-        f"or start it with SIE_MODELS_DIR={folder}"
+        f"a file only: the `sie serve` that runs does not read this folder, it reads {own or 'no folder'}; give a "
+        f"local folder that it reads as --models-dir, add the model to its catalogue with --data-dir "
+        f"{cluster.data_dir}, or start it with SIE_MODELS_DIR={folder}"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 import msgspec
 import yaml
-from msgspec import Struct
+from msgspec import UNSET
 
 from sie_cli import display
 from sie_cli.cluster import Cluster
@@ -20,7 +20,6 @@ from sie_cli.models.service import (
     JSON,
     MODELS,
     YAML,
-    ChangedField,
     ServiceReply,
     WriteOptions,
     path_of,
@@ -30,7 +29,7 @@ from sie_cli.models.service import (
     write_options,
 )
 from sie_contracts import yaml_text
-from sie_contracts.api.configs import ModelRevisions, Written
+from sie_contracts.api.configs import ConfigModels, ModelHistory, ModelRevisions, Written
 from sie_contracts.models.entries import MULTILINGUAL
 from sie_contracts.settings import public_url
 
@@ -54,37 +53,6 @@ _GROUPS: dict[str, Callable[[dict[str, Any]], Sequence[str]]] = {
 MAX_CHANGES = 4  # number of changes that the table shows for a revision; further ones are only counted
 
 
-class _ListedTarget(Struct):
-    model: str
-
-
-class _ListedRow(Struct):
-    model_id: str
-    tasks: tuple[str, ...] = ()
-    languages: tuple[str, ...] = ()
-    profiles: tuple[str, ...] = ()
-    alias: tuple[_ListedTarget, ...] = ()
-    source: str = ""
-    download_bytes: int = 0
-
-
-class _ModelListing(Struct):
-    models: tuple[_ListedRow, ...]
-
-
-class _HistoryRow(Struct):
-    revision: int
-    operation: str
-    created_at: str
-    author: str = ""
-    note: str = ""
-    changes: tuple[ChangedField, ...] = ()
-
-
-class _HistoryRows(Struct):
-    revisions: tuple[_HistoryRow, ...]
-
-
 @click.command("list")
 @click.option("--task", type=click.Choice(("encode", "score", "extract")), help="Only models that do this.")
 @click.option(
@@ -99,7 +67,7 @@ def list_command(
     profiles, and source: packaged, overlay (SIE_MODELS_DIR) or api.
     """
     with service_of(cluster, writes=False) as service:
-        body = service.read(MODELS, _ModelListing).plain
+        body = service.read(MODELS, ConfigModels).plain
     click.echo(f"models of {public_url(service.url)}", err=True)
     chosen = [
         model
@@ -173,14 +141,14 @@ def history(cluster: Cluster, model: str, output: str | None) -> None:
     `sie models rollback ID REVISION` writes an old revision again as the newest.
     """
     with service_of(cluster, writes=False) as service:
-        body = service.read(path_of(model, "/history"), _HistoryRows).plain
+        body = service.read(path_of(model, "/history"), ModelHistory).plain
     rows = [
         (
             str(revision["revision"]),
             revision["operation"],
             revision["created_at"],
-            revision.get("author", ""),
-            revision.get("note") or _changes(revision.get("changes", [])),
+            revision["author"],
+            revision["note"] or _changes(revision["changes"]),
         )
         for revision in body["revisions"]
     ]
@@ -189,8 +157,8 @@ def history(cluster: Cluster, model: str, output: str | None) -> None:
 
 def _changes(changes: list[dict[str, Any]]) -> str:
     parts = [
-        f"{change['path'].removeprefix('$').removeprefix('.') or 'model'}: {shown(change, 'before')} -> "
-        f"{shown(change, 'after')}"
+        f"{change['path'].removeprefix('$').removeprefix('.') or 'model'}: {shown(change.get('before', UNSET))} -> "
+        f"{shown(change.get('after', UNSET))}"
         for change in changes
     ]
     more = f", and {len(parts) - MAX_CHANGES} more" if len(parts) > MAX_CHANGES else ""

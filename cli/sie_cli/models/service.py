@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 import click
 import httpx
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, SOURCE, Cluster, cluster_options
 from sie_cli.display import printable
@@ -134,7 +134,8 @@ class ConfigServiceClient:
                 after = answer.headers.get("retry-after", "1")
                 # some proxies send a date as retry-after: then wait MAX_PAUSE_S
                 wait_s = float(after) if after.isdecimal() else MAX_PAUSE_S
-                trouble = _message(answer)
+                refusal = _refusal_of(answer)
+                trouble = printable(refusal.error.message if refusal else f"status {answer.status_code}")
             except httpx.DecodingError as error:
                 raise CommandRefused(f"{public_url(self.url)} replied {_ENVELOPE}: {_WRONG_URL}") from error
             except httpx.TransportError as error:
@@ -156,40 +157,40 @@ class ConfigServiceClient:
                 return ServiceReply(body, int(tag) if tag.isascii() and tag.isdigit() else None, plain)
             except UNDECODABLE as error:
                 raise CommandRefused(f"{public_url(self.url)} replied {_ENVELOPE}: {_WRONG_URL}") from error
-        of_document = answer.status_code in _OF_DOCUMENT or _error(answer).get("reason") in _ABOUT_TRUST
-        lines = (printable(line) for line in self._refusal(method, answer))
-        raise (Rejected if of_document else CommandRefused)("\n".join(lines))
+        refusal, status = _refusal_of(answer), answer.status_code
+        if refusal is None:
+            lines = [f"{public_url(self.url)} replied with status {status}, {_ENVELOPE}: {_WRONG_URL}"]
+        else:
+            lines = self._lines(method, answer.request.url.path, refusal)
+        of_document = status in _OF_DOCUMENT or (refusal is not None and refusal.error.reason in _ABOUT_TRUST)
+        raise (Rejected if of_document else CommandRefused)("\n".join(map(printable, lines)))
 
-    def _refusal(self, method: str, answer: httpx.Response) -> list[str]:
-        error = _error(answer)
-        if not error:
-            return [f"{public_url(self.url)} replied with status {answer.status_code}, {_ENVELOPE}: {_WRONG_URL}"]
-        lines = [_field(str(error.get("message", "")))]
-        faults = error.get("errors") or msgspec.json.decode(answer.content).get("errors") or []
+    def _lines(self, method: str, path: str, refusal: _RefusalBody) -> list[str]:
+        error = refusal.error
+        lines = [_field(error.message)]
+        faults = error.errors or refusal.errors or []
         if len(faults) > 1:
-            placed = [(fault, f" (line {fault['line']})" if fault.get("line") else "") for fault in faults]
-            lines += [f"  {_field(fault['loc'])}{line}: {fault['message']}" for fault, line in placed]
+            placed = [(fault, f" (line {fault.line})" if fault.line else "") for fault in faults]
+            lines += [f"  {_field(fault.loc)}{line}: {fault.message}" for fault, line in placed]
         lines += [
-            f"  {_field(fault['path'])}: {shown(fault, 'before')} -> {shown(fault, 'after')}"
-            for fault in error.get("diff") or []
+            f"  {_field(change.path)}: {shown(change.before)} -> {shown(change.after)}" for change in error.diff or ()
         ]
-        code = error.get("code")
-        if code == "METHOD_NOT_ALLOWED" and (service := self._config_url()):
+        if error.code == "METHOD_NOT_ALLOWED" and (service := self._config_url()):
             lines.append(
                 f"{public_url(self.url)} is a gateway, which answers only reads; its config service is at {service}: "
                 f"use --url {service}"
             )
-        elif code == "CONTENT_CONFLICT" and error.get("revision") is not None and error.get("reason") != "aliased":
-            is_add = method == "POST" and answer.request.url.path == MODELS
-            only = f"--if-match {error['revision']}"
+        elif error.code == "CONTENT_CONFLICT" and error.revision is not None and error.reason != "aliased":
+            is_add = method == "POST" and path == MODELS
+            only = f"--if-match {error.revision}"
             again = (
                 f"replace it with --force; with {only} too, only if it was not changed meanwhile"
                 if is_add
                 else f"repeat with {only}"
             )
             lines.append(f"look at it with `sie models show`, then {again}")
-        elif code in _NEXT and error.get("reason") not in _ABOUT_TRUST:
-            lines.append(_NEXT[code])
+        elif error.code in _NEXT and error.reason not in _ABOUT_TRUST:
+            lines.append(_NEXT[error.code])
         return lines
 
     def _config_url(self) -> str | None:
@@ -222,17 +223,19 @@ class _FaultFields(Struct):
     line: int | None = None
 
 
-class ChangedField(Struct):
+class _ChangedField(Struct):
     path: str
+    before: Any = UNSET
+    after: Any = UNSET
 
 
 class _RefusalFields(Struct):
-    message: str | None = None
-    code: str | None = None
+    message: str
+    code: str = ""
     reason: str | None = None
     revision: int | None = None
     errors: list[_FaultFields] | None = None
-    diff: list[ChangedField] | None = None
+    diff: list[_ChangedField] | None = None
 
 
 class _RefusalBody(Struct):
@@ -240,26 +243,20 @@ class _RefusalBody(Struct):
     errors: list[_FaultFields] | None = None
 
 
-def _error(answer: httpx.Response) -> dict[str, Any]:
-    """Return the error object of a refusal; empty if the reply is not from a config service."""
+def _refusal_of(answer: httpx.Response) -> _RefusalBody | None:
+    """Return the body of a refusal; None if the reply is not from a config service."""
     try:
-        msgspec.json.decode(answer.content, type=_RefusalBody)
-        error: dict[str, Any] = msgspec.json.decode(answer.content)["error"]
+        return msgspec.json.decode(answer.content, type=_RefusalBody)
     except UNDECODABLE:
-        return {}
-    return error
+        return None
 
 
 def _field(path: str) -> str:
     return path.removeprefix("$.")
 
 
-def _message(answer: httpx.Response) -> str:
-    return printable(str(_error(answer).get("message") or f"status {answer.status_code}"))
-
-
-def shown(change: dict[str, Any], side: str) -> str:
-    return msgspec.json.encode(change[side]).decode() if side in change else "(absent)"
+def shown(value: Any) -> str:
+    return "(absent)" if value is UNSET else msgspec.json.encode(value).decode()
 
 
 def path_of(model: str, suffix: str = "") -> str:
@@ -285,28 +282,23 @@ def write_options(force: str, *, looks_around: bool = True) -> Callable[[F], F]:
     """Return a decorator that adds --if-match, --dry-run and --force, and passes them as WriteOptions, the command's
     first argument. `force`: the help text of --force.
     """
-    options = (
-        click.option("--force", is_flag=True, help=force),
-        click.option(
+
+    def decorate(command: F) -> F:
+        @click.option("--force", is_flag=True, help=force)
+        @click.option(
             "--if-match",
             type=click.IntRange(0),
             metavar="REVISION",
             help="Only if this is the present revision, else refuse.",
-        ),
-        click.option("--dry-run", is_flag=True, help="Do all checks and store nothing."),
-    )
-
-    def decorate(command: F) -> F:
+        )
+        @click.option("--dry-run", is_flag=True, help="Do all checks and store nothing.")
         @functools.wraps(command)
         def run(
             cluster: Cluster, *, dry_run: bool, if_match: int | None, output: str | None, force: bool, **options: Any
         ) -> Any:
             return command(WriteOptions(cluster, dry_run, if_match, output, force), **options)
 
-        decorated = cast(F, run)
-        for option in reversed(options):
-            decorated = option(decorated)
-        return service_options(decorated, looks_around=looks_around)
+        return service_options(cast(F, run), looks_around=looks_around)
 
     return decorate
 

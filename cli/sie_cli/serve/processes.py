@@ -93,8 +93,7 @@ class LocalCluster:
         self._admin_token = plan.settings.admin_token or Secret(secrets.token_urlsafe(32))
         # lines about streams that the broker printed during its start
         self._restores: deque[str] = deque(maxlen=1000)
-        # component -> first port of its metrics, and number of ports
-        self._metrics: dict[str, tuple[int, int]] = {}
+        self._metrics_urls: dict[str, list[str]] = {}  # gateway and worker -> addresses of their probes and metrics
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -167,10 +166,9 @@ class LocalCluster:
             self._flags["SIE_GPU_COUNT"] = "0"
         self._environ.setdefault("SIE_CONFIG_READ_TOKEN", secrets.token_urlsafe(24))
         self._environ["SIE_ADMIN_TOKEN"] = self._admin_token.reveal()
-        if "SIE_GATEWAY_HEALTH_MODE" not in self._environ:
-            self._flags.setdefault("SIE_GATEWAY_HEALTH_MODE", "nats")
-        if "SIE_GATEWAY_API_METRICS" not in self._environ:
-            self._flags.setdefault("SIE_GATEWAY_API_METRICS", "true")
+        for name, value in (("SIE_GATEWAY_HEALTH_MODE", "nats"), ("SIE_GATEWAY_API_METRICS", "true")):
+            if name not in self._environ:
+                self._flags.setdefault(name, value)
         if plan.settings.payload_store_url is None:
             payloads = private_folder(plan.data_dir / "payloads")
             # remove the payloads of an earlier process: only its memory had references to them
@@ -185,32 +183,28 @@ class LocalCluster:
         them except the adapters, and is returned as the gateway.
         """
         plan, settings = self._plan, self._plan.settings
-        sockets = [str(socket_path(plan.data_dir, number)) for number in range(plan.workers)]
-        for path in sockets:
+        workers = []
+        for number in range(plan.workers):
+            path = str(socket_path(plan.data_dir, number))
             BY_NAME["SIE_IPC_SOCKET_PATH"].read(path)
+            workers.append({"SIE_IPC_SOCKET_PATH": path, **self._worker_id(number)})
         spare = [] if plan.spare else ["--no-spare"]
         adapters = [
-            self._child(
-                _numbered("adapter", number, plan.workers),
-                "adapter",
-                spare,
-                {"SIE_IPC_SOCKET_PATH": path, **self._worker_id(number)},
-                _WORKER_GRACE_S,
-            )
-            for number, path in enumerate(sockets)
+            self._child(_numbered("adapter", number, plan.workers), "adapter", spare, own, _WORKER_GRACE_S)
+            for number, own in enumerate(workers)
         ]
         if settings.gateway_url is None:
-            urls = [
-                f"http://{_reachable(plan.host)}:{plan.port + number}"
-                for number in range(1 if plan.standalone else plan.gateways)
-            ]
-            self._flags["SIE_GATEWAY_URL"] = ",".join(urls)
+            self._flags["SIE_GATEWAY_URL"] = ",".join(self._urls(plan.port, plan.gateways))
         worker_port = settings.worker_metrics_port or free_port(plan.workers)
         gateway_port = settings.gateway_metrics_port or free_port(plan.gateways)
-        self._metrics = {"gateway": (gateway_port, plan.gateways), "worker": (worker_port, plan.workers)}
+        self._metrics_urls = {
+            "gateway": self._urls(gateway_port, plan.gateways),
+            "worker": self._urls(worker_port, plan.workers),
+        }
+        if settings.gateway_workers is None:
+            self._flags["SIE_GATEWAY_WORKERS"] = ",".join(self._metrics_urls["worker"])
         if plan.standalone:
             self._flags |= {"SIE_WORKER_METRICS_PORT": str(worker_port), "SIE_GATEWAY_METRICS_PORT": str(gateway_port)}
-            self._name_workers([worker_port + number for number in range(plan.workers)])
             extra = ["--host", plan.host, "--port", str(plan.port), "--data-dir", str(plan.data_dir)]
             extra += ["--workers", str(plan.workers), "--drain-s", str(_DRAIN_S)]
             alone = self._child("standalone", "standalone", extra, {}, _GATEWAY_GRACE_S + _WORKER_GRACE_S)
@@ -231,8 +225,6 @@ class LocalCluster:
             config_port = free_port()
             self._flags["SIE_CONFIG_SERVICE_URL"] = f"http://127.0.0.1:{config_port}"
             config = [self._child("config", "config", ["--port", str(config_port)], {}, _LAST_GRACE_S)]
-        worker_ports = [worker_port + number for number in range(plan.workers)]
-        self._name_workers(worker_ports)
         gateways = []
         for number in range(plan.gateways):
             extra = ["--host", plan.host, "--port", str(plan.port + number), "--drain-s", str(_DRAIN_S)]
@@ -242,8 +234,9 @@ class LocalCluster:
             gateways.append(self._child(name, "gateway", extra, own, _GATEWAY_GRACE_S))
             self._await_gateway(name, plan.port + number)
         sidecars = []
-        for number, (path, port) in enumerate(zip(sockets, worker_ports, strict=True)):
-            own = {"SIE_IPC_SOCKET_PATH": path, "SIE_WORKER_METRICS_PORT": str(port), **self._worker_id(number)}
+        for number, worker in enumerate(workers):
+            port = worker_port + number
+            own = {**worker, "SIE_WORKER_METRICS_PORT": str(port)}
             name = _numbered("sidecar", number, plan.workers)
             extra = ["--host", plan.host, "--drain-s", str(_WORKER_DRAIN_S)]
             sidecars.append(self._child(name, "sidecar", extra, own, _WORKER_GRACE_S))
@@ -251,7 +244,7 @@ class LocalCluster:
         return broker, config, gateways, sidecars, adapters
 
     def _await_answer(self, name: str, port: int) -> None:
-        self._readiness[name] = functools.partial(not_ready, url=f"http://{_reachable(self._plan.host)}:{port}/readyz")
+        self._readiness[name] = functools.partial(not_ready, url=f"{self._url(port)}/readyz")
 
     def _await_gateway(self, name: str, port: int) -> None:
         self._await_answer(name, port)
@@ -260,15 +253,17 @@ class LocalCluster:
             return
         self._visibility[f"workers, as {name} sees them"] = functools.partial(
             lacks_workers,
-            url=f"http://{_reachable(self._plan.host)}:{port}/health",
+            url=f"{self._url(port)}/health",
             token=self._admin_token,
             count=self._plan.workers,
         )
 
-    def _name_workers(self, ports: list[int]) -> None:
-        if self._plan.settings.gateway_workers is None:
-            host = _reachable(self._plan.host)
-            self._flags["SIE_GATEWAY_WORKERS"] = ",".join(f"http://{host}:{port}" for port in ports)
+    def _url(self, port: int) -> str:
+        """Return the address at which programs on this machine reach a port of this run."""
+        return f"http://{_reachable(self._plan.host)}:{port}"
+
+    def _urls(self, first_port: int, count: int) -> list[str]:
+        return [self._url(first_port + number) for number in range(count)]
 
     def _worker_id(self, number: int) -> dict[str, str]:
         if self._plan.workers == 1:
@@ -298,7 +293,7 @@ class LocalCluster:
         last_line, repeats = "", 0
         waiting = {**self._readiness, **self._visibility}
         failures: dict[str, FailedLoad] = {}
-        gateway = f"http://{_reachable(self._plan.host)}:{self._plan.port}"
+        gateway = self._url(self._plan.port)
         async with httpx.AsyncClient(timeout=2.0, trust_env=False, verify=verification(gateway)) as client:
             while True:
                 reasons = {name: await probe(client) for name, probe in waiting.items()}
@@ -374,23 +369,22 @@ class LocalCluster:
 
     def _access(self) -> Access:
         plan, embedded, models = self._plan, self._embedded, Allowed(models_dir=self._plan.settings.models_dir)
-        gateways = range(1 if plan.standalone else plan.gateways)
         # commands send the admin token below to `config_url`, so it never names a config service of the operator
         is_ours = plan.settings.config_service_url is None
         return Access(
-            gateway_url=",".join(f"http://{_reachable(plan.host)}:{plan.port + number}" for number in gateways),
+            gateway_url=",".join(self._urls(plan.port, plan.gateways)),
             config_url=self._flags.get("SIE_CONFIG_SERVICE_URL", "") if is_ours else "",
             broker_url=embedded.url if embedded else "",
             broker_monitor_url=embedded.monitor_url if embedded else "",
             operator_password=embedded.passwords[OPERATOR] if embedded else "",
             admin_token=self._admin_token.reveal(),
-            metrics_urls=tuple(url for urls in self._metrics_urls().values() for url in urls),
+            metrics_urls=tuple(url for urls in self._metrics_urls.values() for url in urls),
             models_dir=place_of(models),
         )
 
     def _greet(self) -> None:
         plan = self._plan
-        url = f"http://{_reachable(plan.host)}:{plan.port}"
+        url = self._url(plan.port)
         if self._embedded:
             broker = self._embedded.url
         else:
@@ -420,7 +414,7 @@ class LocalCluster:
             ),
             "metrics "
             + "; ".join(
-                f"{name} {', '.join(f'{url}/metrics' for url in urls)}" for name, urls in self._metrics_urls().items()
+                f"{name} {', '.join(f'{url}/metrics' for url in urls)}" for name, urls in self._metrics_urls.items()
             ),
             *([f"models  sie models list{here}"] if self._access().config_url or plan.standalone else []),
             *([f"models  sie models list --url {elsewhere}"] if elsewhere else []),
@@ -438,13 +432,6 @@ class LocalCluster:
                 f"warning: anyone who reaches {plan.host} port {plan.port} can use this server: SIE_AUTH_MODE is none",
                 "WARNING",
             )
-
-    def _metrics_urls(self) -> dict[str, list[str]]:
-        host = _reachable(self._plan.host)
-        return {
-            name: [f"http://{host}:{first + number}" for number in range(count)]
-            for name, (first, count) in self._metrics.items()
-        }
 
 
 _BODIES: Mapping[str, str] = {

@@ -164,15 +164,14 @@ class Supervisor:
 
     async def _stop_one(self, child: Child) -> None:
         child.ending = True
-        process = child.process
-        if process is not None and process.returncode is None:
-            _signal(process, signal.SIGTERM)
+        _signal(child, signal.SIGTERM)
+        if child.process is not None:
             try:
-                await asyncio.wait_for(process.wait(), child.grace_s)
+                await asyncio.wait_for(child.process.wait(), child.grace_s)
             except TimeoutError:
                 self._say(child.name, f"did not end within {child.grace_s:g} s and is killed", "WARNING")
-                _signal(process, signal.SIGKILL)
-                await process.wait()
+                _signal(child, signal.SIGKILL)
+                await child.process.wait()
         if child.keeper is not None:
             child.keeper.cancel()
             await asyncio.gather(child.keeper, return_exceptions=True)
@@ -181,16 +180,15 @@ class Supervisor:
 
     def restart(self, child: Child) -> None:
         """Send SIGTERM to a child. Its `keeper` starts it again."""
-        if child.process is not None and child.process.returncode is None:
-            _signal(child.process, signal.SIGTERM)
+        _signal(child, signal.SIGTERM)
 
     def kill_all(self) -> None:
         for child in self._children:
             child.ending = True
-            if child.process is not None and child.process.returncode is None:
-                _signal(child.process, signal.SIGKILL)
+            _signal(child, signal.SIGKILL)
 
 
-def _signal(process: Process, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(number)
+def _signal(child: Child, number: int) -> None:
+    if child.process is not None and child.process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            child.process.send_signal(number)

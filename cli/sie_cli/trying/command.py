@@ -17,7 +17,6 @@ from sie_cli.gateway_client import gateway_client, quiet_client
 from sie_cli.refusal import CommandRefused
 
 if TYPE_CHECKING:
-    from sie_cli.trying.asking import ModelAnswer
     from sie_client import SIEClient
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -136,7 +135,7 @@ def _print_answer(
 ) -> None:
     from rich.console import Console
 
-    from sie_cli.trying.asking import Question, ask_model, read
+    from sie_cli.trying.asking import Question, ask_model, read, reply
     from sie_cli.trying.shown import shown
     from sie_client.errors import InvalidInputError
 
@@ -156,7 +155,7 @@ def _print_answer(
                 raise
             raise CommandRefused(printable(f"{error}; name them with --labels a,b")) from error
     if as_json:
-        click.echo(json_of(answer))
+        click.echo(document(reply(answer)))
     else:
         console = Console(highlight=False)
         has_colours = console.color_system is not None and not console.no_color
@@ -164,9 +163,3 @@ def _print_answer(
             console.print(part, soft_wrap=False)
     if answer.failed:
         sys.exit(1)
-
-
-def json_of(answer: ModelAnswer) -> str:
-    from sie_cli.trying.asking import reply
-
-    return document(reply(answer))
