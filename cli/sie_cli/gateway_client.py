@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-TIMEOUT_S = 15.0
+TIMEOUT_S = 15.0  # seconds to wait for an answer; a config service itself ends a write after 10 s
 _OTHER_FORM = "not in the form of a gateway: name the address of a gateway with --url"
 _NEXT = {
     "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_API_KEY to a key with the scope admin",
@@ -46,7 +46,7 @@ def checked_url(url: str) -> str:
     """Return `url` if a client can send requests to it. Raises CommandRefused. The host may be unknown."""
     try:
         parsed = httpx.URL(url)
-        # as the lookup of a host name does, whose error would be no error of httpx
+        # the lookup of the host encodes its name too, and raises a UnicodeError, which is no error of httpx
         is_usable = parsed.scheme in ("http", "https") and bool(parsed.host.encode("idna"))
     except (httpx.InvalidURL, UnicodeError):
         is_usable = False
@@ -63,15 +63,13 @@ def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return dict(headers)
 
 
-class AdminClient:
-    """Client of a gateway's routes for administrators. It sends `Cluster.gateway_admin_token`."""
+class HttpConnection:
+    """Base of the clients for one server. They send `token`, unless it is empty."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self.url = checked_url(cluster.gateway_urls[0])
-        token = cluster.gateway_admin_token
-        headers = checked_headers({"authorization": f"Bearer {token.reveal()}"} if token else {})
-        options = client_options(self.url, httpx.HTTPTransport)
+    def __init__(self, url: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
+        self.url = checked_url(url.rstrip("/"))
+        headers = checked_headers({"authorization": f"Bearer {token}"} if token else {})
+        options = {"transport": transport} if transport else client_options(self.url, httpx.HTTPTransport)
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, **options)
 
     def __enter__(self) -> Self:
@@ -79,6 +77,15 @@ class AdminClient:
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
+
+
+class AdminClient(HttpConnection):
+    """Client of a gateway's routes for administrators. It sends `Cluster.gateway_admin_token`."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        token = cluster.gateway_admin_token
+        super().__init__(cluster.gateway_urls[0], token.reveal() if token else "")
+        self._cluster = cluster
 
     def request(self, method: str, path: str, body_type: type[T], **content: Any) -> T:
         """Send a request and return the body of a successful reply. `content`: arguments of `httpx.Client.request`.

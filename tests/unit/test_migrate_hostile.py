@@ -142,7 +142,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MigrationServer]:
     monkeypatch.setattr("sie_cli.migrating.migration.LOOK_S", 0.01)
     monkeypatch.setattr("sie_client.jobs.FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr("sie_cli.models.service.RETRY_S", 0.1)
-    monkeypatch.setattr("sie_cli.models.service.TIMEOUT_S", 1.0)
+    monkeypatch.setattr("sie_cli.gateway_client.TIMEOUT_S", 1.0)
     running = MigrationServer()
     yield running
     running.close()

@@ -17,7 +17,7 @@ import msgspec
 from sie_cli import display
 from sie_cli.display import counted, printable
 from sie_cli.moments import future, local, moment, span
-from sie_cli.refusal import INTERRUPTED, CommandRefused
+from sie_cli.refusal import INTERRUPTED, CommandRefused, refusing
 from sie_contracts.errors import UNDECODABLE
 
 if TYPE_CHECKING:
@@ -206,10 +206,8 @@ class OutputPlace:
         if is_new and (folder / "manifest.json").exists():
             raise CommandRefused(f"{folder} has the files of another job: name another folder")
         is_made = not folder.exists()
-        try:
+        with refusing():
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CommandRefused(f"{folder}: {error.strerror}") from error
         return cls(folder=folder, is_made=is_made)
 
     def unmade(self) -> None:

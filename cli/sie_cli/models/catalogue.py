@@ -86,8 +86,8 @@ def _show_models(models: Sequence[dict[str, Any]], by: str | None) -> None:
         display.table([_COLUMNS, *map(_row, models)])
         return
     groups = {name for model in models for name in _GROUPS[by](model)}
-    order = [name for name, _ in _SIZES] if by == "size" else sorted(groups)
-    for name in sorted(groups, key=lambda name: (name == _UNSTATED, order.index(name) if name in order else 0)):
+    order = [name for name, _ in _SIZES if name in groups] if by == "size" else sorted(groups - {_UNSTATED})
+    for name in (*order, *(groups & {_UNSTATED})):
         own = [model for model in models if name in _GROUPS[by](model)]
         click.echo(f"{printable(name)}: {display.counted(len(own), 'model')}")
         display.table([_COLUMNS, *map(_row, own)])
@@ -265,7 +265,6 @@ def rollback(write: WriteOptions, model: str, revision: int) -> None:
 
 def document(file: Path) -> tuple[bytes, str]:
     """Read a configuration from a file, or from standard input if `file` is `-`. Return its bytes and content type.
-
     Raises UsageError.
     """
     try:

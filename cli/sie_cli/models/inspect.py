@@ -16,7 +16,7 @@ import click
 
 from sie_cli.display import transfers
 from sie_cli.options import loaded
-from sie_cli.refusal import CommandRefused
+from sie_cli.refusal import CommandRefused, refusing
 from sie_contracts.errors import SIEError
 from sie_contracts.models.catalogue import Catalogue, packaged_folder
 from sie_contracts.models.entries import ModelEntry, is_id, parse_entry
@@ -73,11 +73,9 @@ def inspect(source: str, revision: str | None, check: bool) -> None:
     click.echo(text, nl=False)
     if check:
         click.echo()
-        try:
+        with refusing():
             for line in answers(entry, settings):
                 click.echo(line)
-        except SIEError as error:
-            raise CommandRefused(error.message) from error
 
 
 def described(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry]:
@@ -191,9 +189,8 @@ def stub(hub: str, commit: str, family: str = "text-encoder") -> ModelEntry:
 
 
 def weights_folder(settings: Settings, entry: ModelEntry) -> Path:
-    """Return the folder of an entry's weights, downloaded if necessary, with a progress bar on a terminal.
-
-    Raises ModelLoadFailed, SettingError.
+    """Return the folder of an entry's weights, downloaded if necessary, with a progress bar on a terminal. Raises
+    ModelLoadFailed, SettingError.
     """
     with transfers() as bars:
         sources = dataclasses.replace(weight_sources(settings), begin=lambda title: shown_progress(bars, title))
@@ -208,9 +205,8 @@ def shown_progress(bars: Progress, title: str) -> FetchProgress:
 
 
 def answers(entry: ModelEntry, settings: Settings) -> list[str]:
-    """Load `entry` on the CPU and run a sample of each task through a worker's code. Return lines for a person.
-
-    Raises ModelLoadFailed, and CommandRefused if a task fails.
+    """Load `entry` on the CPU and run a sample of each task through a worker's code. Return lines for a person. Raises
+    ModelLoadFailed, and CommandRefused if a task fails.
     """
     from sie_adapter.engine.engine import AdapterEngine
     from sie_sidecar.prepare.tokens import ModelTokenizer

@@ -23,18 +23,17 @@ from msgspec import UNSET, Struct
 
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, SOURCE, Cluster, cluster_options
 from sie_cli.display import printable
-from sie_cli.gateway_client import checked_headers, checked_url
+from sie_cli.gateway_client import HttpConnection
 from sie_cli.refusal import CommandRefused
 from sie_contracts.api.configs import ConfigModels, Written
 from sie_contracts.errors import UNDECODABLE
-from sie_contracts.loopback import cause_of, client_options
+from sie_contracts.loopback import cause_of
 from sie_contracts.settings import public_url
 from sie_contracts.url_names import quoted
 
 F = TypeVar("F", bound=Callable[..., Any])
 MODELS = "/v1/configs/models"
 JSON, YAML = "application/json", "application/x-yaml"
-TIMEOUT_S = 15.0  # seconds to wait for an answer; the service itself ends a write after 10 s
 RETRY_S = 20.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
 _OF_DOCUMENT = frozenset({400, 409, 413, 422})  # HTTP statuses that mean a fault in the sent document
@@ -81,19 +80,7 @@ class WriteOptions:
             return service.write(method, path, body, content_type, how=self)
 
 
-class ConfigServiceClient:
-    def __init__(self, url: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
-        self.url = checked_url(url.rstrip("/"))
-        headers = checked_headers({"authorization": f"Bearer {token}"} if token else {})
-        options = {"transport": transport} if transport else client_options(self.url, httpx.HTTPTransport)
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, **options)
-
-    def __enter__(self) -> ConfigServiceClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._client.close()
-
+class ConfigServiceClient(HttpConnection):
     def read(self, path: str, body_type: Any) -> ServiceReply:
         """Send a GET and return the reply. `body_type`: the type to decode its body to. Raises CommandRefused."""
         return self._send("GET", path, b"", {"accept": JSON}, body_type)

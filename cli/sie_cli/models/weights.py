@@ -136,10 +136,7 @@ def push(names: tuple[str, ...], name: str | None, revision: str | None, force: 
         for model in names:
             source = _weights_source(settings, model, name, revision)
             with source.lease, _bar(f"push {source.label}") as progress:
-                try:
-                    pushed = cluster.push(source.folder, source.manifest, progress, force=force)
-                except PushRefused as error:
-                    raise CommandRefused(str(error)) from error
+                pushed = cluster.push(source.folder, source.manifest, progress, force=force)
             done = (
                 f"{display.counted(pushed.written, 'file')} written ({display.size(pushed.bytes)}), {pushed.present} "
                 "there already"
@@ -399,7 +396,7 @@ def _refusing(settings: Settings) -> Iterator[None]:
         refuse(error)
     except FetchFailed as error:
         raise CommandRefused(f"{settings.cluster_cache or 'weights'}: {error.message}") from error
-    except ManifestError as error:
+    except (ManifestError, PushRefused) as error:
         raise CommandRefused(str(error)) from error
 
 

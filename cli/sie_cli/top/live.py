@@ -25,7 +25,7 @@ from rich.live import Live
 from sie_cli.cluster import FIRST_S
 from sie_cli.top.picture import HistoryTrend, StatusFrame, View, picture
 from sie_client import SIEAsyncClient
-from sie_client.errors import RequestError, SIEConnectionError, SIEError
+from sie_client.errors import RequestError, SIEError
 from sie_contracts.errors import UNDECODABLE
 from sie_contracts.loopback import client_options
 
@@ -81,10 +81,10 @@ async def _frames(view: View, url: str, token: str | None, patience_s: float) ->
                     yield msgspec.convert(frame, StatusFrame)
             except (RequestError, msgspec.ValidationError):
                 raise
-            except SIEError as error:
+            except SIEError:
                 if view.frame is None:
                     raise
-                view.trouble = str(error) if isinstance(error, SIEConnectionError) else type(error).__name__
+                view.is_broken = True
             await asyncio.sleep(REDRAW_S)
 
 

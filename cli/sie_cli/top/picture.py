@@ -78,7 +78,7 @@ class LaneRow:
 
 @dataclass
 class View:
-    """State of the display. `came_s`: time when `frame` arrived (monotonic clock). `trouble`: fault of the connection
+    """State of the display. `came_s`: time when `frame` arrived (monotonic clock). `is_broken`: the connection broke
     after that time. `trend`: for each of the last frames, requests per second and queued messages (None if unknown).
     """
 
@@ -87,12 +87,12 @@ class View:
     frame: StatusFrame | None = None
     past: HistoryTrend | None = None
     came_s: float = 0.0
-    trouble: str = ""
+    is_broken: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     trend: deque[tuple[float, int | None]] = field(default_factory=lambda: deque(maxlen=TREND))
 
     def add_frame(self, frame: StatusFrame, now_s: float) -> None:
-        self.frame, self.came_s, self.trouble = frame, now_s, ""
+        self.frame, self.came_s, self.is_broken = frame, now_s, False
         self.trend.append((frame.cluster.total_qps, queued_in(frame)))
         self.changed.set()
 
@@ -101,7 +101,7 @@ class View:
         if self.frame is None:
             return "connecting", "yellow"
         age_s = now_s - self.came_s
-        if age_s > STALE_S or self.trouble:
+        if age_s > STALE_S or self.is_broken:
             return f"no answer for {age_s:.0f} s, trying again", "red"
         return "live", "green"
 
