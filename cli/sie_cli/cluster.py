@@ -152,8 +152,8 @@ class Cluster:
 
     @property
     def gateway_admin_token(self) -> Secret | None:
-        """Token for administrators: of a local `sie serve` for its own address, else SIE_ADMIN_TOKEN of the user, else
-        `gateway_token`.
+        """Token for routes of administrators: that of the local `sie serve` if the gateway is its own, else the user's
+        SIE_ADMIN_TOKEN, else `gateway_token`.
         """
         own = None if self.sources.get(GATEWAY_URL) == SOURCE else self.admin_token
         return own or self.gateway_token

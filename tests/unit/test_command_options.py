@@ -211,7 +211,7 @@ def test_it_is_said_who_reads_the_file_of_a_model(tmp_path: Path) -> None:
     with access.published(data_dir, Access(gateway_url="http://127.0.0.1:1", models_dir=str(folder))):
         assert (
             who_reads(folder, cluster)
-            == "the `sie serve` that runs reads this folder: it serves the model within seconds"
+            == "the running `sie serve` reads this folder: it serves the model within seconds"
         )
     with access.published(data_dir, Access(gateway_url="http://127.0.0.1:1", models_dir=str(tmp_path / "other"))):
         advice = who_reads(folder, cluster)

@@ -307,7 +307,7 @@ def test_add_writes_a_file_or_asks_a_service_and_says_which(served: Served, tmp_
     assert "nothing is written" in output
     assert not folder.exists()
     output = done("add", str(entry), "--models-dir", str(folder), SIE_CONFIG_SERVICE_URL=served.url)
-    assert f"wrote {folder}/org/file.yaml\na file only: no `sie serve` runs with" in output
+    assert f"wrote {folder}/org/file.yaml\nonly a file was written: no `sie serve` runs with" in output
     assert [file.name for file in (folder / "org").iterdir()] == ["file.yaml"]
     assert "--force replaces it" in sie("add", str(entry), "--models-dir", str(folder)).output
     packaged = tmp_path / "packaged.yaml"
@@ -704,7 +704,7 @@ def test_each_error_of_the_api_says_what_is_expected(name: str, url_of_one: str)
         ),
         (
             ("add", "some/model", "--revision", "a" * 40),
-            "or put it into SIE_LOCAL_CACHE, or name a folder",
+            "check the network and HF_ENDPOINT, or put the model into SIE_LOCAL_CACHE",
         ),
     ],
 )

@@ -58,7 +58,7 @@ def test_a_start_ends_after_the_last_try_of_a_load() -> None:
     tries = [FailedLoad("no network", attempts, is_permanent=False) for attempts in (1, 2, 3)]
     assert [failed.is_final for failed in tries] == [False, False, True]
     assert FailedLoad("no such file", 1, is_permanent=True).is_final
-    assert str(tries[0]) == "try 1 of 3 to load it failed, the next comes within a minute: no network"
+    assert str(tries[0]) == "attempt 1 of 3 to load it failed, the next follows within a minute: no network"
 
 
 def no_space(*_: object) -> None:

@@ -234,6 +234,7 @@ class ArchiveReader:
         self._at += len(data)
         if len(data) < count:
             raise CommandRefused(
-                f"the archive ends after {self._at} bytes, in the middle: it is truncated; copy it again"
+                f"the archive ends after {self._at} bytes, before its last file is complete: it is truncated; copy it "
+                "again"
             )
         return data

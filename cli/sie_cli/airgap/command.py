@@ -87,24 +87,20 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
         placed = [gathering.model(entry) for entry in entries]
         with _written(output, gathering.bytes) as file:
             with _bar("reading", gathering.unread_bytes) as progress:
-                bundle_contents = contents(
-                    replace(chosen, entries=placed), gathering, sie_contracts.__version__, progress
-                )
-            placing.check(bundle_contents.index)
-            with _bar("writing", bundle_contents.index.bytes) as progress:
-                name = write(file, bundle_contents.index, bundle_contents.open, progress)
+                archive = contents(replace(chosen, entries=placed), gathering, sie_contracts.__version__, progress)
+            placing.check(archive.index)
+            with _bar("writing", archive.index.bytes) as progress:
+                name = write(file, archive.index, archive.open, progress)
         rows: list[tuple[str, ...]] = [("MODEL", "REVISION", "LICENCE", "SIZE")]
         for entry in placed:
             own = sum(
-                fact.bytes
-                for path, fact in bundle_contents.index.files.items()
-                if path.startswith(f"{entry.weights.path}/")
+                fact.bytes for path, fact in archive.index.files.items() if path.startswith(f"{entry.weights.path}/")
             )
             rows.append((entry.id, entry.revision[:12], entry.license or "not stated", display.size(own)))
         display.table(rows, err=True)
         to = "standard output" if str(output) == "-" else str(output)
         click.echo(
-            f"wrote {to}: {display.counted(len(placed), 'model')}, {display.size(bundle_contents.index.bytes)}",
+            f"wrote {to}: {display.counted(len(placed), 'model')}, {display.size(archive.index.bytes)}",
             err=True,
         )
         click.echo(f"index {name}; `sie airgap load --index` refuses any other", err=True)

@@ -138,7 +138,9 @@ class FileGathering:
             name for name in (raw.get("labels_encoder"),) if name
         ]:
             if not isinstance(name, str) or not name:
-                raise CommandRefused(f"{entry.id}: {file} does not name its backbone")
+                raise CommandRefused(
+                    f"{entry.id}: {file} does not name its backbone: model_name must be a repository or a folder"
+                )
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise CommandRefused(
                     f"{entry.id}: its configuration names its backbone by the path {name}, which another machine does "
@@ -281,8 +283,8 @@ def _is_packaged(bundle: BundleEntry) -> bool:
 
 def with_profiles(entries: Sequence[ModelEntry], names: Sequence[str]) -> list[ModelEntry]:
     """Return the entries with only the named profiles and their ancestors: the profiles that they extend, directly or
-    indirectly. A profile inherits from its parent only, but the site serves the parent too, with what that inherits.
-    Raises BadParameter for a profile that no entry has.
+    indirectly. The site serves the parent of a profile too, so it needs the parent of that parent. Raises BadParameter
+    for a profile that no entry has.
     """
     there = {name for entry in entries for name in entry.profiles}
     if unknown := [name for name in names if name not in there]:

@@ -212,7 +212,7 @@ def claim(path: Path, descriptor: int) -> None:
     except BlockingIOError as error:
         raise CommandRefused(f"another `sie airgap` writes {path} now: wait for it") from error
     held = os.fstat(descriptor)
-    # false if another process renamed the file to its final name between the open and the lock
+    # between the open and the lock, another process may have renamed the file to its final name
     if not path.exists() or not os.path.samestat(held, path.stat()):
         raise CommandRefused(f"another `sie airgap` has just written {path}: check its result")
     if held.st_uid != os.geteuid():

@@ -123,7 +123,7 @@ async def loads(probe: ClusterProbe) -> CheckResult:
 
 async def remotes(probe: ClusterProbe) -> CheckResult:
     """List the remote servers of SIE_REMOTES that get no requests, with the reason."""
-    return "none is refused", _of_check("remotes", await probe.views())
+    return "no remote server is refused", _of_check("remotes", await probe.views())
 
 
 async def refusals(probe: ClusterProbe) -> CheckResult:
@@ -370,10 +370,10 @@ async def config(probe: ClusterProbe) -> CheckResult:
         findings = drift(epoch, gateways, workers)
         if not findings or time.monotonic() > end_s:
             break
-        beats.came.clear()
+        beats.arrival.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
-                await beats.came.wait()
+                await beats.arrival.wait()
         reply = await probe.ask_config() if epoch else reply
     if epoch is not None:
         findings += await restored(probe, url)
@@ -404,17 +404,17 @@ def drift(
     """
     latest = epoch.epoch if epoch else max(gateways.values(), key=_order_of_epoch, default="")
     findings = [
-        _drifted(f"gateway {name}", stands, latest)
-        for name, stands in sorted(gateways.items())
-        if not has_seen(stands, latest)
+        _drifted(f"gateway {name}", current, latest)
+        for name, current in sorted(gateways.items())
+        if not has_seen(current, latest)
     ]
-    for name, (bundle, stands) in sorted(workers.items()):
+    for name, (bundle, current) in sorted(workers.items()):
         if epoch is not None:
             expected = epoch.bundles.get(bundle) or epoch.epoch
-            if not has_seen(stands, expected):
-                findings.append(_drifted(f"worker {name}", stands, expected))
-        elif latest and stands.rpartition(":")[0] != latest.rpartition(":")[0]:
-            findings.append(_drifted(f"worker {name}", stands, latest))
+            if not has_seen(current, expected):
+                findings.append(_drifted(f"worker {name}", current, expected))
+        elif latest and current.rpartition(":")[0] != latest.rpartition(":")[0]:
+            findings.append(_drifted(f"worker {name}", current, latest))
     return findings
 
 
@@ -424,9 +424,9 @@ def _order_of_epoch(epoch: str) -> tuple[str, int]:
     return created, int(last) if last.isdigit() else -1
 
 
-def _drifted(name: str, stands: str, expected: str) -> Finding:
+def _drifted(name: str, current: str, expected: str) -> Finding:
     return Finding(
-        f"{name} uses an older catalogue: epoch {stands}, expected {expected}",
+        f"{name} uses an older catalogue: epoch {current}, expected {expected}",
         f"restart {name}; so that it gets later changes, compare its SIE_CONFIG_SERVICE_URL, SIE_CONFIG_READ_TOKEN and "
         "SIE_NATS_CONFIG_TRUSTED_PRODUCERS with those of the other processes",
     )

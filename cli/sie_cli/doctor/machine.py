@@ -183,14 +183,14 @@ async def gpu(probe: ClusterProbe) -> CheckResult:
     has_device = driver is not None or await asyncio.to_thread(_CONTROL.exists)
     is_requested, has_torch = device.startswith("cuda"), importlib.util.find_spec("torch") is not None
     if device.startswith("cpu"):
-        return f"SIE_DEVICE={device} asks for none", []
+        return f"SIE_DEVICE={device} needs no GPU", []
     if not is_requested and not has_device:
         if not has_torch or not await asyncio.to_thread(has_nvidia_card, _PCI):
-            return f"none is here, and SIE_DEVICE={device} asks for none", []
+            return f"this machine has no GPU, and SIE_DEVICE={device} needs none", []
         fix = "install the driver of NVIDIA (`nvidia-smi` has to work), or set SIE_DEVICE=cpu if the CPU is meant"
-        return "", [Finding(f"an NVIDIA GPU is here, but no driver answers: {trouble}", fix)]
+        return "", [Finding(f"this machine has an NVIDIA GPU, but no driver answers: {trouble}", fix)]
     if not is_requested and not has_torch:
-        raise NotApplicable("a GPU is here, but torch is not installed, so no adapter runs here")
+        raise NotApplicable("this machine has a GPU, but torch is not installed, so no adapter runs here")
     if not has_torch:
         return "", [Finding(f"SIE_DEVICE={device}, but torch is not installed", "pip install 'sie-cluster[adapter]'")]
     torch = await _torch()

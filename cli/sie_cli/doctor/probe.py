@@ -104,7 +104,7 @@ class Heartbeats:
     workers: dict[str, Heartbeat] = field(default_factory=dict)
     gateways: dict[str, GatewayBeat] = field(default_factory=dict)
     unreadable: set[str] = field(default_factory=set)  # subjects with messages that this version cannot decode
-    came: asyncio.Event = field(default_factory=asyncio.Event)
+    arrival: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def on_worker(self, message: CoreMessage) -> None:
         try:
@@ -113,7 +113,7 @@ class Heartbeats:
             self.unreadable.add(message.subject)
         else:
             self.workers[beat.worker] = beat
-        self.came.set()
+        self.arrival.set()
 
     async def on_gateway(self, message: CoreMessage) -> None:
         try:
@@ -125,7 +125,7 @@ class Heartbeats:
                 self.gateways.pop(beat.gateway, None)
             else:
                 self.gateways[beat.gateway] = beat
-        self.came.set()
+        self.arrival.set()
 
 
 @dataclass(frozen=True)
@@ -184,13 +184,13 @@ class ClusterProbe:
                 asyncio.timeout(CALL_S),
                 httpx.AsyncClient(timeout=CALL_S, **client_options(url, httpx.AsyncHTTPTransport)) as client,
             ):
-                asked_s = time.time()
+                sent_s = time.time()
                 response = await client.get(url.rstrip("/") + path, headers=headers)
-                answered_s = time.time()
+                received_s = time.time()
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             return ProbeResult(public_url(url), trouble=str(error)[:200] or type(error).__name__)
-        named_s = _time_of_id(response.headers.get("x-sie-request-id", ""))
-        ahead_s = None if named_s is None else named_s - (asked_s + answered_s) / 2
+        server_s = _time_of_id(response.headers.get("x-sie-request-id", ""))
+        ahead_s = None if server_s is None else server_s - (sent_s + received_s) / 2
         return ProbeResult(
             public_url(url),
             response.status_code,
@@ -198,7 +198,7 @@ class ClusterProbe:
             "",
             response.headers.get("x-sie-version", ""),
             ahead_s,
-            (answered_s - asked_s) / 2,
+            (received_s - sent_s) / 2,
         )
 
     @once
@@ -311,10 +311,10 @@ class ClusterProbe:
         await asyncio.sleep(GATEWAYS_S)  # wait the full time, because the number of gateways is unknown
         end_s = begun_s + self.settings.health_publish_interval_ms / 1000 + BEAT_MARGIN_S
         while not (expected and expected <= beats.workers.keys() and beats.gateways) and time.monotonic() < end_s:
-            beats.came.clear()
+            beats.arrival.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(end_s - time.monotonic()):
-                    await beats.came.wait()
+                    await beats.arrival.wait()
         if expected and not beats.workers:
             raise CheckSkipped(
                 "no heartbeat arrives, but the gateway gets some: the broker's user may not subscribe to them"

@@ -172,7 +172,7 @@ def migrate(cluster: Cluster, as_json: bool, **options: Any) -> None:
 def _migrate_live(
     cluster: Cluster, as_json: bool, *, alias: str, sink: str, text: str, until: str, **options: Any
 ) -> None:
-    """Migrate a collection in use, which has the texts itself."""
+    """Migrate an index in use, whose database has the texts."""
     from sie_cli.migrating.live import LIVE_STEPS, LiveMigration, LivePlan
     from sie_cli.migrating.migration import Aliases, MigrationReport
     from sie_cli.migrating.quality import QuerySet

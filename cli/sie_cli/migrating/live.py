@@ -340,8 +340,8 @@ class _LiveSteps:
         await self._live.build_indexes()
 
     async def catch_up(self, side: Side, *, is_last: bool = False) -> None:
-        """Scan until a scan embeds only few rows. Raises CommandRefused if MAX_SCANS scans do not suffice. `is_last`:
-        also raise it if rows have no vector, unless the user accepts that.
+        """Scan until a scan embeds only few rows. Raises CommandRefused if MAX_SCANS scans do not suffice. With
+        `is_last`, also raises it if rows have no vector and the user does not accept that.
         """
         start_s, embedded, name = time.monotonic(), 0, self._models[side].name
         few = max(FEW_ROWS, int(self._state.rows * FEW_SHARE))
@@ -380,7 +380,7 @@ class _LiveSteps:
         embedded += scan.embedded
         self._report.report_step(
             f"{embedded:,} rows that were written during the switch were embedded again"
-            + (f"; without a vector of their present text: {scan.gaps_text}" if scan.gaps else ""),
+            + (f"; rows without a vector of their present text: {scan.gaps_text}" if scan.gaps else ""),
             settled=embedded,
             gaps=dict(scan.gaps),
             gap_ids=scan.gap_ids,

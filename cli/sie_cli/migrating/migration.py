@@ -438,9 +438,8 @@ def shadow_line(figures: dict[str, Any]) -> str:
 
 
 def back(aliases: Aliases, alias: Present, echo: Callable[[str], None]) -> dict[str, Any]:
-    """Restore the target that the alias had before its last flip. Return the facts about this, for programs.
-
-    Raises CommandRefused.
+    """Restore the target that the alias had before its last flip. Return the facts about this, for programs. Raises
+    CommandRefused.
     """
     name, previous = alias.name, before_flip(alias.history)
     revision = aliases.back(alias, previous)
@@ -658,9 +657,8 @@ class Aliases:
         return present
 
     def shadow(self, alias: Present, model: str, share: float) -> int:
-        """Set a model as the shadow: it gets copies of `share` (0 to 1) of the requests. Return the revision.
-
-        Raises CommandRefused.
+        """Set a model as the shadow: it gets copies of `share` (0 to 1) of the requests. Return the revision. Raises
+        CommandRefused.
         """
         return self._written(alias, "PATCH", "", {"shadow": {"model": model, "share": share}})
 
@@ -674,7 +672,7 @@ class Aliases:
         waiting = self.wait_for_gateways(alias.name)
         where = f"; not yet at {', '.join(waiting)}" if waiting else ""
         report.report_step(
-            f"{alias.name} names {model} since revision {revision}, before {alias.target}{where}",
+            f"{alias.name} names {model} since revision {revision}, and named {alias.target} before{where}",
             revision=revision,
             before=alias.target,
         )
@@ -736,9 +734,9 @@ def last_former_target(history: Sequence[AliasRevision]) -> str | None:
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:
-    """Return the revision that undoes the last flip when it is restored: the newest revision before the flip, except
-    revisions that changed the shadow and not the target. Raises CommandRefused if the target was never changed, if its
-    last change was a rollback, or if no revision before this change is stored.
+    """Return the revision to restore in order to undo the last flip: the newest one before the flip. Revisions that
+    changed only the shadow are skipped. Raises CommandRefused if the target was never changed, if its last change was a
+    rollback, or if no revision before this change is stored.
     """
     flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]
     if not flips:

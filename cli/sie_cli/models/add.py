@@ -90,15 +90,15 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
         here = "in this folder" if models_dir is None else "with this SIE_MODELS_DIR"
         how = f"`sie serve`, started {here}, reads it" if usual else f"serve it with SIE_MODELS_DIR={folder} sie serve"
         return (
-            f"a file only: no `sie serve` runs with the data directory {cluster.data_dir}. A `sie serve` with another "
-            f"--data-dir serves the model within seconds, if it has this folder of models. Else {how}"
+            f"only a file was written: no `sie serve` runs with the data directory {cluster.data_dir}. A `sie serve` "
+            f"with another --data-dir serves the model within seconds, if it has this folder of models. Otherwise {how}"
         )
     own = running.models_dir
     if own and not is_bucket(own) and Path(own).resolve() == folder.resolve():
-        return "the `sie serve` that runs reads this folder: it serves the model within seconds"
+        return "the running `sie serve` reads this folder: it serves the model within seconds"
     return (
-        f"a file only: the `sie serve` that runs does not read this folder, it reads {own or 'no folder'}; give a "
-        f"local folder that it reads as --models-dir, add the model to its catalogue with --data-dir "
+        f"only a file was written: the running `sie serve` does not read this folder, it reads {own or 'no folder'}; "
+        f"give a local folder that it reads as --models-dir, add the model to its catalogue with --data-dir "
         f"{cluster.data_dir}, or start it with SIE_MODELS_DIR={folder}"
     )
 

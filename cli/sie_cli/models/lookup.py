@@ -41,9 +41,7 @@ class NamedModel:
 
 def look_up(settings: Settings, spec: str) -> NamedModel:
     """Find a model by the name that the user typed. If the catalogue lacks the model, or its weights are unpinned,
-    write an entry to the models folder. An alias stands for its heaviest model.
-
-    Raises CommandRefused.
+    write an entry to the models folder. An alias stands for its heaviest model. Raises CommandRefused.
     """
     models = settings.models_dir or USUAL
     if not is_bucket(models) and settings.models_dir:

@@ -160,9 +160,9 @@ class _ReplayConsumer:
 @dataclass
 class _Feed:
     credit: int = 0  # number of messages that the worker has requested and the broker has not sent
-    on_way: int = 0
+    on_way: int = 0  # number of messages that the broker has sent and the worker has not received
     mean_cost: float = 0.0
-    pending: int = 0
+    pending: int = 0  # number of messages that waited at the broker when it sent the last one
     delivered_s: float = -1e9
 
     @property

@@ -47,7 +47,7 @@ READY_POLL_S = 0.1
 TELL_EVERY_S = 10.0
 REPEAT = 3  # while the start waits for a process, an unchanged status line is printed only every third time
 BROKER_POLL_S = 2.0
-ROOM_BYTES = 8 << 20
+ROOM_BYTES = 8 << 20  # the broker is restarted when a full disk has more free bytes than this
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 # Seconds: the drain of a gateway (part of its grace period), and the grace periods of a gateway, of a sidecar or
 # adapter, and of the config service or broker. These five groups of processes are stopped one after the other.
@@ -103,7 +103,7 @@ class LocalCluster:
             if self._stop.is_set():
                 supervisor.kill_all()
                 os._exit(128 + number)
-            self._say("serve", "stopping (again to kill at once)")
+            self._say("serve", "stopping; a second signal kills all processes")
             self._stop.set()
 
         for number in end_signals():
@@ -309,7 +309,7 @@ class LocalCluster:
                         return
                     if failed is not None and failed != failures.get(model.name):
                         failures[model.name] = failed
-                        self._say("serve", f"{model.name}: {failed}; Ctrl-C ends", "WARNING")
+                        self._say("serve", f"{model.name}: {failed}; Ctrl-C ends this command", "WARNING")
                 if not waiting:
                     break
                 name = next(iter(waiting))  # report only this process, because the later ones usually wait for it

@@ -75,7 +75,8 @@ class FailedLoad:
 
     def __str__(self) -> str:
         return (
-            f"try {self.attempts} of {MAX_ATTEMPTS} to load it failed, the next comes within a minute: {self.message}"
+            f"attempt {self.attempts} of {MAX_ATTEMPTS} to load it failed, the next follows within a minute: "
+            f"{self.message}"
         )
 
 

@@ -89,7 +89,6 @@ class Supervisor:
 
     async def start(self, child: Child) -> None:
         """Start a child, and restart it after each end until `stop`, or until a restart cannot help (see `fatal`).
-
         Raises CommandRefused if the first start fails.
         """
         self._children.append(child)

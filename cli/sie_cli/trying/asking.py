@@ -131,9 +131,8 @@ class ModelAnswer:
 
 def verb_of(info: Mapping[str, Any], question: Question) -> str:
     """Return the task (encode, score or extract) that the options require. Without such options, return the model's
-    first task, or encode if the first one is score, which needs a query.
-
-    Raises CommandRefused if the options contradict each other or do not fit the model, or if the model needs a query.
+    first task, or encode if the first one is score, which needs a query. Raises CommandRefused if the options
+    contradict each other or do not fit the model, or if the model needs a query.
     """
     tasks, name = list(info["tasks"]), info["name"]
     does = f"{name} does {' and '.join(tasks)}"
@@ -160,7 +159,6 @@ def ask_model(
     client: SIEClient, info: Mapping[str, Any], question: Question, url: str, token: str | None
 ) -> ModelAnswer:
     """Send the inputs of a question to its model, and return the answer. `info`: reply of `get_model` for this model.
-
     Raises CommandRefused and SIEError.
     """
     verb = verb_of(info, question)
