@@ -323,6 +323,8 @@ def test_latency_and_errors_of_the_last_hour_are_shown() -> None:
     text = "\n".join(drawn(120, 40, frame(), past=refused))
     assert "2 errors in an hour: QUEUE_FULL 2" in text
     assert "latency" not in text
+    partial = HistoryTrend(1_790_000_050.0, 60, stages, [TrendStep(1_790_000_040, 2, p99_ms=[1.0, 2.0])])
+    assert [line.plain for line in of_past(partial, 80)] == ["0 errors in an hour"]
     for idle in (HistoryTrend(1_790_000_050.0, 60, stages, []), HistoryTrend(1_790_000_050.0, 60, [], steps)):
         assert [line.plain for line in of_past(idle, 80)] == [""]
     for width in (20, 40, 70):

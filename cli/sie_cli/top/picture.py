@@ -399,7 +399,7 @@ def of_past(past: HistoryTrend | None, width: int) -> list[Text]:
     if not past.steps or "total_time" not in past.stages:
         return _lines([], width)
     total = past.stages.index("total_time")
-    ran = [step for step in past.steps if len(step.p99_ms) > total]
+    ran = [step for step in past.steps if min(len(step.p50_ms), len(step.p99_ms)) > total]
     errors: Counter[str] = Counter()
     for step in past.steps:
         errors.update(step.errors)
