@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -272,7 +273,9 @@ def _saved(
     with refusing():
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_backup(file, Backup(sie_contracts.__version__, time.time(), keys, [], empty | entries))
-    click.echo(f"the salvaged entries are in {file}; if this is interrupted: sie restore {file}", err=True)
+    click.echo(
+        f"the salvaged entries are in {file}; if this is interrupted: sie restore {shlex.quote(str(file))}", err=True
+    )
     yield
     file.unlink()
 

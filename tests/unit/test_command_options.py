@@ -202,12 +202,12 @@ def test_commands_that_doctor_tells_people_to_run_exist_with_their_options() -> 
 
 
 def test_it_is_said_who_reads_the_file_of_a_model(tmp_path: Path) -> None:
-    folder, data_dir = tmp_path / "models", tmp_path / "data"
+    folder, data_dir = tmp_path / "my models", tmp_path / "data"
     folder.mkdir()
     data_dir.mkdir(mode=0o700)
     cluster = Cluster(load(environ={}).settings, {}, data_dir)
     assert "no `sie serve` runs" in who_reads(folder, cluster)
-    assert f"SIE_MODELS_DIR={folder}" in who_reads(folder, cluster)
+    assert f"SIE_MODELS_DIR='{folder}' sie serve" in who_reads(folder, cluster)
     with access.published(data_dir, Access(gateway_url="http://127.0.0.1:1", models_dir=str(folder))):
         assert (
             who_reads(folder, cluster)

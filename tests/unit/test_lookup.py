@@ -102,8 +102,10 @@ def test_a_folder_is_added_under_its_name_and_found_the_next_time(
     model = look_up(settings_at(tmp_path), str(folder))
     assert (model.name, model.entry.weights.path) == ("my-model", str(folder))
     assert look_up(settings_at(tmp_path), str(folder)).added is None
-    (second_folder := tmp_path / "elsewhere/my-model").mkdir(parents=True)
-    with pytest.raises(CommandRefused, match=r"another model my-model: `sie models add .* --id NAME` gives"):
+    (second_folder := tmp_path / "else where/my-model").mkdir(parents=True)
+    with pytest.raises(
+        CommandRefused, match=r"another model my-model: `sie models add '.*else where/my-model' --id NAME` gives"
+    ):
         look_up(settings_at(tmp_path), str(second_folder))
 
 

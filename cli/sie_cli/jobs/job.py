@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -399,7 +400,7 @@ def fetch_output(job: Job, folder: Path) -> None:
         with display.transfers() as bars:
             paths = job.download(folder, on_progress=transfer_bar(bars, str(folder)))
     except KeyboardInterrupt:
-        click.echo(f"\n`sie jobs result {job.id} {folder}` fetches what is missing", err=True)
+        click.echo(f"\n`sie jobs result {job.id} {shlex.quote(str(folder))}` fetches what is missing", err=True)
         sys.exit(INTERRUPTED)
     size = sum(path.stat().st_size for path in paths)
     click.echo(f"{display.counted(len(paths), 'file')}, {display.size(size)}, in {folder}", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 from pathlib import Path
 
 import click
@@ -85,10 +86,11 @@ def add(
 def who_reads(folder: Path, cluster: Cluster) -> str:
     """Return a line for people: whether the running `sie serve` reads this folder, and if not, how to serve it."""
     running, models_dir = cluster.local(), cluster.settings.models_dir
+    setting = f"SIE_MODELS_DIR={shlex.quote(str(folder))}"
     if running is None:
         usual = folder == Path(models_dir or USUAL).expanduser().absolute()
         here = "in this folder" if models_dir is None else "with this SIE_MODELS_DIR"
-        how = f"`sie serve`, started {here}, reads it" if usual else f"serve it with SIE_MODELS_DIR={folder} sie serve"
+        how = f"`sie serve`, started {here}, reads it" if usual else f"serve it with {setting} sie serve"
         return (
             f"only a file was written: no `sie serve` runs with the data directory {cluster.data_dir}. A `sie serve` "
             f"with another --data-dir serves the model within seconds, if it has this folder of models. Otherwise {how}"
@@ -99,7 +101,7 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
     return (
         f"only a file was written: the running `sie serve` does not read this folder, it reads {own or 'no folder'}; "
         f"give a local folder that it reads as --models-dir, add the model to its catalogue with --data-dir "
-        f"{cluster.data_dir}, or start it with SIE_MODELS_DIR={folder}"
+        f"{shlex.quote(str(cluster.data_dir))}, or start it with {setting}"
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,5 +93,6 @@ def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
     ):
         return entry
     raise CommandRefused(
-        f"the catalogue has another model {entry.id}: `sie models add {folder} --id NAME` gives this one a name"
+        f"the catalogue has another model {entry.id}: `sie models add {shlex.quote(str(folder))} --id NAME` "
+        "gives this one a name"
     )
