@@ -49,8 +49,11 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def document(value: Any, indent: int = 2) -> str:
-    """Return a value as JSON for a terminal, with unprintable characters escaped. `indent`: -1 for one line."""
-    text = msgspec.json.format(msgspec.json.encode(value), indent=indent).decode()
+    """Return a value as JSON for a terminal, with unprintable characters escaped. Arrays of numpy become lists.
+    `indent`: -1 for one line.
+    """
+    encoded = msgspec.json.encode(value, enc_hook=lambda array: array.tolist())
+    text = msgspec.json.format(encoded, indent=indent).decode()
     return re.sub(r"[^ -~]", lambda match: _escaped(match[0]), text)
 
 

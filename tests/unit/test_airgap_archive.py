@@ -293,7 +293,7 @@ def test_bytes_behind_the_end_are_refused(folder: Path, behind: bytes) -> None:
             {"entries": [{**ENTRY, "surprise": 1}]},
             r"it was created by sie 0\.1\.0, and this version of sie cannot read",
         ),
-        ({"aliases": [{"id": "a"}]}, r"has an alias that was created by sie 0\.1\.0 and that this version cannot read"),
+        ({"aliases": [{"id": "a"}]}, r"it was created by sie 0\.1\.0, and this version of sie cannot read"),
         ({"aliases": [{"id": "../../x", "alias": "my/model"}]}, r"id '\.\./\.\./x' is not of the form"),
         ({"aliases": [ENTRY]}, r"has a model among its aliases"),
         ({"entries": [{**ENTRY, "id": "../../x"}]}, r"id '\.\./\.\./x' is not of the form"),

@@ -56,16 +56,15 @@ from sie_store.sinks.sink import Output
 @pytest.mark.parametrize(
     ("state", "until", "shadow_s", "steps"),
     [
-        (MigrationState("old"), "flip", 60, STEPS),
-        (MigrationState("old"), "quality", 60, ("check", "quality")),
-        (MigrationState("old"), "flip", 0, ("check", "quality", "embed", "flip")),
-        (MigrationState("old", is_submitted=True), "flip", 60, ("check", "embed", "shadow", "flip")),
-        (MigrationState("old", is_submitted=True, is_embedded=True), "embed", 60, ("check",)),
-        (MigrationState("old", "new", 10, True, True), "flip", 60, ("check", "shadow", "flip")),
-        (MigrationState("old", "new", 60, True, True), "flip", 60, ("check", "flip")),
-        (MigrationState("old", "other", 60, True, True), "flip", 60, ("check", "shadow", "flip")),
-        (MigrationState("old", "new", 60), "flip", 60, STEPS),
-        (MigrationState("new"), "flip", 60, ()),
+        (MigrationState(), "flip", 60, STEPS),
+        (MigrationState(), "quality", 60, ("check", "quality")),
+        (MigrationState(), "flip", 0, ("check", "quality", "embed", "flip")),
+        (MigrationState(is_submitted=True), "flip", 60, ("check", "embed", "shadow", "flip")),
+        (MigrationState(is_submitted=True, is_embedded=True), "embed", 60, ("check",)),
+        (MigrationState("new", 10, True, True), "flip", 60, ("check", "shadow", "flip")),
+        (MigrationState("new", 60, True, True), "flip", 60, ("check", "flip")),
+        (MigrationState("other", 60, True, True), "flip", 60, ("check", "shadow", "flip")),
+        (MigrationState("new", 60), "flip", 60, STEPS),
     ],
 )
 def test_what_the_cluster_has_is_not_done_again(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -149,7 +150,7 @@ def load_command(file: Path, folder: Path, at: Path | None, expected: str | None
         else:
             with _bar("loading", reader.index.bytes) as progress:
                 placing.load(reader, folder, place, progress)
-        models = placing.entries(reader.index)
+        models, _ = placing.documents(reader.index)
         rows = [(entry.id, entry.revision[:12], entry.license or "not stated") for entry in models]
         display.table([("MODEL", "REVISION", "LICENCE"), *rows], err=True)
         foreign = [entry.id for entry in models if runs_code(entry)]
@@ -158,7 +159,7 @@ def load_command(file: Path, folder: Path, at: Path | None, expected: str | None
                 f"warning: loading {', '.join(foreign)} runs code that is in the archive (load.trust_remote_code)",
                 err=True,
             )
-    where = "" if folder == Path(FOLDER).absolute() else f" --folder {folder}"
+    where = "" if folder == Path(FOLDER).absolute() else f" --folder {shlex.quote(str(folder))}"
     click.echo(f"loaded {folder}, index {reader.digest}")
     click.echo(f"serve it here: sie airgap serve{where}")
     click.echo(f"or anywhere: give each process the settings of {folder / placing.ENVIRONMENT}")

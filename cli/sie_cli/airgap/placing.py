@@ -34,19 +34,19 @@ from sie_store.weights.manifest import Manifest, verify
 ENVIRONMENT = "serve.env"
 
 
-def entries(index: ArchiveIndex) -> list[ModelEntry]:
-    """Return the entries of an archive. Raises CommandRefused for an entry that this version cannot read, or whose
-    files are not in the archive.
+def documents(index: ArchiveIndex) -> tuple[list[ModelEntry], list[Alias]]:
+    """Return the entries and the aliases of an archive. Raises CommandRefused for a document that this version cannot
+    read, and for an entry whose files are not in the archive.
     """
-    models = []
-    for raw in index.entries:
-        try:
-            entry = parse_entry(raw)
-        except SIEError as error:
-            raise CommandRefused(
-                f"{INDEX}: {error.message}; it was created by sie {index.made_by}, and this version of sie cannot read "
-                "the entry"
-            ) from error
+    try:
+        entries = [parse_entry(raw) for raw in index.entries]
+        others = [parse_document(raw) for raw in index.aliases]
+    except SIEError as error:
+        raise CommandRefused(
+            f"{INDEX}: {error.message}; it was created by sie {index.made_by}, and this version of sie cannot read the "
+            "document"
+        ) from error
+    for entry in entries:
         path, own = entry.weights.path, f"weights/{token(entry.id)}"
         if path != own or not any(name.startswith(f"{path}/") for name in index.files):
             raise CommandRefused(
@@ -56,35 +56,23 @@ def entries(index: ArchiveIndex) -> list[ModelEntry]:
             raise CommandRefused(
                 f"{INDEX}: {entry.id} has golden {entry.golden[:200]!r}, which is no file of the archive"
             )
-        models.append(entry)
-    return models
-
-
-def aliases(index: ArchiveIndex) -> list[Alias]:
-    """Return the aliases of an archive. Raises CommandRefused."""
-    try:
-        documents = [parse_document(raw) for raw in index.aliases]
-    except SIEError as error:
-        raise CommandRefused(
-            f"{INDEX} has an alias that was created by sie {index.made_by} and that this version cannot read: {error}"
-        ) from error
-    alias_documents = [document for document in documents if isinstance(document, Alias)]
-    if len(alias_documents) < len(documents):
+    aliases = [document for document in others if isinstance(document, Alias)]
+    if len(aliases) < len(others):
         raise CommandRefused(f"{INDEX} has a model among its aliases")
-    return alias_documents
+    return entries, aliases
 
 
 def check(index: ArchiveIndex) -> None:
     """Raise CommandRefused unless this version can read the entries and aliases of the index."""
-    entries(index)
-    aliases(index)
+    documents(index)
 
 
 def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
     """Return the settings with which `sie serve` serves only the models of an archive, without downloads. `at`: path of
     the unpacked archive.
     """
-    names = [*(entry.id for entry in entries(index)), *(alias.id for alias in aliases(index))]
+    entries, aliases = documents(index)
+    names = [*(entry.id for entry in entries), *(alias.id for alias in aliases)]
     return {
         "SIE_LOCAL_CACHE": str(at / "cache"),
         "SIE_MODELS_DIR": str(at / "models"),
@@ -141,11 +129,12 @@ def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=130, encoding="utf-8")
 
     texts: dict[str, bytes] = {}
-    for entry in entries(index):
+    entries, aliases = documents(index)
+    for entry in entries:
         weights = msgspec.structs.replace(entry.weights, path=str(at / entry.weights.path))
         moved = msgspec.structs.replace(entry, weights=weights, golden=str(at / entry.golden) if entry.golden else "")
         texts[f"models/{token(entry.id)}.yaml"] = document(moved)
-    texts |= {f"models/{token(alias.id)}.yaml": document(alias) for alias in aliases(index)}
+    texts |= {f"models/{token(alias.id)}.yaml": document(alias) for alias in aliases}
     texts |= {f"models/{BUNDLES}/{bundle.id}.yaml": document(bundle) for bundle in index.bundles}
     texts[ENVIRONMENT] = "".join(f"{name}={value}\n" for name, value in settings(index, at).items()).encode()
     (folder / "cache").mkdir(exist_ok=True)

@@ -48,8 +48,9 @@ class KeyNames:
         name, checked_s = self._names.get(digest, ("", float("-inf")))
         if self._clock() - checked_s < CHECK_EVERY_S:
             return name
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         try:
-            name = await self._checked(api_key)
+            name = str((await self._client.whoami(headers=headers))["name"])
         except AuthenticationError:
             self._names.pop(digest, None)
             raise
@@ -65,7 +66,3 @@ class KeyNames:
 
     async def close(self) -> None:
         await self._client.close()
-
-    async def _checked(self, api_key: str) -> str:
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        return str((await self._client.whoami(headers=headers))["name"])

@@ -21,7 +21,9 @@ Model = Annotated[
     Meta(description="Id of the model, as list_models shows it. Leave it out to use the default model of this server."),
 ]
 Task = Literal["encode", "score", "extract"]
-Inputs = Annotated[list[Text], Meta(min_length=1, max_length=MAX_TEXTS, description="The texts.")]
+Texts = Annotated[list[Text], Meta(min_length=1, max_length=MAX_TEXTS)]
+Inputs = Annotated[Texts, Meta(description="The texts.")]
+Labels = Annotated[list[Annotated[str, Meta(min_length=1, max_length=200)]], Meta(max_length=MAX_LABELS)]
 TopN = Annotated[int, Meta(ge=1, le=MAX_TOP, description="The number of results, best first.")]
 Page = Annotated[int, Meta(ge=1, le=1_000_000, description="The number of the page. The first page is 1.")]
 
@@ -48,10 +50,7 @@ class EncodeArguments(ToolArguments, frozen=True, kw_only=True):
 
 class SimilarityArguments(ToolArguments, frozen=True, kw_only=True):
     query: Annotated[Text, Meta(description="The text to compare with.")]
-    texts: Annotated[
-        Annotated[list[Text], Meta(min_length=1, max_length=MAX_TEXTS)] | None,
-        Meta(description="The texts to compare. Give either `texts` or `reference`."),
-    ] = None
+    texts: Annotated[Texts | None, Meta(description="The texts to compare. Give either `texts` or `reference`.")] = None
     reference: Annotated[
         Name | None,
         Meta(description="The reference of an earlier answer of encode, whose texts are compared, by its model."),
@@ -72,8 +71,7 @@ class RerankArguments(ToolArguments, frozen=True, kw_only=True):
 class ExtractArguments(ToolArguments, frozen=True, kw_only=True):
     texts: Inputs
     labels: Annotated[
-        Annotated[list[Annotated[str, Meta(min_length=1, max_length=200)]], Meta(max_length=MAX_LABELS)] | None,
-        Meta(description='What to find, in plain words, for example ["person", "invoice number"].'),
+        Labels | None, Meta(description='What to find, in plain words, for example ["person", "invoice number"].')
     ] = None
     output_schema: Annotated[
         dict[str, Any] | None,
@@ -88,8 +86,7 @@ class ExtractArguments(ToolArguments, frozen=True, kw_only=True):
 class RedactArguments(ToolArguments, frozen=True, kw_only=True):
     texts: Inputs
     kinds: Annotated[
-        Annotated[list[Annotated[str, Meta(min_length=1, max_length=200)]], Meta(max_length=MAX_LABELS)] | None,
-        Meta(description='What to remove, for example ["person", "email", "phone number"].'),
+        Labels | None, Meta(description='What to remove, for example ["person", "email", "phone number"].')
     ] = None
     style: Annotated[
         Literal["mask", "tag", "synthetic"],

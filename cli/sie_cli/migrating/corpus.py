@@ -25,6 +25,7 @@ from sie_store.datasets.places import Place
 from sie_store.datasets.plans import Broken, inputs, plan
 from sie_store.datasets.rows import read
 from sie_store.object_stores import StoreError
+from sie_store.weights.manifest import digest as digest_of_file
 
 OBJECTS, SPANS = 8, 20  # limits of a sample: objects, and spans (ranges of rows) of these objects
 SPAN_ROWS = 500
@@ -82,7 +83,7 @@ class Corpus:
         """
         if not self.is_url:
             with refusing():
-                return await asyncio.to_thread(_digest_of, Path(self.input.url))
+                return await asyncio.to_thread(digest_of_file, Path(self.input.url))
         content = hashlib.sha256(self.source.encode())
         for part in await self._objects():
             content.update(f"\0{part.source}\0{part.size}\0{part.tag}".encode())
@@ -94,7 +95,9 @@ class Corpus:
         objects = await self._objects()
         spans: list[tuple[Place, RowSpan]] = []
         for part in draw.sample(objects, min(OBJECTS, len(objects))):
-            place = self._object_place(part)
+            place = self.place
+            if place.is_folder:
+                place = Place(place.store, place.folder, part.source, root=place.root)
             spans += [(place, span) for span in await self._spans(place)]
         texts: dict[str, None] = {}
         faults = Counter[str]()
@@ -122,11 +125,6 @@ class Corpus:
             raise CommandRefused(f"--corpus {self.source}: there is nothing to read")
         return objects
 
-    def _object_place(self, object: ObjectEntry) -> Place:
-        if not self.place.is_folder:
-            return self.place
-        return Place(self.place.store, self.place.folder, object.source, root=self.place.root)
-
     async def _spans(self, place: Place) -> list[RowSpan]:
         try:
             spans: list[RowSpan] = []
@@ -137,8 +135,3 @@ class Corpus:
             return spans
         except (InvalidInput, StoreError) as error:
             raise CommandRefused(f"--corpus {self.source}: {error}") from error
-
-
-def _digest_of(file: Path) -> str:
-    with file.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()

@@ -475,9 +475,13 @@ class _LiveSteps:
         group = EMBED_ROWS[self._state.output]
         waiting: list[tuple[LiveRow, str]] = []
         async for page in self._live.pending(side):
-            texts, faults = self._texts(page.rows)
+            faults = []
+            for row in page.rows:
+                try:
+                    waiting.append((row, self._plan.text.text(row.columns)))
+                except ColumnFault as fault:
+                    faults.append((row, str(fault)))
             await self._leave_out(side, faults, scan)
-            waiting += texts
             while len(waiting) >= group:
                 await self._embed(side, waiting[:group], scan)
                 del waiting[:group]
@@ -487,16 +491,6 @@ class _LiveSteps:
         if waiting:
             await self._embed(side, waiting, scan)
         return scan
-
-    def _texts(self, rows: Sequence[LiveRow]) -> tuple[list[tuple[LiveRow, str]], list[tuple[LiveRow, str]]]:
-        """Return the rows with their texts, and the rows without a text, each with the reason."""
-        texts, faults = [], []
-        for row in rows:
-            try:
-                texts.append((row, self._plan.text.text(row.columns)))
-            except ColumnFault as fault:
-                faults.append((row, str(fault)))
-        return texts, faults
 
     async def _leave_out(self, side: Side, rows: Sequence[tuple[LiveRow, str]], scan: Scan) -> None:
         """Count rows that get no vector, each with the reason. Remove the vectors of their earlier texts, unless

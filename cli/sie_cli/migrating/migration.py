@@ -167,7 +167,6 @@ class Migration:
         checked = self._check(alias)
         job, folder = checked.earlier.job, plan.place.folder
         state = MigrationState(
-            alias.target,
             alias.shadow,
             max(0.0, time.time() - shadow_since_s(alias.history)) if alias.shadow else 0.0,
             job is not None,
@@ -456,12 +455,11 @@ STEPS: tuple[Step, ...] = ("check", "quality", "embed", "shadow", "flip")
 
 @dataclass(frozen=True)
 class MigrationState:
-    """State of a migration in the cluster. `target`, `shadow`: the alias's current models. `shadow_s`: seconds since
-    the shadow was set. `is_submitted`: the job over the corpus exists. `is_embedded`: this job has encoded every row,
-    and an output folder has its files.
+    """State of a migration in the cluster. `shadow`: the alias's current shadow. `shadow_s`: seconds since it was set.
+    `is_submitted`: the job over the corpus exists. `is_embedded`: this job has encoded every row, and an output folder
+    has its files.
     """
 
-    target: str
     shadow: str = ""
     shadow_s: float = 0.0
     is_submitted: bool = False
@@ -469,11 +467,7 @@ class MigrationState:
 
 
 def remaining_steps(state: MigrationState, model: str, until: Step, shadow_s: float) -> tuple[Step, ...]:
-    """Return the remaining steps in order; empty if the alias already names the model. Otherwise `check` is among them,
-    because its earlier result may be outdated.
-    """
-    if state.target == model:
-        return ()
+    """Return the remaining steps in order. `check` is always among them, because its earlier result may be outdated."""
     done: set[Step] = set()
     if state.is_submitted:
         done.add("quality")

@@ -257,7 +257,8 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
         raise click.UsageError(f"--as gives a name to a folder, but {reference} is no folder")
     model, _, commit = reference.partition("@")
     entry = _entry(settings, model, revision or commit)
-    located = _sources(settings).locate(entry)
+    # not from the bucket, because it is the destination
+    located = weight_sources(dataclasses.replace(settings, cluster_cache=None)).locate(entry)
     hub, commit = entry.weights.hub, entry.weights.revision
     manifest = _cache(settings).manifest(hub, commit) if located.folder == _cache(settings).place(hub, commit) else None
     if manifest is None:
@@ -312,11 +313,6 @@ def _only_commit(settings: Settings, hub: str) -> str:
 
 def _cache(settings: Settings) -> LocalCache:
     return LocalCache(settings.cache_folder)
-
-
-def _sources(settings: Settings) -> Any:
-    """Return the places to copy weights from. They exclude the bucket, because it is the destination."""
-    return weight_sources(dataclasses.replace(settings, cluster_cache=None))
 
 
 def _cluster(settings: Settings) -> ClusterCache:

@@ -20,10 +20,6 @@ def _matters(line: str) -> bool:
     return "Slow Consumer" in line or not ("[INF]" in line or "Plaintext passwords" in line)
 
 
-def _level(line: str) -> str:
-    return next((level for mark, level in _NATS_LEVELS.items() if mark in line), "INFO")
-
-
 class LineOutput:
     """Printer for the lines of all processes, each with its process's name; with --log-json, each as a JSON object."""
 
@@ -49,10 +45,12 @@ class LineOutput:
             return f"[{name}] {line}"
         if line.startswith("{"):
             return line
+        if name == "nats-server":
+            level = next((level for mark, level in _NATS_LEVELS.items() if mark in line), "INFO")
         stamp = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         entry = {
             "timestamp": stamp,
-            "level": _level(line) if name == "nats-server" else level,
+            "level": level,
             "logger": name,
             "message": line,
             "model": None,

@@ -131,7 +131,7 @@ def _disk(needs: MachineNeeds) -> Iterator[str]:
                 "are needed: free space there, or name a folder on another disk with --data-dir"
             )
         return
-    needed = _stream_bytes(queue)
+    needed = queue + topology.dead_letter_stream("_default", replicas=1, queue_bytes=queue).max_bytes
     room = store_bytes(needs.data_dir)
     if room >= needed:
         return
@@ -143,11 +143,6 @@ def _disk(needs: MachineNeeds) -> Iterator[str]:
         f"that disk has room for {size(room)} ({room} bytes): free space there, name a folder on another disk with "
         f"--data-dir{smaller}"
     )
-
-
-def _stream_bytes(queue_bytes: int) -> int:
-    dead = topology.dead_letter_stream("_default", replicas=1, queue_bytes=queue_bytes)
-    return queue_bytes + dead.max_bytes
 
 
 def _open_files(needs: MachineNeeds) -> Iterator[str]:

@@ -398,33 +398,25 @@ class LocalCluster:
             serves_example = plan.settings.bundle == "default" and EXAMPLE_MODEL in (
                 plan.settings.model_filter or [EXAMPLE_MODEL]
             )
-            examples = [
-                f'curl {url}/v1/encode/{EXAMPLE_MODEL}{token} -d \'{{"items": [{{"text": "Hello"}}]}}\''
-                if serves_example
-                else f"curl {url}/v1/models{token}"
-            ]
-        for line in (
+            examples = [f"curl {url}/v1/models{token}"]
+            if serves_example:
+                examples = [f"curl {url}/v1/encode/{EXAMPLE_MODEL}{token} -d '{_BODIES['encode']}'"]
+        lines = [
             f"API     {url}  (docs: {url}/docs, live status: {url}/)",
             f"queue   {broker}",
             f"data    {plan.data_dir}",
-            *(
-                [f"folder  {models}  (models of yours)"]
-                if (models := in_use(Allowed(models_dir=plan.settings.models_dir)))
-                else []
-            ),
-            "metrics "
-            + "; ".join(
-                f"{name} {', '.join(f'{url}/metrics' for url in urls)}" for name, urls in self._metrics_urls.items()
-            ),
-            *([f"models  sie models list{here}"] if self._access().config_url or plan.standalone else []),
-            *([f"models  sie models list --url {elsewhere}"] if elsewhere else []),
-            *(
-                [f"keys    sie keys create NAME{here if self._embedded else f' --url {broker}'}"]
-                if mode == "token"
-                else []
-            ),
-            *(f"try     {example}" for example in examples),
-        ):
+        ]
+        if models := in_use(Allowed(models_dir=plan.settings.models_dir)):
+            lines.append(f"folder  {models}  (models of yours)")
+        metrics = (f"{name} {', '.join(f'{url}/metrics' for url in urls)}" for name, urls in self._metrics_urls.items())
+        lines.append(f"metrics {'; '.join(metrics)}")
+        if self._access().config_url or plan.standalone:
+            lines.append(f"models  sie models list{here}")
+        if elsewhere:
+            lines.append(f"models  sie models list --url {elsewhere}")
+        if mode == "token":
+            lines.append(f"keys    sie keys create NAME{here if self._embedded else f' --url {broker}'}")
+        for line in (*lines, *(f"try     {example}" for example in examples)):
             self._say("serve", line)
         if mode == "none" and not is_loopback(plan.host):
             self._say(

@@ -228,14 +228,5 @@ def reply(answer: ModelAnswer) -> dict[str, Any]:
 def _slot(result: Mapping[str, Any]) -> dict[str, Any]:
     slot = {name: value for name, value in result.items() if name != "outputs"}
     for name, described in result.get("outputs", {}).items():
-        held = result[name]
-        values = (
-            {key: np.asarray(value).tolist() for key, value in held.items()}
-            if name == "sparse"
-            else {"values": np.asarray(held).tolist()}
-        )
-        slot[name] = {
-            **{key: item.tolist() if isinstance(item, np.ndarray) else item for key, item in described.items()},
-            **values,
-        }
+        slot[name] = {**described, **(result[name] if name == "sparse" else {"values": result[name]})}
     return slot
