@@ -52,10 +52,6 @@ def private_folder(path: Path) -> Path:
     return path
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
 class InUse(SettingError):
     """Raised if another `sie serve` uses the data directory; `url` is the address of its gateway."""
 
@@ -84,7 +80,7 @@ def locked_data_dir(path: Path) -> Iterator[None]:
                     "--data-dir", f"{path}: {why}; name another folder, or `chown` and `chmod o-w` this one"
                 )
             # mode 0600: another user who can open the file could lock it
-            lock = held.enter_context(open(path / LOCK, "w", opener=_private))
+            lock = held.enter_context(open(path / LOCK, "w", opener=lambda name, flags: os.open(name, flags, 0o600)))
             os.fchmod(lock.fileno(), 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -11,13 +10,6 @@ import click
 
 FAR = "after the year 9999"
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
-
-
-def future(text: str) -> float:
-    """Return a future time in seconds since 1970. `text`: a date or time (UTC if it has no zone), or a duration from
-    now. Raises BadParameter.
-    """
-    return Deadline.parse(text).after(time.time())
 
 
 class Deadline(NamedTuple):
@@ -29,7 +21,7 @@ class Deadline(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Deadline:
-        """Parse a duration such as 12h, or a date or time. Raises BadParameter."""
+        """Parse a duration such as 12h, or a date or time (UTC if it has no zone). Raises BadParameter."""
         span = re.fullmatch(r"(\d{1,6})([mhdw])", text.strip().lower())
         if span is not None:
             return cls(text[:40], int(span[1]) * _UNITS[span[2]], is_span=True)

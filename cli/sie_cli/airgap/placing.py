@@ -40,7 +40,7 @@ def documents(index: ArchiveIndex) -> tuple[list[ModelEntry], list[Alias]]:
     """
     try:
         entries = [parse_entry(raw) for raw in index.entries]
-        others = [parse_document(raw) for raw in index.aliases]
+        alias_documents = [parse_document(raw) for raw in index.aliases]
     except SIEError as error:
         raise CommandRefused(
             f"{INDEX}: {error.message}; it was created by sie {index.made_by}, and this version of sie cannot read the "
@@ -56,8 +56,8 @@ def documents(index: ArchiveIndex) -> tuple[list[ModelEntry], list[Alias]]:
             raise CommandRefused(
                 f"{INDEX}: {entry.id} has golden {entry.golden[:200]!r}, which is no file of the archive"
             )
-    aliases = [document for document in others if isinstance(document, Alias)]
-    if len(aliases) < len(others):
+    aliases = [document for document in alias_documents if isinstance(document, Alias)]
+    if len(aliases) < len(alias_documents):
         raise CommandRefused(f"{INDEX} has a model among its aliases")
     return entries, aliases
 

@@ -17,7 +17,7 @@ import msgspec
 
 from sie_cli import display
 from sie_cli.display import counted, printable
-from sie_cli.moments import future, local, moment, span
+from sie_cli.moments import Deadline, local, moment, span
 from sie_cli.refusal import INTERRUPTED, CommandRefused, refusing
 from sie_contracts.errors import UNDECODABLE
 
@@ -266,7 +266,7 @@ def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
         "chunks": parse_chunks(values["chunks"]) if values["chunks"] else None,
         "params": parse_params(values["params"]) or None,
         "metadata": parse_metadata(values["metadata"]) or None,
-        "deadline": future(values["deadline"]) if values["deadline"] else None,
+        "deadline": Deadline.parse(values["deadline"]).after(time.time()) if values["deadline"] else None,
         "windows": list(values["windows"]) or None,
     }
     # a line break is hard to type in a shell, so the two characters \n stand for it

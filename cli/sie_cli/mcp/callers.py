@@ -48,9 +48,8 @@ class KeyNames:
         name, checked_s = self._names.get(digest, ("", float("-inf")))
         if self._clock() - checked_s < CHECK_EVERY_S:
             return name
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         try:
-            name = str((await self._client.whoami(headers=headers))["name"])
+            name = await self._checked(api_key)
         except AuthenticationError:
             self._names.pop(digest, None)
             raise
@@ -66,3 +65,7 @@ class KeyNames:
 
     async def close(self) -> None:
         await self._client.close()
+
+    async def _checked(self, api_key: str) -> str:
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        return str((await self._client.whoami(headers=headers))["name"])
