@@ -94,9 +94,7 @@ def keys() -> None:
     "--tokens-per-minute", "rate", type=click.IntRange(1), help="Tokens, over all gateways.  [default: no limit]"
 )
 @click.option(
-    "--remote",
-    is_flag=True,
-    help="Its inputs may be sent to the remote servers of SIE_REMOTES.  [default: never]",
+    "--remote", is_flag=True, help="Its inputs may be sent to the remote servers of SIE_REMOTES.  [default: never]"
 )
 @click.option("--no-cache", is_flag=True, help="Answers to this key are not cached (SIE_CACHE_BYTES).")
 @click.option("--json", "as_json", is_flag=True, help="The key and its token as JSON.")

@@ -195,11 +195,10 @@ def _failpoints(context: click.Context, parameter: click.Parameter, value: str |
 
 def flags_of(values: dict[str, Any]) -> dict[str, str]:
     """Return the flags that were set: name of the setting -> text of its value."""
-    rows = {row.field: row for row in ROWS}
-    options = {name: value for name, value in values.items() if name in rows and value is not None}
     return {
-        rows[name].name: str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in options.items()
+        row.name: str(value).lower() if isinstance(value, bool) else str(value)
+        for row in ROWS
+        if (value := values.get(row.field)) is not None
     }
 
 

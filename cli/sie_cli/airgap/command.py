@@ -101,8 +101,7 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
         display.table(rows, err=True)
         to = "standard output" if str(output) == "-" else str(output)
         click.echo(
-            f"wrote {to}: {display.counted(len(placed), 'model')}, {display.size(archive.index.bytes)}",
-            err=True,
+            f"wrote {to}: {display.counted(len(placed), 'model')}, {display.size(archive.index.bytes)}", err=True
         )
         click.echo(f"index {name}; `sie airgap load --index` refuses any other", err=True)
 

@@ -187,7 +187,7 @@ def _model(entry: ModelEntry, files: Mapping[str, FileFact]) -> dict[str, Any]:
             "architectureFamily": entry.family,
             "inputs": [{"format": name} for name in entry.inputs],
             "outputs": [{"format": name} for name in entry.outputs],
-        },
+        }
     }
     component["components"] = [
         {

@@ -110,8 +110,8 @@ def jobs_table(infos: Iterable[JobInfo]) -> list[tuple[str, ...]]:
         counts, share = info.counts, percent_done(info)
         total = "?" if counts.rows is None else f"{counts.rows:,}"
         done = f"{counts.done:,}" if share is None else f"{share} %"
-        words = (info.id, moment(info.created_at), info.state, total, done, f"{counts.failed:,}", info.model, info.name)
-        lines.append(tuple(map(printable, words)))
+        created, failed = moment(info.created_at), f"{counts.failed:,}"
+        lines.append((info.id, created, info.state, total, done, failed, info.model, info.name))
     return lines
 
 
@@ -175,7 +175,7 @@ def failures_table(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     for row in rows:
         error = row.get("error")
         text = f"{error.get('code', '')}: {error.get('message', '')}" if isinstance(error, Mapping) else str(error)
-        lines.append((printable(str(row.get("id", "?"))), printable(text)))
+        lines.append((str(row.get("id", "?")), text))
     return lines
 
 

@@ -39,8 +39,7 @@ class EncodeArguments(ToolArguments, frozen=True, kw_only=True):
         bool, Meta(description="True for search queries, false for the documents that are searched.")
     ] = False
     dimensions: Annotated[
-        Annotated[int, Meta(ge=1, le=65_536)] | None,
-        Meta(description="A shorter vector, for models that allow it."),
+        Annotated[int, Meta(ge=1, le=65_536)] | None, Meta(description="A shorter vector, for models that allow it.")
     ] = None
     values: Annotated[
         bool,

@@ -220,10 +220,7 @@ def _migrate_live(
     echo_line = functools.partial(click.echo, err=as_json)
     report = MigrationReport(echo_line, LIVE_STEPS)
     try:
-        with (
-            service_of(cluster, writes=True) as service,
-            gateway_client(cluster, SCOPE, is_patient=True) as client,
-        ):
+        with service_of(cluster, writes=True) as service, gateway_client(cluster, SCOPE, is_patient=True) as client:
             LiveMigration(client, encoder, Aliases(service, WriteOptions(cluster)), plan, report, echo_line).run()
     except KeyboardInterrupt:
         note = _STOPPED_LIVE.get(report.step, "searches are as they were; the same command goes on")

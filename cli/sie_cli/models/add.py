@@ -39,13 +39,7 @@ from sie_store.weights.sources import WeightSources
     help="Write a file there. Default without a config service: SIE_MODELS_DIR, else ./models.",
 )
 @write_options("Replace a model that is there.", looks_around=False)
-def add(
-    write: WriteOptions,
-    source: str,
-    revision: str | None,
-    name: str,
-    models_dir: str | None,
-) -> None:
+def add(write: WriteOptions, source: str, revision: str | None, name: str, models_dir: str | None) -> None:
     """Add ID_OR_FOLDER to the catalogue. This is the catalogue of a config service if --url, --data-dir or
     SIE_CONFIG_SERVICE_URL names one, else a local folder.
 

@@ -26,12 +26,7 @@ DEFAULT_SHARE = 0.1
     help=f"Gets a copy of this share of the requests.  [default share: {DEFAULT_SHARE:g}]",
 )
 @write_options("Although the models do not give alike results: an index would mix vectors.")
-def alias(
-    write: WriteOptions,
-    name: str,
-    targets: tuple[str, ...],
-    shadow: str | None,
-) -> None:
+def alias(write: WriteOptions, name: str, targets: tuple[str, ...], shadow: str | None) -> None:
     """Set the models to which an alias leads. Requests for NAME go to MODEL until the alias is changed again. MODEL is
     written as in a request, with optional @revision and :profile.
 

@@ -170,11 +170,10 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
     for family in ("gliner", "text-encoder"):
         try:
             return sources(family, may_download=False)
-        except SIEError:
-            continue
+        except SIEError as error:
+            absent = error
     if not settings.hf_fallback:
-        # this call only raises the error, which lists the folders and buckets that were searched
-        return sources("text-encoder", may_download=False)
+        raise absent  # it lists the folders and buckets that were searched
     try:
         is_gliner = has_file(hub, commit, "gliner_config.json")
     except FetchFailed as error:

@@ -252,10 +252,7 @@ class LocalCluster:
             # the gateway reads only the workers in SIE_GATEWAY_WORKERS, so it may never see those of this start
             return
         self._visibility[f"workers, as {name} sees them"] = functools.partial(
-            lacks_workers,
-            url=f"{self._url(port)}/health",
-            token=self._admin_token,
-            count=self._plan.workers,
+            lacks_workers, url=f"{self._url(port)}/health", token=self._admin_token, count=self._plan.workers
         )
 
     def _url(self, port: int) -> str:

@@ -184,10 +184,7 @@ def _tables(result: Mapping[str, Any], colour_of: Mapping[str, str]) -> Iterator
     if result["relations"]:
         table = _table("HEAD", "RELATION", "TAIL", "SCORE")
         for row in result["relations"]:
-            table.add_row(
-                *(printable(str(row[name])) for name in ("head", "relation", "tail")),
-                f"{row['score']:.3f}",
-            )
+            table.add_row(*(printable(str(row[name])) for name in ("head", "relation", "tail")), f"{row['score']:.3f}")
         yield table
     if result["objects"]:
         table = _table("OBJECT", "SCORE", "PLACE")
