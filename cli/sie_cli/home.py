@@ -38,7 +38,7 @@ def settle(environ: MutableMapping[str, str]) -> None:
     try:
         private_folder(folder)
     except SettingError:
-        why = f"{named or 'unset'}, and {folder} is another user's: name a folder where this user may write"
+        why = f"{named or 'unset'}, and {folder} belongs to another user: name a folder where this user may write"
         raise SettingError("HOME", why) from None
     except OSError:  # no folder is writable; a command that needs one reports the setting to change
         return

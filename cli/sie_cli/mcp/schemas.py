@@ -52,7 +52,7 @@ class SimilarityArguments(ToolArguments, frozen=True, kw_only=True):
     texts: Annotated[Texts | None, Meta(description="The texts to compare. Give either `texts` or `reference`.")] = None
     reference: Annotated[
         Name | None,
-        Meta(description="The reference of an earlier answer of encode, whose texts are compared, by its model."),
+        Meta(description="The reference of an earlier answer of encode. Its texts are compared, by its model."),
     ] = None
     model: Model = None
     top_n: TopN = 10

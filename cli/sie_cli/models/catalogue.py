@@ -333,8 +333,8 @@ def report_write(write: WriteOptions, answer: ServiceReply, *, removed: bool = F
 
 
 _WARNINGS = {
-    "nats_publish_partial": ": it is stored; some gateways and workers see it at their next poll only",
-    "nats_publish_failed": ": it is stored; gateways and workers see it at their next poll only",
+    "nats_publish_partial": ": it is stored; some gateways and workers see it only at their next poll",
+    "nats_publish_failed": ": it is stored; gateways and workers see it only at their next poll",
     "alias_vectors_changed": (
         ": vectors that were indexed through the alias do not fit its vectors now; build the index again"
     ),
