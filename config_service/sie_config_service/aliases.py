@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sie_broker import Write
-from sie_config_service.documents import invalid
-from sie_contracts.errors import UNDECODABLE, ContentConflict, NotReady, ValidationFailed
+from sie_contracts.errors import UNDECODABLE, ContentConflict, NotReady, ValidationFailed, faulty
 from sie_contracts.models.alias_checks import changes_vectors, check
 from sie_contracts.models.aliases import Alias, is_alias, model_of
 from sie_contracts.models.catalogue import Catalogue
@@ -97,7 +96,7 @@ async def guard(
     """
     was_alias, after = is_alias(held.entry), None if entry is None else parse_document(entry)
     if held.entry is not None and after is not None and was_alias is not isinstance(after, Alias):
-        raise invalid(
+        raise faulty(
             "$.id", f"{model} is {'an alias' if was_alias else 'a model'}: take another id, or DELETE it first"
         )
     if isinstance(after, Alias):
@@ -120,7 +119,7 @@ async def guard(
     if held.entry is None and (
         twin := next((alias for alias in index.models if alias.casefold() == model.casefold()), None)
     ):
-        raise invalid("$.id", f"there is an alias {twin!r}: take another id, or DELETE the alias first")
+        raise faulty("$.id", f"there is an alias {twin!r}: take another id, or DELETE the alias first")
     if not (named := index.naming(model)):
         return GuardedWrite(index.written())
     present = _those(read, [model, *named, *(model for alias in named for model in index.models[alias])])

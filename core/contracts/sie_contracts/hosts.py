@@ -45,6 +45,7 @@ class HostWorker:
 
     @property
     def free(self) -> int:
+        """Return the number of free slots; negative if the worker has more models than slots."""
         return self.slots - len(self.models)
 
     @property

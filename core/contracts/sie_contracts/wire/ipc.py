@@ -189,6 +189,7 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def due(self) -> int:
+        """Return the number of results of the group."""
         return self.stop - self.start if self.inputs < 0 else self.inputs
 
 
