@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from sie_contracts import plain, yaml_text
-from sie_contracts.errors import ValidationFailed
+from sie_contracts.errors import ValidationFailed, faulty
 from sie_contracts.models.aliases import Alias, is_alias
 from sie_contracts.models.bundles import BundleEntry, parse_bundle
 from sie_contracts.models.entries import ModelEntry
@@ -55,23 +55,14 @@ def read(body: bytes, content_type: str) -> ParsedDocument:
         try:
             return ParsedDocument(plain.from_json(body))
         except plain.Malformed as error:
-            raise invalid("$", str(error)) from None
+            raise faulty("$", str(error)) from None
     try:
         value, node = yaml_text.load_with_node(body)
     except yaml_text.NotYAML as error:
-        raise invalid("$", error.message, error.line) from None
+        raise faulty("$", error.message, error.line) from None
     if node is None:
-        raise invalid("$", "expected a document, got nothing")
+        raise faulty("$", "expected a document, got nothing")
     return ParsedDocument(value, node)
-
-
-def invalid(loc: str, message: str, line: int | None = None) -> ValidationFailed:
-    """Return a ValidationFailed for the fault of one field."""
-    place = {} if line is None else {"line": line}
-    where = loc if line is None else f"{loc} (line {line})"
-    return ValidationFailed(
-        f"{where}: {message}", param=loc, extras={"errors": [{"loc": loc, "message": message, **place}]}
-    )
 
 
 def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
@@ -83,7 +74,7 @@ def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
     if revision and not _COMMIT.fullmatch(revision):
         loc = "$.weights.revision"
         fault = f"expected a commit of 40 hex digits, since a branch or a tag moves, got {revision[:60]!r}"
-        raise invalid(loc, f"{fault}; `sie models add` finds the commit, and the hub shows it", document.line(loc))
+        raise faulty(loc, f"{fault}; `sie models add` finds the commit, and the hub shows it", document.line(loc))
     return entry
 
 
@@ -98,7 +89,7 @@ def _parsed(raw: Any, document: ParsedDocument, parse: Callable[[Any], T], kind:
     except ValidationFailed as error:
         (fault,) = error.extras["errors"]
         loc, message = described(kind, narrowed(raw, fault["loc"], parse), fault["message"])
-        raise invalid(loc, message + _value_at(raw, loc.removeprefix("$"), message), document.line(loc)) from None
+        raise faulty(loc, message + _value_at(raw, loc.removeprefix("$"), message), document.line(loc)) from None
 
 
 def _value_at(value: Any, path: str, message: str) -> str:

@@ -6,8 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
-from sie_config_service.documents import invalid
-from sie_contracts.errors import ModelLoadFailed
+from sie_contracts.errors import ModelLoadFailed, faulty
 from sie_contracts.models.entries import ModelEntry, parse_document
 from sie_contracts.settings import Settings
 from sie_store.entry_faults import Fault, fault
@@ -28,7 +27,7 @@ class ModelFiles:
         """
         entry = parse_document(raw)
         if isinstance(entry, ModelEntry) and (mismatch := await asyncio.to_thread(self._fault, entry)) is not None:
-            raise invalid(mismatch.loc, mismatch.message)
+            raise faulty(mismatch.loc, mismatch.message)
 
     def _fault(self, entry: ModelEntry) -> Fault | None:
         try:

@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from sie_config_service.aliases import seeded
-from sie_config_service.documents import checked, checked_bundle, invalid, read
-from sie_contracts.errors import ValidationFailed
+from sie_config_service.documents import checked, checked_bundle, read
+from sie_contracts.errors import ValidationFailed, faulty
 from sie_contracts.models.aliases import Alias
 from sie_contracts.models.bundles import DEFAULT, BundleEntry, lacking, serving
 from sie_contracts.models.catalogue import packaged_folder
@@ -135,7 +135,7 @@ class Overlay:
         for path, document in sorted(self._documents().items()):
             place = of_bundles if isinstance(document, BundleEntry) else files
             if (twin := place.get(document.id)) is not None:
-                raise _in_file(invalid("$.id", f"{document.id} is in {twin} too: remove one of the two"), path)
+                raise _in_file(faulty("$.id", f"{document.id} is in {twin} too: remove one of the two"), path)
             place[document.id] = path
             if isinstance(document, BundleEntry):
                 bundles[document.id] = document
@@ -145,7 +145,7 @@ class Overlay:
             if isinstance(entry, ModelEntry) and not serving(bundles, entry.family, entry.bundle):
                 loc, why = lacking(bundles, entry.family, entry.bundle)
                 path = files.get(model, model)
-                raise _in_file(invalid(loc, why, self._line(path, loc)), path)
+                raise _in_file(faulty(loc, why, self._line(path, loc)), path)
         filtered = _filtered(models, self._settings.model_filter)
         seeded({model: entry for model, (entry, _) in filtered.items()})
         self.last = Folders(filtered, bundles, files)
@@ -173,7 +173,7 @@ class Overlay:
 def _document(path: str, body: bytes) -> ModelEntry | Alias | BundleEntry:
     try:
         if len(body) > MAX_FILE_BYTES:
-            raise invalid("$", f"expected at most {MAX_FILE_BYTES} bytes, got {len(body)}")
+            raise faulty("$", f"expected at most {MAX_FILE_BYTES} bytes, got {len(body)}")
         document = read(body, YAML)
         is_bundle = PurePosixPath(path).parts[0] == BUNDLES
         return checked_bundle(document) if is_bundle else checked(document.value, document)

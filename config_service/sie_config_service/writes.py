@@ -23,7 +23,7 @@ import msgspec
 
 from sie_broker.record import retry_conflicts
 from sie_config_service.aliases import GuardedWrite, guard
-from sie_config_service.documents import ParsedDocument, checked, difference, invalid, merged, narrowed
+from sie_config_service.documents import ParsedDocument, checked, difference, merged, narrowed
 from sie_config_service.mirror import HeldModel, bundles_of
 from sie_config_service.store import RESTORE, CatalogueChange, CatalogueStore, RecordedReply, digest_of, normalised
 from sie_contracts.errors import (
@@ -34,6 +34,7 @@ from sie_contracts.errors import (
     PermissionDenied,
     QueueUnavailable,
     ValidationFailed,
+    faulty,
 )
 from sie_contracts.models.aliases import Alias, is_alias
 from sie_contracts.models.bundles import BundleEntry, lacking, serving
@@ -237,7 +238,7 @@ class Edits:
     def _routable(self, entry: ModelEntry | Alias, document: ParsedDocument) -> ModelEntry | Alias:
         if isinstance(entry, ModelEntry) and not serving(self._bundles, entry.family, entry.bundle):
             loc, why = lacking(self._bundles, entry.family, entry.bundle)
-            raise invalid(loc, why, document.line(loc))
+            raise faulty(loc, why, document.line(loc))
         return entry
 
     def create(self, desired: dict[str, Any]) -> Edit:
@@ -285,7 +286,7 @@ class Edits:
         except ValidationFailed as error:
             (fault,) = error.extras["errors"]
             loc = narrowed(document.value, fault["loc"], lambda trial: translated(trial, own))
-            raise invalid(loc, fault["message"], document.line(loc)) from None
+            raise faulty(loc, fault["message"], document.line(loc)) from None
         return ParsedDocument({"id": model, **translation.entry}, document.node), translation.ignored
 
     def put(self, model: str, document: ParsedDocument, sent: ParsedDocument) -> Edit:
@@ -307,7 +308,7 @@ class Edits:
 
     def patch(self, model: str, document: ParsedDocument) -> Edit:
         if not isinstance(document.value, dict):
-            raise invalid("$", f"expected a map, got {type(document.value).__name__}", document.line("$"))
+            raise faulty("$", f"expected a map, got {type(document.value).__name__}", document.line("$"))
 
         async def edit(held: HeldModel) -> dict[str, Any]:
             return self._same(
@@ -333,7 +334,7 @@ class Edits:
             or isinstance(target, bool)
         ):
             message = "expected {revision: N} with the number of a revision, as /history lists them, and nothing else"
-            raise invalid("$.revision", message, document.line("$"))
+            raise faulty("$.revision", message, document.line("$"))
 
         async def edit(held: HeldModel) -> dict[str, Any]:
             if held.stored is None:
@@ -348,7 +349,7 @@ class Edits:
                     extras={"revisions": revisions},
                 )
             if document.entry is None:
-                raise invalid(
+                raise faulty(
                     "$.revision",
                     f"revision {target} is a removal: DELETE the model, or roll back to an earlier revision",
                 )
@@ -359,7 +360,7 @@ class Edits:
     @staticmethod
     def _same(model: str, entry: dict[str, Any], document: ParsedDocument) -> dict[str, Any]:
         if entry["id"] != model:
-            raise invalid("$.id", f"expected {model!r}, the id in the path, got {entry['id']!r}", document.line("$.id"))
+            raise faulty("$.id", f"expected {model!r}, the id in the path, got {entry['id']!r}", document.line("$.id"))
         return entry
 
     async def _present(self, model: str, held: HeldModel) -> dict[str, Any]:

@@ -182,9 +182,13 @@ class ValidationFailed(SIEError):
     code, status = "VALIDATION_ERROR", 422
 
 
-def faulty(loc: str, message: str) -> ValidationFailed:
+def faulty(loc: str, message: str, line: int | None = None) -> ValidationFailed:
     """Return the error for one field of a document. `loc`: the path of the field, such as `$.weights`."""
-    return ValidationFailed(f"{loc}: {message}", param=loc, extras={"errors": [{"loc": loc, "message": message}]})
+    place = {} if line is None else {"line": line}
+    where = loc if line is None else f"{loc} (line {line})"
+    return ValidationFailed(
+        f"{where}: {message}", param=loc, extras={"errors": [{"loc": loc, "message": message, **place}]}
+    )
 
 
 class IdempotencyMismatch(SIEError):
