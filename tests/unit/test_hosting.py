@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from fake_adapter import TOKENIZER, toy_entry
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from sie_contracts.errors import ModelLoadFailed, SIEError
+from sie_contracts.errors import InternalFailure, ModelLoadFailed, SIEError
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire import ipc
 from sie_sidecar.device.link import AdapterGone, AdapterLink
@@ -324,3 +325,16 @@ async def test_a_model_that_gets_work_while_another_is_evicted_for_idleness_stay
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert sidecar.link.questions == [ipc.Release("toy/a"), ipc.Release("toy/c")]
+
+
+async def test_memory_that_cannot_be_freed_is_logged_once_until_it_can_be(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sidecar = Sidecar()
+    await sidecar.load(sidecar.a)
+    sidecar.now_s += 5
+    refusal = InternalFailure("out of order")
+    monkeypatch.setattr(sidecar.link, "relieve", AsyncMock(side_effect=[refusal, refusal, None, refusal]))
+    for warnings in (1, 1, 1, 2):
+        await sidecar.hosting.relieve()
+        assert len([record for record in caplog.records if "out of order" in record.getMessage()]) == warnings

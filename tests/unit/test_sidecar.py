@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import traceback
 from dataclasses import dataclass
+from unittest.mock import AsyncMock, Mock
 
 import pytest
+from inprocess import settings_of
 
 from sie_broker import BrokerUnavailable
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.wire import ipc
+from sie_contracts.wire.heartbeats import Heartbeat
+from sie_contracts.wire.topology import Lane
 from sie_runtime.process import Stop
 from sie_sidecar.batching.batch import BatchEntry, BatchKey, Waiting
+from sie_sidecar.device.link import AdapterLinks
+from sie_sidecar.health import WorkerHealth
 from sie_sidecar.models.models import Hosting
 from sie_sidecar.process import _unless_stopped
 from sie_sidecar.results.settle import Leases
@@ -125,3 +131,17 @@ async def test_work_until_a_stop_leaves_no_task(end: str) -> None:
     (result,) = await asyncio.gather(waiting, return_exceptions=True)
     assert type(result) is {"cancelled": asyncio.CancelledError, "failed": ValueError}.get(end, type(None))
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_heartbeats_that_cannot_be_sent_are_logged_once_per_outage(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = BrokerUnavailable("away")
+    bus = Mock(send=AsyncMock(side_effect=[away, away, None, away]))
+    links = AdapterLinks("socket", size=1, ping_s=1.0, stale_s=1.0)
+    health = WorkerHealth(settings_of(), bus, Lane("_default", "l4", "default"), "w", links, Mock())
+    beat = Heartbeat("w", "_default", "l4", "default", True, "0.2.0")
+    monkeypatch.setattr(health, "heartbeat", lambda: beat)
+    for warnings in (1, 1, 1, 2):
+        await health.publish()
+        assert len([record for record in caplog.records if "away" in record.getMessage()]) == warnings
