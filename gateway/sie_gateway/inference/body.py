@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -33,7 +32,7 @@ MAX_KEYS, MAX_KEY = 20, 64
 ID_BYTES = 4  # bytes that are assumed for a token id: about as many bytes as the text of a token
 
 
-class RequestItem(msgspec.Struct, frozen=True, dict=True):
+class RequestItem(msgspec.Struct, frozen=True):
     """Input of a request in the form in which the client sent it: a text, token ids of the model, a multivector
     (float32 [tokens, width]), image files, a sound file or a document file.
 
@@ -41,7 +40,8 @@ class RequestItem(msgspec.Struct, frozen=True, dict=True):
     unknown field that the client may have meant as content. `unfit`: reason why no model can run the item. `unknown`:
     its fields that the API does not define. `mentions`: entities (parts of the text) that the client lists in its
     metadata, if the model reads them. `links`: its images at URLs that are not fetched yet. `chunks`: parts of its text
-    that get vectors of their own.
+    that get vectors of their own. `size`: approximate bytes of the item in a queue message; computed when the item is
+    created, because the items of a large body are created in a thread, not in the event loop.
     """
 
     text: str | None
@@ -60,6 +60,19 @@ class RequestItem(msgspec.Struct, frozen=True, dict=True):
     audio: bytes = b""
     document: DocumentFile | None = None
     chunks: TextChunks | None = None
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        size = utf8_bytes(self.text or "") + utf8_bytes(self.pair or "") + self.file_bytes
+        if self.tokens is not None:
+            size += ID_BYTES * len(self.tokens)
+        if self.mentions:
+            size += sum(MENTION_BYTES + len(mention.label.encode()) for mention in self.mentions)
+        if self.chunks is not None:
+            size += len(self.chunks.spans)
+        if self.vectors is not None:
+            size += self.vectors.nbytes
+        msgspec.structs.force_setattr(self, "size", size)
 
     @property
     def is_empty(self) -> bool:
@@ -77,17 +90,6 @@ class RequestItem(msgspec.Struct, frozen=True, dict=True):
     def file_bytes(self) -> int:
         """Return the bytes of the item's files, which are part of its `size`."""
         return sum(map(len, self.files)) if self.files else 0
-
-    @cached_property
-    def size(self) -> int:
-        """Return the approximate bytes of the item in a queue message."""
-        size = utf8_bytes(self.text or "") + utf8_bytes(self.pair or "")
-        if self.tokens is not None:
-            size += ID_BYTES * len(self.tokens)
-        size += self.file_bytes
-        size += sum(MENTION_BYTES + len(mention.label.encode()) for mention in self.mentions)
-        size += len(self.chunks.spans) if self.chunks else 0
-        return size if self.vectors is None else size + self.vectors.nbytes
 
 
 def input_of(item: RequestItem) -> Input:
@@ -146,9 +148,6 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
         )
     inputs = tuple(_item(value, f"{name}[{index}]") for index, value in enumerate(raw))
     _check_chunks(inputs, name)
-    for item in inputs:
-        # computes and caches the size here, because a large body is read in a thread, not in the event loop
-        _ = item.size
     return inputs
 
 
@@ -369,11 +368,8 @@ def sizes(items: Sequence[RequestItem], *, limit: int, name: str, positions: Seq
     """
     remedy = "" if limit >= MAX_BODY_BYTES else "; if SIE_PAYLOAD_STORE_URL is set, larger items are allowed"
     lengths = [item.size for item in items]
-    for position, size in zip(positions, lengths, strict=True):
-        if size > limit:
-            raise PayloadTooLarge(
-                f"{name}[{position}]: {size} bytes, one item may have at most {limit}{remedy}",
-                param=f"{name}[{position}]",
-                extras={"limit": limit},
-            )
+    if max(lengths) > limit:
+        position, size = next(pair for pair in zip(positions, lengths, strict=True) if pair[1] > limit)
+        message = f"{name}[{position}]: {size} bytes, one item may have at most {limit}{remedy}"
+        raise PayloadTooLarge(message, param=f"{name}[{position}]", extras={"limit": limit})
     return lengths

@@ -134,17 +134,15 @@ def plan(
     item_bytes, token_bytes = result_bytes(operation, entry, run)
     parts = _chunked_parts(items, max_tokens)
     whole = TextParts(max_tokens)
-    _check_reply(
-        item_bytes * (len(item_sizes) + sum(text.vectors - 1 for text in parts.values()))
-        + token_bytes
-        * sum(
+    expected_bytes = item_bytes * (len(item_sizes) + sum(text.vectors - 1 for text in parts.values()))
+    if token_bytes:
+        expected_bytes += token_bytes * sum(
             estimated_tokens(size - own.own_bytes, parts.get(index, whole).longest)
             + own.images * image.vectors
             + own.document
             for index, (size, own) in enumerate(zip(item_sizes, files or itertools.repeat(_NO_FILES), strict=False))
-        ),
-        name,
-    )
+        )
+    _check_reply(expected_bytes, name)
     shared_text_bytes = shared_bytes - (query.file_bytes if query else 0)
     chunks = split(
         item_sizes,

@@ -170,7 +170,7 @@ class RequestResult:
             usage |= {"cached_items": self.cached_items, "cached_tokens": self.cached_tokens}
         return usage
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         return next((result.fingerprint for result in self._results if result.fingerprint), "")
 
