@@ -101,6 +101,9 @@ class _LaneWorkers:
         return self._all
 
 
+_NO_WORKERS = _LaneWorkers()
+
+
 class Fleet:
     """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy; after
     ten times this time, it is removed. If no worker is heard for this timeout, for example without the broker, the time
@@ -287,22 +290,20 @@ class Fleet:
 
     def of_lane(self, lane: Lane) -> list[Heartbeat]:
         """Return the healthy workers of a lane in the order of names."""
+        return self._workers_of(lane).all()
+
+    def _workers_of(self, lane: Lane) -> _LaneWorkers:
         self._expire()
-        entry = self._lanes.get(lane)
-        return entry.all() if entry is not None else []
+        return self._lanes.get(lane, _NO_WORKERS)
 
     def hosts(self, lane: Lane, residency: str) -> list[Heartbeat]:
         """Return the healthy workers of a lane that have the model loaded, in the order of names."""
-        self._expire()
-        entry = self._lanes.get(lane)
-        return [entry.beats[name] for name in sorted(entry.loaded.get(residency, ()))] if entry is not None else []
+        workers = self._workers_of(lane)
+        return [workers.beats[name] for name in sorted(workers.loaded.get(residency, ()))]
 
     def loaded(self, lane: Lane, residency: str) -> list[ModelStatus]:
         """Return the reports of the healthy workers of a lane that have the model loaded."""
-        self._expire()
-        entry = self._lanes.get(lane)
-        statuses = self._statuses.get(residency, {})
-        return [] if entry is None else [statuses[name] for name in entry.loaded.get(residency, ())]
+        return [self._statuses[residency][name] for name in self._workers_of(lane).loaded.get(residency, ())]
 
     def crossover_tokens(self, residency: str) -> int:
         """Return the length of a text, in tokens, at which attention takes as long as all other layers of the model,
@@ -323,17 +324,14 @@ class Fleet:
         has taken, but at least 1. A worker that unloads any model counts as one that is about to load this model,
         because it frees memory for the load.
         """
-        self._expire()
-        entry = self._lanes.get(lane)
-        if entry is None:
-            return None
+        workers = self._workers_of(lane)
         statuses = self._statuses.get(residency, {})
         since = [
             self._loading_s[name][residency]
             for name, status in statuses.items()
-            if status.state == "loading" and name in entry.beats
+            if status.state == "loading" and name in workers.beats
         ]
-        if not since and not entry.unloading:
+        if not since and not workers.unloading:
             return None
         took_s = max((status.load_s for status in statuses.values() if status.load_s), default=USUAL_LOAD_S)
         spent_s = self._clock() - min(since) if since else 0.0

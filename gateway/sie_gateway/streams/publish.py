@@ -451,8 +451,7 @@ class WorkQueue:
     @property
     def payload_bytes(self) -> int:
         """Return the largest number of bytes of inputs in a message. The broker's limit may change at a reconnect."""
-        limit = max(1, self._broker.max_payload - HEADROOM_BYTES)
-        return min(limit, self._settings.inline_payload_bytes or limit)
+        return min(self.result_bytes, self._settings.inline_payload_bytes or self.result_bytes)
 
     @property
     def result_bytes(self) -> int:
