@@ -154,7 +154,7 @@ class Residencies:
         if since_s is not None and since_s >= AGAIN_S and "failed" in states:
             return True
         if now_s >= wish.until_s:
-            _logger.warning("%s was not loaded in lane %s within %g s", residency, lane, LIFE_S)
+            _logger.warning("the load of %s is given up: lane %s took over %g s", residency, lane, LIFE_S)
             return True
         self._cold.requested(lane)
         self._placer.want(lane, wish.model)
