@@ -34,7 +34,6 @@ _TASKS = Path("/proc/self/task")
 _LOOKS, _LOOK_S = 100, 0.001  # number of checks whether other threads have ended, and seconds between two checks
 _logger = logging.getLogger("sie.adapter")
 _NO_FORK = 1  # exit status of a parent that cannot fork, although several devices need a process each
-_NOT_FORKED = "the adapter is not forked, so every restart repeats its imports"
 
 
 class ForkResult(NamedTuple):
@@ -171,13 +170,11 @@ def _fork() -> int | None:
     try:
         if _is_alone():
             return os.fork()
-        _logger.warning(
-            "%s. Cause: an imported library runs threads, and a fork would copy the locks that they hold", _NOT_FORKED
-        )
-        return None
+        cause = "an imported library runs threads, and a fork would copy the locks that they hold"
     except OSError as error:
-        _logger.warning("%s. Cause: %s", _NOT_FORKED, error)
-        return None
+        cause = str(error)
+    _logger.warning("the adapter is not forked, so every restart repeats its imports. Cause: %s", cause)
+    return None
 
 
 def _is_alone() -> bool:

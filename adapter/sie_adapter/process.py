@@ -20,7 +20,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
 from sie_adapter import forkserver
 from sie_adapter.engine import spans
@@ -36,9 +35,6 @@ _logger = logging.getLogger("sie.adapter")
 
 DRAIN_S = 10.0
 _BACKLOG = 128
-# byte that is written to the wake socket for a drain. A signal writes its number as a byte, and no handled signal has
-# the number of this byte, 68.
-_DRAIN = b"D"
 
 
 def run(settings: Settings, *, spare: bool = False) -> int:
@@ -165,7 +161,7 @@ def _serve(
     engine = AdapterEngine(settings, worker_devices=WorkerDevices(devices, name) if devices > 1 else None)
     if tracer is not None:
         engine.device_threads.listeners.append(functools.partial(spans.ran, tracer))
-    server = AdapterServer(listener, engine, lambda: _wake(waker, _DRAIN), worker_trust(allowed(settings)))
+    server = AdapterServer(listener, engine, lambda: _wake(waker), worker_trust(allowed(settings)))
     cache = engine.loader.sources.cache
     watch = disk.DiskWatch(cache.relieve, cache.folder)
     _logger.info("adapter ready on %s, pid %d", path, os.getpid())
@@ -192,12 +188,9 @@ def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
     """
     wake, waker = socket.socketpair()
     waker.setblocking(False)
-
-    def noted(_signal: int, _frame: FrameType | None) -> None:
-        """Do nothing, because the byte that set_wakeup_fd writes is the message."""
-
     before = signal.set_wakeup_fd(waker.fileno())
-    handlers = {number: signal.signal(number, noted) for number in end_signals()}
+    # a handler does nothing, because the byte that set_wakeup_fd writes is the message
+    handlers = {number: signal.signal(number, lambda *_: None) for number in end_signals()}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.SIGNALS)
     try:
         yield wake, waker
@@ -209,10 +202,10 @@ def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
         waker.close()
 
 
-def _wake(waker: socket.socket, reason: bytes) -> None:
+def _wake(waker: socket.socket) -> None:
     # the waker may be closed: the process is ending, and no thread reads it any more
     with contextlib.suppress(OSError):
-        waker.send(reason)
+        waker.send(b"\0")
 
 
 def _is_served(path: Path) -> bool:

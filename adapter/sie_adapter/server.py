@@ -10,6 +10,7 @@ request except Cancel gets exactly one final reply. A malformed frame ends its c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -75,10 +76,8 @@ class AdapterServer:
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
-            try:
+            with contextlib.suppress(OSError):  # the sidecar may have closed the connection
                 connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # the sidecar has already closed the connection
 
     def _accept(self) -> None:
         try:

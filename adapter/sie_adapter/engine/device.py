@@ -211,7 +211,9 @@ def capacity_bytes(device: torch.device) -> int:
 def _limits(device: torch.device) -> list[MemoryUse]:
     if device.type == "cuda":
         return _cuda_memory(device)
-    return _mps_memory() if device.type == "mps" else _host_memory()
+    if device.type == "mps":
+        return [MemoryUse(torch.mps.driver_allocated_memory(), torch.mps.recommended_max_memory())]
+    return _host_memory()
 
 
 def _cuda_memory(device: torch.device) -> list[MemoryUse]:
@@ -298,10 +300,6 @@ def _cpu_seconds() -> tuple[float, float]:
     # `user` and `nice` already include `guest` and `guest_nice`
     total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     return total - times.idle - getattr(times, "iowait", 0.0), total
-
-
-def _mps_memory() -> list[MemoryUse]:
-    return [MemoryUse(torch.mps.driver_allocated_memory(), torch.mps.recommended_max_memory())]
 
 
 def _host_memory() -> list[MemoryUse]:
