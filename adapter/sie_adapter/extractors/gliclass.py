@@ -82,7 +82,7 @@ class GliclassModel(Extractor[GliclassTexts]):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        encoder = empty_gliclass(folder, entry, entry.load).model.encoder_model
+        encoder = _from_files(folder, entry, entry.load, {"device_map": "meta"}).model.encoder_model
         return tokenizer_fault(bare_tokenizer(read_tokenizer(folder)), encoder)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
@@ -90,7 +90,8 @@ class GliclassModel(Extractor[GliclassTexts]):
 
         self._device = compute.device
         self.precision = compute.precision
-        self._model = _load(folder, entry, load, compute)
+        options = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
+        self._model = for_inference(_from_files(folder, entry, load, options), compute)
         self._tokenizer = read_tokenizer(folder)
         encoder = self._model.model.encoder_model
         self.max_tokens = min(entry.max_tokens, bound_length(self._tokenizer, encoder, entry.max_tokens))
@@ -151,8 +152,7 @@ class GliclassModel(Extractor[GliclassTexts]):
             raise labels_refused("one of them contains a token that the model reserves")
         for name, text in (("instruction", around.instruction), *(("examples", text) for text in around.texts())):
             if self._reserved(text):
-                message = f"{name}: it contains a token that the model reserves"
-                raise InvalidInput(message, reason="reserved_token", param=name)
+                raise InvalidInput.at(name, "it contains a token that the model reserves", reason="reserved_token")
         self._check_room(len(self._counter.encode(self._prompt("", labels, around)).ids))
 
     def _reserved(self, text: str) -> bool:
@@ -215,16 +215,6 @@ class GliclassModel(Extractor[GliclassTexts]):
         )
         logits: Tensor = output.logits[:, : len(labels)].float().cpu()
         return logits
-
-
-def _load(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> Any:
-    options = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
-    return for_inference(_from_files(folder, entry, load, options), compute)
-
-
-def empty_gliclass(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
-    """Build the model on the device `meta`, compare the weights' names and shapes, and raise the errors of a load."""
-    return _from_files(folder, entry, load, {"device_map": "meta"})
 
 
 def _from_files(folder: Path, entry: ModelEntry, load: LoadOptions, options: dict[str, Any]) -> Any:

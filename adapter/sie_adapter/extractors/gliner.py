@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from sie_adapter.engine.device import Compute
+from sie_adapter.extractors.gliner2_relations import WordPair
 from sie_adapter.extractors.gliner_folder import empty_gliner, load_gliner
 from sie_adapter.families.extraction import (
     ExtractOptions,
@@ -61,7 +62,6 @@ _FLAT_CANDIDATES = 8192
 _TOKEN_CANDIDATES = 1024  # the same limit for a token-level model
 
 Span = tuple[int, int, str, float]  # entity in a text: first word, last word, label, score
-WordRelation = tuple[tuple[int, int], tuple[int, int], str, float]  # first and last word of head and tail, label, score
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,14 @@ class WindowResult:
     """Entities of one window, and the relations between them. Positions are word indices in the window."""
 
     spans: list[Span]
-    relations: list[WordRelation] = field(default_factory=list)
+    relations: list[WordPair] = field(default_factory=list)
 
     def moved(self, words: int) -> WindowResult:
         """Return the same result with `words` added to each position."""
         return WindowResult(
             [(first + words, last + words, label, score) for first, last, label, score in self.spans],
             [
-                ((head[0] + words, head[1] + words), (tail[0] + words, tail[1] + words), label, score)
+                WordPair((head[0] + words, head[1] + words), (tail[0] + words, tail[1] + words), label, score)
                 for head, tail, label, score in self.relations
             ],
         )

@@ -76,6 +76,7 @@ _CANDIDATES = 16384  # largest number of candidate entities of a window; more on
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
 T = TypeVar("T")
+Output = TypeVar("Output")
 # For each task of a window: its logits [objects, labels, words, widths], -inf for spans beyond the last word; None if
 # the model predicts no object.
 _Logits = Sequence[Tensor | None]
@@ -249,7 +250,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
                 return spans
             return pairs if isinstance(pairs, SIEError) else _WindowAnswer(spans, pairs)
 
-        by_text, errors = self._by_text(prepared, read)
+        by_text, errors = self._by_text(prepared, self._logits, read)
         results: list[Result] = []
         for index, (text, words, answers) in enumerate(zip(texts, prepared.words, by_text, strict=True)):
             result: dict[str, Any] = {}
@@ -265,29 +266,19 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     def _classes(self, texts: Sequence[str], options: ExtractOptions, prepared: Gliner2Texts) -> list[Result]:
         results: list[Result] = [prepared.errors.get(index, {"classifications": []}) for index in range(len(texts))]
         for read, batch in prepared.passes:
-            batch = batch.to(self._device)
-            states = self._model.encode_tokens(batch)
-            _, marks = self._processor.extract_embeddings_from_batch(states, batch.input_ids, batch)
-            for at, own in zip(read, marks, strict=True):
-                logits = self._model.classifier(torch.stack(list(own[0][1:]))).squeeze(-1) / self._temperature
+            for at, (_, labels) in zip(read, self._label_states(batch), strict=True):
+                logits = self._model.classifier(labels).squeeze(-1) / self._temperature
                 results[at.text] = classified(logits.float().cpu(), prepared.labels, options)
         return results
 
     def _bounded_entities(self, texts: Sequence[str], options: ExtractOptions, prepared: Gliner2Texts) -> list[Result]:
         least, by_label = options.threshold_or(LEAST), options.parameters.get("label_thresholds", {})
         thresholds = [by_label.get(label, least) for label in prepared.labels]
-        errors = dict(prepared.errors)
-        by_text: list[dict[TextWindow, list[BoundedSpan]]] = [{} for _ in texts]
-        for read, batch in prepared.passes:
-            batch = batch.to(self._device)
-            states = self._model.encode_tokens(batch)
-            words, marks = self._processor.extract_embeddings_from_batch(states, batch.input_ids, batch)
-            for at, own, task in zip(read, words, marks, strict=True):
-                candidates = window_candidates(self._model, own, torch.stack(list(task[0][1:])), at, thresholds)
-                if isinstance(candidates, SIEError):
-                    errors[at.text] = candidates
-                else:
-                    by_text[at.text][at] = candidates
+
+        def candidates(states: tuple[Tensor, Tensor], at: TextWindow) -> list[BoundedSpan] | SIEError:
+            return window_candidates(self._model, *states, at, thresholds)
+
+        by_text, errors = self._by_text(prepared, self._label_states, candidates)
         policy = self._model.boundary_settings.overlap_policy
         return [
             errors[index]
@@ -307,23 +298,26 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             words = prepared.words[at.text]
             return window_objects(logits[0], texts[at.text], record, choices, before, words, at, thresholds)
 
-        by_text, errors = self._by_text(prepared, objects)
+        by_text, errors = self._by_text(prepared, self._logits, objects)
         return [
             errors[index] if index in errors else {"objects_of_record": joined_objects(record, words, by_window)}
             for index, (words, by_window) in enumerate(zip(prepared.words, by_text, strict=True))
         ]
 
     def _by_text(
-        self, prepared: Gliner2Texts, convert: Callable[[_Logits, TextWindow], T | SIEError]
+        self,
+        prepared: Gliner2Texts,
+        run: Callable[[Any], Sequence[Output | SIEError]],
+        convert: Callable[[Output, TextWindow], T | SIEError],
     ) -> tuple[list[dict[TextWindow, T]], dict[int, SIEError]]:
-        """Run all passes. Return for each text the results of `convert` for the logits of its windows, and the errors
-        by index of the text.
+        """Run all passes: `run` returns the output of each window of a batch. Return for each text the results of
+        `convert` for its windows, and the errors by index of the text.
         """
         errors = dict(prepared.errors)
         by_text: list[dict[TextWindow, T]] = [{} for _ in prepared.words]
         for read, batch in prepared.passes:
-            for at, logits in zip(read, self._logits(batch), strict=True):
-                result = logits if isinstance(logits, SIEError) else convert(logits, at)
+            for at, output in zip(read, run(batch), strict=True):
+                result = output if isinstance(output, SIEError) else convert(output, at)
                 if isinstance(result, SIEError):
                     errors[at.text] = result
                 else:
@@ -337,8 +331,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         processor = self._processor
         if isinstance(options.part, TextRecord):
             if self._is_boundary:
-                message = "output_schema: a GLiNER2 of the boundary architecture answers only enums and booleans here"
-                raise InvalidInput(message, reason="unsupported_output", param="output_schema")
+                message = "a GLiNER2 of the boundary architecture answers only enums and booleans here"
+                raise InvalidInput.at("output_schema", message, reason="unsupported_output")
             return self._record_prompt(options.part)
         if not labels and not relations:
             raise labels_refused("expected at least one")
@@ -413,9 +407,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             return
         fault = "has no token, or one that the model reserves"
         if kind == "relations":
-            message = f"relation_labels: one of them {fault}"
-            raise InvalidInput(message, reason="labels", param="relation_labels")
-        raise InvalidInput(f"task: it {fault}", reason="schema", param="task")
+            raise InvalidInput.at("relation_labels", f"one of them {fault}", reason="labels")
+        raise InvalidInput.at("task", f"it {fault}")
 
     def _ids(self, words: Sequence[str]) -> list[NDArray[np.int32]]:
         ids, sizes = tokens_of(self._counter, words)
@@ -472,6 +465,13 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             text_word_first_positions=[len(prompt.ids) + place for place in places],
             schema_special_positions=prompt.marks,
         )
+
+    def _label_states(self, batch: Any) -> list[tuple[Tensor, Tensor]]:
+        """Return for each window the states of its words [words, width], and of the labels [labels, width]."""
+        batch = batch.to(self._device)
+        states = self._model.encode_tokens(batch)
+        words, marks = self._processor.extract_embeddings_from_batch(states, batch.input_ids, batch)
+        return [(own, torch.stack(list(tasks[0][1:]))) for own, tasks in zip(words, marks, strict=True)]
 
     def _logits(self, batch: Any) -> list[_Logits | SIEError]:
         """Return the logits of each window, or an error if a state of the window is not finite."""

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from sie_adapter.engine.device import Compute
-from sie_adapter.extractors.gliner import GlinerModel, GlinerRequest, GlinerWords, WindowResult, WordRelation
+from sie_adapter.extractors.gliner import GlinerModel, GlinerRequest, GlinerWords, WindowResult
+from sie_adapter.extractors.gliner2_relations import WordPair, relations_of_text
 from sie_adapter.families.extraction import ExtractOptions, Result, TextWindow, scores_not_finite
 from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
@@ -99,20 +100,15 @@ class GlinerRelationModel(GlinerModel):
         result = super()._result(text, words, parts, request)
         if isinstance(result, SIEError):
             return result
-        by_range = {(entity["start"], entity["end"]): entity["text"] for entity in result["entities"]}
-        best: dict[tuple[tuple[int, int], tuple[int, int], str], float] = {}
-        for window, part in parts:
-            for head, tail, label, score in (
-                part.moved(window.start).relations if isinstance(part, WindowResult) else ()
-            ):
-                key = (words.range(*head), words.range(*tail), label)
-                best[key] = max(score, best.get(key, 0.0))
-        relations = [
-            {"head": by_range[head], "tail": by_range[tail], "relation": label, "score": score}
-            for (head, tail, label), score in sorted(best.items(), key=lambda row: (-row[1], row[0]))
-            if head in by_range and tail in by_range
+        ranges = {(entity["start"], entity["end"]) for entity in result["entities"]}
+        pairs = [
+            pair
+            for window, part in parts
+            if isinstance(part, WindowResult)
+            for pair in part.moved(window.start).relations
+            if ranges.issuperset((words.range(*pair.head), words.range(*pair.tail)))
         ]
-        return {**result, "relations": relations}
+        return {**result, "relations": relations_of_text(text, words, pairs)}
 
 
 def _candidates(scores: Tensor, mask: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -155,7 +151,7 @@ def _related(
     flat = scores.flatten()
     ranked = flat.argsort(descending=True, stable=True)[:_RELATIONS].tolist()
     spans = {(first, last) for first, last, _, _ in result.spans}
-    relations: list[WordRelation] = []
+    relations: list[WordPair] = []
     for index in ranked:
         if float(flat[index]) <= request.relation_threshold:
             break
@@ -163,5 +159,5 @@ def _related(
         head, tail = (divmod(int(places[number]), widths) for number in pairs[pair].tolist())
         ranges = (head[0], sum(head)), (tail[0], sum(tail))
         if spans.issuperset(ranges):
-            relations.append((*ranges, request.relation_labels[label], float(flat[index])))
+            relations.append(WordPair(*ranges, request.relation_labels[label], float(flat[index])))
     return replace(result, relations=relations)

@@ -149,12 +149,10 @@ class GlirelModel(Extractor[GlirelTexts]):
             first, last = bisect_right(ends, mention.start), bisect_left(starts, mention.end) - 1
             path = f"metadata.entities[{index}]"
             if last < first:
-                return InvalidInput(f"{path}: its range of the text contains no word", reason="schema", param=path)
+                return InvalidInput.at(path, "its range of the text contains no word")
             if last >= len(words):
-                message = (
-                    f"{path}: it ends after word {len(words)}, the last word that the model reads with these labels"
-                )
-                return InvalidInput(message, reason="input_too_long", param=path, extras={"limit": len(words)})
+                message = f"it ends after word {len(words)}, the last word that the model reads with these labels"
+                return InvalidInput.at(path, message, reason="input_too_long", extras={"limit": len(words)})
             spans.append((first, last))
         return words, spans
 
