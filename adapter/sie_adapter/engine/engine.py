@@ -474,9 +474,7 @@ class BatchRun:
         needing = np.zeros(len(self._items.lengths), bool)
         for row, vectors in self._client_vectors.items():
             if not np.isfinite(vectors).all():
-                self._errors[row] = InvalidInput(
-                    "multivector: expected finite numbers", reason="schema", param="multivector"
-                )
+                self._errors[row] = InvalidInput.at("multivector", "expected finite numbers")
             elif "multivector" in self._masks:
                 self._rows["multivector"][row] = ClientVectors(to_device(vectors, self._device))
                 self._masks["multivector"][row] = False

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sie_adapter.engine.device import to_device
-from sie_adapter.engine.schema_answers import answer_parts
+from sie_adapter.engine.schema_answers import answer_parts, ranked_classes
 from sie_adapter.epilogues import dtypes, muvera
 from sie_adapter.heads import Row
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
@@ -117,10 +117,8 @@ def vectors(options: RunOptions, rows: Rows) -> ItemResults:
         encoded = muvera.encode(tokens, options.muvera, is_query=options.is_query)
         # only vectors of a client can be so large: those of a model are normalised
         for item in (~torch.isfinite(encoded).all(1)).nonzero()[:, 0].tolist():
-            results[item] = InvalidInput(
-                "multivector: the numbers are too large, their sum is infinite", reason="schema", param="multivector"
-            )
-        _put("dense", options.dtype, encoded, results)
+            results[item] = InvalidInput.at("multivector", "the numbers are too large, their sum is infinite")
+        _put("dense", options.dtype, encoded, range(count), results)
     return results
 
 
@@ -155,24 +153,26 @@ def _add_dense(options: RunOptions, pooled: Tensor, results: ItemResults) -> Non
     for item, norm in enumerate(norms.flatten().tolist()):
         if not 0 < norm < math.inf:
             results[item] = not_finite()
-    _put("dense", options.dtype, cut / norms.clamp_min(_EPSILON) if options.normalize else cut, results)
+    vectors = cut / norms.clamp_min(_EPSILON) if options.normalize else cut
+    _put("dense", options.dtype, vectors, range(len(results)), results)
 
 
-def _put(name: str, dtype: str, vectors: Tensor, results: ItemResults) -> None:
-    """Store row i of `vectors` in result i, as the output `name`."""
+def _put(name: str, dtype: str, vectors: Tensor, places: Sequence[int | slice], results: ItemResults) -> None:
+    """Store `vectors[places[i]]` in result i, as the output `name`."""
     if dtype == "float32":
         values, scale, offset = vectors.float().cpu().numpy(), None, None
     else:
         values, scale, offset = dtypes.convert(vectors, dtype)
-    for item, answer in enumerate(results):
-        if _overflows(values[item]):
+    for item, place in enumerate(places):
+        answer = results[item]
+        if _overflows(values[place]):
             results[item] = _too_large()
         elif isinstance(answer, ItemResult):
-            answer.arrays[name] = values[item]
+            answer.arrays[name] = values[place]
             if scale is not None:
-                answer.arrays[f"{name}.scale"] = scale[item : item + 1]
+                answer.arrays[f"{name}.scale"] = np.atleast_1d(scale[place])
             if offset is not None:
-                answer.arrays[f"{name}.offset"] = offset[item : item + 1]
+                answer.arrays[f"{name}.offset"] = np.atleast_1d(offset[place])
 
 
 def _overflows(values: NDArray[Any]) -> bool:
@@ -185,20 +185,9 @@ def _too_large(remedy: str = "request float32, or set normalize") -> InvalidInpu
 
 
 def _add_multivectors(name: str, options: RunOptions, rows: Sequence[Row], results: ItemResults) -> None:
-    values, scale, offset = dtypes.convert(
-        _cut(torch.cat(_tensors(rows)), options, keep_scale=not options.normalize), options.dtype
-    )
-    ends = np.cumsum([len(row) for row in rows])
-    for item, (answer, stop, row) in enumerate(zip(list(results), ends.tolist(), rows, strict=True)):
-        here = slice(stop - len(row), stop)
-        if _overflows(values[here]):
-            results[item] = _too_large()
-        elif isinstance(answer, ItemResult):
-            answer.arrays[name] = values[here]
-            if scale is not None:
-                answer.arrays[f"{name}.scale"] = scale[here]
-            if offset is not None:
-                answer.arrays[f"{name}.offset"] = offset[here]
+    vectors = _cut(torch.cat(_tensors(rows)), options, keep_scale=not options.normalize)
+    bounds = np.cumsum([0, *map(len, rows)]).tolist()
+    _put(name, options.dtype, vectors, [slice(*pair) for pair in itertools.pairwise(bounds)], results)
 
 
 def _add_sparse(options: RunOptions, rows: Sequence[Row], results: ItemResults) -> None:
@@ -309,8 +298,12 @@ def _late_scores_at_once(query: Tensor, documents: Sequence[Row]) -> Tensor:
 _SIDES = {"dense": _dense_scores, "sparse": _sparse_scores, "multivector": _late_scores}
 
 
+def scored(score: float) -> ItemResult | SIEError:
+    return ItemResult(score=score) if math.isfinite(score) else not_finite()
+
+
 def _scores(values: Tensor) -> ItemResults:
-    return [ItemResult(score=score) if np.isfinite(score) else not_finite() for score in values.cpu().double().tolist()]
+    return list(map(scored, values.cpu().double().tolist()))
 
 
 def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) -> ItemResults:
@@ -336,11 +329,8 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
     """
     if unknown := [label for label in options.labels if label not in names]:
         listed = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
-        raise InvalidInput(
-            f"labels: {len(unknown)} of them are no classes of the model, whose classes are {listed}",
-            reason="labels",
-            param="labels",
-        )
+        message = f"{len(unknown)} of them are no classes of the model, whose classes are {listed}"
+        raise InvalidInput.at("labels", message, reason="labels")
     scores = torch.stack(list(logits))
     if not options.parameters.get("raw_scores"):
         scores = (
@@ -350,16 +340,12 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
             if activation == "softmax"
             else scores
         )
+    least = -math.inf if options.threshold is None else options.threshold
     results: ItemResults = []
     for row in scores.cpu().double().tolist():
-        ordered = sorted(zip(names, row, strict=True), key=lambda pair: -pair[1])
-        chosen = (pair for pair in ordered if not options.labels or pair[0] in options.labels)
-        classifications = [
-            {"label": label, "score": score}
-            for label, score in chosen
-            if options.threshold is None or score >= options.threshold
-        ]
-        results.append(ItemResult(data={"classifications": classifications}))
+        ranked = ranked_classes(names, row, least)
+        chosen = [own for own in ranked if not options.labels or own["label"] in options.labels]
+        results.append(ItemResult(data={"classifications": chosen}))
     return results
 
 
@@ -399,10 +385,7 @@ def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contr
     results: ItemResults = []
     for row in torch.cat(shares, 1).cpu().double().tolist():
         rows = iter(row)
-        ordered = sorted(zip(own, itertools.islice(rows, len(own)), strict=True), key=lambda pair: -pair[1])
-        classifications = [
-            {"label": label, "score": score} for label, score in ordered if score >= by_label.get(label, least)
-        ]
+        classifications = ranked_classes(own, itertools.islice(rows, len(own)), least, by_label)
         if not parts:
             results.append(ItemResult(data={"classifications": classifications}))
             continue

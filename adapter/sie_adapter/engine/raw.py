@@ -216,15 +216,7 @@ def _run(run: Any, message: RunBatch, group: Group, fitting: Fitting) -> ItemRes
     results = fitting(call, len(texts))
     if is_encoding:
         return _encoded(results, group.options)
-    return [score if isinstance(score, SIEError) else _scored(float(score)) for score in results]
-
-
-def _scored(score: float) -> ItemResult | SIEError:
-    return (
-        ItemResult(score=score)
-        if np.isfinite(score)
-        else InferenceFailed("the model returned a score that is NaN or infinite", reason="non_finite")
-    )
+    return [score if isinstance(score, SIEError) else item_results.scored(float(score)) for score in results]
 
 
 def _encoded(results: list[Any], options: RunOptions) -> ItemResults:

@@ -9,9 +9,11 @@ begins with the path of the value in `data`; in `classifications` a dot and the 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypedDict
 
 from sie_contracts.models.output_schemas import Decision, Scalar, SchemaPart, TextField, TextRecord
@@ -66,7 +68,7 @@ class SchemaAnswer:
         shares = [scores[label] for label in decision.labels]
         if decision.is_boolean:
             shares.append(1.0 - shares[0])
-        self._add_classes(decision.classes, shares)
+        self.classifications += ranked_classes(decision.classes, shares)
         least = thresholds.get(path, LEAST)
         if decision.is_many:
             owner[name] = [value for value, score in zip(decision.values, shares, strict=True) if score >= least]
@@ -109,14 +111,25 @@ class SchemaAnswer:
         assert value is not None, "candidates without a value are left out"
         if text_field.kind == "choice":
             name = str(value).lower() if isinstance(value, bool) else span["text"]
-            self._add_classes((f"{path}.{name}",), (span["score"],))
+            self.classifications.append({"label": f"{path}.{name}", "score": span["score"]})
         else:
             self.entities.append({**span, "label": path})
         return value
 
-    def _add_classes(self, labels: Iterable[str], scores: Iterable[float]) -> None:
-        rows = [{"label": label, "score": score} for label, score in zip(labels, scores, strict=True)]
-        self.classifications += sorted(rows, key=lambda row: -row["score"])
+
+def ranked_classes(
+    labels: Iterable[str],
+    scores: Iterable[float],
+    least: float = -math.inf,
+    by_label: Mapping[str, float] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
+    """Return the labels whose score reaches their threshold, which is that of `by_label`, else `least`; best first."""
+    rows = [
+        {"label": label, "score": score}
+        for label, score in zip(labels, scores, strict=True)
+        if score >= by_label.get(label, least)
+    ]
+    return sorted(rows, key=lambda row: -row["score"])
 
 
 def value_of(text_field: TextField, text: str) -> Scalar | None:

@@ -30,14 +30,6 @@ def convert(vectors: Tensor, dtype: str) -> Converted:
     return _CONVERSIONS[dtype](vectors.float())
 
 
-def _float32(vectors: Tensor) -> Converted:
-    return vectors.cpu().numpy(), None, None
-
-
-def _float16(vectors: Tensor) -> Converted:
-    return vectors.half().cpu().numpy(), None, None
-
-
 def _int8(vectors: Tensor) -> Converted:
     largest = vectors.abs().amax(-1, keepdim=True)
     codes = (vectors / _nonzero(largest) * 127).round().to(torch.int8)
@@ -65,8 +57,8 @@ def _per_row(values: Tensor) -> Array:
 
 
 _CONVERSIONS: dict[str, Callable[[Tensor], Converted]] = {
-    "float32": _float32,
-    "float16": _float16,
+    "float32": lambda vectors: (vectors.cpu().numpy(), None, None),
+    "float16": lambda vectors: (vectors.half().cpu().numpy(), None, None),
     "int8": _int8,
     "uint8": _uint8,
     "binary": _bits,

@@ -49,19 +49,13 @@ def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Ten
     return F.normalize(result, dim=1, eps=1e-12, out=result) if parameters.normalize else result
 
 
-def _token_bytes(dim: int, parameters: Muvera) -> int:
-    """Return the bytes per token of the largest intermediate result: a row of floats for one repetition, or an index
-    for each repetition.
-    """
-    return max(4 * dim, 4 * (parameters.projection_dim or 0), 8 * parameters.num_repetitions, 32)
-
-
 def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) -> Iterator[tuple[int, int]]:
     """Yield ranges (first, end) of consecutive items. The tokens of a range need at most `budget` bytes, and so do its
     partitions in one repetition. An item that needs more is a range of its own.
     """
     item_bytes = 4 * parameters.partitions * (parameters.projection_dim or dim)
-    token_bytes = _token_bytes(dim, parameters)
+    # the largest intermediate result has, for each token, a row of floats for one repetition or an index for each
+    token_bytes = max(4 * dim, 4 * (parameters.projection_dim or 0), 8 * parameters.num_repetitions, 32)
     first = tokens = 0
     for item, length in enumerate(lengths):
         if item > first and max((tokens + length) * token_bytes, (item + 1 - first) * item_bytes) > budget:

@@ -38,7 +38,6 @@ from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.heads.pooling import DenseHead
 from sie_adapter.heads.sparse import MaskedLanguageHead, TokenTable, TokenWeightHead
 from sie_adapter.heads.token_pooling import MAX_ROWS
-from sie_adapter.heads.tokens import TokenStatesHead
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.loading import checkpoint
 from sie_adapter.loading.late_interaction import Filling, late_interaction
@@ -145,7 +144,7 @@ class Builder:
         filling: Filling | None = None
         if "dense" in outputs:
             heads["dense"] = self._dense()
-            heads[TOKEN_STATES] = TokenStatesHead()
+            heads[TOKEN_STATES] = MultivectorHead(None, self.compute.device)  # no layers: the states, unchanged
         if "sparse" in outputs:
             heads["sparse"] = self._sparse()
             query_weights = self._query_weights()

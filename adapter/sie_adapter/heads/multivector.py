@@ -66,8 +66,8 @@ class MultivectorHead:
     def join(self, parts: Sequence[Sequence[Tensor]], lengths: Sequence[Int64], pooling: str) -> Sequence[Tensor]:
         """Return the token vectors of each chunk: the vectors of its parts, merged like the vectors of a document."""
         rows = [own[0] if len(own) == 1 else torch.cat(list(own)) for own in parts]
-        is_pooled = self._pooling is not None and self._pooling.documents
-        return [self._pooling(own) for own in rows] if is_pooled and self._pooling is not None else rows
+        merge = self._pooling
+        return rows if merge is None or not merge.documents else [merge(own) for own in rows]
 
     def _pooled(self, rows: Sequence[Tensor], states: States, sequences: Int64, usable: Tensor) -> list[Tensor]:
         assert self._pooling is not None

@@ -79,8 +79,8 @@ class DenseHead:
         """
         pooling = states.pooling or self.pooling
         if not is_joinable(pooling):
-            message = f"chunks: the pooling is {pooling}, with context it must be {' or '.join(JOINABLE_POOLINGS)}"
-            raise InvalidInput(message, reason="unsupported_pooling", param="chunks")
+            message = f"the pooling is {pooling}, with context it must be {' or '.join(JOINABLE_POOLINGS)}"
+            raise InvalidInput.at("chunks", message, reason="unsupported_pooling")
         pooled = self._pooled(states, sequences)
         return Reduced(pooled.unbind(0), torch.isfinite(pooled).all(1))
 
@@ -93,13 +93,9 @@ class DenseHead:
     def _pooled(self, states: States, sequences: Int64) -> Tensor:
         parts = poolings(states.pooling or self.pooling)
         if parts is None:
-            raise InvalidInput(f"pooling: expected one of {', '.join(POOLINGS)}", reason="schema", param="pooling")
+            raise InvalidInput.at("pooling", f"expected one of {', '.join(POOLINGS)}")
         if len(parts) != len(self.pooling.split("+")):
-            raise InvalidInput(
-                f"pooling: the model's own is {self.pooling}, whose vectors have another width",
-                reason="schema",
-                param="pooling",
-            )
+            raise InvalidInput.at("pooling", f"the model's own is {self.pooling}, whose vectors have another width")
         hidden = states.hidden if self._token_layers is None else self._token_layers(states.hidden.float())
         vectors = [pool(hidden, states.packed, part) for part in parts]
         pooled = vectors[0] if len(vectors) == 1 else torch.cat(vectors, 1)
