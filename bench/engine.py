@@ -307,8 +307,8 @@ def padding(rounds: int) -> None:
     from sie_adapter.engine.device import Compute
     from sie_adapter.engine.engine import prepare_process
     from sie_adapter.packed.attention_backend import attention_facts, resolve_attention
-    from sie_adapter.packed.backbone import Backbone, evenly_long
-    from sie_adapter.packed.packing import Items
+    from sie_adapter.packed.backbone import Backbone
+    from sie_adapter.packed.packing import Items, evenly_long
 
     prepare_process()
     config = MPNetConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
@@ -335,7 +335,7 @@ def padding(rounds: int) -> None:
     def ours(part: Sequence[np.ndarray]) -> int:
         laid = packed(part)
         backbone.forward(laid)
-        return sum((stop - start) * int(laid.lengths[stop - 1]) for start, stop in evenly_long(laid.lengths))
+        return sum((stop - start) * int(laid.lengths[stop - 1]) for start, stop in evenly_long(laid.lengths.tolist()))
 
     batches, real = batched(ids), sum(map(len, ids))
     seconds: dict[str, list[float]] = {}

@@ -28,10 +28,11 @@ from transformers.modeling_outputs import BackboneOutput
 
 from sie_adapter.detectors.boxes import ImageFrame, Sight
 from sie_adapter.engine.device import Compute, to_device
-from sie_adapter.families.extraction import bytes_of, labels_refused
+from sie_adapter.families.extraction import labels_refused
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import fault, fitted, load_tokenizer
 from sie_adapter.packed.images import Levels, processor_of
+from sie_adapter.packed.linear import bytes_of
 from sie_adapter.packed.packing import Shown
 from sie_adapter.packed.tower_outputs import Output
 from sie_contracts.errors import InvalidInput

@@ -22,11 +22,11 @@ from transformers import AutoModelForZeroShotObjectDetection
 
 from sie_adapter.detectors.boxes import Float32, ImageFrame, Sight
 from sie_adapter.engine.device import Compute, to_device
-from sie_adapter.families.extraction import LabelVectors, bytes_of, labels_refused
+from sie_adapter.families.extraction import LabelVectors, labels_refused
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import fault, fitted, load_tokenizer
 from sie_adapter.packed.images import PROCESSOR, read_processor
-from sie_adapter.packed.linear import block_linears
+from sie_adapter.packed.linear import block_linears, bytes_of
 from sie_adapter.packed.packing import Shown
 from sie_adapter.packed.tower_outputs import Output
 from sie_contracts.errors import InvalidInput

@@ -31,7 +31,6 @@ from sie_adapter.families.extraction import (
     classified,
     labels_refused,
     padding_of,
-    passes,
     refuse_misfits,
     tokenizer_fault,
 )
@@ -41,8 +40,6 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 
-_TOKENS_PER_PASS = {"cpu": 512}  # limit for the tokens of a pass, padding and labels included, by type of device
-_TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 8  # estimated characters per token, for the first cut of a long text before it is tokenised
 
 
@@ -80,6 +77,8 @@ class GliclassModel(Extractor[GliclassTexts]):
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of the whole prompt; longer texts are cut.
     """
 
+    pass_tokens = 512, 16384
+
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
         encoder = _from_files(folder, entry, entry.load, {"device_map": "meta"}).model.encoder_model
@@ -88,8 +87,6 @@ class GliclassModel(Extractor[GliclassTexts]):
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         from gliclass.pipeline import UniEncoderZeroShotClassificationPipeline
 
-        self._device = compute.device
-        self.precision = compute.precision
         options = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
         self._model = for_inference(_from_files(folder, entry, load, options), compute)
         self._tokenizer = read_tokenizer(folder)
@@ -98,7 +95,7 @@ class GliclassModel(Extractor[GliclassTexts]):
         self._pipeline = UniEncoderZeroShotClassificationPipeline(
             self._model, self._tokenizer, max_length=self.max_tokens, device=compute.device, progress_bar=False
         )
-        self._describe(self._model, encoder, bare_tokenizer(self._tokenizer))
+        self._describe(self._model, encoder, self._tokenizer, compute)
         # a fast tokenizer raises if a second thread calls it while its padding or truncation is being set
         self._tokenizing = threading.Lock()
 
@@ -117,7 +114,7 @@ class GliclassModel(Extractor[GliclassTexts]):
                 places.append(index)
         rows = self._encoded([texts[index] for index in places], labels, around)
         lengths = [len(row) for row in rows]
-        chosen = self._passes(lengths)
+        chosen = self._passes(lengths, options)
         padded = [([places[index] for index in part], self._padded([rows[index] for index in part])) for part in chosen]
         return GliclassTexts(results, padded, padding_of(lengths, chosen))
 
@@ -128,11 +125,11 @@ class GliclassModel(Extractor[GliclassTexts]):
                 results[index] = classified(scores, labels, options)
         return results
 
-    def _passes(self, lengths: list[int]) -> list[list[int]]:
+    def _passes(self, lengths: Sequence[int], options: ExtractOptions) -> list[list[int]]:
         """Return the texts of each pass, as indices. The texts of a pass have equal lengths, because the package's
         pooling includes padding. Lengths may differ only with the pooling `first`, which reads no padding.
         """
-        chosen = list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
+        chosen = super()._passes(lengths, options)
         if self._model.config.pooling_strategy == "first":
             return chosen
         return [

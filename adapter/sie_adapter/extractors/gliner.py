@@ -34,7 +34,6 @@ from sie_adapter.families.extraction import (
     labels_refused,
     own_ranges,
     padding_of,
-    passes,
     scores_not_finite,
     tokenizer_fault,
     windows,
@@ -46,10 +45,6 @@ from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
-# limit for the tokens of a pass, padding and labels included, by type of device; for a model of width 512, the span
-# states of a pass need about 0.2 MB per word
-_TOKENS_PER_PASS = {"cpu": 512}
-_TOKENS_PER_PASS_ELSEWHERE = 8192
 # The longest word in characters is this number times `max_tokens`. The rest is cut, since the model reads only the
 # first token of a word.
 _CHARACTERS_PER_TOKEN = 16
@@ -130,6 +125,8 @@ class GlinerModel(Extractor[GlinerTexts]):
     longer texts take several windows.
     """
 
+    pass_tokens = 512, 8192  # for a model of width 512, the span states of a pass need about 0.2 MB per word
+
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
         model = empty_gliner(folder, entry, entry.load)
@@ -140,8 +137,6 @@ class GlinerModel(Extractor[GlinerTexts]):
         return cause
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        self._device = compute.device
-        self.precision = compute.precision
         self._gliner = load_gliner(folder, entry, load, compute)
         self._processor = self._gliner.data_processor
         self._decoder = self._gliner.decoder
@@ -158,7 +153,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         )
         layers = self._gliner.model.token_rep_layer
         encoder = layers.bert_layer.model
-        self._describe(self._gliner.model, encoder, bare_tokenizer(self._processor.transformer_tokenizer))
+        self._describe(self._gliner.model, encoder, self._processor.transformer_tokenizer, compute)
         self._max_words: int = self._gliner.config.max_len
         self.max_tokens = bound_length(
             self._processor.transformer_tokenizer, encoder, TOKENS_PER_WORD * self._max_words
@@ -202,9 +197,6 @@ class GlinerModel(Extractor[GlinerTexts]):
             for batch in read
         ]
         return GlinerTexts(labels, words, windows, collated, padding_of(lengths, chosen))
-
-    def _passes(self, lengths: Sequence[int], options: ExtractOptions) -> list[list[int]]:
-        return list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
 
     def _kinds(self, options: ExtractOptions) -> dict[str, list[str]]:
         """Return the labels, as keyword arguments of the package's collator."""

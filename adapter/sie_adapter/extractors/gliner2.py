@@ -51,7 +51,6 @@ from sie_adapter.families.extraction import (
     labels_refused,
     own_ranges,
     padding_of,
-    passes,
     read_weights,
     scores_not_finite,
     tokenizer_fault,
@@ -67,10 +66,6 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.models.output_schemas import TextRecord
 from sie_store.folder_files import read_json
 
-# limit for the tokens of a pass, padding and labels included, by type of device; for a model of width 768, the span
-# states of a pass need about 0.1 MB per word
-_TOKENS_PER_PASS = {"cpu": 512}
-_TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 16  # the longest word in characters is this number times `max_tokens`; the rest is cut
 _CANDIDATES = 16384  # largest number of candidate entities of a window; more only with equal scores
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
@@ -172,6 +167,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     in several windows.
     """
 
+    pass_tokens = 512, 16384  # for a model of width 768, the span states of a pass need about 0.1 MB per word
+
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
         weights = read_weights(folder, entry)
@@ -194,11 +191,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         settings = self._model.boundary_settings if self._is_boundary else None
         self._temperature: float = settings.classification_temperature if settings else 1.0
         self._shared_words = _SHARED_WORDS if settings else 2 * self._model.max_width
-        self._device = compute.device
-        self.precision = compute.precision
         self._processor = self._model.processor
         encoder = self._model.encoder
-        self._describe(self._model, encoder, bare_tokenizer(self._processor.tokenizer))
+        self._describe(self._model, encoder, self._processor.tokenizer, compute)
         unknown = self._processor.tokenizer.unk_token_id
         self._reserved = np.array([number for number in self._counter.get_added_tokens_decoder() if number != unknown])
         self._stop = self._ids(_ENDS[:1])[0].tolist()
@@ -224,7 +219,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         ]
         records = [self._record(prompt, words[at.text], at, room) for at in read]
         lengths = [len(record.input_ids) for record in records]
-        chosen = list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
+        chosen = self._passes(lengths, options)
         batches = [
             ([read[index] for index in part], self._processor._pad_batch([records[index] for index in part]))
             for part in chosen

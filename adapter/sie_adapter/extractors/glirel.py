@@ -81,14 +81,13 @@ class GlirelModel(Extractor[GlirelTexts]):
         return tokenizer_fault(bare_tokenizer(backbone.tokenizer), backbone.model)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        self._device = compute.device
         self._model = _built(folder, entry, load, compute.device)
         fill(self._model, read_weights(folder, entry), entry)
         self._model.eval().requires_grad_(False)
         self._model.float().to(compute.device)
-        self.precision = "float32"  # always float32, because the package's LSTM and masks are float32
         backbone = self._model.token_rep_layer.bert_layer
-        self._describe(self._model, backbone.model, bare_tokenizer(backbone.tokenizer))
+        self._describe(self._model, backbone.model, backbone.tokenizer, compute)
+        self.precision = "float32"  # always float32, because the package's LSTM and masks are float32
         self._reserved = {*self._counter.get_added_tokens_decoder()} - {backbone.tokenizer.unk_token_id}
         self._around = len(self._counter.encode("").ids)
         self.max_tokens = entry.max_tokens

@@ -29,17 +29,16 @@ from sie_adapter.families.extraction import (
     ExtractOptions,
     Extractor,
     Result,
-    bytes_of,
     check_encoder,
     classified,
     compare,
     fill,
     labels_refused,
-    passes,
     read_weights,
     tokenizer_fault,
 )
 from sie_adapter.loading.checkpoint import construction, for_inference
+from sie_adapter.loading.extraction_folders import LAYA
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
 from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.packing import Items
@@ -50,7 +49,6 @@ from sie_contracts.models.output_schemas import Decision, SchemaPart
 from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
-CONFIG = "rl_agent_config.json"
 TOKENIZER, ENCODER = "tokenizer", "encoder"  # folders below the model's folder
 
 Question = Literal["choice", "score", "noul"]
@@ -64,8 +62,6 @@ _QUESTION_TOKENS, _LEAST_QUESTION_TOKENS, _LEAST_OPTION_TOKENS = 16, 8, 4
 _AROUND_TOKENS = 32  # tokens around a statement, roughly: its type, its two options, the special tokens
 _HEAD_TOKENS = 192  # limit for the tokens of question and options, if the configuration has none
 _TEMPERATURES = (0.5, 5.0)  # smallest and largest temperature that the package applies
-_TOKENS_PER_PASS = {"cpu": 2048}
-_TOKENS_PER_PASS_ELSEWHERE = 32768
 _UNREAD = ("act_head.", "temperature")  # tensors that have no part in the probabilities
 
 
@@ -126,6 +122,7 @@ class LayaModel(Extractor[LayaTexts]):
     `tokenizer`: tokenizer.json of the encoder. `max_tokens`: limit for question and text; longer texts are cut.
     """
 
+    pass_tokens = 2048, 32768
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw", questions=_AROUND_TOKENS)}
 
     @staticmethod
@@ -142,10 +139,8 @@ class LayaModel(Extractor[LayaTexts]):
         fill(model, _weights(folder, entry), entry)
         for_inference(model, compute)
         self._model = model
-        self._device = compute.device
-        self.precision = compute.precision
         tokenizer = _tokenizer(folder)
-        self._describe(model, model.encoder, bare_tokenizer(tokenizer))
+        self._describe(model, model.encoder, tokenizer, compute)
         special = (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id)
         if None in special:
             raise incompatible(f"{entry.id}: its tokenizer lacks one of the tokens CLS, SEP and MASK")
@@ -156,8 +151,6 @@ class LayaModel(Extractor[LayaTexts]):
         self.max_tokens = min(entry.max_tokens, positions)
         self._backbone = Backbone(model.encoder, replace(compute, engine=engines.TORCH), self.max_tokens)
         self.attention = self._backbone.attention
-        layers = [bytes_of(layer) for name, layer in model.named_children() if name != "encoder"]
-        self.memory_bytes = self._backbone.memory_bytes + sum(layers)
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> LayaTexts:
         kind, questions = self._questions(options)
@@ -167,8 +160,7 @@ class LayaModel(Extractor[LayaTexts]):
             for ids in (self._ids(texts[index]) for index in places)
             for question in questions
         ]
-        budget = _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)
-        return LayaTexts(kind, questions, places, rows, list(passes([len(row) for row in rows], budget)))
+        return LayaTexts(kind, questions, places, rows, self._passes([len(row) for row in rows], options))
 
     def _extract(self, texts: Sequence[str], options: ExtractOptions, prepared: LayaTexts) -> list[Result]:
         results: list[Result] = [{"classifications": []} for _ in texts]
@@ -307,11 +299,11 @@ def _bounded(temperature: Any) -> float:
 
 
 def _configuration(folder: Path, entry: ModelEntry) -> Mapping[str, Any]:
-    config: dict[str, Any] = json.loads((folder / CONFIG).read_text("utf-8"))
+    config: dict[str, Any] = json.loads((folder / LAYA).read_text("utf-8"))
     if (layout := config.get("option_layout", "sequential")) != "sequential":
         raise incompatible(f"{entry.id}: option_layout is {layout}, the family laya needs sequential")
     if len(config.get("temperature", [1.0] * 3)) != len(_QUESTIONS):
-        raise incompatible(f"{entry.id}: {CONFIG} needs a temperature for each of {', '.join(_QUESTIONS)}")
+        raise incompatible(f"{entry.id}: {LAYA} needs a temperature for each of {', '.join(_QUESTIONS)}")
     return config
 
 

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from sie_adapter.engine.device import Compute, to_device
-from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.text_encoder import PackedModel, fault_of_tokenizer
 from sie_adapter.families.text_model import check_width
 from sie_adapter.heads import Head, Reduced, States
@@ -36,7 +35,7 @@ from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import fitted, load_tokenizer, with_normalizers
 from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.images import Tower, processor_of
-from sie_adapter.packed.linear import block_linears
+from sie_adapter.packed.linear import block_linears, bytes_of
 from sie_adapter.packed.packing import BatchFiles, Int64, Items, PackedBatch, Shown, expanded
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.images import Normalisation, Recipe
@@ -148,9 +147,7 @@ class VectorHead:
     def reduce(self, states: States, sequences: Int64) -> Reduced:
         """Return vectors, float32 [width] each. Raises InvalidInput for a pooling: a dual encoder has only one."""
         if states.pooling:
-            raise InvalidInput(
-                "pooling: a dual encoder has no choice of pooling", reason="unknown_option", param="pooling"
-            )
+            raise InvalidInput.at("pooling", "a dual encoder has no choice of pooling", reason="unknown_option")
         packed = states.packed
         vectors = states.hidden if isinstance(packed, _DualPass) else self._towers.text(states.hidden, packed)
         vectors = vectors[to_device(sequences, vectors.device)]

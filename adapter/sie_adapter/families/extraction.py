@@ -30,9 +30,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sie_adapter.engine.schema_answers import answer_parts
-from sie_adapter.loading.tokenizer import fault
+from sie_adapter.engine.device import Compute
+from sie_adapter.engine.schema_answers import answer_parts, ranked_classes
+from sie_adapter.loading.tokenizer import bare_tokenizer, fault
 from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
+from sie_adapter.packed.linear import bytes_of
+from sie_adapter.packed.packing import evenly_long
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible, load_failed
@@ -45,7 +48,6 @@ _logger = logging.getLogger("sie.adapter")
 Result = dict[str, Any] | SIEError
 
 _HARMLESS = ("pooler.", "position_ids")  # parts of the names of tensors that may be missing or additional
-_WASTE = 1.25  # largest number of positions in a pass, padding included, per token
 # divisor: at least one eighth of the tokens of a sequence are for the text, the others may be for labels
 _MIN_ROOM = 8
 _WORDS_PER_COUNT = 8192  # largest number of words in one call of the tokenizer
@@ -167,20 +169,28 @@ class Preparation:
 class Extractor(ABC, Generic[M]):
     """Base of extraction families. Their texts are tokenised here, not in the sidecar: by `_make` on the host. Then
     `_extract` runs on the device. Each call has texts with equal options. `max_tokens`: limit for the tokens of one
-    sequence, labels included.
+    sequence, labels included. `pass_tokens`: limits for the tokens of a pass, padding and labels included, on a CPU and
+    on other devices.
     """
 
     max_tokens: int
+    pass_tokens: ClassVar[tuple[int, int]]
 
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
 
-    def _describe(self, model: torch.nn.Module, encoder: Any, tokenizer: Tokenizer) -> None:
-        """Set attributes of the model. `tokenizer`: the tokenizer of `encoder`, without padding and truncation."""
-        self._counter = tokenizer
-        self.tokenizer: bytes = tokenizer.to_str().encode()
+    def _describe(self, model: torch.nn.Module, encoder: Any, tokenizer: Any, compute: Compute) -> None:
+        """Set attributes of the model. `tokenizer`: the transformers tokenizer of `encoder`."""
+        self._device = compute.device
+        self.precision = compute.precision
+        self._counter = bare_tokenizer(tokenizer)
+        self.tokenizer: bytes = self._counter.to_str().encode()
         self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
         self.memory_bytes = bytes_of(model)
         self.attention = f"{encoder.config._attn_implementation} padded"
+
+    def _passes(self, lengths: Sequence[int], options: ExtractOptions) -> list[list[int]]:
+        on_cpu, elsewhere = self.pass_tokens
+        return list(passes(lengths, on_cpu if self._device.type == "cpu" else elsewhere))
 
     def _check_room(self, tokens: int) -> None:
         """Raise InvalidInput if a prompt of `tokens` tokens leaves less than an eighth of `max_tokens` to the text."""
@@ -342,20 +352,11 @@ def padding_of(lengths: Sequence[int], chosen: Iterable[Sequence[int]]) -> int:
 
 def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
     """Yield passes, shortest sequences first: lists of indices of sequences that are padded to one length and run
-    together. A pass has at most `budget` positions, padding included, and at most _WASTE positions for each token. A
-    sequence of more than `budget` tokens runs alone.
+    together. The limits of a pass are those of `evenly_long`.
     """
-    chosen: list[int] = []
-    real = 0
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        padded = (len(chosen) + 1) * lengths[index]
-        if chosen and padded > min(budget, _WASTE * (real + lengths[index])):
-            yield chosen
-            chosen, real = [], 0
-        chosen.append(index)
-        real += lengths[index]
-    if chosen:
-        yield chosen
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for start, stop in evenly_long([lengths[index] for index in order], budget=budget):
+        yield order[start:stop]
 
 
 def windows(sizes: Sequence[int], room: int, max_words: int, min_shared: int) -> Iterator[tuple[int, int]]:
@@ -425,14 +426,8 @@ def classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Re
     if not bool(torch.isfinite(logits).all()):
         return scores_not_finite()
     scores = torch.sigmoid(logits) if options.parameters.get("multi_label") else torch.softmax(logits, -1)
-    threshold = options.threshold_or(0.0)
     by_label = options.parameters.get("label_thresholds", {})
-    classes = [
-        {"label": label, "score": score}
-        for label, score in zip(labels, scores.tolist(), strict=True)
-        if score >= by_label.get(label, threshold)
-    ]
-    return {"classifications": sorted(classes, key=lambda row: -row["score"])}
+    return {"classifications": ranked_classes(labels, scores.tolist(), options.threshold_or(0.0), by_label)}
 
 
 def scores_not_finite() -> InferenceFailed:
@@ -453,12 +448,6 @@ def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
     """
     tokenizer.model_max_length = min(tokenizer.model_max_length, absolute_positions(encoder) or otherwise)
     return int(tokenizer.model_max_length)
-
-
-def without_remote_code(config: dict[str, Any] | None, *, trusted: bool) -> None:
-    """Remove `auto_map` from a backbone's configuration unless `trusted`: packages would import the code it names."""
-    if config is not None and not trusted:
-        config.pop("auto_map", None)
 
 
 def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, entry: ModelEntry) -> None:
@@ -489,7 +478,8 @@ def check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOp
     """
     if config is None:
         return
-    without_remote_code(config, trusted=load.trust_remote_code)
+    if not load.trust_remote_code:
+        config.pop("auto_map", None)  # packages would import the code that it names
     if (kind := config.get("model_type", "deberta-v2")) not in CONFIG_MAPPING:
         raise incompatible(f"{entry.id}: transformers has no encoder {kind}")
 
@@ -543,15 +533,6 @@ def tokenizer_fault(tokenizer: Tokenizer, encoder: Any) -> str:
     return fault(tokenizer, encoder.get_input_embeddings().num_embeddings)
 
 
-def bytes_of(model: torch.nn.Module) -> int:
-    """Return the bytes of weights and buffers; a shared storage counts once."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
-        for tensor in [*model.parameters(), *model.buffers()]
-    }
-    return sum(storage.nbytes() for storage in storages.values())
-
-
 def labels_refused(message: str) -> InvalidInput:
     """Return an error about the labels of one request, without the text of the labels."""
-    return InvalidInput(f"labels: {message}", reason="labels", param="labels")
+    return InvalidInput.at("labels", message, reason="labels")

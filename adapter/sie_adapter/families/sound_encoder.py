@@ -20,7 +20,6 @@ from transformers import AutoModel, ClapConfig, RobertaConfig, RobertaModel
 
 from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.dual_encoder import TwoTowers, VectorHead
-from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.text_encoder import fault_of_tokenizer
 from sie_adapter.families.text_model import check_width
 from sie_adapter.heads import Head
@@ -28,7 +27,7 @@ from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import fitted, load_tokenizer
 from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.images import PROCESSOR, extractor_of, passes, per_pass
-from sie_adapter.packed.linear import block_linears
+from sie_adapter.packed.linear import block_linears, bytes_of
 from sie_adapter.packed.packing import BatchFiles, Heard, Items, PackedBatch
 from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry

@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from sie_adapter.engine import item_results
 from sie_adapter.engine.device import Compute
 from sie_adapter.engine.item_results import ItemResults
-from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.text_encoder import PackedModel, fault_of_tokenizer, samples_of
 from sie_adapter.families.text_model import check_width
 from sie_adapter.heads import Head, Row
 from sie_adapter.loading.tokenizer import fitted, load_tokenizer
 from sie_adapter.packed.backbone import Backbone
 from sie_adapter.packed.images import processor_of
-from sie_adapter.packed.linear import block_linears
+from sie_adapter.packed.linear import block_linears, bytes_of
 from sie_adapter.packed.packing import Int64, Items, PackedBatch, Shown
 from sie_adapter.pages.colpali import ColPali
 from sie_adapter.pages.idefics3 import ColIdefics

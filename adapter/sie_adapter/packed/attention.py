@@ -97,9 +97,6 @@ class Trial:
     calls: int = 0
     edges: set[int] = field(default_factory=set)
 
-    def called(self) -> None:
-        self.calls += 1
-
     def edge(self) -> int:
         """Return the model's `sie_edge`. Raises AttentionUnsupported if its layers need different values."""
         if len(self.edges) > 1:
@@ -160,7 +157,7 @@ def packed_attention(
             sie_trial.edges.add(shown.left - reach)
         elif shown != pattern:
             raise AttentionUnsupported(f"a layer computes {pattern} and its mask says {shown}")
-        sie_trial.called()
+        sie_trial.calls += 1
     # the operator is used only while compiling: torch's dispatch of a Python operator costs host time in every layer
     attend = torch.ops.sie.packed_attention if torch.compiler.is_compiling() else _attend
     output = attend(
@@ -314,19 +311,8 @@ def _attend_flash(
 ) -> Tensor:
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]  # an optional extra that needs a GPU to build
 
-    causal = pattern.right == 0
-    output: Tensor = flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        softmax_scale=scale,
-        causal=causal,
-        window_size=_window(pattern),
-    )
+    options = {"softmax_scale": scale, "causal": pattern.right == 0, "window_size": _window(pattern)}
+    output: Tensor = flash_attn_varlen_func(query, key, value, bounds, bounds, longest, longest, **options)
     return output
 
 

@@ -8,7 +8,7 @@ its stock attention, which is logged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -26,9 +26,20 @@ from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
 from sie_adapter.packed import attention
 from sie_adapter.packed.attention import AttentionUnsupported, Kernel, Trial
 from sie_adapter.packed.attention_backend import uses_varlen_kernel
-from sie_adapter.packed.linear import block_linears
+from sie_adapter.packed.linear import block_linears, bytes_of
 from sie_adapter.packed.lora import lora_acts
-from sie_adapter.packed.packing import Int64, Items, PackedBatch, PlacedFeatures, Positions, filled_up, pack, padded
+from sie_adapter.packed.packing import (
+    PADDED_WASTE,
+    Int64,
+    Items,
+    PackedBatch,
+    PlacedFeatures,
+    Positions,
+    evenly_long,
+    filled_up,
+    pack,
+    padded,
+)
 from sie_adapter.packed.pass_graphs import PassGraphs, Recorder, cuda_recorder
 from sie_contracts.errors import SIEError
 from sie_contracts.models import costs
@@ -44,8 +55,6 @@ _TRIAL_COSINE = {torch.float32: 0.9999}
 _TRIAL_COSINE_16 = 0.99
 _TRIAL_COSINE_INT8 = 0.95
 _BACKENDS = {Kernel.FLASH: "flash_attention_2", Kernel.REFERENCE: "eager"}
-# largest number of positions per token in a padded group of sequences, padding included
-_PADDED_WASTE = 1.25
 _PADDED_LENGTHS = (8, 10, 40, 49)  # lengths of sequences that `evenly_long` pads, to measure the effect of padding
 
 
@@ -121,7 +130,7 @@ class Backbone:
         self.positions: int | None = limit - self._numbering.first if limit and limit > 0 else None
         self.engine = compute.engine
         self.attention: str = compute.backend
-        self._waste = _PADDED_WASTE
+        self._waste = PADDED_WASTE
         with torch.inference_mode():
             self._waste = self._allowed_waste()
             if self.engine.engine == "openvino":
@@ -180,9 +189,8 @@ class Backbone:
 
     def forward_padded(self, packed: PackedBatch) -> Tensor:
         """Return the states of `forward`, computed on batches that are padded on the right, with a mask."""
-        return torch.cat(
-            [self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths, self._waste)]
-        )
+        groups = evenly_long(packed.lengths.tolist(), self._waste)
+        return torch.cat([self._forward_padded_part(packed, start, stop) for start, stop in groups])
 
     def _allowed_waste(self) -> float:
         """Return the largest number of positions per token in a padded group: 1, which is no padding, if padding
@@ -195,7 +203,7 @@ class Backbone:
         except AttentionUnsupported as error:
             _logger.warning("%s runs without padding: %s", type(self._model).__name__, error)
             return 1.0
-        return _PADDED_WASTE
+        return PADDED_WASTE
 
     def _forward_padded_part(self, packed: PackedBatch, start: int, stop: int) -> Tensor:
         device = self._compute.device
@@ -403,13 +411,8 @@ class Backbone:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of weights and buffers; a shared storage counts once. If another engine replaced torch, its bytes."""
-        if self._runner is not None:
-            return self._runner.memory_bytes
-        tensors = [*self._model.parameters(), *self._model.buffers()]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-        blocked = sum(getattr(module, "nbytes", 0) for module in self._model.modules())
-        return int(sum(storage.nbytes() for storage in storages.values()) + blocked)
+        """Bytes of weights and buffers on the device: those of the engine that replaced torch, else those of torch."""
+        return bytes_of(self._model) if self._runner is None else self._runner.memory_bytes
 
 
 def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> PlacedFeatures | None:
@@ -467,15 +470,3 @@ def _numbering(model: PreTrainedModel) -> Positions:
         if hasattr(module, "create_position_ids_from_inputs_embeds") and hasattr(module, "position_embeddings"):
             return Positions(module.padding_idx + 1, module.padding_idx)
     return Positions()
-
-
-def evenly_long(lengths: Int64, waste: float = _PADDED_WASTE) -> Iterator[tuple[int, int]]:
-    """Yield ranges of sequences, shortest first, that need at most `waste` positions per token when padded."""
-    start, real = 0, 0
-    for stop, length in enumerate(lengths.tolist(), 1):
-        if (stop - start) * length > waste * (real + length):
-            yield start, stop - 1
-            start, real = stop - 1, 0
-        real += length
-    if start < len(lengths):
-        yield start, len(lengths)

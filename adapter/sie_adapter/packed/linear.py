@@ -56,6 +56,14 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
         return output.view(*states.shape[:-1], self.out_features)
 
 
+def bytes_of(model: nn.Module) -> int:
+    """Return the bytes of weights, blocked ones too, and of buffers; a shared storage counts once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    blocked = [module.nbytes for module in model.modules() if isinstance(module, BlockedLinear)]
+    return int(sum(storages.values()) + sum(blocked))
+
+
 def block_linears(model: nn.Module) -> int:
     """Replace the linear layers of `model` on a CPU by layers with blocked weights, and return the number of replaced
     layers. No other references to the layers may exist. A layer stays if its weight is tied to an embedding, or if its

@@ -10,7 +10,8 @@ Sequences are ordered by length, so that a group of equal length is one view, wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -29,6 +30,7 @@ Steps = Sequence[tuple[int, int]]
 # Steps for the tokens of a pass. There is no padding up to 64 tokens, because an added padding sequence took 1 ms of
 # the 4.5 ms of a short text.
 _STEPS: Steps = ((64, 1), (256, 16), (1024, 32), (2048, 64))
+PADDED_WASTE = 1.25  # largest number of positions per token in a padded group of sequences, padding included
 UInt8 = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
@@ -324,6 +326,22 @@ def missing(count: int, steps: Steps = _STEPS) -> int:
     """Return how many tokens (or rows) must be added to `count` to reach a number that `steps` allow."""
     step = next((step for limit, step in steps if count <= limit), steps[-1][1])
     return -count % step
+
+
+def evenly_long(
+    lengths: Sequence[int], waste: float = PADDED_WASTE, budget: float = math.inf
+) -> Iterator[tuple[int, int]]:
+    """Yield ranges of sequences, whose `lengths` ascend, that need at most `waste` positions per token and at most
+    `budget` positions when padded. A sequence of more than `budget` tokens is a range of its own.
+    """
+    start, real = 0, 0
+    for place, length in enumerate(lengths):
+        if place > start and (place + 1 - start) * length > min(budget, waste * (real + length)):
+            yield start, place
+            start, real = place, 0
+        real += length
+    if lengths:
+        yield start, len(lengths)
 
 
 class Padded(NamedTuple):

@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import DonutImageProcessorPil, DonutProcessor, VisionEncoderDecoderModel
 
 from sie_adapter.engine.device import Compute
-from sie_adapter.families.extraction import ExtractOptions, bytes_of
+from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import bare_tokenizer, fault, read_tokenizer
 from sie_adapter.packed.images import Tower
-from sie_adapter.packed.linear import block_linears
+from sie_adapter.packed.linear import block_linears, bytes_of
 from sie_adapter.packed.packing import Shown
 from sie_adapter.readers.greedy import Greedy
 from sie_adapter.readers.reading import GeneratedText

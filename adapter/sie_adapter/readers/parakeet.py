@@ -20,11 +20,11 @@ from transformers import ParakeetForTDT
 from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 
 from sie_adapter.engine.device import Compute, to_device
-from sie_adapter.families.extraction import ExtractOptions, bytes_of
+from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import bare_tokenizer, fault, read_tokenizer
 from sie_adapter.packed.images import extractor_of
-from sie_adapter.packed.linear import block_linears
+from sie_adapter.packed.linear import block_linears, bytes_of
 from sie_adapter.packed.packing import Heard
 from sie_adapter.readers.greedy import Finish, Greedy, Rules, ends_of
 from sie_adapter.readers.reading import GeneratedText
