@@ -20,8 +20,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from sie_contracts.models.entries import Engine, ModelEntry
-from sie_contracts.models.families import FAMILIES, TEXT_ENCODER
+from sie_contracts.models.entries import Engine
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.wire.ipc import RunBatch
 
@@ -47,14 +46,6 @@ class EngineFacts:
     int8: bool = False
     hides_tokens: bool = False
     beyond_sglang: str = ""
-
-    @classmethod
-    def for_entry(
-        cls, entry: ModelEntry, device: str, attention: str, sglang: str, *, is_limited: bool, int8: bool
-    ) -> EngineFacts:
-        family = FAMILIES.get(entry.family)
-        reads_text = family is not None and family.implementation == TEXT_ENCODER
-        return cls(device, reads_text, entry.run.lora or "", is_limited, attention, sglang, int8)
 
 
 # Bytes of float32 weights up to which a graph is compiled twice: once for all device threads, once with more threads

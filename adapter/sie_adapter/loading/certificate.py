@@ -66,8 +66,10 @@ def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> L
     digests = check_files(folder, entry, resolved.load)
     _check_tokenizer(model, entry)
     with torch.inference_mode():
-        _check_direction(model, resolved)
-        packed = _check_packed(model, entry, compute) if hasattr(model, "backbone") else {}
+        packed = {}
+        if hasattr(model, "backbone"):
+            _check_direction(model, resolved)
+            packed = _check_packed(model, entry, compute)
         is_compared = entry.golden and not resolved.load.accept_unproven
         golden = _check_golden(model, entry, compute) if is_compared else None
     return LoadCertificate(digests, packed, golden, round(time.perf_counter() - started, 3))
@@ -121,8 +123,6 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
     """Refuse a model whose attention does not have the direction of load.causal. Refuse also a model whose direction
     depends on other texts of the batch: some classes of transformers apply is_causal only if no text is padded.
     """
-    if not hasattr(model, "backbone"):
-        return
     declared, measured = resolved.load.causal, model.backbone.is_causal()
     if measured is None:
         cause = (
@@ -164,14 +164,14 @@ def _bound(compute: Compute) -> float:
 
 def _agree(entry: ModelEntry, subject: str, expected: Sequence[Row], actual: Sequence[Row], compute: Compute) -> float:
     bound, tau_bound = _bound(compute), TAU_8 if compute.int8 else TAU
-    if expected[0] is not None and isinstance(expected[0], Tensor) and expected[0].ndim == 1 and len(expected[0]) <= 2:
+    is_vector = isinstance(expected[0], Tensor) and expected[0].ndim == 1
+    tau = 1.0
+    if is_vector and len(expected[0]) <= 2:
         cosine = _cosine(torch.cat(list(expected)), torch.cat(list(actual)))
         tau = _tau(_scores(expected), _scores(actual), compute.dtype)
     else:
         cosine = min(_cosine(*_dense(left, right)) for left, right in zip(expected, actual, strict=True))
-        is_vectors = isinstance(expected[0], Tensor) and expected[0].ndim == 1
-        tau = 1.0
-        if compute.int8 and is_vectors:
+        if compute.int8 and is_vector:
             tau = _tau(_similarities(expected), _similarities(actual), compute.dtype)
     if not tau >= tau_bound:
         cause = f"{subject} ranks differently from the reference path: Kendall's tau {tau:.4f}, bound {tau_bound}"

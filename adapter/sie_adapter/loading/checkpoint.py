@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from sie_adapter.engine.device import Compute
+from sie_adapter.loading.weight_files import tensors_in
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 from sie_store.folder_files import read_json
@@ -214,11 +215,8 @@ def tensor(folder: Path, name: str) -> Tensor | None:
 
 def stored_rows(folder: Path, name: str) -> int:
     """Return the number of rows of one matrix, from the header of its file; 0 if no file has it."""
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            if name in file.keys():  # noqa: SIM118  no mapping
-                return int(file.get_slice(name).get_shape()[0])
-    return 0
+    stored = (tensors_in(path).get(name) for path in sorted(folder.glob("*.safetensors")))
+    return next((tensor.shape[0] for tensor in stored if tensor is not None), 0)
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

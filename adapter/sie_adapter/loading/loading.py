@@ -38,7 +38,7 @@ from sie_adapter.packed.tower_outputs import TowerOutputs
 from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.models.catalogue import Resolved, fingerprint
 from sie_contracts.models.entries import ModelEntry, Precision
-from sie_contracts.models.families import FAMILIES
+from sie_contracts.models.families import FAMILIES, TEXT_ENCODER
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.settings import Settings
 from sie_store.weights.locks import Lock
@@ -134,12 +134,14 @@ class Loader:
         ModelLoadFailed if the engine that the entry demands cannot run the model, or no engine can.
         """
         compute = self.compute(resolved.load.precision)
-        facts = EngineFacts.for_entry(
-            resolved.entry,
+        family = FAMILIES.get(resolved.entry.family)
+        facts = EngineFacts(
             self.device.type,
-            compute.backend,
-            self.settings.sglang_python or "",
+            reads_text=family is not None and family.implementation == TEXT_ENCODER,
+            lora=resolved.entry.run.lora or "",
             is_limited=devices.is_limited(),
+            attention=compute.backend,
+            sglang=self.settings.sglang_python or "",
             int8=resolved.load.precision == "int8",
         )
         choice = engines.choose(resolved.load.engine, facts)

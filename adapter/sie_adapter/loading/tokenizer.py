@@ -24,12 +24,7 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.folder_files import read_json
 
 # names of the vocabulary files in published model folders
-_FILES = (
-    "tokenizer.json",
-    "vocab.txt",
-    "vocab.json",
-    "*.model",
-)
+_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"
 # a tokenizer knows a sentence if more than this fraction of the sentence's characters becomes known tokens
 _KNOWN = 0.5
@@ -87,17 +82,12 @@ _NO_NEEDS = TokenNeeds()
 _NO_SETTINGS = TransformerSettings()
 
 
-def require_tokenizer(folder: Path) -> None:
-    if not any(any(folder.glob(name)) for name in _FILES):
-        listed = ", ".join(_FILES)
-        raise load_failed("NOT_FOUND", f"{folder} has no tokenizer (none of {listed}): {_REMEDY}")
-
-
 def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """Return the transformers tokenizer of `folder`; `options` replace settings of its files. Raises ModelLoadFailed:
     NOT_FOUND without a tokenizer, INCOMPATIBLE for an unreadable one.
     """
-    require_tokenizer(folder)
+    if not any(any(folder.glob(name)) for name in _FILES):
+        raise load_failed("NOT_FOUND", f"{folder} has no tokenizer (none of {', '.join(_FILES)}): {_REMEDY}")
     try:
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code, **options

@@ -130,9 +130,6 @@ class Permission:
     dropped: tuple[str, ...] = ()
     has_shed: bool = False
 
-    def record_drop(self, model: str) -> None:
-        self.dropped += (model,)
-
 
 @dataclass(frozen=True)
 class DeviceMemory:
@@ -395,7 +392,7 @@ class ResidentModels:
             if victim is None:
                 return False
             del self._residents[victim]
-            permission.record_drop(victim)
+            permission.dropped += (victim,)
         _logger.warning("unloaded %s: %s", victim, why)
         self._collect()
         return True
