@@ -145,11 +145,11 @@ async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestI
     first = inputs[0]
     if not isinstance(first, str | list):
         raise bad("input[0]", first, "a string, a list of token ids, or an object with text")
-    kind, expected = (str, "a string") if isinstance(first, str) else (list, "a list of token ids")
+    expected = "a string" if isinstance(first, str) else "a list of token ids"
     for index, entry in enumerate(inputs):
-        if not isinstance(entry, kind):
+        if type(entry) is not type(first):
             raise bad(f"input[{index}]", entry, f"{expected} like input[0]")
-        if kind is str and not (entry and entry.isascii()):
+        if isinstance(entry, str) and not (entry and entry.isascii()):
             _check_text(entry, f"input[{index}]")
     if isinstance(first, str):
         return tuple(map(RequestItem, inputs))
