@@ -56,7 +56,7 @@ def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described 
     input_name = "a sound" if "audio" in entry["inputs"] else "an image"
     findings = [
         finding,
-        f"what is done to {input_name}: preprocessor_config.json, or its part of processor_config.json",
+        f"how {input_name} is prepared: preprocessor_config.json, or its part of processor_config.json",
     ]
     return Described(entry, findings, [assumed] if assumed else [])
 
@@ -69,7 +69,7 @@ def _open_clip(folder: Path) -> Described:
         "outputs": {"dense": stored_rows(folder, "text.text_projection.weight")},
         "max_tokens": stored_rows(folder, "text.positional_embedding"),
     }
-    return Described(entry, [f"family dual-encoder: {CONFIG}, which also says what is done to an image"])
+    return Described(entry, [f"family dual-encoder: {CONFIG}, which also says how an image is prepared"])
 
 
 def _dual_encoder(config: Any, folder: Path) -> dict[str, Any]:
@@ -95,24 +95,24 @@ def _sound_encoder(config: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def _sound_reader(config: Any, folder: Path) -> dict[str, Any]:
+def _writer(description: str, reads: str, max_tokens: int) -> dict[str, Any]:
+    """Return an entry for a model that writes texts. `reads`: `image` or `audio`."""
     return {
-        "description": "What is said in a recording, with its times, Whisper.",
-        "family": "sound-reader",
-        "inputs": ["audio"],
+        "description": description,
+        "family": "sound-reader" if reads == "audio" else "document-reader",
+        "inputs": [reads],
         "outputs": {"entities": 0, "data": 0},
-        "max_tokens": config.max_target_positions,
+        "max_tokens": max_tokens,
     }
+
+
+def _sound_reader(config: Any, folder: Path) -> dict[str, Any]:
+    return _writer("What is said in a recording, with its times, Whisper.", "audio", config.max_target_positions)
 
 
 def _parakeet(config: Any, folder: Path) -> dict[str, Any]:
-    return {
-        "description": "What is said in a recording, with the times of its words, Parakeet TDT.",
-        "family": "sound-reader",
-        "inputs": ["audio"],
-        "outputs": {"entities": 0, "data": 0},
-        "max_tokens": min(config.encoder_config.max_position_embeddings, _PARAKEET_POSITIONS),
-    }
+    positions = min(config.encoder_config.max_position_embeddings, _PARAKEET_POSITIONS)
+    return _writer("What is said in a recording, with the times of its words, Parakeet TDT.", "audio", positions)
 
 
 def _pages(config: Any, folder: Path) -> dict[str, Any]:
@@ -181,36 +181,24 @@ def _detector(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def _donut(config: Any, folder: Path) -> dict[str, Any]:
+    positions = config.decoder.max_position_embeddings
+    entry = _writer("What is on the picture of a page, written by Donut.", "image", positions)
     tasks = _tasks(folder)
-    return {
-        "description": "What is on the picture of a page, written by Donut.",
-        "family": "document-reader",
-        "inputs": ["image"],
-        "outputs": {"entities": 0, "data": 0},
-        "max_tokens": config.decoder.max_position_embeddings,
-        **({"run": {"parameters": {"task": tasks[0]}}} if tasks else {}),
-    }
+    return {**entry, **({"run": {"parameters": {"task": tasks[0]}}} if tasks else {})}
 
 
 def _florence(config: Any, folder: Path) -> dict[str, Any]:
+    description = "Captions, objects and texts with their places in an image, Florence-2."
     return {
-        "description": "Captions, objects and texts with their places in an image, Florence-2.",
-        "family": "document-reader",
-        "inputs": ["image"],
+        **_writer(description, "image", config.text_config.max_position_embeddings),
         "outputs": {"entities": 0, "objects": 0, "data": 0},
-        "max_tokens": config.text_config.max_position_embeddings,
         "run": {"parameters": {"task": "<OCR_WITH_REGION>"}},
     }
 
 
 def _transcriber(config: Any, folder: Path) -> dict[str, Any]:
-    return {
-        "description": f"What is on the picture of a page, as Markdown, {config.model_type}.",
-        "family": "document-reader",
-        "inputs": ["image"],
-        "outputs": {"entities": 0, "data": 0},
-        "max_tokens": min(config.text_config.max_position_embeddings, _TRANSCRIBED_TOKENS),
-    }
+    positions = min(config.text_config.max_position_embeddings, _TRANSCRIBED_TOKENS)
+    return _writer(f"What is on the picture of a page, as Markdown, {config.model_type}.", "image", positions)
 
 
 def _tasks(folder: Path) -> list[str]:
