@@ -298,7 +298,7 @@ def test_the_output_layer_is_kept_in_float32_and_the_input_layer_is_not(name: st
     """In the checkpoint qwen3 both layers are one tensor."""
     weights = load(name, "qwen3", SIXTEEN).resident.weights
     head, backbone = weights.heads["answer"]._head._model, weights.backbone._model
-    assert [tuple(parameter.shape) for parameter in head.parameters()] == [(2, weights.width)]
+    assert [tuple(parameter.shape) for parameter in head.parameters()] == [(2, backbone.config.hidden_size)]
     assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
     assert backbone.get_input_embeddings().weight.dtype == SIXTEEN_TYPE
 

@@ -48,8 +48,8 @@ _ROWS = sorted({rows + missing(rows, _ROW_STEPS) for rows in range(1, GROUP_TOKE
 # With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
 _KEPT_KERNELS = 100
 # Threads for a short batch (at most _TOKENS_ALONE tokens) on a device thread that runs alone: two nearly halve the time
-# of a short text. While another device thread runs, one of the two may have to share its core, and the batch waits for
-# the slower one (bench/results/engine.md).
+# of a short text. While another device thread runs, it may share its core with one of these two threads, and the batch
+# waits for the slower of them (bench/results/engine.md).
 _THREADS_ALONE = 2
 _TOKENS_ALONE = 256
 # tokens of each example text of the trace: more than ModernBERT's local window, because ModernBERT masks only
@@ -92,10 +92,7 @@ class Graph:
         copy_bytes = weights * dtype.itemsize
         self._names = _names_of(model)
         self._max_filling = most_filling(model.config)
-        options = {
-            "INFERENCE_PRECISION_HINT": _PRECISIONS[dtype],
-            "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS,
-        }
+        options = {"INFERENCE_PRECISION_HINT": _PRECISIONS[dtype], "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS}
         is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
         try:
             # OpenVINO keeps the float32 weights beside the copy in the order of its kernels. It reads these weights
@@ -113,12 +110,6 @@ class Graph:
         except (RuntimeError, OSError) as error:
             raise _no_graph("its graph is not compiled", error) from error
         self.memory_bytes: int = copy_bytes * (2 if is_twice else 1)
-
-    def places(self, packed: PackedBatch) -> slice:
-        return slice(None)
-
-    def close(self) -> None:
-        """Do nothing: the graph is freed with this object."""
 
     def run(self, packed: PackedBatch) -> Tensor:
         """Return hidden states, [tokens, width], in packed order."""

@@ -159,6 +159,7 @@ class SGLang:
         return packed.bounds[1:].astype(np.int64) - 1
 
     def close(self) -> None:
+        """End the server. Do not call this during a pass. Without references to this object, the server ends too."""
         self._end()
 
     def run(self, packed: PackedBatch) -> Tensor:

@@ -254,8 +254,7 @@ class DualEncoder(TwoTowers):
             self._check_positions(entry, model.config.text_config.max_position_embeddings)
             model.text_model.embeddings = _TextEmbeddings(model.text_model.embeddings)
             self._run_on(Backbone(model.text_model, compute, entry.max_tokens), model.text_model, compute)
-        self.width = self._towers.width
-        check_width(entry, "dense", self.width)
+        check_width(entry, "dense", towers.width)
         self.tokenizer = fitted(tokenizer, self.vocabulary)[0].to_str().encode()
         patch = model.config.vision_config.patch_size
         patches = (recipe.height // patch) * (recipe.width // patch)

@@ -134,8 +134,7 @@ class SoundEncoder(TwoTowers):
             text = model.config.text_config
             self._check_positions(entry, text.max_position_embeddings - text.pad_token_id - 1)
             self._run_on(Backbone(towers.reader, compute, entry.max_tokens), towers.reader, compute)
-        self.width = towers.width
-        check_width(entry, "dense", self.width)
+        check_width(entry, "dense", towers.width)
         tokenizer, _ = fitted(load_tokenizer(folder, load), self.vocabulary)
         self.tokenizer = tokenizer.to_str().encode()
         self.rows = {"encode": Rows(tokens=True, sounds=recipe)}

@@ -54,15 +54,13 @@ class PackedModel:
     """Loaded model on the packed engine. Several threads may call `forward` at once.
 
     `tokenizer`: tokenizer.json without truncation and padding. `needs`: the special tokens that the heads need. `rows`:
-    the conversion of inputs to ids for each operation. `vocabulary`: all ids are below this number. `width`: the width
-    of a hidden state, or of the vectors of a model of images or sounds. `attention`: the backend in use, with `padded`
-    appended if the model runs on padded batches. `backbone`: the text model.
+    the conversion of inputs to ids for each operation. `vocabulary`: all ids are below this number. `attention`: the
+    backend in use, with `padded` appended if the model runs on padded batches. `backbone`: the text model.
     """
 
     heads: dict[str, Head]
     rows: dict[str, Rows]
     needs = TokenNeeds()
-    width: int
     memory_bytes: int
     # whether a score of token vectors is divided by the number of query vectors (`item_results.side_scores`)
     per_row = False
@@ -179,7 +177,6 @@ class TextEncoder(PackedModel):
         self.tokenizer = builder.tokenizer.to_str().encode()
         is_decoder = any(isinstance(head, LastTokenHead) for head in self.heads.values())
         self.needs = TokenNeeds.for_family(entry.family, entry.run.pooling or modules.pooling, is_decoder=is_decoder)
-        self.width = self.backbone.width
         self.memory_bytes = self.backbone.memory_bytes + builder.head_bytes
         self._check_limits(entry)
 

@@ -126,8 +126,8 @@ class VisionLanguage(PackedModel):
                 block_linears(tower)
             backbone = Backbone(reader.language, compute, entry.max_tokens, samples_of(entry.family, compute))
             self._run_on(backbone, reader.adapted, compute)
-        self.width, self.heads = reader.width, reader.heads
-        check_width(entry, reader.output, self.width)
+        self.heads = reader.heads
+        check_width(entry, reader.output, reader.width)
         tokenizer = reader.framed(fitted(load_tokenizer(folder, load), self.vocabulary)[0])
         self.tokenizer = tokenizer.to_str().encode()
         recipe = reader.priced(recipe)

@@ -40,9 +40,6 @@ class States:
     def span(self, sequence: int) -> slice:
         return slice(int(self.packed.bounds[sequence]), int(self.packed.bounds[sequence + 1]))
 
-    def ids(self, sequence: int) -> Int64:
-        return self.packed.ids[self.span(sequence)]
-
 
 @dataclass(frozen=True)
 class Reduced:

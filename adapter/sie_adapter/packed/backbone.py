@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from sie_adapter.engine.device import Compute, give_memory_back, to_device, usable_cores
 from sie_adapter.engine.engines import Choice, Unserved
 from sie_adapter.engine.graph import Graph, NoGraph
-from sie_adapter.engine.sglang_server import SglangNotStarted
+from sie_adapter.engine.sglang_server import SGLang, SglangNotStarted
 from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
 from sie_adapter.packed import attention
 from sie_adapter.packed.attention import AttentionUnsupported, Kernel, Trial
@@ -69,19 +69,13 @@ class StateRunner(Protocol):
     def run(self, packed: PackedBatch) -> Tensor:
         """Return the states of the last layer, [tokens, width], in packed order."""
 
-    def places(self, packed: PackedBatch) -> slice | Int64:
-        """Return the indices of the tokens whose states `run` computes."""
-
-    def close(self) -> None:
-        """Free the engine. Do not call this during a pass. An engine without references is freed without this call."""
-
 
 class Backbone:
     """Transformers model without its head. Several threads may call `forward` at once, under inference mode.
 
-    `vocabulary`: all ids are below this number. `width`: the width of a hidden state. `crossover_tokens`: the length of
-    a sequence at which attention takes as long as all other layers, by the model's configuration (`costs`); 0 if no
-    layer attends to the whole sequence. `positions`: the length of the longest sequence, None if there is no limit.
+    `vocabulary`: all ids are below this number. `crossover_tokens`: the length of a sequence at which attention takes
+    as long as all other layers, by the model's configuration (`costs`); 0 if no layer attends to the whole sequence.
+    `positions`: the length of the longest sequence, None if there is no limit.
     `engine`: the engine that runs the model, and the reason. `attention`: the attention backend in use. If torch runs
     the model on padded batches, ` padded` is appended.
     """
@@ -92,7 +86,7 @@ class Backbone:
         compute: Compute,
         max_tokens: int,
         more_samples: int = 0,
-        server: Callable[[], StateRunner] | None = None,
+        server: Callable[[], SGLang] | None = None,
     ) -> None:
         """Prepare the model. On torch, its attention is replaced if a packed kernel passes the trial, and on a CPU also
         its linear layers.
@@ -124,7 +118,6 @@ class Backbone:
         self._graphs: PassGraphs | None = None
         self._has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
-        self.width: int = model.config.hidden_size
         self.crossover_tokens = _crossover_tokens(model.config)
         limit = getattr(model.config, "max_position_embeddings", None)
         self.positions: int | None = limit - self._numbering.first if limit and limit > 0 else None
@@ -261,7 +254,7 @@ class Backbone:
         self._take_over(graph, sample, reference)
         self._model.to("meta")
 
-    def _hand_over(self, server: Callable[[], StateRunner]) -> None:
+    def _hand_over(self, server: Callable[[], SGLang]) -> None:
         """Start an SGLang server, and use it in place of torch if its hidden states agree with the states of the
         unchanged transformers model. The weights of torch are freed first, since a GPU may not have memory for both
         copies. Raises Unserved if the server cannot run the model, or ModelLoadFailed if the entry demands the engine.
