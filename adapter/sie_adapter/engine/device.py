@@ -222,11 +222,9 @@ def _cuda_memory(device: torch.device) -> list[MemoryUse]:
         free, total = torch.cuda.mem_get_info(device)
         card = MemoryUse(total - free, total)
     fraction = torch.cuda.get_per_process_memory_fraction(device)
-    return (
-        [card]
-        if fraction >= 1.0
-        else [card, MemoryUse(torch.cuda.memory_reserved(device), int(fraction * card.total_bytes))]
-    )
+    if fraction >= 1.0:
+        return [card]
+    return [card, MemoryUse(torch.cuda.memory_reserved(device), int(fraction * card.total_bytes))]
 
 
 @functools.cache
@@ -385,13 +383,9 @@ def keep_freed_memory() -> None:
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        pad = 1 << 20 if is_limited() else 64 << 20
-        for parameter, value in (
-            (_M_MMAP_THRESHOLD, _mapped_bytes()),
-            (_M_TRIM_THRESHOLD, 512 << 20),
-            (_M_TOP_PAD, pad),
-        ):
-            libc.mallopt(parameter, value)
+        libc.mallopt(_M_MMAP_THRESHOLD, _mapped_bytes())
+        libc.mallopt(_M_TRIM_THRESHOLD, 512 << 20)
+        libc.mallopt(_M_TOP_PAD, 1 << 20 if is_limited() else 64 << 20)
 
 
 def _mapped_bytes() -> int:

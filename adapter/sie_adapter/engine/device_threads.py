@@ -65,9 +65,8 @@ class DeviceThreads:
     """
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply]) -> None:
-        self.listeners: list[
-            Callable[[DeviceJob, Reply, int, int], None]
-        ] = []  # called after each batch that ran, with its reply, and with begin and end of its run in ns since 1970
+        # called after each batch that ran, with its reply, and with begin and end of its run in ns since 1970
+        self.listeners: list[Callable[[DeviceJob, Reply, int, int], None]] = []
         self._execute = execute
         self._jobs: queue.SimpleQueue[DeviceJob | None] = queue.SimpleQueue()
         self._job_of_first: queue.SimpleQueue[DeviceJob | None] = queue.SimpleQueue()

@@ -117,16 +117,15 @@ class AdapterEngine:
         self._preprocessing = threading.BoundedSemaphore(settings.preprocessor_workers)
         self.batch_limits = DeviceLimits.for_machine(settings)
         self._pass_records = PassRecords.for_socket(settings) if self.device.type == "cpu" else None
-        self._instrumentation = (
-            Instrumentation(lambda: devices.memory(self.device).used_bytes) if settings.instrumentation else None
-        )
         cores = devices.usable_cores()
         # One device thread on a GPU, where a second one would only compete for the GPU; one per core on a CPU.
         # bench/engine.py measured in bfloat16 on two cores, in texts/s, for texts of mixed lengths and for texts of 8
         # tokens: two threads 324 and 3,623, two processes 333 and 3,608, one thread with both cores 292 and 2,567.
         self.device_threads = DeviceThreads(cores if self.device.type == "cpu" else 1, self.execute)
         self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self._shed)
-        if self._instrumentation is not None:
+        self._instrumentation: Instrumentation | None = None
+        if settings.instrumentation:
+            self._instrumentation = Instrumentation(lambda: devices.memory(self.device).used_bytes)
             self.device_threads.listeners.append(self._instrumentation.ran)
         self._log_choices(settings)
 
@@ -275,11 +274,8 @@ class AdapterEngine:
                 # text
                 trace = "".join(traceback.format_tb(error.__traceback__))
                 _logger.error("loading a LoRA of %s failed: %s\n%s", model, type(error).__qualname__, trace)
-                cause = (
-                    "the device has too little memory"
-                    if is_out_of_memory(error)
-                    else f"{type(error).__name__}: {error}"
-                )
+                is_short = is_out_of_memory(error)
+                cause = "the device has too little memory" if is_short else f"{type(error).__name__}: {error}"
                 raise lora_failed(lora, cause) from error
 
     def _log_choices(self, settings: Settings) -> None:

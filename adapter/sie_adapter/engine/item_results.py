@@ -332,14 +332,8 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
         message = f"{len(unknown)} of them are no classes of the model, whose classes are {listed}"
         raise InvalidInput.at("labels", message, reason="labels")
     scores = torch.stack(list(logits))
-    if not options.parameters.get("raw_scores"):
-        scores = (
-            torch.sigmoid(scores)
-            if activation == "sigmoid"
-            else torch.softmax(scores, 1)
-            if activation == "softmax"
-            else scores
-        )
+    if activation != "identity" and not options.parameters.get("raw_scores"):
+        scores = torch.sigmoid(scores) if activation == "sigmoid" else torch.softmax(scores, 1)
     least = -math.inf if options.threshold is None else options.threshold
     results: ItemResults = []
     for row in scores.cpu().double().tolist():

@@ -91,12 +91,10 @@ class LateChunks:
             head: Any = heads[name]
             chunks = [slice(int(first), int(stop)) for first, stop in itertools.pairwise(bounds)]
             whole = [number for number, own in enumerate(chunks) if all(part is not None for part in parts[own])]
-            joined = (
-                head.join([parts[chunks[n]] for n in whole], [lengths[chunks[n]] for n in whole], pooling)
-                if whole
-                else []
-            )
             rows[name] = [None] * self.chunks
+            if not whole:
+                continue
+            joined = head.join([parts[chunks[n]] for n in whole], [lengths[chunks[n]] for n in whole], pooling)
             for number, row in zip(whole, joined, strict=True):
                 rows[name][number] = row
         return rows

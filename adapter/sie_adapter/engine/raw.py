@@ -108,18 +108,14 @@ def run_raw(
         shortage.run(work, np.arange(count), lambda text: None)
         return results
 
-    is_extraction = message.operation == "extract"
-    if is_extraction:
+    if message.operation == "extract":
         group_results = _extracted(run, message, fitting, preparation, _files(model, message))
     else:
         group_results = [_run(run, message, group, fitting) for group in message.groups]
     ended = time.perf_counter()
     costs = _costs(message, lengths)
     counted = (
-        (
-            answer,
-            costs[row] + (costs[group.start] if row == group.stop - len(answered) > group.start else 0),
-        )
+        (answer, costs[row] + (costs[group.start] if row == group.stop - len(answered) > group.start else 0))
         for group, answered in zip(message.groups, group_results, strict=True)
         for row, answer in enumerate(answered, group.stop - len(answered))
     )

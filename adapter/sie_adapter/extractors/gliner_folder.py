@@ -17,13 +17,7 @@ from typing import Any
 import torch
 
 from sie_adapter.engine.device import Compute
-from sie_adapter.families.extraction import (
-    check_encoder,
-    compare,
-    describe_backbone,
-    fill,
-    read_weights,
-)
+from sie_adapter.families.extraction import check_encoder, compare, describe_backbone, fill, read_weights
 from sie_adapter.loading.checkpoint import construction, for_inference
 from sie_adapter.loading.tokenizer import read_tokenizer
 from sie_contracts.models.entries import LoadOptions, ModelEntry

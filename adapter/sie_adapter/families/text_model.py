@@ -166,9 +166,8 @@ class Builder:
         if poolings(pooling) is None:
             raise incompatible(f"{self.entry.id}: pooling is {pooling}, expected one of {', '.join(POOLINGS)}")
         # without a pooling layer, the dense layers of modules.json belong to late interaction
-        layers = (
-            self.modules.layers if "multivector" not in self.entry.outputs or "Pooling" in self.modules.kinds else ()
-        )
+        is_late = "multivector" in self.entry.outputs and "Pooling" not in self.modules.kinds
+        layers = () if is_late else self.modules.layers
         width = pooled_width(self.modules.token_layers, pooling, layers, self.config.hidden_size)
         check_width(self.entry, "dense", width)
         return DenseHead(pooling, _sequence(layers), self.compute.device, _sequence(self.modules.token_layers))
@@ -238,11 +237,8 @@ class Builder:
         if length:
             if length > self.entry.max_tokens:
                 raise incompatible(f"{self.entry.id}: queries are padded to {length} tokens, more than max_tokens")
-            own = (
-                options.filler
-                or _special(self.modules.folder, "mask_token")
-                or _special(self.modules.folder, "eos_token")
-            )
+            folder = self.modules.folder
+            own = options.filler or _special(folder, "mask_token") or _special(folder, "eos_token")
             filler = self._one_id("token that fills queries", own)
             filling = Filling(length, filler, options.attends)
         return (

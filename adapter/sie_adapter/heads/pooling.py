@@ -29,9 +29,8 @@ def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
         return hidden[to_device(packed.bounds[:-1], hidden.device).long()].float()
     if pooling == "last":
         return hidden[to_device(packed.bounds[1:], hidden.device).long() - 1].float()
-    if (
-        pooling in ("mean", "max") and hidden.device.type == "cuda"
-    ):  # CUDA has a kernel for all sequences at once; other devices have none, or are faster with a view per length
+    # CUDA has a kernel for all sequences at once; other devices have none, or are faster with a view per length
+    if pooling in ("mean", "max") and hidden.device.type == "cuda":
         return torch.segment_reduce(hidden.float(), pooling, offsets=to_device(packed.bounds, hidden.device).long())
     pooled = []
     for first, sequences, length, *_ in packed.groups.tolist():

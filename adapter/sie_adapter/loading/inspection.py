@@ -216,14 +216,12 @@ def _transformer(folder: Path, report: Inspection) -> None:
     if "multivector" in entry["outputs"] and _is_of_rows(folder, modules):
         entry["run"] = {"normalize": modules.normalizes}
         report.findings.append(
-            f"rows {'normalised' if modules.normalizes else 'as the modules leave them'}: modules.json"
+            f"token vectors {'normalised' if modules.normalizes else 'as the modules return them'}: modules.json"
         )
     if family == "text-encoder":
         _prompts(folder, report)
-    side = modules.transformer.tokenizer.get("truncation_side") or read_json(
-        modules.folder / "tokenizer_config.json"
-    ).get("truncation_side")
-    if side == "left":
+    stored = read_json(modules.folder / "tokenizer_config.json").get("truncation_side")
+    if (modules.transformer.tokenizer.get("truncation_side") or stored) == "left":
         entry.setdefault("run", {})["truncate"] = "START"
         report.findings.append("long texts lose their beginning: truncation_side of the tokenizer")
 
@@ -396,7 +394,8 @@ def _head(
         head: dict[str, Any] = {"sparse_activation": "log1p_log1p_relu" if twice else "log1p_relu"}
         if modules.query_weights is not None or (folder / "idf.json").is_file():
             report.findings.append(
-                "queries are looked up: " + ("router_config.json" if modules.query_weights is not None else "idf.json")
+                "queries need no forward pass, their tokens have stored weights: "
+                + ("router_config.json" if modules.query_weights is not None else "idf.json")
             )
             head["query_encoder"] = "idf"
         return head
@@ -443,7 +442,7 @@ def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
     is_stanford = not modules.kinds
     own = late_interaction(modules, HeadOptions(), is_stanford=is_stanford)
     markers = [repr(marker) if marker else "none" for marker in (own.query_marker, own.document_marker)]
-    filled = f"queries filled up to {own.expanded} tokens" if own.expanded else "queries not filled up"
+    filled = f"queries padded to {own.expanded} tokens" if own.expanded else "queries not padded"
     report.findings.append(f"markers {markers[0]} of queries, {markers[1]} of documents; {filled}")
     head: dict[str, Any] = {
         "query_marker": own.query_marker or None,
@@ -457,11 +456,8 @@ def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
     head = {name: value for name, value in head.items() if value is not None}
     written = late_interaction(modules, HeadOptions(**head), is_stanford=is_stanford)
     length = head.get("query_length", 0)
-    if (written.skipped, written.expanded, written.query_length or written.expanded) == (
-        own.skipped,
-        own.expanded,
-        length,
-    ):
+    query_length = written.query_length or written.expanded
+    if (written.skipped, written.expanded, query_length) == (own.skipped, own.expanded, length):
         return head
     report.findings.append(
         "an entry cannot express its lengths, expansion and skipped words, so a load reads them from its files"

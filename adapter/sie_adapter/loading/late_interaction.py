@@ -157,10 +157,8 @@ def _native(transformer: Mapping[str, Any], mask: dict[str, Any] | None) -> dict
     if "query_expansion" in transformer:
         settings["expansion"] = transformer["query_expansion"]
     if mask is not None:
-        if mask.get("keep_only_token_ids") or mask.get("skiplist_tasks", ["document"]) not in (
-            ["document"],
-            "document",
-        ):
+        is_of_documents = mask.get("skiplist_tasks", "document") in ("document", ["document"])
+        if mask.get("keep_only_token_ids") or not is_of_documents:
             raise incompatible(
                 "the MultiVectorMask of the model masks more than the skipped words of documents: not supported"
             )

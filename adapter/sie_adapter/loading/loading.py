@@ -113,9 +113,8 @@ class Loader:
     certificates: dict[tuple[str, ...], LoadCertificate] = field(default_factory=dict)
     # folders whose weights were already checked: the path, and the `_facts` of all files in the folder
     _checked: set[tuple[str, ...]] = field(default_factory=set)
-    _reported: set[tuple[str, str]] = field(
-        default_factory=set
-    )  # (model, reason for another precision than requested) that was already logged
+    # (model, reason for another precision than requested) that was already logged
+    _reported: set[tuple[str, str]] = field(default_factory=set)
     # locks on the files of models that are being loaded, by `Resolved.residency`; a locked file is not removed from the
     # cache
     _leases: dict[str, Lock] = field(default_factory=dict)

@@ -96,10 +96,8 @@ def processor_of_open_clip(folder: Path, entry: ModelEntry) -> tuple[Recipe, Nor
     """Return the recipe and the normalisation of images. Raises ModelLoadFailed INCOMPATIBLE for a resizing that this
     adapter cannot reproduce, and without a mean or a standard deviation of three numbers.
     """
-    preprocessing, size = (
-        read_json(folder / CONFIG).get("preprocess_cfg", {}),
-        _settings(folder)["vision_cfg"].get("image_size"),
-    )
+    preprocessing = read_json(folder / CONFIG).get("preprocess_cfg", {})
+    size = _settings(folder)["vision_cfg"].get("image_size")
     resample = _FILTERS.get(preprocessing.get("interpolation", "bicubic"))
     if preprocessing.get("resize_mode") != "squash" or resample is None or not isinstance(size, int):
         raise incompatible(

@@ -10,7 +10,7 @@ if a folder has no tokenizer files, and assigns new ids to special tokens that a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -249,17 +249,15 @@ def _untyped(tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(state))
 
 
-def special_ids(folder: Path, load: LoadOptions, roles: Iterable[str] = ()) -> frozenset[int]:
+def special_ids(folder: Path, load: LoadOptions, roles: Sequence[str] = ()) -> frozenset[int]:
     """Return the ids of the special tokens with these roles, e.g. pad, or of all special tokens if `roles` is empty. A
     role without a token is left out.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
-    named = {role: getattr(tokenizer, f"{role}_token_id", None) for role in roles}
-    return (
-        frozenset(number for number in named.values() if number is not None)
-        if named
-        else frozenset(tokenizer.all_special_ids)
-    )
+    if not roles:
+        return frozenset(tokenizer.all_special_ids)
+    numbers = (getattr(tokenizer, f"{role}_token_id", None) for role in roles)
+    return frozenset(number for number in numbers if number is not None)
 
 
 def fitted(tokenizer: Tokenizer, table: int) -> tuple[Tokenizer, list[str]]:

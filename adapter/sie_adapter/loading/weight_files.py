@@ -113,11 +113,9 @@ def _pickled(file: Path) -> Iterable[tuple[str, Tensor]]:
         return ()
     except (RuntimeError, EOFError) as error:
         raise _broken(file, str(error).splitlines()[0]) from error
-    return (
-        [(str(name), value) for name, value in loaded.items() if isinstance(value, Tensor)]
-        if isinstance(loaded, dict)
-        else ()
-    )
+    if not isinstance(loaded, dict):
+        return ()
+    return [(str(name), value) for name, value in loaded.items() if isinstance(value, Tensor)]
 
 
 def holds_nan(tensor: Tensor) -> bool:

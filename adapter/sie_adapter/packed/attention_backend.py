@@ -46,16 +46,14 @@ def resolve_attention(requested: str, facts: AttentionFacts) -> tuple[Backend, s
     """Return the attention backend, and the reason. `auto` means flash_attention_2 if the device, the precision and the
     installed package allow it, else sdpa. sdpa also replaces flash_attention_2 if it is requested but not possible.
     """
-    lacks = _flash_lacks(facts)
     if requested == "eager":
         return "eager", "as requested"
-    if requested == "flash_attention_2":
-        return (
-            ("sdpa", f"flash_attention_2 was requested but {lacks}") if lacks else ("flash_attention_2", "as requested")
-        )
     if requested == "sdpa":
         return "sdpa", "as requested"
-    return ("sdpa", f"auto: {lacks}") if lacks else ("flash_attention_2", "auto")
+    is_auto = requested == "auto"
+    if lacks := _flash_lacks(facts):
+        return "sdpa", f"auto: {lacks}" if is_auto else f"flash_attention_2 was requested but {lacks}"
+    return "flash_attention_2", "auto" if is_auto else "as requested"
 
 
 def _flash_lacks(facts: AttentionFacts) -> str:

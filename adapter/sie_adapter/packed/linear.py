@@ -104,11 +104,8 @@ def _is_exact(layer: nn.Linear) -> bool:
     try:
         blocked = BlockedLinear(layer)
         expected, got = layer(states).float(), blocked(states).float()
-    except (
-        RuntimeError,
-        AttributeError,
-        TypeError,
-    ):  # these operators are no public API of torch: if they do not exist, the stock layer is used
+    # these operators are no public API of torch: if they do not exist, the stock layer is used
+    except (RuntimeError, AttributeError, TypeError):
         return False
     error = (got - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
     return bool(error <= _RELATIVE_ERROR[layer.weight.dtype])

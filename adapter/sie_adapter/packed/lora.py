@@ -245,10 +245,8 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
     if config.get("bias", "none") != "none":
         raise lora_rejected(name, "it changes biases, which is not supported")
     if (init := config.get("init_lora_weights")) not in _INITIALISATIONS:
-        cause = (
-            f"init_lora_weights is {init!r}, which changes the weights of the base: PEFT can save it as a plain LoRA"
-        )
-        raise lora_rejected(name, cause)
+        remedy = "PEFT can save it as a plain LoRA"
+        raise lora_rejected(name, f"init_lora_weights is {init!r}, which changes the weights of the base: {remedy}")
 
 
 @contextlib.contextmanager
