@@ -138,11 +138,10 @@ class Clients:
     too.
     """
 
-    def __init__(self, host: str, port: int, requests: Iterator[bytes], *, count: int, pause_s: float = 0.0) -> None:
+    def __init__(self, host: str, port: int, requests: Iterator[bytes], *, count: int) -> None:
         self.answers: list[Answer] = []
         self._requests = requests
         self._stopping = asyncio.Event()
-        self._pause_s = pause_s
         self._tasks = [asyncio.create_task(self._client(host, port)) for _ in range(count)]
 
     async def _client(self, host: str, port: int) -> None:
@@ -151,8 +150,6 @@ class Clients:
             if not connection.is_open:
                 connection = await connect(host, port)
             self.answers.append(await _timed(connection, next(self._requests)))
-            if self._pause_s:
-                await asyncio.sleep(self._pause_s)
         connection.close()
 
     async def stop(self) -> list[Answer]:

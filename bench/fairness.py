@@ -97,8 +97,8 @@ class Bench:
     def _queries(self, **options: object) -> Iterator[bytes]:
         return itertools.repeat(self._request([QUERY], **options))  # type: ignore[arg-type]
 
-    def clients(self, requests: Iterator[bytes], count: int, pause_s: float = 0.0) -> Clients:
-        return Clients(self.host, self.port, requests, count=count, pause_s=pause_s)
+    def clients(self, requests: Iterator[bytes], count: int) -> Clients:
+        return Clients(self.host, self.port, requests, count=count)
 
     async def samples(self, requests: Iterator[bytes], count: int, pause_s: float, limit_s: float) -> list[Answer]:
         """Run one client until it has `count` answers or the time is over, and return its answers."""
