@@ -160,4 +160,6 @@ def test_a_cluster_that_goes_away_is_told_and_what_it_did_before_is_reported(
     (row,) = report["rows"]  # the second level was not tried
     assert row["errors"]["CONNECTION"] > 0
     assert row["requests"] > 0
-    assert report["missed"] == [f"sie went away at clients=2: {row['errors']['CONNECTION']} requests found nobody"]
+    assert report["missed"] == [
+        f"sie stopped answering at clients=2: {row['errors']['CONNECTION']} requests cannot connect"
+    ]

@@ -204,7 +204,9 @@ class _Loop:
         raises the limit.
         """
         self._most, self._ended = max(1, len(rows) // 2), 0
-        _logger.warning("out of memory with %d rows: at most %d rows now run at a time", len(rows), self._most)
+        _logger.warning(
+            "out of memory while %d texts were generated at a time: from now on at most %d", len(rows), self._most
+        )
         self._shed()
         give_memory_back(self._device)
         self._wait(rows)
@@ -257,7 +259,7 @@ class _Loop:
             if is_out_of_memory(error) or is_device_fatal(error):
                 raise
             if not isinstance(error, SIEError):
-                _logger.exception("the start of %d rows failed", len(self._beginning))
+                _logger.exception("the model failed to read %d prompts", len(self._beginning))
             for row in self._beginning:
                 row.call.fail(error.with_traceback(None))
             begun = []
@@ -302,7 +304,7 @@ class _Loop:
                 self._slots.ready()
                 return
             except SlotsFull as error:
-                _logger.info("%s: the row with the fewest tokens is removed and starts again later", error)
+                _logger.info("%s: the text with the fewest tokens is dropped and generated again later", error)
                 slot = min(range(len(self._rows)), key=lambda slot: len(self._rows[slot].ids))
                 self._wait([self._rows[slot]])
                 self._drop([slot])

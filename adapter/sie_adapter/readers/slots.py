@@ -184,7 +184,7 @@ class _SlotStates:
         elif slots == 1 or self._fits(self._more_bytes(states, *needed)):
             slots, positions = needed
         else:
-            raise SlotsFull(f"keys and values of {slots} rows of {positions} positions do not fit")
+            raise SlotsFull(f"the memory is too small for the KV cache of {slots} texts of {positions} tokens")
         used = len(self.lengths)
 
         def grown(old: Tensor | None, like: Tensor) -> Tensor:

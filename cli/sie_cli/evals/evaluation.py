@@ -212,7 +212,7 @@ def _speed(context: _EvalContext) -> EvalOutcome:
         raise CommandRefused(f"no request was answered, so there is no speed to report. Error codes: {codes}")
     lost = [point for point in points if point.lost_its_server]
     missed += [
-        f"{point.source} went away at {point.level}: {counted(point.errors[NOBODY], 'request')} found nobody"
+        f"{point.source} stopped answering at {point.level}: {counted(point.errors[NOBODY], 'request')} cannot connect"
         for point in lost
     ]
     texts = f"{counted(plan.batch, 'text')} to a request, {plan.seconds:g} s after {plan.warm_up_s:g} s of warm-up"
