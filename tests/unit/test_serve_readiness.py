@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from pathlib import Path
@@ -84,3 +85,17 @@ async def test_a_disk_that_is_full_when_all_are_ready_delays_nothing(
     await cluster._until_ready(supervisor)
     assert supervisor.is_up
     assert "access.json was not written: No space left on device" in capsys.readouterr().err
+
+
+async def test_a_task_that_fails_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def failing(_: Supervisor) -> None:
+        raise ValueError("a fault of this program")
+
+    plan = ServePlan("127.0.0.1", 1, tmp_path, True, 1, 1, False, load(environ={}).settings, flags={}, environ={})
+    cluster = LocalCluster(plan)
+    monkeypatch.setattr(cluster, "_until_ready", failing)
+    async with asyncio.timeout(30):
+        assert await cluster._supervised(Supervisor(lambda *_: None), [], [], [], [], []) == 1
+    assert "task readiness failed" in caplog.text

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import resource
 import secrets
@@ -39,7 +40,7 @@ from sie_cli.serve.supervisor import Child, Supervisor
 from sie_contracts.loopback import is_loopback, verification
 from sie_contracts.models.trust import Allowed
 from sie_contracts.settings import BY_NAME, ROWS, Secret, SettingError, SettingRow, Settings, public_url
-from sie_runtime.process import end_signals
+from sie_runtime.process import Tasks, end_signals
 from sie_store.models_folder import in_use, place_of
 
 BROKER = "nats-server"
@@ -54,6 +55,7 @@ EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5
 # seconds; short, because the gateways have ended: a worker has only work of jobs, which continues after the next start
 _WORKER_DRAIN_S = 1.5
+_logger = logging.getLogger("sie.serve")
 
 
 @dataclass(frozen=True)
@@ -128,18 +130,17 @@ class LocalCluster:
         broker, config, gateways, sidecars, adapters = groups
         children = [*broker, *config, *gateways, *sidecars, *adapters]
         self._say("serve", f"starting {', '.join(child.name for child in children)}")
+        tasks = Tasks(_logger, self._stop.set)
         try:
             for child in children:
                 await supervisor.start(child)
-            watching = [asyncio.create_task(self._until_ready(supervisor), name="readiness")]
+            tasks.start(self._until_ready(supervisor), "readiness")
             if broker:
-                watching.append(asyncio.create_task(self._watch_broker(supervisor, broker[0]), name="broker health"))
+                tasks.start(self._watch_broker(supervisor, broker[0]), "broker health")
             stopping = asyncio.create_task(self._stop.wait(), name="stop")
             ends: list[asyncio.Future[Any]] = [stopping, supervisor.fatal]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for task in watching:
-                task.cancel()
-            await asyncio.gather(*watching, return_exceptions=True)
+            await tasks.cancel()
         finally:
             for group in (gateways, sidecars, adapters, config, broker):
                 await supervisor.stop(group)
@@ -150,7 +151,7 @@ class LocalCluster:
             self._say("serve", self._lacking, "ERROR")
             return 1
         self._say("serve", "stopped")
-        return 0
+        return int(tasks.failed)
 
     def _set_defaults(self) -> None:
         """Set defaults that fit this machine better than the documented ones. Settings of the operator stay."""
