@@ -31,9 +31,9 @@ from sie_store.datasets.formats import MANIFEST
 from sie_store.datasets.parts import encode
 from sie_store.datasets.places import Place
 from sie_store.datasets.rows import InputRow
-from sie_store.datasets.shards import PartDamaged, bytes_of, claim, existing, put_once
+from sie_store.datasets.shards import PartDamaged, bytes_of, claim, existing, pieces_of, put_once
 from sie_store.files import FileObjects
-from sie_store.object_stores import AccessRefused, ObjectMissing, RetryPolicy, StoreError
+from sie_store.object_stores import PIECE_BYTES, AccessRefused, ObjectMissing, RetryPolicy, StoreError
 
 NAME = "part-00000.parquet"
 FAST = RetryPolicy(tries=3, pause_s=0.001)
@@ -57,6 +57,17 @@ def part(fingerprint: str = "f00d", count: int = 4, format: OutputFormat = "parq
     vector = {"dense": np.arange(8, dtype=np.float32)}
     answers = [RowAnswer(tokens=3, arrays=vector) for _ in own[1:]] + [RowAnswer(ErrorInfo("INVALID_INPUT", "no text"))]
     return encode(shard_of(About("job-1", 0, "org/model", fingerprint), own, answers), format)
+
+
+async def test_a_part_is_read_in_pieces(url: str) -> None:
+    place, data = output(url), os.urandom(3 * PIECE_BYTES + 7)
+    await obstore.put_async(place.store, place.folder + "part", data)
+    size, pieces = await pieces_of(place, "part")
+    parts = [piece async for piece in pieces]
+    assert (size, b"".join(parts)) == (len(data), data)
+    assert max(map(len, parts)) <= 2 * PIECE_BYTES
+    with pytest.raises(ObjectMissing):
+        await pieces_of(place, "none")
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "npy"])

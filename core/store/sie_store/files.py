@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sie_store import object_stores
-from sie_store.object_stores import ObjectMissing
+from sie_store.object_stores import CALL_S, ObjectMissing
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 FOLDER = "files"
 PART_BYTES = 8 << 20  # bytes of one part of a multipart upload; a bucket allows 10,000 parts, in total 80 GB
 PARTS_AT_ONCE = 2
-PIECE_BYTES = 1 << 20  # bytes that are read at a time
-CALL_S = 30.0  # seconds within which the store must answer a call other than an upload
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -57,10 +55,8 @@ class FileObjects:
 
     async def open(self, file: str) -> AsyncIterator[bytes]:
         """Return the pieces of an object. Raises ObjectMissing if the object does not exist."""
-        import obstore
-
-        answer = await object_stores.within(CALL_S, obstore.get_async(self._store, _key(file)))
-        return _pieces(aiter(answer.stream(PIECE_BYTES)))
+        _, pieces = await object_stores.within(CALL_S, object_stores.open_object(self._store, _key(file)))
+        return pieces
 
     async def range(self, file: str, start: int, end: int) -> bytes:
         """Return the bytes from `start` to before `end` of an object that has at least `end` bytes."""
@@ -91,14 +87,6 @@ def _key(file: str) -> str:
     if not _ID.fullmatch(file):
         raise ObjectMissing("this is not the id of a file")
     return f"{FOLDER}/{file}"
-
-
-async def _pieces(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    try:
-        while (piece := await object_stores.within(CALL_S, anext(stream, None))) is not None:
-            yield bytes(piece)
-    finally:
-        del stream  # closes the object: otherwise the traceback of a cancelled download would keep it open
 
 
 def _remove_unfinished(path: Path) -> None:

@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +35,8 @@ _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 _logger = logging.getLogger("sie.store")
 
+PIECE_BYTES = 1 << 20  # bytes that `open_object` reads at a time
+CALL_S = 30.0  # seconds within which the store must answer a call that transfers little
 MAX_PAUSE_S = 30.0
 # A reserve is 10 % of the disk, at most 256 MiB. A write must leave one or more reserves free.
 RESERVE_SHARE, MAX_RESERVE_BYTES = 0.1, 256 << 20
@@ -256,6 +258,22 @@ async def whole_object(store: ObjectStore, key: str) -> bytes:
     import obstore
 
     return bytes(await (await obstore.get_async(store, key)).bytes_async())
+
+
+async def open_object(store: ObjectStore, key: str) -> tuple[int, AsyncIterator[bytes]]:
+    """Return the number of bytes of an object, and its bytes in pieces. The store has CALL_S seconds for each piece."""
+    import obstore
+
+    answer = await obstore.get_async(store, key)
+    return answer.meta["size"], _pieces(aiter(answer.stream(PIECE_BYTES)))
+
+
+async def _pieces(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        while (piece := await within(CALL_S, anext(stream, None))) is not None:
+            yield bytes(piece)
+    finally:
+        del stream  # closes the object: otherwise the traceback of a cancelled download would keep it open
 
 
 async def objects_below(store: ObjectStore, prefix: str) -> list[ObjectMeta]:

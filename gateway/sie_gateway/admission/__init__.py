@@ -18,8 +18,8 @@ for its wait (`remotes`).
 
     admission/admission.Admission   QUEUE_FULL          the wait (`check`, `refuse_late`), or bytes (`enter`)
     admission/grant.Quotas          RATE_LIMITED        tokens of a key in a minute
-    admission/slots.KeySlots        RATE_LIMITED        uploads of a key at once
-    admission/slots.KeySlots        RESOURCE_EXHAUSTED  uploads of all keys at once
+    admission/slots.KeySlots        RATE_LIMITED        uploads of a key at once, reads of its results of jobs
+    admission/slots.KeySlots        RESOURCE_EXHAUSTED  uploads of all keys at once, reads of results of jobs
     inference/handler.Inference     QUEUE_FULL          requests in progress
     inference/image_urls.ImageUrls  QUEUE_FULL          memory of fetched images
     inference/results.ResultInbox   RESOURCE_EXHAUSTED  memory of results from workers

@@ -10,10 +10,12 @@ from sie_contracts.errors import RateLimited, ResourceExhausted
 
 
 class KeySlots:
-    """`total` slots, of which one key may use `per_key`. `work`: name of the work in errors, for example uploads."""
+    """`total` slots, of which one key may use `per_key`. `work`: name of the work in errors, for example uploads.
+    `reason`: reason of the errors.
+    """
 
-    def __init__(self, total: int, per_key: int, work: str) -> None:
-        self._total, self._per_key, self._work = total, per_key, work
+    def __init__(self, total: int, per_key: int, work: str, reason: str) -> None:
+        self._total, self._per_key, self._work, self._reason = total, per_key, work, reason
         self._taken: Counter[str] = Counter()
 
     @contextlib.contextmanager
@@ -22,11 +24,11 @@ class KeySlots:
         if self._taken[key] >= self._per_key:
             raise RateLimited(
                 f"this key has {self._per_key} {self._work} at once, the limit for one key at this gateway",
-                reason=self._work,
+                reason=self._reason,
             )
         if self._taken.total() >= self._total:
             raise ResourceExhausted(
-                f"this gateway has {self._total} {self._work} at once, the limit for all keys", reason=self._work
+                f"this gateway has {self._total} {self._work} at once, the limit for all keys", reason=self._reason
             )
         self._taken[key] += 1
         try:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 from msgspec import Meta
 
 from sie_contracts.api import batches as api
@@ -18,8 +16,7 @@ from sie_gateway.http.form import Form, check_name
 from sie_gateway.http.route_kinds import GatewayRoute, control
 from sie_gateway.inference.call import family
 from sie_gateway.jobs.files import MAX_FILE_BYTES, FileDescription
-from sie_gateway.operations.handlers import call_of, json_response, whole
-from sie_runtime.http.asgi import Send
+from sie_gateway.operations.handlers import PieceResponse, call_of, json_response, whole
 from sie_runtime.http.routes import FORM, RAW, Content, Parameter
 
 if TYPE_CHECKING:
@@ -99,14 +96,6 @@ async def show(gateway: Gateway, request: Request) -> Response:
     return json_response(_shown(await _file_of(gateway, request)))
 
 
-class _FileReply(StreamingResponse):
-    """Reply with the pieces of a file. The file is closed when the reply ends, also if its client disconnects."""
-
-    async def stream_response(self, send: Send) -> None:
-        async with contextlib.aclosing(cast("AsyncGenerator[bytes]", self.body_iterator)):
-            await super().stream_response(cast(Any, send))
-
-
 async def content(gateway: Gateway, request: Request) -> Response:
     record = await _file_of(gateway, request)
     # a browser must not show an uploaded file as a page of this server
@@ -117,7 +106,7 @@ async def content(gateway: Gateway, request: Request) -> Response:
     }
     if request.method == "HEAD":
         return Response(headers=headers, media_type=RAW)
-    return _FileReply(await gateway.files.open(record), headers=headers, media_type=RAW)
+    return PieceResponse(await gateway.files.open(record), headers=headers, media_type=RAW)
 
 
 async def remove(gateway: Gateway, request: Request) -> Response:

@@ -84,7 +84,7 @@ class FileStore:
         self._max_bytes = max_bytes
         self._usage = usage
         self._records.listeners.append(self._charge)
-        self._uploads = KeySlots(UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY, "uploads")
+        self._uploads = KeySlots(UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY, "uploads", "uploads")
         self._outputs = asyncio.Semaphore(OUTPUTS_AT_ONCE)
 
     # records of files

@@ -24,7 +24,7 @@ from sie_contracts.api import jobs as api
 from sie_contracts.errors import InvalidInput
 from sie_gateway.http.route_kinds import GatewayRoute, control
 from sie_gateway.inference.call import family
-from sie_gateway.operations.handlers import call_of, converted, flag, json_of, json_response, whole
+from sie_gateway.operations.handlers import PieceResponse, call_of, converted, flag, json_of, json_response, whole
 from sie_runtime.http.routes import RAW, Content, Parameter
 
 if TYPE_CHECKING:
@@ -230,9 +230,9 @@ async def manifest(gateway: Gateway, request: Request) -> Response:
 
 async def part(gateway: Gateway, request: Request) -> Response:
     job = gateway.jobs.find(call_of(request), request.path_params["job"])
-    data = await gateway.results.part(job, request.query_params.get("name", ""))
-    headers = {"Content-Disposition": "attachment"}
-    return Response(data, headers=headers, media_type=RAW)
+    size, pieces = await gateway.results.part(job, request.query_params.get("name", ""))
+    headers = {"Content-Length": str(size), "Content-Disposition": "attachment"}
+    return PieceResponse(pieces, headers=headers, media_type=RAW)
 
 
 async def rows(gateway: Gateway, request: Request) -> Response:

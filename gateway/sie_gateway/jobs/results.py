@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
 from sie_contracts.api import jobs as api
 from sie_contracts.errors import NotFound, QueueUnavailable
 from sie_contracts.jobs import JobRecord
+from sie_gateway.admission.slots import KeySlots
 from sie_gateway.jobs.engine import JobEngine
 from sie_gateway.jobs.ledger import JobLedger
 from sie_gateway.jobs.native import manifest, outcomes_of
@@ -18,6 +21,8 @@ from sie_store.datasets import shards
 from sie_store.object_stores import ObjectMissing, StoreError
 
 SAMPLED = 4  # largest number of parts that are read for a sample of rows
+# manifests and samples of rows that a gateway reads at once: for all keys, and for one key
+READS_AT_ONCE, READS_OF_A_KEY = 8, 4
 
 
 @dataclass(eq=False)
@@ -26,19 +31,28 @@ class JobResults:
 
     ledger: JobLedger
     engine: JobEngine
+    # each read may have all records of a job, or a whole part, in memory
+    reads: KeySlots = field(
+        default_factory=lambda: KeySlots(READS_AT_ONCE, READS_OF_A_KEY, "reads of results", "results")
+    )
 
     async def manifest(self, job: JobRecord, after: int, limit: int) -> api.JobManifest:
-        """Return the manifest with at most `limit` parts, after the first `after` parts. Raises QueueUnavailable."""
-        async with broker_errors_mapped():
-            every = await self.ledger.shards(job.id)
-            plan = await self.engine.workplace(job).plan()
-        whole = await asyncio.to_thread(manifest, job, job.state, every, plan.unread if plan else ())
+        """Return the manifest with at most `limit` parts, after the first `after` parts. Raises QueueUnavailable, and
+        RateLimited or ResourceExhausted for too many reads at once.
+        """
+        with self.reads.hold(job.owner):
+            async with broker_errors_mapped():
+                every = await self.ledger.shards(job.id)
+                plan = await self.engine.workplace(job).plan()
+            whole = await asyncio.to_thread(manifest, job, job.state, every, plan.unread if plan else ())
         shown = whole.parts[after : after + limit]
         end = after + len(shown)
         return replace(whole, parts=shown, next=end if end < len(whole.parts) else None)
 
-    async def part(self, job: JobRecord, name: str) -> bytes:
-        """Return the bytes of a stored part. Raises NotFound, also if the output is at a URL; QueueUnavailable."""
+    async def part(self, job: JobRecord, name: str) -> tuple[int, AsyncIterator[bytes]]:
+        """Return the number of bytes of a stored part, and its bytes in pieces. Raises NotFound, also if the output is
+        at a URL; QueueUnavailable.
+        """
         assert job.request is not None
         if job.output_url:
             raise NotFound(f"the parts of this job are at {job.output_url}", param="name")
@@ -46,31 +60,40 @@ class JobResults:
             every = await self.ledger.shards(job.id)
         if name not in {shard.name for shard in every.values() if shard.name}:
             raise NotFound("the job has no such part; its manifest lists all parts", param="name")
-        return await self._bytes(job, name)
+        with _store_errors_mapped():
+            return await shards.pieces_of(self.engine.output(job), name)
 
     async def rows(self, job: JobRecord, limit: int, *, only_failed: bool) -> api.JobRows:
         """Return id, tokens and error of up to `limit` rows in at most SAMPLED parts. Raises NotFound,
-        QueueUnavailable, and ContentConflict for a damaged part.
+        QueueUnavailable, ContentConflict for a damaged part, and RateLimited or ResourceExhausted for too many reads at
+        once.
         """
+        with self.reads.hold(job.owner):
+            return api.JobRows(rows=await self._rows(job, limit, only_failed=only_failed))
+
+    async def _rows(self, job: JobRecord, limit: int, *, only_failed: bool) -> list[api.JobRow]:
         assert job.request is not None
         async with broker_errors_mapped():
             every = await self.ledger.shards(job.id)
         rows: list[api.JobRow] = []
-        shards = [shard for _, shard in sorted(every.items()) if shard.name and (shard.failed or not only_failed)]
-        for shard in shards[:SAMPLED]:
-            data = await self._bytes(job, shard.name)
+        stored = [shard for _, shard in sorted(every.items()) if shard.name and (shard.failed or not only_failed)]
+        for shard in stored[:SAMPLED]:
+            with _store_errors_mapped():
+                data = await shards.bytes_of(self.engine.output(job), shard.name)
             for outcome in await outcomes_of(shard.name, data, job.request.output.format):
                 if outcome.error is not None or not only_failed:
                     error = None if outcome.error is None else api.JobError(**outcome.error)
                     rows.append(api.JobRow(id=outcome.id, tokens=outcome.tokens, error=error))
                 if len(rows) == limit:
-                    return api.JobRows(rows=rows)
-        return api.JobRows(rows=rows)
+                    return rows
+        return rows
 
-    async def _bytes(self, job: JobRecord, name: str) -> bytes:
-        try:
-            return await shards.bytes_of(self.engine.output(job), name)
-        except ObjectMissing as error:
-            raise NotFound("the part does not exist any more", param="name") from error
-        except StoreError as error:
-            raise QueueUnavailable(f"the store of the output failed, try again: {error}") from error
+
+@contextlib.contextmanager
+def _store_errors_mapped() -> Iterator[None]:
+    try:
+        yield
+    except ObjectMissing as error:
+        raise NotFound("the part does not exist any more", param="name") from error
+    except StoreError as error:
+        raise QueueUnavailable(f"the store of the output failed, try again: {error}") from error

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 from fastapi import Request
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 from starlette.datastructures import QueryParams
 
 from sie_contracts.api.residency import LaneResidency, ModelResidency, ResidencyState, WorkerResidency
@@ -23,6 +24,7 @@ from sie_gateway.http.route_kinds import HEADERS, GatewayRoute, control
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.call import Call
 from sie_gateway.operations.models import alias_info, model_info, model_list
+from sie_runtime.http.asgi import Send
 from sie_runtime.http.routes import Content
 from sie_runtime.http.server import scrape
 
@@ -40,6 +42,16 @@ def call_of(request: Request) -> Call:
 
 def json_response(body: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+class PieceResponse(StreamingResponse):
+    """Response with the pieces of an object. The object is closed when the response ends, also if its client
+    disconnects.
+    """
+
+    async def stream_response(self, send: Send) -> None:
+        async with contextlib.aclosing(cast("AsyncGenerator[bytes]", self.body_iterator)):
+            await super().stream_response(cast(Any, send))
 
 
 async def json_of(request: Request) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+from collections.abc import AsyncIterator
 
 from sie_contracts.api.jobs import OutputFormat
 from sie_contracts.errors import InvalidInput
@@ -18,7 +19,18 @@ from sie_contracts.jobs import ShardRecord
 from sie_store.datasets.formats import MANIFEST
 from sie_store.datasets.parts import PartFault, inspect
 from sie_store.datasets.places import Place
-from sie_store.object_stores import FILES, ObjectMissing, StoreError, WrittenMeanwhile, room, sync, whole_object, within
+from sie_store.object_stores import (
+    CALL_S,
+    FILES,
+    ObjectMissing,
+    StoreError,
+    WrittenMeanwhile,
+    open_object,
+    room,
+    sync,
+    whole_object,
+    within,
+)
 
 PUT_S = 300.0  # time limit of one call of the store, in seconds
 OWNER = ".sie-job"  # object in the output folder that contains the id of the job to which the folder belongs
@@ -109,6 +121,15 @@ async def existing(place: Place, name: str, format: OutputFormat) -> ShardRecord
         raise PartDamaged(f"{name}: {error}") from error
     await sync(place.store, key)
     return record
+
+
+async def pieces_of(place: Place, name: str) -> tuple[int, AsyncIterator[bytes]]:
+    """Return the number of bytes of the object `name` in the folder, and its bytes in pieces. Raises ObjectMissing,
+    StoreError.
+    """
+    key = place.folder + name
+    await place.check(key)
+    return await place.patience.call(lambda: open_object(place.store, key), CALL_S)
 
 
 async def bytes_of(place: Place, name: str) -> bytes:
