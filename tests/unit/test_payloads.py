@@ -33,6 +33,7 @@ from sie_gateway.metrics import Metrics
 from sie_gateway.streams.offload import Offload, life_s
 from sie_sidecar.device.in_flight import InFlight
 from sie_sidecar.prepare.fetching import PayloadFetching
+from sie_store import payloads
 from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing, PayloadStore, open_store
 
@@ -150,6 +151,18 @@ async def test_the_old_goes_and_nothing_else(url: str) -> None:
     with pytest.raises(PayloadMissing):
         await store.get(keys[0], 10)
     assert bytes(await (await obstore.get_async(store._store, "somebody-elses.txt")).bytes_async()) == b"mine"
+
+
+async def test_payloads_that_another_gateway_removes_meanwhile_end_no_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(str(tmp_path))
+    keys = [await store.put(bytes([number]), period=number, timeout_s=10) for number in range(3)]
+    monkeypatch.setattr(payloads, "failpoint", lambda _: (tmp_path / keys[0]).unlink(missing_ok=True))
+    now_s = time.time() + 1000
+    removed = [await store.sweep(older_than_s=1, now_s=now_s, timeout_s=10) for _ in range(2)]
+    assert sum(removed) <= 2
+    assert not os.listdir(tmp_path)
 
 
 async def test_an_object_that_was_changed_is_not_taken(tmp_path: Path) -> None:

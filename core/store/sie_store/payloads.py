@@ -101,7 +101,10 @@ class PayloadStore:
                 ]
                 if old:
                     failpoint("payloads.before_removal")
-                    await obstore.delete_async(self._store, old)
+                    try:
+                        await obstore.delete_async(self._store, old)
+                    except FileNotFoundError:  # another gateway has removed some; the next call removes the others
+                        continue
                 removed += len(old)
                 if removed >= MAX_REMOVALS:
                     break
