@@ -158,7 +158,7 @@ async def test_work_is_answered_at_its_deadline_though_the_load_goes_on(cluster:
 
 def test_a_consumer_stays_paused_until_the_last_group_that_pauses_it_goes_on(broker: MemoryBroker) -> None:
     queues = Mock(limits=LIMITS, is_full_of=Mock(return_value=False))
-    source = WorkSource(broker, LANE, "w0", Mock(), queues, Mock(), Mock(), Mock(), lambda: 0.0)
+    source = WorkSource(broker, LANE, "w0", Mock(), queues, Mock(), Mock(), Mock())
     with source.paused({"a"}):
         with source.paused({"a", "b"}):
             assert [source._role(name) for name in "abc"] == ["none", "none", "pull"]
