@@ -193,7 +193,7 @@ class Throughput:
         batch on the device. `lanes`: number of batches that run at the same time. `pipeline`: largest number of batches
         that a worker forms before its device is free. `chunks`: number of chunks in the batch.
         """
-        entry = next((candidate for candidate in reversed(self._batches) if candidate.name == batch), None)
+        entry = next((candidate for candidate in self._since(queued_s) if candidate.name == batch), None)
         if entry is None:
             formed_s = now_s - pipeline * device_s  # a worker may form `pipeline` batches before the device is free
             is_sample = device_s < math.inf
@@ -219,9 +219,13 @@ class Throughput:
         """Mark the batches that left work behind: work that was queued before such a batch was formed ran only in a
         later batch. The queue is first in, first out, so the batch had no space for this work.
         """
-        for batch in self._batches:
+        for batch in self._since(queued_s):
             if batch.formed_s < later.formed_s and queued_s < batch.formed_s:
                 batch.left_work = True
+
+    def _since(self, queued_s: float) -> Iterator[_BatchResults]:
+        """Return the batches whose first result arrived after `queued_s`, the newest first."""
+        return itertools.takewhile(lambda batch: batch.at_s >= queued_s, reversed(self._batches))
 
     def _samples(self, now_s: float) -> list[_BatchSample]:
         """Return the samples of the latest batches, the newest first, without batches whose results still arrive, and
