@@ -37,9 +37,8 @@ async def upload(gateway: Gateway, request: Request) -> Response:
     if "purpose" in request.query_params:
         name, purpose = request.query_params.get("filename", ""), _purpose(request.query_params["purpose"])
         check_name(name)
-        record = await gateway.files.receive(
-            call_of(request).key, request.stream(), lambda: FileDescription(name, purpose, 0)
-        )
+        about = FileDescription(name, purpose)
+        record = await gateway.files.receive(call_of(request).key, request.stream(), lambda: about)
     else:
         form = Form(request.headers.get("content-type", ""))
         file = form.file(request.stream())

@@ -223,9 +223,8 @@ async def delete(gateway: Gateway, request: Request) -> Response:
 async def manifest(gateway: Gateway, request: Request) -> Response:
     job = gateway.jobs.find(call_of(request), request.path_params["job"])
     after = whole(request.query_params, "after", 0, 0, 1 << 31)
-    return json_response(
-        await gateway.results.manifest(job, after, whole(request.query_params, "limit", 1000, 1, 10_000))
-    )
+    limit = whole(request.query_params, "limit", 1000, 1, 10_000)
+    return json_response(await gateway.results.manifest(job, after, limit))
 
 
 async def part(gateway: Gateway, request: Request) -> Response:
@@ -238,9 +237,8 @@ async def part(gateway: Gateway, request: Request) -> Response:
 async def rows(gateway: Gateway, request: Request) -> Response:
     job = gateway.jobs.find(call_of(request), request.path_params["job"])
     only_failed = flag(request.query_params, "failed", default=False)
-    return json_response(
-        await gateway.results.rows(job, whole(request.query_params, "limit", 20, 1, 1000), only_failed=only_failed)
-    )
+    limit = whole(request.query_params, "limit", 20, 1, 1000)
+    return json_response(await gateway.results.rows(job, limit, only_failed=only_failed))
 
 
 # batches
@@ -252,12 +250,8 @@ async def submit_batch(gateway: Gateway, request: Request) -> Response:
 
 
 async def batch_page(gateway: Gateway, request: Request) -> Response:
-    query = request.query_params
-    return json_response(
-        gateway.jobs.batch_page(
-            call_of(request), whole(request.query_params, "limit", 20, 1, 100), query.get("after", "")
-        )
-    )
+    limit, after = whole(request.query_params, "limit", 20, 1, 100), request.query_params.get("after", "")
+    return json_response(gateway.jobs.batch_page(call_of(request), limit, after))
 
 
 async def show_batch(gateway: Gateway, request: Request) -> Response:

@@ -41,10 +41,8 @@ def _filter(gateway: Gateway, request: Request) -> Filter:
 
 async def page(gateway: Gateway, request: Request) -> Response:
     _checked(request, *FILTERS, "before", "limit")
-    before, limit = (
-        whole(request.query_params, "before", 0, 0, 1 << 53),
-        whole(request.query_params, "limit", 50, 1, 200),
-    )
+    before = whole(request.query_params, "before", 0, 0, 1 << 53)
+    limit = whole(request.query_params, "limit", 50, 1, 200)
     return json_response(await gateway.dead_letters.page(_filter(gateway, request), before, limit))
 
 
