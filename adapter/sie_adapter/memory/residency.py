@@ -130,6 +130,9 @@ class Permission:
     dropped: tuple[str, ...] = ()
     has_shed: bool = False
 
+    def record_drop(self, model: str) -> None:
+        self.dropped += (model,)
+
 
 @dataclass(frozen=True)
 class DeviceMemory:
@@ -392,7 +395,7 @@ class ResidentModels:
             if victim is None:
                 return False
             del self._residents[victim]
-            permission.dropped += (victim,)
+            permission.record_drop(victim)
         _logger.warning("unloaded %s: %s", victim, why)
         self._collect()
         return True

@@ -97,6 +97,9 @@ class Trial:
     calls: int = 0
     edges: set[int] = field(default_factory=set)
 
+    def called(self) -> None:
+        self.calls += 1
+
     def edge(self) -> int:
         """Return the model's `sie_edge`. Raises AttentionUnsupported if its layers need different values."""
         if len(self.edges) > 1:
@@ -157,7 +160,7 @@ def packed_attention(
             sie_trial.edges.add(shown.left - reach)
         elif shown != pattern:
             raise AttentionUnsupported(f"a layer computes {pattern} and its mask says {shown}")
-        sie_trial.calls += 1
+        sie_trial.called()
     # the operator is used only while compiling: torch's dispatch of a Python operator costs host time in every layer
     attend = torch.ops.sie.packed_attention if torch.compiler.is_compiling() else _attend
     output = attend(

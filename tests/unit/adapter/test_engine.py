@@ -67,7 +67,7 @@ def test_a_batch_is_answered_where_memory_cannot_be_given_back(
     engine: AdapterEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(permission: Permission) -> None:
-        permission.dropped += ("other",)
+        permission.record_drop("other")
         raise OSError("the memory of the device cannot be read")
 
     monkeypatch.setattr(engine.residency, "relieve", fails)
