@@ -126,7 +126,6 @@ class PreparedTexts(Protocol):
 T = TypeVar("T")
 M = TypeVar("M", bound=PreparedTexts)
 Make = Callable[[Sequence[str], ExtractOptions], M]
-Run = Callable[[Sequence[str], ExtractOptions, M], list[Result]]
 
 
 class Preparation:
@@ -140,14 +139,14 @@ class Preparation:
         self._prepared: dict[tuple[bytes, tuple[str, ...]], Any] = {}
 
     def make(self, texts: Sequence[str], options: Sequence[ExtractOptions], make: Make[Any]) -> None:
-        """Tokenise the texts. Errors are dropped here: they occur again in `run_alike`, which returns them."""
+        """Tokenise the texts. Errors are dropped here: they occur again in `by_options`, which returns them."""
         for option, chosen in _alike(options):
             some = [texts[index] for index in chosen]
             try:
                 self._prepared[option.same(), tuple(some)] = self._timed(some, option, make)
             except SIEError:
                 continue
-            except Exception as error:  # noqa: BLE001  model code may raise anything; `run_alike` returns it
+            except Exception as error:  # noqa: BLE001  model code may raise anything; `by_options` returns it
                 _logger.debug("texts for an extraction could not be prepared: %s", type(error).__name__)
 
     def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
@@ -206,8 +205,13 @@ class Extractor(ABC, Generic[M]):
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], preparation: Preparation | None = None
     ) -> list[Result]:
+        prepared = preparation or Preparation()
+
+        def run(some: Sequence[str], option: ExtractOptions) -> list[Result]:
+            return self._extract(some, option, prepared.pop_or_make(some, option, self._make))
+
         with torch.inference_mode():
-            results = run_alike(*by_part(texts, options), self._make, self._extract, preparation)
+            results = by_options(*by_part(texts, options), run)
         return with_answers(results, options)
 
     @abstractmethod
@@ -291,26 +295,12 @@ def _with_answer(results: list[Result], options: ExtractOptions) -> Result:
     }
 
 
-def run_alike(
-    texts: Sequence[str],
-    options: Sequence[ExtractOptions],
-    make: Make[M],
-    run: Run[M],
-    preparation: Preparation | None = None,
-) -> list[Result]:
-    """Call `run` once for each set of equal options, with its tokenised texts. Return one result or error per text, in
-    order. Raises only errors of the whole device: out of memory, or a lost device.
-    """
-    prepared = preparation or Preparation()
-    return by_options(texts, options, lambda some, option: run(some, option, prepared.pop_or_make(some, option, make)))
-
-
 def by_options(
     inputs: Sequence[T], options: Sequence[ExtractOptions], run: Callable[[Sequence[T], ExtractOptions], list[Result]]
 ) -> list[Result]:
     """Call `run` once for each set of equal options, with its inputs. If the call raises a SIEError, this error is the
     result of each of its inputs; after any other error, its inputs run again one by one. Return results in the order of
-    the inputs. Raises the errors of `run_alike`.
+    the inputs. Raises only errors of the whole device: out of memory, or a lost device.
     """
     results: dict[int, Result] = {}
     for option, chosen in _alike(options):

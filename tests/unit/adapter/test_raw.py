@@ -14,7 +14,7 @@ import torch
 from unit.adapter.test_batch import arrays, reasons, tokens
 
 from sie_adapter.engine.raw import extract_options, run_raw
-from sie_adapter.families.extraction import ExtractOptions, Preparation, run_alike
+from sie_adapter.families.extraction import ExtractOptions, Extractor
 from sie_adapter.memory.device_errors import cancelled
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, ShuttingDown, SIEError
 from sie_contracts.models.muvera import Muvera
@@ -280,16 +280,11 @@ class Counted:
     padding: int
 
 
-class Tokenising:
+class Tokenising(Extractor[Counted]):
     """A family that tokenises itself and records the threads."""
 
     def __init__(self) -> None:
         self.threads: list[str] = []
-
-    def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
-        preparation = Preparation()
-        preparation.make(texts, options, self._make)
-        return preparation
 
     def _make(self, texts: Sequence[str], option: ExtractOptions) -> Counted:
         self.threads.append(threading.current_thread().name)
@@ -298,13 +293,9 @@ class Tokenising:
         counts = [len(text) for text in texts]
         return Counted(counts, len(counts) * max(counts) - sum(counts))
 
-    def extract(
-        self, texts: Sequence[str], options: Sequence[ExtractOptions], preparation: Preparation | None = None
-    ) -> list[Any]:
-        def run(some: Sequence[str], option: ExtractOptions, count: Counted) -> list[Any]:
-            return [{"entities": [{"text": text, "size": size}]} for text, size in zip(some, count.counts, strict=True)]
-
-        return run_alike(texts, options, self._make, run, preparation)
+    def _extract(self, texts: Sequence[str], option: ExtractOptions, prepared: Counted) -> list[Any]:
+        sizes = zip(texts, prepared.counts, strict=True)
+        return [{"entities": [{"text": text, "size": size}]} for text, size in sizes]
 
 
 def test_a_family_that_tokenises_itself_tells_how_long_and_with_what_padding() -> None:
