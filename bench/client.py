@@ -159,42 +159,19 @@ class Clients:
         return self.answers
 
 
-class OpenLoop:
-    """Requests at a fixed rate that do not wait for earlier answers. Connections are reused."""
+async def open_loop(host: str, port: int, message: bytes, *, each_s: float, seconds: float) -> list[Answer]:
+    """Send a request each `each_s` seconds over a connection of its own, without waiting for earlier answers. Return
+    all answers.
+    """
 
-    def __init__(self, host: str, port: int, requests: Iterator[bytes], *, rate: float, seconds: float) -> None:
-        self.answers: list[Answer] = []
-        self._address = host, port
-        self._requests = requests
-        self._rate, self._seconds = rate, seconds
-        self._idle: list[Connection] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def run(self) -> list[Answer]:
-        """Send all requests, and return when the last one is under way. `finish` waits for the answers."""
-        begin_s = time.perf_counter()
-        for number in range(int(self._rate * self._seconds)):
-            ahead_s = begin_s + number / self._rate - time.perf_counter()
-            if ahead_s > 0.001:
-                await asyncio.sleep(ahead_s)
-            task = asyncio.create_task(self._one(self._idle.pop() if self._idle else None, next(self._requests)))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        return self.answers
-
-    async def finish(self) -> list[Answer]:
-        await asyncio.gather(*self._tasks)
-        for connection in self._idle:
-            connection.close()
-        return self.answers
-
-    async def _one(self, connection: Connection | None, message: bytes) -> None:
-        if connection is None or not connection.is_open:
-            connection = await connect(*self._address)
+    async def one(after_s: float) -> Answer:
+        await asyncio.sleep(after_s)
+        connection = await connect(host, port)
         answer = await _timed(connection, message)
-        self.answers.append(answer)
-        if answer.status:
-            self._idle.append(connection)
+        connection.close()
+        return answer
+
+    return await asyncio.gather(*(one(number * each_s) for number in range(int(seconds / each_s))))
 
 
 async def _timed(connection: Connection, message: bytes) -> Answer:

@@ -39,7 +39,7 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from client import Answer, Clients, OpenLoop, percentile, request, statuses
+from client import Answer, Clients, open_loop, percentile, request, statuses
 from image_files import encoded, picture
 from local_models import under
 from overhead import Cluster
@@ -193,10 +193,7 @@ class Served:
 
     async def texts(self, seconds: float) -> list[Answer]:
         """Send a text each 100 ms and return the answers."""
-        loop = OpenLoop("127.0.0.1", self.cluster.port, itertools.repeat(self._query), rate=1 / EACH_S, seconds=seconds)
-        await loop.run()
-        await loop.finish()
-        return loop.answers
+        return await open_loop("127.0.0.1", self.cluster.port, self._query, each_s=EACH_S, seconds=seconds)
 
     async def warm(self) -> None:
         """Run every shape once before the measurements."""
