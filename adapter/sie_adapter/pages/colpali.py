@@ -16,10 +16,9 @@ from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.packed.images import Tower
 from sie_adapter.packed.packing import PackedBatch, PlacedFeatures, Shown
-from sie_adapter.pages.projection import late_rows
+from sie_adapter.pages.projection import TokenVectors
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.wire.ipc import Rows
 
 _PAGE_PROMPT = "<bos>Describe the image.\n"  # prompt after the image. Source: transformers, ColPaliProcessor
 # The cost of an image in tokens is the number of its patches, divided by this number: 4 patches take about as long in
@@ -27,9 +26,7 @@ _PAGE_PROMPT = "<bos>Describe the image.\n"  # prompt after the image. Source: t
 _PATCHES_PER_TOKEN = 4
 
 
-class ColPali:
-    output = "multivector"
-
+class ColPali(TokenVectors):
     @staticmethod
     def table_of_files(folder: Path, entry: ModelEntry) -> int:
         model: Any = empty_model(ColPaliForRetrieval, folder, entry.load)
@@ -42,7 +39,7 @@ class ColPali:
         self._vlm = vlm = self.model.vlm
         self.language = self.adapted = vlm.language_model
         self.towers = (vlm.vision_tower, vlm.multi_modal_projector)
-        self.width: int = self.model.config.embedding_dim
+        self.width = self.model.config.embedding_dim
         self.heads: dict[str, Head] = {"multivector": MultivectorHead(self.model.embedding_proj_layer, compute.device)}
         self._tower = Tower(
             lambda pixels: vlm.get_image_features(pixels).pooler_output, normalisation, compute, keeps=True
@@ -63,9 +60,6 @@ class ColPali:
 
     def priced(self, recipe: Recipe) -> Recipe:
         return msgspec.structs.replace(recipe, tokens=max(1, self._patches(recipe) // _PATCHES_PER_TOKEN))
-
-    def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
-        return late_rows(self.width, images, tokens)
 
     def see(self, packed: PackedBatch, images: Sequence[Sequence[Shown]]) -> None:
         features = self._tower.forward([image for row in images for image in row]).flatten(0, 1)

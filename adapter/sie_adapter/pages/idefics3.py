@@ -21,11 +21,10 @@ from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.packed.images import TileTower
 from sie_adapter.packed.packing import PackedBatch, PlacedFeatures, Shown
-from sie_adapter.pages.projection import Projected, late_rows, projection_of, tensor_names
+from sie_adapter.pages.projection import Projected, TokenVectors, projection_of, tensor_names
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe, TileTokens, max_tiles
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
-from sie_contracts.wire.ipc import Rows
 
 # Text around an image, and names of tokens. Source: colpali-engine, ColIdefics3Processor; transformers,
 # Idefics3Processor.
@@ -37,8 +36,7 @@ _PROJECTION = "linear"
 _PATCHES_PER_TOKEN = 4
 
 
-class ColIdefics:
-    output = "multivector"
+class ColIdefics(TokenVectors):
     consumed = tensor_names(_PROJECTION)
 
     @classmethod
@@ -56,7 +54,7 @@ class ColIdefics:
         projection = projection_of(folder, entry, _PROJECTION).to(compute.device)
         self.adapted = projected = Projected(self.language, _PROJECTION, projection)
         self.towers = (self.model.vision_model, self.model.connector)
-        self.width: int = projection.out_features
+        self.width = projection.out_features
         self.heads: dict[str, Head] = {"multivector": MultivectorHead(projected, compute.device)}
         self._token: int = self.model.config.image_token_id
         self._edge: int = self.model.config.vision_config.image_size
@@ -103,9 +101,6 @@ class ColIdefics:
             )
         patches = (self._edge // vision.patch_size) ** 2
         return msgspec.structs.replace(recipe, block_tokens=max(1, patches // _PATCHES_PER_TOKEN))
-
-    def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
-        return late_rows(self.width, images, tokens)
 
     def see(self, packed: PackedBatch, images: Sequence[Sequence[Shown]]) -> None:
         features = self._tower.forward([image for row in images for image in row]).flatten(0, 1)

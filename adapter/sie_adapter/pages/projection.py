@@ -42,9 +42,14 @@ def projection_of(folder: Path, entry: ModelEntry, name: str) -> nn.Linear:
     return checkpoint.linear(weight, bias)
 
 
-def late_rows(width: int, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
-    """Return the form of the rows of ids for each operation. Scores are computed from the token vectors."""
-    return {
-        "encode": Rows("text", vectors=width, images=images, image_tokens=tokens),
-        "score": Rows("sides", vectors=width, images=images, image_tokens=tokens),
-    }
+class TokenVectors:
+    """Base of the model classes with one vector per token. Scores are computed from these vectors."""
+
+    output = "multivector"
+    width: int
+
+    def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
+        return {
+            "encode": Rows("text", vectors=self.width, images=images, image_tokens=tokens),
+            "score": Rows("sides", vectors=self.width, images=images, image_tokens=tokens),
+        }

@@ -23,12 +23,11 @@ from sie_adapter.heads.multivector import MultivectorHead
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.packed.images import GridTower, Patches
 from sie_adapter.packed.packing import Int64, PackedBatch, PlacedFeatures, Shown
-from sie_adapter.pages.projection import Projected, late_rows, projection_of, tensor_names
+from sie_adapter.pages.projection import Projected, TokenVectors, projection_of, tensor_names
 from sie_contracts.errors import InternalFailure
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
-from sie_contracts.wire.ipc import Rows
 
 # Text before and after the image of a page. Source: colpali-engine, ColQwen2_5_Processor and ColQwen3Processor.
 _BEFORE_PAGE, _AFTER_PAGE = (
@@ -87,10 +86,9 @@ class QwenVL:
         packed.features = PlacedFeatures(self._token, values, tuple(deeper))
 
 
-class ColQwen(QwenVL):
+class ColQwen(TokenVectors, QwenVL):
     """Model class of ColQwen2.5 and ColQwen3 in `vision_language`: its output is one vector per token."""
 
-    output = "multivector"
     consumed = (LANGUAGE_HEAD, *tensor_names(_PROJECTION))
 
     @classmethod
@@ -110,9 +108,6 @@ class ColQwen(QwenVL):
     def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
         before, after = (tuple(tokenizer.encode(text).ids) for text in (_BEFORE_PAGE, _AFTER_PAGE))
         return ImageTokens(self._token, before=before, after=after)
-
-    def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
-        return late_rows(self.width, images, tokens)
 
 
 def axes_of(packed: PackedBatch, token: int, grids: Sequence[Sequence[tuple[int, int]]]) -> Int64:
