@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from sie_cli.main import main
 from sie_cli.serve.ports import free_port
 from sie_cli.serve.processes import LocalCluster, ServePlan
 from sie_cli.serve.readiness import FailedLoad, failed_load
-from sie_cli.serve.supervisor import Supervisor
+from sie_cli.serve.supervisor import Child, Supervisor
 from sie_contracts.settings import Secret, load
 
 
@@ -99,3 +100,15 @@ async def test_a_task_that_fails_ends_the_command(
     async with asyncio.timeout(30):
         assert await cluster._supervised(Supervisor(lambda *_: None), [], [], [], [], []) == 1
     assert "task readiness failed" in caplog.text
+
+
+async def test_output_that_cannot_be_handled_ends_the_command(caplog: pytest.LogCaptureFixture) -> None:
+    def failing(*_: str) -> None:
+        raise ValueError("a fault of this program")
+
+    supervisor, child = Supervisor(failing), Child("adapter", [sys.executable, "-c", "print(1); input()"], os.environ)
+    await supervisor.start(child)
+    async with asyncio.timeout(30):
+        assert "failed, see above" in await supervisor.fatal
+    await supervisor.stop([child])
+    assert "task output:adapter failed" in caplog.text

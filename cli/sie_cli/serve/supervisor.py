@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import signal
 import sys
 import time
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sie_cli.refusal import CommandRefused
-from sie_runtime.process import EXIT_BAD_SETTING
+from sie_runtime.process import EXIT_BAD_SETTING, Tasks
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 # before all processes are ready, a child that fails this number of times in a row is not restarted again
@@ -86,6 +87,8 @@ class Supervisor:
         self._children: list[Child] = []
         self.is_up = False
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        failed = "a task that watches a process failed, see above"
+        self._tasks = Tasks(logging.getLogger("sie.serve"), lambda: self._give_up(failed))
 
     async def start(self, child: Child) -> None:
         """Start a child, and restart it after each end until `stop`, or until a restart cannot help (see `fatal`).
@@ -96,13 +99,13 @@ class Supervisor:
             await self._spawn(child)
         except OSError as error:
             raise CommandRefused(f"{child.name} cannot be started: {error}") from error
-        child.keeper = asyncio.create_task(self._keep(child), name=f"keep:{child.name}")
+        child.keeper = self._tasks.start(self._keep(child), f"keep:{child.name}")
 
     async def _spawn(self, child: Child) -> None:
         argv, child.once = [*child.argv, *child.once], ()
         child.process = await started(argv, child.environ)
         assert child.process.stdout is not None
-        reader = asyncio.create_task(self._relay(child, child.process.stdout), name=f"output:{child.name}")
+        reader = self._tasks.start(self._relay(child, child.process.stdout), f"output:{child.name}")
         child.output.add(reader)
         reader.add_done_callback(child.output.discard)
 
