@@ -143,19 +143,23 @@ async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> Remote
         sha256, blob = (sibling.lfs.sha256, "") if sibling.lfs else ("", sibling.blob_id or "")
         return RemoteFile(name, sibling.size, sha256, blob)
 
-    async def header(linked: str, own: str) -> str:
-        """Return the header `linked` of the hub or of a server to which it redirects, else the header `own` of the last
-        server; "" if there is neither. The header `own` of a redirection describes the redirection and not the file.
+    async def headers() -> tuple[str, str]:
+        """Return (size, ETag), "" if unknown: each from the header X-Linked-* of the hub or of a server to which it
+        redirects, else from the last server, because the usual headers of a redirection describe the redirection.
         """
         async with _answered(session, f"{url}/{quote(name)}", method="HEAD") as response:
-            answers = (*response.history, response)
-            values = (answer.headers[linked] for answer in answers if linked in answer.headers)
-            return str(next(values, response.headers.get(own, "")))
 
-    size = await LIMITS.repeated(lambda: header("X-Linked-Size", "Content-Length"), f"{label}: {name}")
+            def header(linked: str, own: str) -> str:
+                answers = (*response.history, response)
+                values = (answer.headers[linked] for answer in answers if linked in answer.headers)
+                return str(next(values, response.headers.get(own, "")))
+
+            return header("X-Linked-Size", "Content-Length"), header("X-Linked-Etag", "ETag")
+
+    size, etag = await LIMITS.repeated(headers, f"{label}: {name}")
     if not size.isdecimal():
         raise FetchFailed("INCOMPATIBLE", f"{label}: the hub does not report the size of {name}")
-    etag = (await LIMITS.repeated(lambda: header("X-Linked-Etag", "ETag"), f"{label}: {name}")).strip('W/"')
+    etag = etag.strip('W/"')
     return RemoteFile(name, int(size), etag if len(etag) == 64 else "", etag if len(etag) == 40 else "")
 
 
