@@ -108,9 +108,6 @@ class Span:
             self._ended = True
             self._span.end(self.ns_before(0) if end_ns is None else end_ns)
 
-    def link(self) -> trace.Link:
-        return trace.Link(self._span.get_span_context())
-
 
 class Tracer:
     """Creates the spans of one component. A thread exports them until `close`. All methods are thread-safe."""
@@ -144,7 +141,7 @@ class Tracer:
     ) -> Span:
         """Return a new span, which the caller must end. Without a valid `parent` it begins a new trace."""
         above = _headers.extract(parent._asdict(), context.Context())
-        linked = [span.link() for span in links]
+        linked = [trace.Link(span._span.get_span_context()) for span in links]
         span_kind = trace.SpanKind[kind.upper()]
         return Span(self._tracer, self._tracer.start_span(name, above, span_kind, attributes, linked, start_ns), name)
 

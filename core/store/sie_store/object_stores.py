@@ -67,11 +67,7 @@ _REFUSED = frozenset(
     }
 )
 # addresses of cloud metadata services: obstore requests credentials there if none are set
-_INSTANCE = (
-    "169.254.169.254",
-    "169.254.170.2",
-    "metadata.google.internal",
-)
+_INSTANCE = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 
 
 class StoreError(Exception):

@@ -269,15 +269,7 @@ class LocalCache:
                     used_s = self.used_s(repository, revision)
                     size = _bytes_in(path, linked=False)  # a link to a file of the snapshot frees nothing
                     going.append(Candidate(repository, revision, used_s, is_partial=True, bytes=size))
-        return sorted(
-            going,
-            key=lambda candidate: (
-                candidate.used_s,
-                not candidate.is_partial,
-                candidate.repository,
-                candidate.revision,
-            ),
-        )
+        return sorted(going, key=lambda copy: (copy.used_s, not copy.is_partial, copy.repository, copy.revision))
 
     def _is_used(self, repository: str, revision: str) -> bool:
         path = self._lock_file(repository, revision, "use")
