@@ -111,8 +111,9 @@ async def test_a_symbolic_link_leads_nowhere_else(tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match="symbolic link"):
             await rows.read(place, RowSpan(name, "jsonl", 0, 1, 0, 16, tag=tag), source)
     output = Place.opened(f"{inside}/folder", (str(inside),), is_output=True)
-    with pytest.raises(InvalidInput, match="symbolic link"):
+    with pytest.raises(InvalidInput, match="symbolic link") as caught:
         await output.check(output.folder + "part-00000.parquet")
+    assert caught.value.param == "output.url"
 
 
 async def test_a_folder_lists_its_own_objects_alone(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ class Place:
     `folder`: key of the folder, empty or ending in `/`. `name`: name of the object in it; empty for all objects.
     `label`: name of the object in spans and row ids, if it differs from `name` (for example the name of an uploaded
     file). `digest`: digest of an object that never changes, if known. `root`: for a folder on the disk, the allowed
-    folder; symbolic links must not lead out of it. `patience`: limits of the calls of the store.
+    folder; symbolic links must not lead out of it. `patience`: limits of the calls of the store. `param`: field of the
+    request that names the place, for errors.
     """
 
     store: ObjectStore
@@ -42,6 +43,7 @@ class Place:
     digest: str = ""
     root: Path | None = None
     patience: RetryPolicy = field(default_factory=RetryPolicy)
+    param: str = "input.url"
 
     @classmethod
     def opened(cls, url: str, allowed: tuple[str, ...], *, is_output: bool = False) -> Place:
@@ -67,7 +69,7 @@ class Place:
             raise NotReady(f"{param}: the store of {SETTING} cannot be opened", param=param) from error
         local = Path(store_url(root).path) if where.scheme == "file" else None
         if is_output or not path or url.endswith("/"):
-            return cls(store, f"{path}/" if path else "", root=local)
+            return cls(store, f"{path}/" if path else "", root=local, param=param)
         folder, slash, name = path.rpartition("/")
         return cls(store, folder + slash, name, root=local)
 
@@ -88,7 +90,7 @@ class Place:
         """
         if self.root is not None and not await asyncio.to_thread(_is_inside, self.root, key):
             raise InvalidInput(
-                f"a symbolic link leads out of the folders of {SETTING}", reason="not_allowed", param="input.url"
+                f"a symbolic link leads out of the folders of {SETTING}", reason="not_allowed", param=self.param
             )
 
 
