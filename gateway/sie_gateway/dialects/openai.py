@@ -91,15 +91,7 @@ def _has_ids(body: fields.Body) -> bool:
 def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
     """Return the parameters of the body (OpenAI, Jina, Voyage or SIE) under SIE's names. Raises InvalidInput."""
     parameters = fields.parameters(
-        body,
-        "dimensions",
-        "input_type",
-        "is_query",
-        "prompt_name",
-        "instruction",
-        "truncate",
-        "normalize",
-        "options",
+        body, "dimensions", "input_type", "is_query", "prompt_name", "instruction", "truncate", "normalize", "options"
     )
     if fields.flag(body, "return_multivector"):
         message = "expected false or null, this route returns one vector for each input"

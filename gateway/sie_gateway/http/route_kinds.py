@@ -52,10 +52,7 @@ HEADERS = (
         "A failed input fills its slot with the error, or fails the request. Public SDKs of SIE get fail by default.",
     ),
     Parameter(
-        "X-SIE-Remote",
-        "header",
-        Literal["forbid"],
-        "No remote server gets the inputs; another value is refused.",
+        "X-SIE-Remote", "header", Literal["forbid"], "No remote server gets the inputs; another value is refused."
     ),
     Parameter(
         "X-SIE-Cache",

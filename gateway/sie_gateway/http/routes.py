@@ -187,12 +187,7 @@ DIALECTS = (
             family("openai"),
         )
         for name, handler, summary, form in (
-            (
-                "transcriptions",
-                transcriptions.transcriptions,
-                "What is said in a recording",
-                api.TranscriptionForm,
-            ),
+            ("transcriptions", transcriptions.transcriptions, "What is said in a recording", api.TranscriptionForm),
             (
                 "translations",
                 transcriptions.translations,

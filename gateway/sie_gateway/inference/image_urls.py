@@ -221,10 +221,8 @@ class ImageUrls:
             files = dict(zip(urls, await asyncio.gather(*tasks.values()), strict=True))
             items_read = [_with(item, files) for item in items]
             # a file that two inputs name is sent twice, so it counts twice
-            _check_total(
-                sum(item_read.file_bytes for item, item_read in zip(items, items_read, strict=True) if item.links),
-                name,
-            )
+            pairs = zip(items, items_read, strict=True)
+            _check_total(sum(item_read.file_bytes for item, item_read in pairs if item.links), name)
             yield items_read
         finally:
             for task in tasks.values():

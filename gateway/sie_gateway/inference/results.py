@@ -263,11 +263,10 @@ class RequestResult:
         have the same times. An input that the gateway refused, or whose answer this request did not compute, has zeros.
         """
         none = stage_times(total_ms=0.0, wait_ms=0.0, last=None)
-        timings = {
-            result.chunk: stage_times(total_ms=wait_ms, wait_ms=wait_ms, last=result)
-            for result in self.worker_results
-            for wait_ms in (self._waits_ms[result.chunk],)
-        }
+        timings = {}
+        for result in self.worker_results:
+            wait_ms = self._waits_ms[result.chunk]
+            timings[result.chunk] = stage_times(total_ms=wait_ms, wait_ms=wait_ms, last=result)
         return [timings.get(result.chunk, none) for result, _ in self.outcomes]
 
     def shared(self, *, explain: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from sie_contracts.models.costs import ImageCost
 from sie_contracts.models.entries import ModelEntry, is_joinable
 from sie_contracts.wire.messages import Failed, Operation, TextChunks, WorkItem, WorkResult
 from sie_gateway.admission.admission import Admission, Permits
+from sie_gateway.fleet.capabilities import Able
 from sie_gateway.fleet.demand import ColdStarts
 from sie_gateway.inference import chunk, telemetry
 from sie_gateway.inference.body import RequestItem, has_images, input_of
@@ -352,40 +353,36 @@ def _result_listener(
 
 
 class _Takers:
-    """Models of the catalogue that accept a modality, for error texts. The look-up runs only if an error needs it."""
+    """Models of the catalogue that accept a kind of input, for error texts. Each kind is looked up at most once for a
+    request, and only if an error needs it.
+    """
 
     def __init__(self, feed: CatalogueFeed, operation: Operation) -> None:
         self._feed = feed
         self._operation = operation
-        self._texts: dict[str, str] = {}
+        self._models: dict[str, str] = {}
 
     def models_of(self, modality: str) -> str:
         """Return text for the end of an error message: the first few models that accept the modality."""
-        if modality not in self._texts:
-            able = (
-                entry.id
-                for entry in self._feed.catalogue.entries.values()
-                if modality in entry.inputs and self._operation in entry.tasks
-            )
-            models = heapq.nsmallest(MAX_TAKERS, able)
-            self._texts[modality] = (
-                f"; models that take it: {', '.join(models)}"
-                if models
-                else f"; no model here takes it for {self._operation}"
-            )
-        return self._texts[modality]
+        models = self._first(modality, lambda entry: modality in entry.inputs and self._operation in entry.tasks)
+        return f"; models that take it: {models}" if models else f"; no model here takes it for {self._operation}"
 
     def models_with_chunks(self) -> str:
         """Return text for the end of an error message: the first few models whose dense vectors are a mean or a maximum
         over tokens, as vectors of chunks with context must be.
         """
-        able = (
-            entry.id
-            for entry in self._feed.catalogue.entries.values()
-            if entry.family == CHUNKED_FAMILY and "dense" in entry.outputs and is_joinable(entry.run.pooling or "")
-        )
-        models = heapq.nsmallest(MAX_TAKERS, able)
-        return f"; models that do: {', '.join(models)}" if models else "; no model here does"
+        models = self._first("chunks", _gives_chunks)
+        return f"; models that do: {models}" if models else "; no model here does"
+
+    def _first(self, kind: str, able: Able) -> str:
+        if kind not in self._models:
+            names = (entry.id for entry in self._feed.catalogue.entries.values() if able(entry))
+            self._models[kind] = ", ".join(heapq.nsmallest(MAX_TAKERS, names))
+        return self._models[kind]
+
+
+def _gives_chunks(entry: ModelEntry) -> bool:
+    return entry.family == CHUNKED_FAMILY and "dense" in entry.outputs and is_joinable(entry.run.pooling or "")
 
 
 def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Failed | None:
