@@ -18,13 +18,9 @@ if TYPE_CHECKING:
 Capability = Literal["embed", "embed_sparse", "embed_all", "rerank", "predict", "transcribe", "redact"]
 
 _VERBS: dict[Capability, str] = {
-    "embed": "encode",
-    "embed_sparse": "encode",
-    "embed_all": "encode",
+    **dict.fromkeys(("embed", "embed_sparse", "embed_all"), "encode"),
     "rerank": "score",
-    "predict": "extract",
-    "transcribe": "extract",
-    "redact": "extract",
+    **dict.fromkeys(("predict", "transcribe", "redact"), "extract"),
 }
 _MISSING: dict[Capability, str] = {
     **dict.fromkeys(("embed", "embed_sparse", "embed_all"), "gives no vectors"),

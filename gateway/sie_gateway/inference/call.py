@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 ROUTE_KEY = "X-SIE-Route-Key"
 CACHE = "X-SIE-Cache"
 MAX_KEY_CHARS = 128
-_ROUTE_KEY_HEADER = ROUTE_KEY.lower()
-_CACHE_HEADER = CACHE.lower()
 ErrorShape = Callable[[SIEError, str, list[dict[str, Any]] | None], tuple[int, dict[str, Any]]]
 """Function from an error, a request id and the failures of single inputs to the status and the JSON body in the
 format of an API.
@@ -157,7 +155,7 @@ def route_key(call: Call | None) -> str:
     """
     if call is None:
         return ""
-    named = call.headers.get(_ROUTE_KEY_HEADER, "")
+    named = call.headers.get("x-sie-route-key", "")
     if not named:
         return f"key {call.key}" if call.key else f"client {call.client}"
     if len(named) > MAX_KEY_CHARS or not (named.isascii() and named.isprintable()):
@@ -168,7 +166,7 @@ def route_key(call: Call | None) -> str:
 
 def cache_mode(headers: Mapping[str, str]) -> str:
     """Return the value of X-SIE-Cache; empty if the client has not sent it. Raises InvalidInput."""
-    mode = headers.get(_CACHE_HEADER, "")
+    mode = headers.get("x-sie-cache", "")
     if mode not in ("", "no-store", "only"):
         raise InvalidInput.at(CACHE, "expected no-store or only")
     return mode
