@@ -12,7 +12,7 @@ from typing import Any, Unpack, cast, overload
 from numpy.typing import NDArray
 
 from sie_client import cluster, files, jobs, transport, verbs, watching
-from sie_client.core import Session, call
+from sie_client.core import Calls, Session, call
 from sie_client.jobs import JobInfo, SeenJob
 from sie_client.tasks import TaskDriver
 from sie_client.types import (
@@ -86,12 +86,8 @@ class AsyncJob(SeenJob[TaskDriver]):
         await self._driver.run(jobs.deleted(self.id, self._session))
 
 
-class AsyncJobs:
+class AsyncJobs(Calls[TaskDriver]):
     """Jobs, which process whole files on the server, with the methods of `Jobs`, for asyncio."""
-
-    def __init__(self, driver: TaskDriver, session: Session) -> None:
-        self._driver = driver
-        self._session = session
 
     async def submit(
         self, model: str, input: str | os.PathLike[str] | FileObject, **options: Unpack[JobOptions]
@@ -118,12 +114,8 @@ class AsyncJobs:
         return AsyncJob(info, self._driver, self._session)
 
 
-class AsyncFiles:
+class AsyncFiles(Calls[TaskDriver]):
     """Files on the server, with the methods of `Files`, for asyncio."""
-
-    def __init__(self, driver: TaskDriver, session: Session) -> None:
-        self._driver = driver
-        self._session = session
 
     async def upload(
         self,

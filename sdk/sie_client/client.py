@@ -14,7 +14,7 @@ from typing import Any, Unpack, cast, overload
 from numpy.typing import NDArray
 
 from sie_client import cluster, files, jobs, transport, verbs, watching
-from sie_client.core import Session, call
+from sie_client.core import Calls, Session, call
 from sie_client.jobs import JobInfo, SeenJob
 from sie_client.threads import ThreadDriver
 from sie_client.types import (
@@ -102,12 +102,8 @@ class Job(SeenJob[ThreadDriver]):
         self._driver.run(jobs.deleted(self.id, self._session))
 
 
-class Jobs:
+class Jobs(Calls[ThreadDriver]):
     """Jobs, which process whole files on the server. The methods raise SIEError, `submit` also TypeError."""
-
-    def __init__(self, driver: ThreadDriver, session: Session) -> None:
-        self._driver = driver
-        self._session = session
 
     def submit(self, model: str, input: str | os.PathLike[str] | FileObject, **options: Unpack[JobOptions]) -> Job:
         """Create a job that processes `input`: a local file (it is uploaded first), the id of an uploaded file, or a
@@ -136,12 +132,8 @@ class Jobs:
         return Job(info, self._driver, self._session)
 
 
-class Files:
+class Files(Calls[ThreadDriver]):
     """Files on the server. The methods raise SIEError."""
-
-    def __init__(self, driver: ThreadDriver, session: Session) -> None:
-        self._driver = driver
-        self._session = session
 
     def upload(
         self,

@@ -18,7 +18,7 @@ import random
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -43,6 +43,7 @@ HEDGE_SHARE, MAX_HEDGES = 0.2, 10.0
 MAX_TOLD = 256
 _logger = logging.getLogger("sie_client")
 
+D = TypeVar("D")
 T = TypeVar("T")
 
 
@@ -270,6 +271,14 @@ class Session:
         }
         headers |= {name: value for name, value in named.items() if value}
         return {**headers, **{name.lower(): value for name, value in (self.headers or {}).items()}}
+
+
+class Calls(Generic[D]):
+    """Group of methods of a client. `driver`: runs their plans."""
+
+    def __init__(self, driver: D, session: Session) -> None:
+        self._driver = driver
+        self._session = session
 
 
 _LEAST: dict[str, tuple[type[int] | type[float], float]] = {

@@ -15,13 +15,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 from urllib.parse import urlencode
 
 import msgspec
 
 from sie_client import files
-from sie_client.core import BlockingWork, Pause, Plan, Session, Together, delete_call, json_call
+from sie_client.core import BlockingWork, Calls, D, Pause, Plan, Session, Together, delete_call, json_call
 from sie_client.errors import (
     ContentConflictError,
     JobFailedError,
@@ -51,7 +51,6 @@ _PART_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 _COLUMNS = ("text", "query", "document", "image", "id", "keep", "chunks", "context", "documents", "parser")
 _OF_CLIENT = ("input_format", "output", "on_upload", "idempotency_key")
 _logger = logging.getLogger("sie_client")
-D = TypeVar("D")
 
 
 class JobInfo(api.JobInfo, kw_only=True, frozen=True):
@@ -82,13 +81,12 @@ class _RowPage(msgspec.Struct):
     rows: list[dict[str, Any]]
 
 
-class SeenJob(Generic[D]):
-    """State of a job when the client last read it from the server. `info` has all fields. `driver`: runs the plans."""
+class SeenJob(Calls[D]):
+    """State of a job when the client last read it from the server. `info` has all fields."""
 
     def __init__(self, info: JobInfo, driver: D, session: Session) -> None:
+        super().__init__(driver, session)
         self.info = info
-        self._driver = driver
-        self._session = session
 
     @property
     def id(self) -> str:
