@@ -195,10 +195,20 @@ def test_a_sweep_is_drawn() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    ["--rate inf", "--rate nan", "--sweep rate=inf", "--sweep clients=0", "--sweep clients=2,2", "--sweep pace=3"],
+    [
+        "--rate inf",
+        "--rate nan",
+        "--sweep rate=inf",
+        "--sweep clients=0",
+        "--sweep clients=4097",
+        "--sweep clients=2,2",
+        "--sweep pace=3",
+        "--seconds nan",
+        "--warm-up inf",
+    ],
 )
 def test_a_load_without_an_end_and_a_load_of_nothing_are_refused(options: str) -> None:
     """With an infinite rate, each request is due at the time of the one before, so the level would never end."""
     ran = CliRunner().invoke(main, ["eval", "a/b", "-t", "stsb", "--type", "perf", "-s", "st", *options.split()])
     assert ran.exit_code == 1
-    assert "each number once, finite and above 0" in " ".join(ran.output.split())
+    assert "finite" in ran.output

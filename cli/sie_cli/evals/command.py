@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ from sie_cli.refusal import CommandRefused
 F = TypeVar("F", bound=Callable[..., Any])
 EXIT_MISSED = 1
 FOLDER = "evals"  # folder of results, in the data directory
-CLIENTS = 16
+CLIENTS, MAX_CLIENTS = 16, 4096
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -92,7 +93,7 @@ def evals() -> None:
     "--rerank", multiple=True, metavar="MODEL", help="Measure the nearest documents in the order of this model too."
 )
 @click.option(
-    "--clients", type=click.IntRange(1, 4096), help=f"Clients that ask one after another.  [default: {CLIENTS}]"
+    "--clients", type=click.IntRange(1, MAX_CLIENTS), help=f"Clients that ask one after another.  [default: {CLIENTS}]"
 )
 @click.option(
     "--rate",
@@ -273,6 +274,8 @@ def _plan(
     """
     if sum(option is not None for option in (clients, rate, sweep)) > 1:
         raise CommandRefused("give only one of --clients, --rate and --sweep")
+    if not math.isfinite(seconds + warm_up):
+        raise CommandRefused("--seconds and --warm-up: expected finite numbers")
     if sweep is None:
         sweep = f"clients={clients or CLIENTS}" if rate is None else f"rate={rate}"
     return LoadPlan(_levels(sweep), seconds, warm_up, batch)
@@ -287,10 +290,13 @@ def _levels(sweep: str) -> list[LoadLevel]:
             levels = [LoadLevel(rate=float(value)) for value in values.split(",")]
         else:
             raise ValueError(name)
-        if not all(0 < value.clients + value.rate < float("inf") for value in levels) or len({*levels}) < len(levels):
+        if not all(0 < value.clients + value.rate < math.inf and value.clients <= MAX_CLIENTS for value in levels):
+            raise ValueError(values)
+        if len({*levels}) < len(levels):
             raise ValueError(values)
     except ValueError as error:
         raise CommandRefused(
-            f"the load {sweep[:200]}: expected clients=1,4,16 or rate=10,20, each number once, finite and above 0"
+            f"the load {sweep[:200]}: expected clients=1,4,16 or rate=10,20, each number once, finite and above 0, at "
+            f"most {MAX_CLIENTS} clients"
         ) from error
     return levels
