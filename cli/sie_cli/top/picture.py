@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sie_cli.display import counted, printable, size
+from sie_cli.moments import span
 from sie_contracts.api.operations import ClusterInfo, DeviceInfo, ModelSummary, WorkerInfo
 from sie_contracts.status import QueueInfo
 
@@ -242,10 +243,7 @@ def _queues_of_models(frame: StatusFrame) -> dict[str, Queued]:
 
 
 def _age(age_s: float) -> str:
-    for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
-        if age_s >= 2 * seconds:
-            return f"{age_s / seconds:.0f} {unit}"
-    return f"{age_s:.1f} s" if age_s < 9.95 else f"{age_s:.0f} s"
+    return f"{age_s:.1f} s" if age_s < 9.95 else span(age_s)
 
 
 def _age_colour(age_s: float) -> str:
