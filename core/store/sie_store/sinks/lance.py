@@ -25,6 +25,7 @@ from sie_store.sinks.sink import (
     CollectionMissing,
     Kind,
     NearRow,
+    Sink,
     SinkRows,
     Widths,
     check_dims,
@@ -79,7 +80,7 @@ class LanceDatabase:
             self._connection.close()
 
 
-class LanceSink:
+class LanceSink(Sink):
     def __init__(self, database: LanceDatabase) -> None:
         self._database = database
         self._collection = ""
@@ -115,10 +116,6 @@ class LanceSink:
             await table.merge_insert(ID).when_matched_update_all().when_not_matched_insert_all().execute(data)
 
         await self._database.run(written, data.nbytes / BYTES_PER_S)
-
-    def refusals(self, rows: SinkRows) -> Mapping[int, str]:
-        """Return no refusals: only multivectors can be too large, and this database stores none."""
-        return {}
 
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
         checked_name(collection)

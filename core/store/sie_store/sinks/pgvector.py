@@ -31,6 +31,7 @@ from sie_store.sinks.sink import (
     NearRow,
     Output,
     RowsRefused,
+    Sink,
     SinkRows,
     SinkUnsuitable,
     SparseRow,
@@ -136,7 +137,7 @@ class PostgresDatabase:
             connection.terminate()
 
 
-class PgvectorSink:
+class PgvectorSink(Sink):
     def __init__(self, url: str, patience: RetryPolicy) -> None:
         self._database = PostgresDatabase(url, patience)
         self._widths: Widths = {}
@@ -160,10 +161,6 @@ class PgvectorSink:
         if records:
             size = sum(map(len, itertools.chain.from_iterable(records)))
             await self._database.transaction(functools.partial(self._written, records=records), size)
-
-    def refusals(self, rows: SinkRows) -> Mapping[int, str]:
-        """Return no refusals: only multivectors can be too large, and this database stores none."""
-        return {}
 
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
         search = functools.partial(_searched, collection=checked_name(collection), vector=vector, limit=limit)

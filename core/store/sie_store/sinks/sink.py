@@ -142,8 +142,10 @@ class Sink(Protocol):
 
     def refusals(self, rows: SinkRows) -> Mapping[int, str]:
         """Return why the database can never store a row, by the number of the row. A job counts these rows as failed
-        and does not write them, because `upsert` would refuse all rows of the call.
+        and does not write them, because `upsert` would refuse all rows of the call. Only multivectors can be too large:
+        by default, none is refused.
         """
+        return {}
 
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
         """Return the rows of a collection that are nearest to a vector, the nearest first. It writes nothing."""
