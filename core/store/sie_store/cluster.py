@@ -90,9 +90,7 @@ class ClusterCache:
         return self._run(self._bucket.listed())
 
     def stored(self, repository: str, revision: str) -> CommitState:
-        """Return whether the snapshot in the bucket is complete, with its size and its missing files. Raises
-        FetchFailed, ManifestError.
-        """
+        """Return the state of a snapshot in the bucket, with sizes and faults. Raises FetchFailed, ManifestError."""
         check_names(repository, revision)
         return self._run(self._bucket.stored(repository, revision))
 

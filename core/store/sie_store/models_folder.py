@@ -38,9 +38,9 @@ def _packaged() -> tuple[ModelEntry, ...]:
 
 
 def examined(allowed: Allowed) -> str:
-    """Return a warning if the models folder belongs to another user; empty if not, or if SIE_MODEL_PATHS, the folders
-    that the operator trusts, names it. Raises SettingError if every user may write there, or if the folder is the
-    default ./models and belongs to another user.
+    """Return a warning if the models folder belongs to another user; empty if it does not, or if the operator trusts it
+    by SIE_MODEL_PATHS. Raises SettingError if every user may write there, or if the folder is the default ./models and
+    belongs to another user.
     """
     folder = Path(allowed.models).expanduser()
     trusted = {os.path.realpath(os.path.expanduser(folder_name)) for folder_name in allowed.paths or ()}

@@ -130,8 +130,8 @@ def accepts_gzip(accepted: str) -> bool:
 
 
 class CompressedReply:
-    """One reply. A reply of text, JSON, XML or a like type is compressed by gzip if this pays (`_pays`). Its head waits
-    for the first piece of the body, because only that piece shows how long the body is.
+    """Reply that is compressed by gzip if it is text, JSON, XML or the like, and if this pays (`_pays`). Its head is
+    sent with the first piece of the body, because only that piece shows how long the body is.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:

@@ -69,7 +69,7 @@ SLICE_BYTES = 4 << 10
 # Number of pieces of a body after which the rest of the input waits until other connections had their turn. A read of
 # the connection may return tens of thousands of chunks of one byte.
 PIECES_AT_ONCE = 512
-WRITE_S = 60.0  # seconds over which the rate is measured at which a client reads a response
+WRITE_S = 60.0  # seconds over which the rate of a client that reads a response is measured
 # seconds for which a connection stays open after a response to a client that still sends: an immediate close would
 # discard the response
 LINGER_S = 5.0

@@ -43,7 +43,7 @@ class Lock:
 
     def _touch(self) -> None:
         if self._descriptor is not None and self._is_use:
-            with contextlib.suppress(OSError):  # utime fails on a file of another user, on a shared disk
+            with contextlib.suppress(OSError):  # utime fails on a file of another user
                 os.utime(self._descriptor)
 
     def close(self) -> None:
