@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -210,6 +211,19 @@ def test_a_model_that_gives_no_vectors_of_chunks_is_refused_with_those_that_do(
     assert (refused.error.reason if refused else "") == reason
     if refused and reason != "unsupported_task":
         assert "models that do: a/a, b/b" in refused.error.message
+
+
+def test_the_catalogue_is_searched_once_for_all_refused_inputs_of_a_request() -> None:
+    """The search runs in the event loop, and a request may have a thousand inputs."""
+    entries = Mock(**{"values.return_value": ()})
+    feed = cast(Any, SimpleNamespace(catalogue=SimpleNamespace(entries=entries)))
+    resolved = SimpleNamespace(entry=SimpleNamespace(id="org/m", family="dual-encoder", inputs=(), outputs={}))
+    request = cast(
+        Any, SimpleNamespace(resolved=resolved, operation="encode", options=SimpleNamespace(run=RunOptions()))
+    )
+    takers = runner._Takers(feed, "encode")
+    assert all(runner._unusable(read([[0, 5]]), request, takers) is not None for _ in range(3))
+    assert entries.values.call_count == 1
 
 
 def test_a_text_that_is_read_once_for_each_question_costs_as_much() -> None:
