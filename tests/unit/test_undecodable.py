@@ -300,7 +300,7 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], bytes], Any, type[Excep
     "refusal of the config service": (
         {"error": {"message": "m"}, "x": MARK},
         json,
-        lambda data: service._error(httpx.Response(422, content=data)),
+        lambda data: service._refusal_of(httpx.Response(422, content=data)),
         None,
     ),
     "refusal, client": (
