@@ -37,7 +37,7 @@ from sie_store.weights.locks import try_lock
 # limit for the tokens of a group of several texts: a larger group needs more memory and is not faster per token
 GROUP_TOKENS = 1024
 # fixed cost of a pass, expressed in tokens: reading all weights takes as long as computing this number of tokens
-PASS_TOKENS = 96
+PASS_TOKENS = 64
 # (length, step) in tokens: a text of up to this length is padded to a multiple of the step; the last step is also used
 # for longer texts
 _STEPS = ((32, 8), (256, 16), (512, 32), (2048, 128))
