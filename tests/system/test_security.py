@@ -469,9 +469,11 @@ def test_nothing_is_unpacked(cluster: Cluster, client: httpx.Client) -> None:
         for content in (bomb, small):
             for path in (f"/v1/encode/{MODEL}", "/v1/embeddings", "/v1/pools"):
                 answer = client.post(path, content=content, headers={"content-encoding": encoding})
-                is_too_long = path == "/v1/pools" and content is bomb  # a pool has 64 KiB at most
-                refused(answer, "PAYLOAD_TOO_LARGE" if is_too_long else "UNSUPPORTED_MEDIA_TYPE")
-                assert answer.headers["accept-encoding"] == "gzip"
+                if path == "/v1/pools" and content is bomb:  # a pool has 64 KiB at most
+                    refused(answer, "PAYLOAD_TOO_LARGE")
+                else:
+                    refused(answer, "UNSUPPORTED_MEDIA_TYPE")
+                    assert answer.headers["accept-encoding"] == "gzip"
     for path in (f"/v1/encode/{MODEL}", "/v1/embeddings", "/v1/pools"):
         refused(client.post(path, content=bomb, headers={"content-encoding": "gzip"}), "PAYLOAD_TOO_LARGE")
     for encoding in ("gzip", "x-gzip", "identity, gzip", "GZIP"):
