@@ -18,11 +18,12 @@ next K + ceil(K / k) batches, and a bulk work item within the next K (k + 1) bat
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count, islice
 from typing import Generic, NamedTuple, TypeVar
 
 from sie_contracts.models.costs import BatchTimes
@@ -230,14 +231,19 @@ class _ModelLine(Generic[T]):
 
     name: str
     head_s: float  # arrival time of the oldest work item
+    push_number: int = 0
     queues: dict[BatchKey, _KeyQueue[T]] = field(default_factory=dict)
 
 
 class _PriorityLine(Generic[T]):
-    """Work items of one priority. Of models with equally old work, the one whose work was removed last comes last."""
+    """Work items of one priority. In the heap `_heads`, only a model's newest entry is valid; older ones are ignored
+    when they are popped.
+    """
 
     def __init__(self) -> None:
         self.models: dict[str, _ModelLine[T]] = {}
+        self._heads: list[tuple[float, int, _ModelLine[T]]] = []
+        self._push_numbers = count(1)
 
     def queues(self) -> Iterator[_KeyQueue[T]]:
         return (queue for model in self.models.values() for queue in model.queues.values())
@@ -249,6 +255,7 @@ class _PriorityLine(Generic[T]):
         model = self.models.get(entry.key.residency)
         if model is None:
             model = self.models[entry.key.residency] = _ModelLine(entry.key.residency, entry.arrived_s)
+            self._enter(model)
         queue = model.queues.get(entry.key)
         if queue is None:
             queue = model.queues[entry.key] = _KeyQueue(entry.key)
@@ -258,11 +265,18 @@ class _PriorityLine(Generic[T]):
                 (index for index, queued in enumerate(queue.entries) if queued.arrived_s > entry.arrived_s), index
             )
         queue.insert(entry, index)
-        model.head_s = min(model.head_s, entry.arrived_s)
+        if entry.arrived_s < model.head_s:
+            model.head_s = entry.arrived_s
+            self._enter(model)
 
     def oldest(self) -> _ModelLine[T] | None:
         """Return the model with the oldest work item. None if no work item waits."""
-        return min(self.models.values(), key=lambda model: model.head_s, default=None)
+        while self._heads:
+            _, push_number, model = self._heads[0]
+            if push_number == model.push_number:
+                return model
+            heapq.heappop(self._heads)
+        return None
 
     def pick(self, now_s: float, limits: BatchLimits, *, idle: bool) -> _KeyQueue[T] | None:
         """Return the queue from which the next batch is taken. None if no queue is ready."""
@@ -303,11 +317,18 @@ class _PriorityLine(Generic[T]):
             self._reorder(model)
 
     def _reorder(self, model: _ModelLine[T]) -> None:
-        """Update a model, or remove it, after work items were removed."""
-        del self.models[model.name]
-        if model.queues:
-            model.head_s = min(queue.head_s for queue in model.queues.values())
-            self.models[model.name] = model
+        """Update the position of a model in the heap after work items were removed."""
+        if not model.queues:
+            del self.models[model.name]
+            model.push_number = 0
+            return
+        model.head_s = min(queue.head_s for queue in model.queues.values())
+        self._enter(model)
+
+    def _enter(self, model: _ModelLine[T]) -> None:
+        """Push a model on the heap by its oldest work item's arrival. At equal times, the earlier push comes first."""
+        model.push_number = next(self._push_numbers)
+        heapq.heappush(self._heads, (model.head_s, model.push_number, model))
 
 
 class Waiting(Generic[T]):
