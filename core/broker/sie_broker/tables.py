@@ -79,6 +79,7 @@ class StoredTable:
         self._revisions: dict[str, int] = {}  # revision of each key in the bucket
         self._head: Placement | None = None
         self._parts: dict[int, PlacementPart] = {}
+        self._sizes: dict[int, int] = {}  # bytes of encoded parts, by stamp: a lane may have hundreds of parts
 
     def has(self, key: str) -> bool:
         return key == self.key or topology.part_number(self.key, key) is not None
@@ -147,7 +148,7 @@ class StoredTable:
 
     def _change(self, table: Placement, max_payload: int) -> TableChange:
         limit = max_payload - SPARE_BYTES
-        if sum(map(_size, self._parts.values())) <= WHOLE_BYTES // 2:
+        if sum(map(self._size, self._parts.values())) <= WHOLE_BYTES // 2:
             whole = messages.encode(table)
             if len(whole) <= min(WHOLE_BYTES, limit):
                 removals = [Write(topology.part_key(self.key, number), None) for number in sorted(self._parts)]
@@ -167,14 +168,21 @@ class StoredTable:
     def written(self, change: TableChange, revision: int) -> None:
         """Set this object to the result of a change that was stored with this revision."""
         self.table, self._head, self._parts = change.table, change.head, change.parts
+        self._sizes = {part.stamp: self._size(part) for part in self._parts.values()}
         # no other write came between those of the batch, so the revision of its last write is used for all of them
         self._revisions.update(dict.fromkeys((write.key for write in change.writes), revision))
+
+    def _size(self, part: PlacementPart) -> int:
+        size = self._sizes.get(part.stamp)
+        if size is None:
+            size = self._sizes[part.stamp] = len(messages.encode(part))
+        return size
 
     def _split(self, table: Placement, limit: int) -> dict[int, PlacementPart]:
         before = self._head
         if before is not None and before.parts and self.table is not None and len(self._parts) == len(before.parts):
             parts = self._renewed(table, self.table)
-            sizes = [_size(part) for part in parts.values()]
+            sizes = [self._size(part) for part in parts.values()]
             if max(sizes) <= limit and sum(sizes) >= len(parts) * limit // 8:
                 return parts
         count = 2
@@ -200,10 +208,6 @@ class StoredTable:
 
 def _part_of(model: str, count: int) -> int:
     return zlib.crc32(model.encode()) % count
-
-
-def _size(part: PlacementPart) -> int:
-    return len(messages.encode(part))
 
 
 def _part(table: Placement, models: Sequence[str]) -> PlacementPart:
