@@ -2,7 +2,7 @@
 file needs one, and ends with the sidecar.
 
     prepare ──► queue ──► keeper task ──► its worker process ──► PreparedImage or SoundFeatures, or Unusable
-                             └── the process died or took too long: this file fails, the next one starts a new process
+                             └── the process died or took too long: this file fails, a new process is started
 
 Decoders run in processes because they are C code that reads the data of clients: a crash then makes only one file fail.
 Each process has one keeper, a task that alone talks to it, and sends the next file only after the answer to the last
@@ -225,7 +225,7 @@ class MediaPool:
                 await self._end(worker)
 
     async def _serve(self, job: _PendingFile, worker: _MediaProcess) -> _MediaProcess | None:
-        """Decode the file of `job`. Return the process for the next file; None if it was ended."""
+        """Decode the file of `job`. Return the process for the next file; None if a new one could not be started."""
         self._number += 1
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -254,9 +254,13 @@ class MediaPool:
                 job.fail(fault("undecodable", f"the decoder of the {job.file.noun} crashed"))
         else:
             return worker
-        _logger.warning("media worker process %d %s; the next file starts a new one", worker.pid, how)
+        _logger.warning("media worker process %d %s; it is replaced", worker.pid, how)
         await self._end(worker)
-        return None
+        try:
+            return await self._start()  # at once, so that the next file does not wait for it
+        except _WorkerNotStarted as error:  # the next file starts a process again
+            _logger.error("a media worker could not be started: %s", error)
+            return None
 
     async def _start(self) -> _MediaProcess:
         worker = await _MediaProcess.start(self._memory_bytes)
