@@ -552,8 +552,8 @@ def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fi
             where = output["url"]
         if where:
             raise CommandRefused(
-                f"{where} has vectors of {printable(info.model)}, from {info.id}: name a new destination, which the "
-                "search uses after the flip"
+                f"{where} has vectors of {printable(info.model)}, written by {info.id}: name a new destination. "
+                "The search uses it after the alias has moved"
             )
 
 

@@ -151,7 +151,9 @@ class Placer:
         self._note(lane, items[0].model, len(items), sum(item.cost for item in items))
 
     def want(self, lane: Lane, model: str) -> None:
-        """Request a host for a model that has no work yet. If workers exist but none hosts it, a step runs at once."""
+        """Request a worker for a model that has no work yet. If workers exist but none has the model, the table is
+        computed at once.
+        """
         self._note(lane, model, 0, 0)
 
     def _note(self, lane: Lane, model: str, count: int, cost: int) -> None:

@@ -379,7 +379,7 @@ CATALOGUE = tuple(
 
 
 def _operated(path: str, summary: str, media: str, handler: Any = None, **more: Any) -> GatewayRoute:
-    """Build a GET route for metrics, the OpenAPI document, its page, or a file of that page."""
+    """Build a GET route for metrics, the OpenAPI document, the page that shows this document, or a file of the page."""
     reply = Content(dict[str, Any], (media,))
     return control("GET", path, "other", handler, ("Operations", summary), reply, **more)
 

@@ -6,10 +6,11 @@ several requests have at the same time are computed once.
                               │                   └ none in time ──┐    │
                               └ no ──► Runner computes it ◄────────┘ ───┘
 
-The key of an answer has the fingerprint that the workers of the lane (pool, machine profile and bundle) report now, so
-a change of the entry, the precision or a LoRA changes the key. The cache is not used if these workers report no
-fingerprint, different fingerprints, or the fingerprint of another entry than that of the request. If a computed answer
-has another fingerprint than the cached answers of the same request, all inputs of the request are computed.
+The key of an answer has the fingerprint that the workers of the lane (pool, machine profile and bundle) report now: a
+digest of the model's entry, precision and LoRA, so that a change of one of them changes the key. The cache is not used
+if these workers report no fingerprint, if they report different ones, or if they have another entry of the model than
+the request. If a computed answer has another fingerprint than the cached answers of the same request, all inputs of
+the request are computed, so that a reply never mixes two versions of a model.
 """
 
 from __future__ import annotations

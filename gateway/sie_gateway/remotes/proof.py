@@ -113,12 +113,13 @@ class Reference:
 
 @dataclass(frozen=True)
 class Proof:
-    """A passed comparison. It holds for this entry of the model and for requests with these prompts.
+    """Proof that a remote server's vectors of some texts (probes) agree with those of this cluster. It holds for this
+    entry of the model and for requests with these prompts.
 
-    `any_length`: it also holds for texts that the model truncates, because the vector of the long text agrees.
+    `any_length`: it also holds for texts that the model truncates, because the vectors of a probe of such length agree.
     `any_spaces`: it also holds for texts with other white space than single spaces between words. `unit_length`: all
-    vectors have the length 1. `cosine`, `difference`: the lowest and the largest of all probes except the long text.
-    `models`: those that the server reported, see `RemoteAnswer`.
+    vectors have the length 1. `cosine`: the lowest cosine of all probes but the long one. `difference`: their largest
+    difference. `models`: the models that the server reported, see `RemoteAnswer`.
     """
 
     entry: ModelEntry

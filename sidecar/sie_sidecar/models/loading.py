@@ -281,7 +281,7 @@ class Loading:
             except ModelLoading:  # the model was evicted before its LoRA was loaded
                 hosted.mark_unloaded()
             else:
-                if hosted.state == "loaded":  # otherwise it was evicted meanwhile, and is loaded again
+                if hosted.state == "loaded":  # otherwise it was evicted: the loop loads it again
                     return
         raise GatewayTimeout("the time limit of the request passed before its model was loaded")
 

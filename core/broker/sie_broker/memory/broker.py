@@ -211,7 +211,7 @@ class MemoryStore(MemoryConnection):
 
 
 class MemoryBroker(MemoryAdministration, MemoryStore):
-    """Broker inside this process: all protocols over one connection. `MemoryServer.connect` creates it."""
+    """Broker inside this process, with all protocol classes of `sie_broker`. `MemoryServer.connect` creates it."""
 
     _server: MemoryServer
 

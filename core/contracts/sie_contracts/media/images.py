@@ -94,8 +94,9 @@ _NEEDS: Mapping[Kind, tuple[str, ...]] = {
 
 
 class TileTokens(msgspec.Struct, frozen=True):
-    """Token ids between the tiles of an image that is cut into several. `before[row][column]`: the ids before that tile
-    (before the first tile: also those before the image). `overview`: the ids between the last tile and the whole image.
+    """Token ids around the tiles of an image that is cut into tiles, which a reduced copy of the whole image follows.
+    `before[row][column]`: the ids before that tile; before the first tile also those that begin the image. `overview`:
+    the ids between the last tile and the reduced copy.
     """
 
     before: tuple[tuple[tuple[int, ...], ...], ...]
