@@ -121,6 +121,13 @@ def test_an_answer_is_given_back_bit_by_bit() -> None:
     assert (cached.fingerprint, cached.worker, cached.chunk) == ("f", "", -1)
 
 
+@pytest.mark.parametrize("piece", [ArraySlice("<f4", (4,), -16), ArraySlice("<f4", (8,), 0), ArraySlice("O", (1,), 0)])
+def test_an_array_outside_the_bytes_of_a_result_or_of_objects_is_refused(piece: ArraySlice) -> None:
+    outcome = Ok({"dense": piece}, 3)
+    with pytest.raises(ValueError):
+        array_of(WorkResult("r", 0, "w", (outcome,), bytes(16)), outcome, "dense")
+
+
 def test_requests_and_jobs_cache_the_same_bytes() -> None:
     block = np.arange(4, dtype="<f4").tobytes()
     outcome = Ok({"dense": ArraySlice("<f4", (4,), 0)}, 3)

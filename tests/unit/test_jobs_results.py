@@ -28,22 +28,21 @@ class Ledger:
         return {}
 
 
-def job(owner: str) -> JobRecord:
-    return JobRecord("job-1", owner, "", 0.0, request=JobRequest(model="m", input=JobInput(file="f")))
+JOB = JobRecord("job-1", "owner", "", 0.0, request=JobRequest(model="m", input=JobInput(file="f")))
 
 
 async def test_reads_of_results_are_limited_for_a_key_and_for_all_keys() -> None:
     ledger = Ledger()
     results = JobResults(cast(JobLedger, ledger), cast(JobEngine, None))
 
-    def read(owner: str) -> asyncio.Task[object]:
-        return asyncio.create_task(results.rows(job(owner), 1, only_failed=False))
+    def read(key: str) -> asyncio.Task[object]:
+        return asyncio.create_task(results.rows(key, JOB, 1, only_failed=False))
 
     running = [read("one") for _ in range(READS_OF_A_KEY)]
     with pytest.raises(RateLimited, match=f"this key has {READS_OF_A_KEY} reads of results at once"):
         await read("one")
     with pytest.raises(RateLimited):
-        await results.manifest(job("one"), 0, 1)
+        await results.manifest("one", JOB, 0, 1)
     running += [read(f"key-{number}") for number in range(READS_AT_ONCE - READS_OF_A_KEY)]
     with pytest.raises(ResourceExhausted):
         await read("another")

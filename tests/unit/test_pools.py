@@ -411,6 +411,7 @@ async def test_a_reservation_takes_a_worker_serves_its_requests_and_gives_it_bac
     await town.worker()
     reply = await first_gateway.client.post("/v1/pools", json={**SPEC, "ttl_seconds": 600})
     assert reply.status_code == 201
+    assert '"ttl_seconds":600,' in reply.text  # a whole number in JSON too
     pool = await town.state("active")
     assert pool["spec"] == {
         "name": "team",

@@ -121,7 +121,11 @@ def own_pool(name: str, workers: Sequence[Heartbeat]) -> api.Pool:
 def reserved_pool(reservation: Reservation, workers: Sequence[Heartbeat], pending_reason: str) -> api.Pool:
     """Return the Pool object of a reservation. `pending_reason`: why it is not active; empty if it is active."""
     spec = msgspec.convert(reservation.spec, api.PoolSpec, from_attributes=True)
-    spec = msgspec.structs.replace(spec, bundle=spec.bundle or None)
+    spec = msgspec.structs.replace(
+        spec,
+        bundle=spec.bundle or None,
+        ttl_seconds=reservation.spec.ttl_seconds,  # `convert` would make it a float
+    )
     status = api.PoolStatus(
         state="pending" if pending_reason else "active",
         assigned_workers=list(map(_worker, workers)),

@@ -368,7 +368,7 @@ def sizes(items: Sequence[RequestItem], *, limit: int, name: str, positions: Seq
     """
     remedy = "" if limit >= MAX_BODY_BYTES else "; if SIE_PAYLOAD_STORE_URL is set, larger items are allowed"
     lengths = [item.size for item in items]
-    if max(lengths) > limit:
+    if max(lengths, default=0) > limit:
         position, size = next(pair for pair in zip(positions, lengths, strict=True) if pair[1] > limit)
         message = f"{name}[{position}]: {size} bytes, one item may have at most {limit}{remedy}"
         raise PayloadTooLarge(message, param=f"{name}[{position}]", extras={"limit": limit})

@@ -115,7 +115,7 @@ class Call:
     @property
     def is_msgpack(self) -> bool:
         """Return True if the body is msgpack, False if it is JSON or a form."""
-        return "msgpack" in self.headers.get("content-type", "").lower()
+        return "msgpack" in self.headers.get("content-type", "").partition(";")[0].lower()
 
     @property
     def explains(self) -> bool:

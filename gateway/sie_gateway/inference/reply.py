@@ -244,9 +244,13 @@ def slot_error(info: ErrorInfo) -> dict[str, Any]:
 
 
 def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
-    """Return one output of an input as an array, without a copy of the bytes in the worker's result."""
+    """Return one output of an input as an array, without a copy of the bytes in the worker's result. Raises ValueError
+    for an array outside these bytes, or of Python objects: `numpy.ndarray` is faster, but checks neither.
+    """
     piece = outcome.outputs[name]
-    return np.ndarray(piece.shape, piece.dtype, result.block, piece.offset)  # three times as fast as numpy.frombuffer
+    return np.frombuffer(result.block, dtype=piece.dtype, count=math.prod(piece.shape), offset=piece.offset).reshape(
+        piece.shape
+    )
 
 
 def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:

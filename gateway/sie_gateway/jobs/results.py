@@ -36,11 +36,11 @@ class JobResults:
         default_factory=lambda: KeySlots(READS_AT_ONCE, READS_OF_A_KEY, "reads of results", "results")
     )
 
-    async def manifest(self, job: JobRecord, after: int, limit: int) -> api.JobManifest:
-        """Return the manifest with at most `limit` parts, after the first `after` parts. Raises QueueUnavailable, and
-        RateLimited or ResourceExhausted for too many reads at once.
+    async def manifest(self, key: str, job: JobRecord, after: int, limit: int) -> api.JobManifest:
+        """Return the manifest with at most `limit` parts, after the first `after` parts. `key`: the key of the reader.
+        Raises QueueUnavailable, and RateLimited or ResourceExhausted for too many reads at once.
         """
-        with self.reads.hold(job.owner):
+        with self.reads.hold(key):
             async with broker_errors_mapped():
                 every = await self.ledger.shards(job.id)
                 plan = await self.engine.workplace(job).plan()
@@ -63,12 +63,12 @@ class JobResults:
         with _store_errors_mapped():
             return await shards.pieces_of(self.engine.output(job), name)
 
-    async def rows(self, job: JobRecord, limit: int, *, only_failed: bool) -> api.JobRows:
-        """Return id, tokens and error of up to `limit` rows in at most SAMPLED parts. Raises NotFound,
-        QueueUnavailable, ContentConflict for a damaged part, and RateLimited or ResourceExhausted for too many reads at
-        once.
+    async def rows(self, key: str, job: JobRecord, limit: int, *, only_failed: bool) -> api.JobRows:
+        """Return id, tokens and error of up to `limit` rows in at most SAMPLED parts. `key`: the key of the reader.
+        Raises NotFound, QueueUnavailable, ContentConflict for a damaged part, and RateLimited or ResourceExhausted for
+        too many reads at once.
         """
-        with self.reads.hold(job.owner):
+        with self.reads.hold(key):
             return api.JobRows(rows=await self._rows(job, limit, only_failed=only_failed))
 
     async def _rows(self, job: JobRecord, limit: int, *, only_failed: bool) -> list[api.JobRow]:
