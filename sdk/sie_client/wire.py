@@ -1,9 +1,12 @@
-"""Encode items and decode replies. To save time, an item is encoded only once for all attempts."""
+"""Encode items and decode replies. To save time, an item is encoded only once for all attempts, and arrays are copied
+only once from a reply.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import msgspec
 import numpy as np
@@ -11,7 +14,7 @@ from numpy.typing import NDArray
 
 from sie_client.errors import invalid
 from sie_client.media import document, media, sound
-from sie_client.types import Item
+from sie_client.types import Item, ItemUsage, Usage
 from sie_contracts import arrays
 from sie_contracts.models.costs import IMAGE_TOKENS
 
@@ -109,14 +112,76 @@ def encode(body: Mapping[str, Any], subject: str) -> bytes:
         raise invalid(f"{subject}: {error}", reason="schema") from error
 
 
+_ArrayMap = dict[bytes, msgspec.Raw]
+
+
+class _OutputMap(TypedDict, total=False):
+    values: _ArrayMap
+    indices: _ArrayMap
+    dims: int
+    token_dims: int
+    num_tokens: int
+    dtype: str
+    scale: float | _ArrayMap
+    offset: float | _ArrayMap
+    source: str
+
+
+class _ChunkSlot(TypedDict, total=False):
+    start: int
+    end: int
+    tokens: int
+    dense: _OutputMap
+    sparse: _OutputMap
+    multivector: _OutputMap
+
+
+class _OutputSlot(TypedDict, total=False):
+    id: str
+    metadata: Any
+    dense: _OutputMap
+    sparse: _OutputMap
+    multivector: _OutputMap
+    chunks: list[_ChunkSlot]
+    timing: dict[str, float]
+    usage: ItemUsage
+    error: dict[str, Any]
+
+
+class _RequestFacts(TypedDict):
+    model: str
+    timing: dict[str, float]
+    usage: Usage
+    fingerprint: str
+
+
+class _EncodedItems(_RequestFacts, total=False):
+    muvera: dict[str, Any]
+    warnings: list[str]
+    explain: Any
+
+
+class _EncodeReply(_EncodedItems):
+    items: list[_OutputSlot]
+
+
+_decoder = msgspec.msgpack.Decoder(_EncodeReply, ext_hook=arrays.ext_hook)
+_DTYPES = {msgspec.msgpack.encode(name): np.dtype(name) for name in sorted(arrays.EMITTED)}
+_TRUE, _EMPTY = b"\xc3", b"\xc4\x00"
+# first byte of a msgpack byte string (bin 8, bin 16, bin 32) -> bytes before its content
+_HEADERS = {0xC4: 2, 0xC5: 3, 0xC6: 5}
+
+
 def decode_vectors(body: bytes) -> dict[str, Any]:
     """Decode a reply of encode. Each item has its arrays by name (`dense`, `sparse`, `multivector`), and a description
     of each array under `outputs`. Raises exceptions that `core.reading` converts, such as ValueError and KeyError.
     """
-    reply = decode(body)
+    reply = cast("dict[str, Any]", _decoder.decode(body))
     for slot in reply["items"]:
         for vectors in (slot, *slot.get("chunks", ())):
             _read_outputs(vectors)
+        if "metadata" in slot:
+            slot["metadata"] = arrays.unpack(slot["metadata"])
     return reply
 
 
@@ -125,16 +190,28 @@ def _read_outputs(slot: dict[str, Any]) -> None:
     slot["outputs"] = {}
     for name in _OUTPUTS:
         if name in slot:
-            fields = slot[name]
-            arrays_of = {key: fields.pop(key) for key in (("indices", "values") if name == "sparse" else ("values",))}
-            if not all(isinstance(array, np.ndarray) for array in arrays_of.values()):
-                raise ValueError(f"{name}: expected arrays")
-            slot[name] = arrays_of if name == "sparse" else arrays_of["values"]
-            slot["outputs"][name] = fields
+            vectors = {key: _array(value) if isinstance(value, dict) else value for key, value in slot[name].items()}
+            slot[name] = (
+                {key: vectors.pop(key) for key in ("indices", "values")} if name == "sparse" else vectors.pop("values")
+            )
+            slot["outputs"][name] = vectors
+
+
+def _array(sent: _ArrayMap) -> NDArray[Any]:
+    """Copy an array out of the reply, because its bytes there may not be aligned for its dtype."""
+    if bytes(sent[b"nd"]) != _TRUE or bytes(sent.get(b"kind", _EMPTY)) != _EMPTY:
+        raise ValueError("array: expected msgpack-numpy with the field nd true and the field kind empty")
+    dtype = _DTYPES[bytes(sent[b"type"])]
+    shape = msgspec.msgpack.decode(sent[b"shape"], type=list[int])
+    data = memoryview(sent[b"data"])
+    data = data[_HEADERS[data[0]] :]
+    if min(shape, default=0) < 0 or len(data) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"array: {len(data)} bytes do not fit the shape {shape} of {dtype}")
+    return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Decode a reply of encode, score or extract. Raises the same exceptions as `decode_vectors`."""
+    """Decode a reply of score or extract. Raises the same exceptions as `decode_vectors`."""
     reply = arrays.unpack(arrays.decode_msgpack(body))
     if not isinstance(reply, dict):
         raise ValueError(f"expected a map, got {type(reply).__name__}")

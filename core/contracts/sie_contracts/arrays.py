@@ -19,7 +19,6 @@ Array = NDArray[Any]
 
 EMITTED = frozenset({"<f4", "<f2", "<i4", "|i1", "|u1"})
 ACCEPTED = EMITTED | {"<f8", "<i2", "<i8", "<u4", "<u8", "<u2", "|b1"}
-_DTYPES = {name: np.dtype(name) for name in ACCEPTED}
 NUMPY_EXT = 78  # number of the msgpack ext type, ord("N"): its data is `dtype|shape|raw bytes`
 _EXT_ACCEPTED = frozenset({"<f4", "<i4"})
 VIEW_BYTES = 16 << 10
@@ -48,25 +47,27 @@ def unpack(value: Any) -> Any:
     accepted.
     """
     if isinstance(value, dict):
-        if b"data" in value or "data" in value:
-            marker = value.get(b"nd", value.get("nd"))
-            if marker is True:
-                return _from_map(value)
-            if marker is False:
-                return _from_map({**value, b"shape": []})[()]
+        marker = value.get(b"nd", value.get("nd")) if value.keys() & {b"data", "data"} else None
+        if marker is True:
+            return _from_map(value)
+        if marker is False:
+            return _from_map({**_text_keys(value), "shape": []})[()]
         return {key: unpack(item) for key, item in value.items()}
     if isinstance(value, list):
         return [unpack(item) for item in value]
     return value
 
 
+def _text_keys(value: dict[Any, Any]) -> dict[str, Any]:
+    return {key.decode("ascii", "replace") if isinstance(key, bytes) else str(key): item for key, item in value.items()}
+
+
 def _from_map(value: dict[Any, Any]) -> Array:
-    if b"data" not in value:
-        value = {key if isinstance(key, bytes) else str(key).encode(): item for key, item in value.items()}
-    dtype, shape, data = value.get(b"type"), value.get(b"shape"), value.get(b"data")
+    fields = _text_keys(value)
+    dtype, shape, data = fields.get("type"), fields.get("shape"), fields.get("data")
     if isinstance(dtype, bytes):
         dtype = dtype.decode("ascii", "replace")
-    if value.get(b"kind") not in (None, b"", ""):
+    if fields.get("kind") not in (None, b"", ""):
         raise ValueError("array: structured and object arrays are refused")
     return _array(dtype, shape, data, ACCEPTED)
 
@@ -83,10 +84,10 @@ def _array(dtype: Any, shape: Any, data: Any, allowed: frozenset[str]) -> Array:
     if not isinstance(data, bytes | memoryview | bytearray):
         raise ValueError("array data: expected bytes")
     # math.prod is exact; a product in int64 could overflow to a small number
-    expected = math.prod(shape) * _DTYPES[dtype].itemsize
+    expected = math.prod(shape) * np.dtype(dtype).itemsize
     if len(data) != expected:
         raise ValueError(f"array data: got {len(data)} bytes, expected {expected} for its shape and type")
-    return np.frombuffer(data, _DTYPES[dtype]).reshape(shape).copy()
+    return np.frombuffer(data, dtype=dtype).reshape(shape).copy()
 
 
 def multivector(value: Any) -> NDArray[np.float32]:
