@@ -107,7 +107,7 @@ def failed(request: JobRequest | BatchRequest) -> JobRecord:
         WIDE * 1000,
         1e300,
         state="failed",
-        wanted="cancel",
+        command="cancel",
         model=WIDE * 600,
         lane=".".join(["x" * 63] * 3),
         fingerprint=WIDE * 1000,

@@ -260,14 +260,14 @@ async def test_the_owner_is_heard_in_the_middle(world: World, says: str) -> None
     ledger = world.gateway("g1")
     await ledger.create(JOB)
     await until(lambda: len(world.output.computed) == runs.SHARDS_AT_ONCE, "it computes")
-    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted=says))
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, command=says))
     await state(world, ledger, "paused" if says == "pause" else "cancelled")
     world.output.held.set()
     if says == "cancel":
         assert world.output.finished == ["cancelled"]
         return
     assert world.output.parts == {}
-    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted="run", state="queued"))
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, command="run", state="queued"))
     assert (await state(world, ledger, "completed")).done == 60
 
 
@@ -278,12 +278,12 @@ async def test_what_the_owner_says_while_the_leader_pauses_counts(world: World, 
     ledger = world.gateway("g1")
     await ledger.create(JOB)
     await until(lambda: len(world.output.computed) == runs.SHARDS_AT_ONCE, "it computes")
-    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted="pause"))
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, command="pause"))
     await until(lambda: world.output.unwinds, "it stops")
-    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted=says))
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, command=says))
     world.output.held.set()
     world.output.unwinding.set()
-    assert (await state(world, ledger, then)).wanted == says
+    assert (await state(world, ledger, then)).command == says
 
 
 @virtual
@@ -299,16 +299,16 @@ async def test_a_cancel_counts_while_the_leader_pauses_for_what_only_people_can_
     ledger = world.gateway("g1")
     await ledger.create(JOB)
     await until(lambda: world.output.closed, "it stops")
-    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted="cancel"))
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, command="cancel"))
     world.output.closing.set()
-    assert (await state(world, ledger, "cancelled")).wanted == "cancel"
+    assert (await state(world, ledger, "cancelled")).command == "cancel"
 
 
 @pytest.mark.parametrize(
     "stands",
     [
-        runs.replace(JOB, state="cancelled", wanted="cancel", ended_s=5.0, done=7),
-        runs.replace(JOB, state="paused", wanted="pause", error=ErrorInfo("MODEL_NOT_FOUND", "it is gone")),
+        runs.replace(JOB, state="cancelled", command="cancel", ended_s=5.0, done=7),
+        runs.replace(JOB, state="paused", command="pause", error=ErrorInfo("MODEL_NOT_FOUND", "it is gone")),
     ],
 )
 @virtual
@@ -627,7 +627,7 @@ async def test_a_store_that_refuses_the_end_does_not_hold_its_owner(world: World
     ledger = world.gateway("g1")
     await ledger.create(JOB)
     await until(lambda: [job for job in ledger if job.trouble], "it says what it waits for")
-    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted=says))
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, command=says))
     job = await state(world, ledger, ends)
     assert (job.done, job.error) == (60, REFUSED if says == "cancel" else None)
     assert world.output.finished == []
@@ -639,7 +639,7 @@ async def test_the_output_of_a_job_that_ends_early_outlasts_a_store_that_fails_f
     ledger = world.gateway("g1")
     await ledger.create(JOB)
     await until(lambda: world.output.computed, "it computes")
-    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted="cancel"))
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, command="cancel"))
     job = await state(world, ledger, "cancelled")
     assert (job.output_file, job.error, job.trouble) == ("there", None, None)
 
@@ -810,12 +810,12 @@ async def test_a_job_whose_place_is_not_allowed_any_more_can_be_cancelled(world:
     ledger = world.gateway("g1")
     await ledger.create(JOB)
     await until(lambda: world.output.computed, "it computes")
-    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted="pause"))
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, command="pause"))
     await state(world, ledger, "paused")
     world.output.refuses = "all"
-    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted="run", state="queued"))
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, command="run", state="queued"))
     assert (await state(world, ledger, "paused")).error is not None
-    await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted="cancel"))
+    await ledger.change(JOB.id, lambda job: job and runs.replace(job, command="cancel"))
     job = await state(world, ledger, "cancelled")
     assert job.error is not None
     assert job.error.code == "INVALID_INPUT"
@@ -837,7 +837,7 @@ async def test_a_leader_waits_for_a_place_that_cannot_be_opened_and_hears_the_ow
     await until(lambda: world.output.unopened > 5, "it tries again and again")
     assert "the next leader continues it" not in caplog.text
     if says:
-        await ledger.change(JOB.id, lambda job: job and runs.replace(job, wanted=says))
+        await ledger.change(JOB.id, lambda job: job and runs.replace(job, command=says))
     else:
         world.output.refuses = ""
     job = await state(world, ledger, ends)
@@ -863,7 +863,7 @@ async def test_jobs_expire_by_the_clock_of_the_broker(world: World) -> None:
 async def test_a_job_that_is_paused_expires_too(world: World) -> None:
     ledger = world.gateway("g1")
     expires = JobRequest(model="m", input=JobInput(file="f"), deadline=time.time() + 0.5, expires=True)
-    await ledger.create(runs.replace(JOB, request=expires, state="paused", wanted="pause"))
+    await ledger.create(runs.replace(JOB, request=expires, state="paused", command="pause"))
     assert (await state(world, ledger, "expired")).ended_s >= expires.deadline
     assert world.output.finished == ["expired"]
 

@@ -136,7 +136,7 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     """A job. A job of SIE has a `request`; a batch of OpenAI has a `batch`.
 
     `owner`: key of the credential whose quota and permissions the job uses; `owner_name`: its name in metrics.
-    `wanted`: the last command of the owner: run, pause or cancel. `leader`: the gateway that runs the job; empty if no
+    `command`: the last command of the owner: run, pause or cancel. `leader`: the gateway that runs the job; empty if no
     gateway runs it, or if it has ended. Only the leader writes the progress and the end of the job.
 
     `done`, `failed`, `reused`, `tokens` and `codes` count the rows that are answered, including rows of shards that
@@ -152,7 +152,7 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     owner_name: str
     created_s: float
     state: JobState = "queued"
-    wanted: str = "run"
+    command: str = msgspec.field(default="run", name="wanted")
     request: JobRequest | None = None
     batch: BatchRequest | None = None
     model: str = ""  # resolved name of the model, with its profile

@@ -197,17 +197,17 @@ async def show(gateway: Gateway, request: Request) -> Response:
 
 async def pause(gateway: Gateway, request: Request) -> Response:
     """Stop a job until it is resumed; its answers stay stored. Raises NotFound, ContentConflict, QueueUnavailable."""
-    return json_response(await gateway.jobs.want(call_of(request), request.path_params["job"], "pause"))
+    return json_response(await gateway.jobs.set_command(call_of(request), request.path_params["job"], "pause"))
 
 
 async def resume(gateway: Gateway, request: Request) -> Response:
     """Continue a paused job with the rows that have no answer. Raises NotFound, ContentConflict, QueueUnavailable."""
-    return json_response(await gateway.jobs.want(call_of(request), request.path_params["job"], "run"))
+    return json_response(await gateway.jobs.set_command(call_of(request), request.path_params["job"], "run"))
 
 
 async def cancel(gateway: Gateway, request: Request) -> Response:
     """End a job; its output has the rows that were answered. Raises NotFound, ContentConflict, QueueUnavailable."""
-    return _info_reply(request, await gateway.jobs.want(call_of(request), request.path_params["job"], "cancel"))
+    return _info_reply(request, await gateway.jobs.set_command(call_of(request), request.path_params["job"], "cancel"))
 
 
 async def retry(gateway: Gateway, request: Request) -> Response:

@@ -220,7 +220,7 @@ class JobRun:
         return self._trouble is not None and self._trouble.code == OUTSIDE_WINDOW
 
     async def _steps(self) -> None:
-        if self._job.wanted == "pause" and self._early_end is None:
+        if self._job.command == "pause" and self._early_end is None:
             await self._pause(self._job.error, is_asked=True)
             return
         if len(self._job.lost) >= (2 * MAX_LOST if _has_shards(self._job) else MAX_LOST):
@@ -305,7 +305,7 @@ class JobRun:
         """
         if self._job.ending and self._job.ending != "completed":
             return self._job.ending, self._job.error
-        if self._job.wanted == "cancel":
+        if self._job.command == "cancel":
             return "cancelled", None
         is_late = expires_s(self._job) <= self._now_s() and self._job.state != "finalizing"
         return ("expired", None) if is_late else None
@@ -381,8 +381,8 @@ class JobRun:
         doing = asyncio.ensure_future(work)
         try:
             while not doing.done():
-                if self._job.wanted in ("pause", "cancel"):
-                    return self._job.wanted
+                if self._job.command in ("pause", "cancel"):
+                    return self._job.command
                 left_s = expires_s(self._job) - self._now_s()
                 if left_s <= 0 and self._job.state != "finalizing":  # a finalizing job does not expire
                     return "expired"
@@ -501,9 +501,9 @@ class JobRun:
         self._trouble = None
 
         def paused(job: JobRecord) -> dict[str, Any]:
-            if job.wanted == "cancel" or (is_asked and job.wanted == "run"):
+            if job.command == "cancel" or (is_asked and job.command == "run"):
                 return {"leader": ""}
-            return {"state": "paused", "wanted": "pause", "leader": "", "error": error, "ending": ""}
+            return {"state": "paused", "command": "pause", "leader": "", "error": error, "ending": ""}
 
         await self._change(paused)
 
@@ -589,7 +589,7 @@ def expires_s(job: JobRecord) -> float:
 
 def is_due(job: JobRecord, now_s: float) -> bool:
     """Return whether a job needs a leader. A paused job needs one only to be resumed, cancelled, or to expire."""
-    return not job.ended and (job.state != "paused" or job.wanted != "pause" or expires_s(job) <= now_s)
+    return not job.ended and (job.state != "paused" or job.command != "pause" or expires_s(job) <= now_s)
 
 
 def window_s(text: str) -> float:

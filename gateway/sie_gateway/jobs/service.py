@@ -97,8 +97,8 @@ class JobService:
             raise NotFound("there is no such job", param="job")
         return job
 
-    async def want(self, call: Call, job_id: str, desired: str) -> api.JobInfo:
-        """Set the requested state of a job: run, pause or cancel. Raises NotFound, QueueUnavailable,
+    async def set_command(self, call: Call, job_id: str, command: str) -> api.JobInfo:
+        """Set the last command of the owner of a job: run, pause or cancel. Raises NotFound, QueueUnavailable,
         and ContentConflict if the job has ended.
         """
         self.find(call, job_id)
@@ -106,14 +106,14 @@ class JobService:
         def changed(job: JobRecord) -> JobRecord:
             if job.ended:
                 raise ContentConflict(f"the job is {job.state} and cannot be changed any more", param="job")
-            if desired == "run" and job.state == "paused":
+            if command == "run" and job.state == "paused":
                 job = replace(job, state="queued", error=None)
                 # an administrator who resumes a job becomes its owner: the owner's key may have been removed, and the
                 # job could not run with it
                 if "admin" in call.grant.scopes:
                     job = replace(job, owner=call.grant.key, owner_name=call.grant.name)
-            cancelling_s = self.now_s() if desired == "cancel" else job.cancelling_s
-            return replace(job, wanted=desired, cancelling_s=cancelling_s, updated_s=self.now_s())
+            cancelling_s = self.now_s() if command == "cancel" else job.cancelling_s
+            return replace(job, command=command, cancelling_s=cancelling_s, updated_s=self.now_s())
 
         async with broker_errors_mapped():
             return self.as_info(await self.ledger.change(job_id, changed))
@@ -209,7 +209,7 @@ class JobService:
         def changed(job: JobRecord) -> JobRecord:
             if job.ended:
                 raise ContentConflict(f"the batch is {job.state} and cannot be cancelled any more", param="batch")
-            return replace(job, wanted="cancel", cancelling_s=job.cancelling_s or self.now_s())
+            return replace(job, command="cancel", cancelling_s=job.cancelling_s or self.now_s())
 
         async with broker_errors_mapped():
             return self.batch_told(await self.ledger.change(batch_id, changed))
@@ -226,7 +226,7 @@ class JobService:
         """Return a batch in the format of OpenAI's API."""
         assert job.batch is not None
         state = _BATCH_STATES[job.state]
-        if job.wanted == "cancel" and not job.ended:
+        if job.command == "cancel" and not job.ended:
             state = "cancelling"
         errors = None
         if job.state == "failed" and job.error is not None:
