@@ -139,6 +139,8 @@ def saved(
     if (yield BlockingWork(target.is_dir)):
         raise invalid(f"{target} is a folder: name a file")
     info = yield from get(file, session)
+    if on_progress is not None:
+        on_progress(Progress(0, info.bytes))
     arriving = Arriving(target, info.bytes, "", Fetching(info.bytes, on_progress).came)
     yield from fetched(f"/v1/files/{info.id}/content", arriving, session)
     return target

@@ -224,6 +224,15 @@ def test_an_error_of_the_callback_of_a_transfer_is_the_callers_own(
     assert sorted(path.name for path in tmp_path.iterdir()) == [rows.name]
 
 
+def test_the_progress_of_a_saved_file_begins_at_zero(
+    server: JobServer, using: Callable[..., Any], rows: Path, tmp_path: Path
+) -> None:
+    size, reports = rows.stat().st_size, list[sie_client.Progress]()
+    file = using(lambda client, do: do(client.files.upload(rows)))
+    using(lambda client, do: do(client.files.save(file.id, tmp_path / "saved", on_progress=reports.append)))
+    assert (reports[0], reports[-1]) == (sie_client.Progress(0, size), sie_client.Progress(size, size))
+
+
 UPLOAD = """
 import asyncio, resource, sys
 from sie_client import SIEAsyncClient, SIEClient

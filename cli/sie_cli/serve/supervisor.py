@@ -167,13 +167,14 @@ class Supervisor:
     async def _stop_one(self, child: Child) -> None:
         child.ending = True
         _signal(child, signal.SIGTERM)
-        if child.process is not None:
+        process = child.process
+        if process is not None and process.returncode is None:  # without a wait, the keeper starts no other process
             try:
-                await asyncio.wait_for(child.process.wait(), child.grace_s)
+                await asyncio.wait_for(process.wait(), child.grace_s)
             except TimeoutError:
                 self._say(child.name, f"did not end within {child.grace_s:g} s and is killed", "WARNING")
                 _signal(child, signal.SIGKILL)
-                await child.process.wait()
+                await process.wait()
         if child.keeper is not None:
             child.keeper.cancel()
             await asyncio.gather(child.keeper, return_exceptions=True)
