@@ -20,7 +20,7 @@ from sie_contracts.errors import ErrorInfo, InternalFailure, SIEError
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire import chunk_tables
 from sie_contracts.wire.messages import Failed, Ok, Outcome, RunOptions, WorkResult
-from sie_runtime.http.asgi import Body, media_weights
+from sie_runtime.http.asgi import Body, accept_weights
 from sie_runtime.http.routes import ARROW, RAW
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = 
     own: Format = "msgpack" if body_is_msgpack else "json"
     if not accept:
         return own
-    weights = media_weights(accept)
+    weights = accept_weights(accept)
     json = weights.get("application/json", 0.0)
     packed = max((weights[name] for name in MSGPACK_TYPES if name in weights), default=0.0)
     if msgpack and packed > 0 and packed >= json:

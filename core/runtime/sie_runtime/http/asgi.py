@@ -148,9 +148,9 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return headers
 
 
-def media_weights(accept: str) -> dict[str, float]:
-    """Return the weight of each media type in `Accept`, by lower-case name: its `q`, 1 without `q`, 0 if `q` is not a
-    number.
+def accept_weights(accept: str) -> dict[str, float]:
+    """Return the weight of each name in an Accept or Accept-Encoding header, by lower-case name (RFC 9110, 12.4.2): its
+    `q`, 1 without `q`, 0 if `q` is not a number.
     """
     weights: dict[str, float] = {}
     for part in accept.split(","):

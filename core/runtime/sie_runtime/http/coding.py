@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 from sie_contracts.errors import InvalidInput, UnsupportedMediaType
-from sie_runtime.http.asgi import Receive, Scope, Send, headers_of
+from sie_runtime.http.asgi import Receive, Scope, Send, accept_weights, headers_of
 
 # Replies that come in one piece of at most this number of bytes are not compressed, because gzip saves little.
 GZIP_OVER = 4096
@@ -108,24 +108,9 @@ def _corrupt(why: str) -> InvalidInput:
 # compression of replies
 
 
-def weights_of(accepted: str) -> dict[str, float]:
-    """Return the weights in an Accept or Accept-Encoding header, by lower-case name (RFC 9110, 12.4.2). A weight that
-    cannot be parsed is 0: the client does not accept the choice.
-    """
-    weights: dict[str, float] = {}
-    for choice in accepted.lower().split(","):
-        name, *parameters = (part.strip() for part in choice.split(";"))
-        weight = next((text[2:] for text in parameters if text.startswith("q=")), "1")
-        try:
-            weights[name] = float(weight)
-        except ValueError:
-            weights[name] = 0.0
-    return weights
-
-
 def accepts_gzip(accepted: str) -> bool:
     """Return whether an Accept-Encoding header accepts gzip (RFC 9110, 12.5.3)."""
-    weights = weights_of(accepted)
+    weights = accept_weights(accepted)
     return 0.0 < weights.get("gzip", weights.get("x-gzip", weights.get("*", 0.0))) <= 1.0
 
 

@@ -11,7 +11,7 @@ import msgspec
 from sie_contracts.api import configs as api
 from sie_contracts.api.shapes import MINI
 from sie_contracts.wire.configs import ConfigEpoch, ConfigExport
-from sie_runtime.http.asgi import media_weights
+from sie_runtime.http.asgi import accept_weights
 from sie_runtime.http.routes import JSON, YAML, Content, Parameter, Route
 
 PREFIX = "/v1/configs/"
@@ -94,7 +94,9 @@ def rendered(document: Any, accept: str, default: str) -> tuple[bytes, str]:
     """Return a document, which consists of maps, lists, texts and numbers, as JSON or YAML, and its content type: the
     type that `Accept` prefers, the first of several with the same weight, or `default` if it names neither.
     """
-    weights = {name: weight for name, weight in media_weights(accept).items() if name in _DOCUMENT_TYPES and weight > 0}
+    weights = {
+        name: weight for name, weight in accept_weights(accept).items() if name in _DOCUMENT_TYPES and weight > 0
+    }
     content_type = _DOCUMENT_TYPES[max(weights, key=weights.__getitem__)] if weights else default
     if content_type == JSON:
         return msgspec.json.encode(document), JSON

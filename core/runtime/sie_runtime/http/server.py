@@ -20,8 +20,7 @@ from prometheus_client.exposition import choose_encoder
 
 from sie_contracts.errors import NotFound
 from sie_contracts.settings import SettingError
-from sie_runtime.http.asgi import App, Receive, Scope, Send, headers_of, refuse, reply
-from sie_runtime.http.coding import weights_of
+from sie_runtime.http.asgi import App, Receive, Scope, Send, accept_weights, headers_of, refuse, reply
 from sie_runtime.http.protocol import MIN_RATE, Guarded, HostNames, Protocol, SharedState
 from sie_runtime.http.refusals import Refusals
 from sie_runtime.metrics import Registry
@@ -160,7 +159,7 @@ def accepts_json(accept: str) -> bool:
     """Return whether an Accept header names application/json. `*/*` does not count: curl sends it, and people read the
     reply.
     """
-    return weights_of(accept).get("application/json", 0.0) > 0.0
+    return accept_weights(accept).get("application/json", 0.0) > 0.0
 
 
 def scrape(registry: Registry, accept: str) -> tuple[bytes, str]:
