@@ -369,7 +369,7 @@ def remedy(error: StoreError, url: str, setting: str) -> str:
             "AWS_ACCESS_KEY_ID, GOOGLE_SERVICE_ACCOUNT and their like, or by the machine's role"
         )
     if isinstance(error, NameUnusable):
-        return str(error)
+        return f"{error} in the bucket of {setting}"
     return f"the store did not answer properly ({error}): is its endpoint right (AWS_ENDPOINT_URL), and is it up?"
 
 
