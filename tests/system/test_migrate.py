@@ -4,13 +4,14 @@ gateway is killed while the corpus is encoded; models that agree too little chan
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,17 @@ def test_an_index_never_gets_vectors_of_two_models(
     assert counted["result"]["count"] == 30
 
 
+@contextlib.contextmanager
+def paused(pids: Sequence[int]) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
 def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
     cluster: Cluster, corpus: Path, tmp_path: Path
 ) -> None:
@@ -221,23 +233,27 @@ def test_a_migration_goes_on_after_a_killed_gateway_and_no_client_sees_it(
     alias(cluster, "search", OLD)
     output = tmp_path / "vectors"
     arguments = migration("search", NEW, corpus, "--output", output)
-    process = subprocess.Popen(
-        command(cluster, *arguments, "--step", "embed"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
+    stdout = ""
+    embedding = command(cluster, *arguments, "--step", "embed")
+    with subprocess.Popen(embedding, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        try:
+            while "3/5 embed: submitted" not in stdout:
+                line = process.stdout.readline()
+                assert line, stdout
+                stdout += line
 
-        def working() -> bool:
-            assert process.poll() is None, process.stdout.read()  # type: ignore[union-attr]
-            counts = [job["counts"] for job in httpx.get(f"{cluster.url}/v1/jobs", timeout=60).json()["data"]]
-            return any(count["rows"] == ROWS and 0 < count["done"] < ROWS for count in counts)
+            def working() -> bool:
+                counts = [job["counts"] for job in httpx.get(f"{cluster.url}/v1/jobs", timeout=60).json()["data"]]
+                return any(count["rows"] == ROWS and count["done"] < ROWS for count in counts)
 
-        until(working, 120, "a job that runs", cluster.log)
-        (gateway,) = cluster.pids("gateway")
-        os.kill(gateway, signal.SIGKILL)
-        stdout, _ = process.communicate(timeout=240)
-    finally:
-        process.kill()
-        process.wait()
+            with paused(cluster.pids("adapter")):  # otherwise the job may end before its gateway is killed
+                until(working, 120, "a job that runs", cluster.log)
+                (gateway,) = cluster.pids("gateway")
+                os.kill(gateway, signal.SIGKILL)
+            stdout += process.stdout.read()
+        finally:
+            process.kill()
     assert process.returncode == 0, stdout + cluster.log(40)
     assert cluster.pids("gateway") != [gateway]
     assert f"{ROWS:,} of {ROWS:,} rows" in stdout
