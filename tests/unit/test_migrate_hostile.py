@@ -214,6 +214,8 @@ def test_a_reply_of_another_form_ends_in_lines(server: MigrationServer, corpus: 
         for new in (*VALUES, ...) if every else (next(turn),):
             if (new is ... and not path) or (path == ("state",) and isinstance(new, str)):
                 continue  # a job in a state of a newer server is followed until it has ended
+            if kind == "encode" and new == 1 << 70:
+                continue  # msgpack has no number of this size
             server.begin()
             server.mutate = replaced_by(kind, path, new)
             check_end(migrated(server, corpus, "--sample", "0"), (kind, path, str(new)[:20]))

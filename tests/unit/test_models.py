@@ -8,7 +8,7 @@ from fake_adapter import TOKENIZER, toy_entry
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire import ipc
-from sie_sidecar.models.models import MAX_TURN_S, ModelState, ModelStates
+from sie_sidecar.models.models import MAX_STATES, MAX_TURN_S, UNUSED_S, ModelState, ModelStates
 
 NAMES = ("toy/a", "toy/b", "toy/c", "toy/d")
 
@@ -128,3 +128,22 @@ def test_a_failed_load_is_remembered_until_its_cool_down_is_over_or_its_entry_ch
     changed = Catalogue({"toy/a": toy_entry("toy/a", max_tokens=7)}).resolve("toy/a")
     assert device.models.obtain(changed) is a
     assert (a.state, a.refusal(device.now_s)) == ("available", None)
+
+
+def test_states_of_models_that_are_neither_loaded_nor_needed_are_removed_above_a_number(device: Device) -> None:
+    loaded, failed, needed, _ = device.all
+    device.load(loaded)
+    device.models.failed(failed, ModelLoadFailed("no", extras={"error_class": "OOM"}))
+    device.models.add_items(needed)
+    names = [f"more/{number:04}" for number in range(MAX_STATES)]
+    catalogue = Catalogue({name: toy_entry(name) for name in names})
+    for name in names:
+        device.models.obtain(catalogue.resolve(name))
+    device.now_s += UNUSED_S
+    device.models.obtain(catalogue.resolve(names[0]))
+    device.models.remove_unused()
+    retained = {hosted.name for hosted in device.models.all()}
+    assert retained == {loaded.name, needed.name, names[0], *names[3:]}
+    assert device.models.of_model(names[1]) == []
+    device.models.remove_unused()
+    assert len(device.models.all()) == MAX_STATES

@@ -542,7 +542,7 @@ class Dispatch:
             flight.dispatched_s = 0.0
         with self._settle.answering(flights, "loading the LoRA"):
             evicted_s = time.monotonic()
-            async with self._loading.loras.turn(hosted):
+            async with hosted.lora_lock:
                 for flight in flights:
                     flight.waited_for_load(time.monotonic() - evicted_s)
                 done = False

@@ -49,18 +49,11 @@ class LoraLoads:
     def __init__(self, links: AdapterLinks) -> None:
         self._links = links
         self._loads: dict[_Key, asyncio.Task[None]] = {}
-        self._turns: dict[tuple[int, str], asyncio.Lock] = {}
         self._failures: dict[_Key, tuple[float, ErrorInfo]] = {}
 
-    def turn(self, hosted: ModelState) -> asyncio.Lock:
-        """Return the lock that a batch holds while it loads its LoRA and runs, so that no load of another LoRA of the
-        model begins in between. Without the lock, LoRAs that do not fit together could replace each other for ever.
-        """
-        return self._turns.setdefault((hosted.device, hosted.name), asyncio.Lock())
-
     async def ensure(self, hosted: ModelState, name: str, *, in_turn: bool = False) -> None:
-        """Load a LoRA if needed. With `in_turn`, the caller holds `turn`, and waits without a limit. Raises LoraLoading
-        after HOLD_S, LoraLoadFailed, ModelLoading, AdapterGone.
+        """Load a LoRA if needed. With `in_turn`, the caller holds `lora_lock`, and waits without a limit. Raises
+        LoraLoading after HOLD_S, LoraLoadFailed, ModelLoading, AdapterGone.
         """
         if name in hosted.loras:
             return
@@ -108,7 +101,7 @@ class LoraLoads:
     async def _load(self, hosted: ModelState, name: str) -> None:
         key = (hosted.device, hosted.name, name)
         try:
-            async with self.turn(hosted):
+            async with hosted.lora_lock:
                 pass
             await self._request_lora(hosted, name)
         except LoraLoadFailed as error:
@@ -235,7 +228,7 @@ class Loading:
         input that crashes every adapter must not run for ever. `past_gate`: the items have left the queue, and run on
         their device although the model is closed to new work; if the adapter stays away, or another device may have
         room for the model, raise AdapterGone instead of moving them. `in_turn`: the caller holds the lock
-        `LoraLoads.turn`.
+        `ModelState.lora_lock`.
         """
         began_s = time.monotonic()
         try:

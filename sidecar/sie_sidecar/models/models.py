@@ -68,6 +68,10 @@ RATE_OVER_S = 10.0
 FILL_WEIGHT = 0.1  # weight of the newest batch in the moving mean `fill_ratio`
 # estimated bytes of memory that the tokenizers of models that are not loaded may use together
 SPARE_TOKENIZER_BYTES = 1 << 30
+# largest number of models with a state on a device, because each state is part of each heartbeat. Above it, the
+# states of the least recently used models that are not loaded are removed
+MAX_STATES = 1000
+UNUSED_S = 600.0  # seconds after its last use until a state may be removed: no task refers to it any more
 # for at most this many seconds after its load (or for `swap_after_s`, if that is longer), a model with work is not
 # closed to new work. The time is short, because a request for another model first waits for it and then for its own
 # load, together at most SIE_LOAD_HOLD_S
@@ -123,6 +127,9 @@ class ModelState:
         self._cost_s = 0.0
         # one function for each caller that waits for the model; it returns the number of work items that still need it
         self.waiting_counts: list[Callable[[], int]] = []
+        # A batch holds this lock while it loads its LoRA and runs, so that no load of another LoRA begins in between.
+        # Without it, LoRAs that do not fit into memory together could replace each other for ever.
+        self.lora_lock = asyncio.Lock()
         # LoRAs that were loaded into this copy; the adapter may have unloaded some since then
         self.loras: set[str] = set()
         self.lora_digests: dict[str, str] = {}  # by name of each LoRA that was loaded: digest of its files
@@ -151,6 +158,12 @@ class ModelState:
     def is_quiet(self) -> bool:
         """Return True if no work item needs the model now, so that it may be unloaded."""
         return self.held == self.parked
+
+    @property
+    def is_unneeded(self) -> bool:
+        """Return True if the model is not loaded, and neither work nor a waiting caller needs it."""
+        is_needed = self.held or self.waiting_counts or self.before_gate or self.leaves
+        return self.state in ("available", "failed") and not is_needed
 
     def came_in(self, cost: int, now_s: float) -> None:
         """Add the tokens of an accepted work item to the rate of arriving tokens."""
@@ -315,8 +328,21 @@ class ModelStates:
             hosted.mark_unloaded()
             hosted.tokenizer = None  # the tokenizer belongs to the old catalogue entry
             hosted.reset_failure()
+        if hosted.state != "loaded":
+            hosted.used(self._clock())
         hosted.revision = revision
         return hosted
+
+    def remove_unused(self) -> None:
+        """Remove the states of the least recently used models that are not loaded, down to MAX_STATES states."""
+        before_s = self._clock() - UNUSED_S
+        unused = [hosted for hosted in self._hosted.values() if hosted.is_unneeded and hosted.used_s <= before_s]
+        unused.sort(key=lambda hosted: hosted.used_s)
+        for hosted in unused[: max(0, len(self._hosted) - MAX_STATES)]:
+            del self._hosted[hosted.name]
+            self._of_model[hosted.resolved.entry.id].remove(hosted)
+            if not self._of_model[hosted.resolved.entry.id]:
+                del self._of_model[hosted.resolved.entry.id]
 
     def find(self, residency: str) -> ModelState | None:
         """Return the state of this residency, or None if `obtain` was not called for it yet."""
@@ -765,10 +791,13 @@ class Hosting(ModelStates):
             self._on_change()
 
     async def run(self, idle_evict_s: int | None) -> None:
-        """Every second, let the adapter free memory if needed, and evict models idle for `idle_evict_s` seconds."""
+        """Every second, let the adapter free memory if needed, remove states if there are too many, and evict models
+        idle for `idle_evict_s` seconds.
+        """
         while True:
             await asyncio.sleep(RELIEVE_S)
             await self.relieve()
+            self.remove_unused()
             # listed again after each unload, because work may have come meanwhile
             while idle := self.idle(math.inf if idle_evict_s is None else idle_evict_s):
                 hosted = idle[0]
