@@ -552,3 +552,15 @@ def test_a_gateway_knows_the_machine_profiles_of_all_groups() -> None:
         "h100,l4",
         "h100",
     )
+
+
+def test_large_numbers_are_rendered_without_an_exponent() -> None:
+    """Numbers of a values file are floats, which Go prints as 2e+06, and Kubernetes refuses such an integer."""
+    is_valid = jsonschema_rs.validator_for(json.loads(chart_settings.SCHEMA.read_text())).is_valid
+    values = CHOSEN
+    for path, value in leaves(FULL):
+        # other values of NATS limit this one
+        is_number = isinstance(value, int) and not isinstance(value, bool) and path != ("nats", "maxUnavailable")
+        if is_number and is_valid(overlaid(FULL, at(path, 2_000_000))):
+            values = overlaid(values, at(path, 2_000_000))
+    assert re.findall(r".*\de\+\d.*", template("everything.yaml", values)) == []

@@ -308,7 +308,7 @@ kind: PodDisruptionBudget
 metadata:
   {{- include "sie.metadata" (list $root (index . 1) (printf "%s-%s" (include "sie.fullname" $root) (index . 1))) | nindent 2 }}
 spec:
-  maxUnavailable: {{ index . 2 }}
+  maxUnavailable: {{ kindIs "string" (index . 2) | ternary (index . 2) (index . 2 | int64) }}
   # pods that are not ready do not delay a drain
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
