@@ -156,6 +156,41 @@ async def test_each_gateway_refuses_what_is_beyond_its_concurrent_requests(clust
     assert sorted(answer.status_code for answer in answers) == [200] * 40 + [503] * 6
 
 
+async def test_a_key_with_many_requests_at_once_leaves_slots_to_other_active_keys(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16 slots, a key that is alone may take all. The last two are for keys with less than their share."""
+    settings = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "key-a,key-b", "SIE_MAX_CONCURRENT_REQUESTS": "16"}
+    gateway = await cluster.gateway(**settings)
+    adapter = await cluster.adapter()
+    await cluster.sidecar(adapter)
+
+    async def sent(key: str, requests: int, accepted: int) -> list[asyncio.Task[httpx.Response]]:
+        """Send requests and return those that are accepted, after the others were refused."""
+        tasks = [
+            asyncio.create_task(gateway.encode(f"{key} {number}", Authorization=f"Bearer {key}"))
+            for number in range(requests)
+        ]
+        await until(lambda: sum(task.done() for task in tasks) == requests - accepted, f"{accepted} are accepted")
+        assert {task.result().json()["code"] for task in tasks if task.done()} <= {"QUEUE_FULL"}
+        return [task for task in tasks if not task.done()]
+
+    async def ended(*tasks: asyncio.Task[httpx.Response]) -> None:
+        adapter.let_go()
+        assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
+
+    adapter.hold_batches = True
+    alone = await sent("key-a", 20, accepted=16)
+    await sent("key-b", 1, accepted=0)
+    await ended(*alone)
+    adapter.hold_batches = True
+    bulk = await sent("key-a", 20, accepted=14)  # the other key was refused a moment ago
+    await ended(*bulk, *await sent("key-b", 3, accepted=2))
+    monkeypatch.setattr("sie_gateway.inference.handler.REFUSED_S", 0.0)
+    adapter.hold_batches = True
+    await ended(*await sent("key-a", 20, accepted=16))
+
+
 async def test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs(cluster: InProcess) -> None:
     """SIE_GATEWAY_REQUEST_TIMEOUT: a smaller X-SIE-Timeout-Ms wins, a larger one does not. The work is removed from
     the queue.

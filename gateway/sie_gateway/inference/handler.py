@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
 
 WATCH_AFTER_S = 1.0  # seconds after which the gateway begins to watch whether the client of a run disconnects
 MAX_ATTEMPTS = 4  # largest number of restarts of a request because the entry of its model has changed
+RESERVED = 8  # the last 1/RESERVED of SIE_MAX_CONCURRENT_REQUESTS is for keys with less than their share of it
+REFUSED_S = 10.0  # seconds for which a key with a refused request counts as active
 RENEWED_WITHIN_S = 1.0  # longest wait in seconds for an entry that a worker has and this catalogue lacks
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
@@ -109,6 +112,8 @@ class Inference:
         self._unwatched: dict[asyncio.Task[Any], tuple[Call, float]] = {}
         self._is_timed = False  # true if a call of `_watch` is scheduled
         self.in_progress = 0
+        self._in_progress_of: Counter[str] = Counter()  # requests in progress by key
+        self._refused_s: dict[str, float] = {}  # by key: time of its last request that the concurrency limit refused
         self._pace = AnswerPace()
         self.idle = asyncio.Event()  # set while no request is in progress
         self.idle.set()
@@ -175,11 +180,11 @@ class Inference:
         cache_mode(call.headers)  # a wrong value is refused before the body is read
         call.budget_s = self._budget_s(call.headers)
         self._check_concurrency(call)
-        self._enter(1)
+        self._enter(call.key, 1)
         try:
             await send(await self._answer(call, route, read))
         finally:
-            self._enter(-1)
+            self._enter(call.key, -1)
 
     async def answered(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
         """Return the reply to a line of a batch, a body without an HTTP connection. Raises SIEError, FailedRequest."""
@@ -252,17 +257,30 @@ class Inference:
         await self._feed.renewed(lambda catalogue: catalogue.entries.get(entry.id) != entry, timeout_s)
 
     def _check_concurrency(self, call: Call) -> None:
-        if self.in_progress < self.max_concurrent:
+        now_s = time.perf_counter()
+        if self._has_slot(call.key, now_s):
             return
+        self._refused_s[call.key] = now_s
         lane = self.lane(call.headers, call.resolved) if call.resolved is not None else None
         self._metrics.rejected.labels(
             lane.machine_profile if lane else "", lane.bundle if lane else "", "concurrency"
         ).inc()
         raise QueueFull(
-            f"{self.in_progress} requests are in progress, the limit of this gateway (SIE_MAX_CONCURRENT_REQUESTS)",
+            f"{self.in_progress} requests are in progress, {self._in_progress_of[call.key]} of them with this API key; "
+            f"this gateway accepts {self.max_concurrent} (SIE_MAX_CONCURRENT_REQUESTS), shared by its active keys",
             extras={"queue_depth": self.in_progress},
-            retry_after_s=self._pace.retry_s(time.perf_counter()),
+            retry_after_s=self._pace.retry_s(now_s),
         )
+
+    def _has_slot(self, key: str, now_s: float) -> bool:
+        """Return True if one more request of a key may be in progress. A key that needs many requests at once leaves
+        the last slots to the other active keys: those with requests in progress or with a recent refusal.
+        """
+        if self.max_concurrent - self.in_progress > self.max_concurrent // RESERVED:
+            return True
+        self._refused_s = {other: at_s for other, at_s in self._refused_s.items() if at_s > now_s - REFUSED_S}
+        active = len({key, *self._in_progress_of, *self._refused_s})
+        return self.in_progress < self.max_concurrent and self._in_progress_of[key] * active < self.max_concurrent
 
     def understand(self, call: Call, request: InferRequest) -> PlannedRequest:
         """Return the request with merged parameters and a lane. Raises SIEError if the request is not valid or no lane
@@ -367,8 +385,11 @@ class Inference:
         self._plain.clear()
         self.shadows.drop_deleted()
 
-    def _enter(self, change: int) -> None:
+    def _enter(self, key: str, change: int) -> None:
         self.in_progress += change
+        self._in_progress_of[key] += change
+        if not self._in_progress_of[key]:
+            del self._in_progress_of[key]
         self._pace.changed(time.perf_counter(), self.in_progress)
         if self.in_progress:
             self.idle.clear()
