@@ -17,7 +17,9 @@ from sie_gateway.inference.call import (
     FREE_BYTES,
     MAX_HELD_BYTES,
     PACE_BYTES_S,
+    REFUSED_S,
     BodyIntake,
+    SharedLimit,
     body_memory,
     bounded,
     check_length,
@@ -45,12 +47,12 @@ def sending(*pieces: bytes, then: Callable[[], Any] | None = None) -> Receive:
 
 async def test_a_body_arrives_whole_and_is_held_until_it_is_closed() -> None:
     intake = BodyIntake(10 * MIB)
-    reader = intake.reader({}, sending(b"a" * MIB, b"b" * MIB), 5 * MIB)
+    reader = intake.reader("", {}, sending(b"a" * MIB, b"b" * MIB), 5 * MIB)
     assert await reader.read() == b"a" * MIB + b"b" * MIB
-    assert intake.held_bytes == COPIES * 2 * MIB - FREE_BYTES
+    assert intake.memory.used == COPIES * 2 * MIB - FREE_BYTES
     reader.close()
     reader.close()
-    assert intake.held_bytes == 0
+    assert intake.memory.used == 0
 
 
 @pytest.mark.parametrize("declared", ["11", "9" * 18, "9" * 400])
@@ -59,15 +61,15 @@ async def test_what_is_announced_as_too_large_is_refused_before_it_is_read(decla
         raise AssertionError("read")
 
     with pytest.raises(PayloadTooLarge) as caught:
-        await BodyIntake().reader({"content-length": declared}, never, 10).read()
+        await BodyIntake().reader("", {"content-length": declared}, never, 10).read()
     assert caught.value.extras == {"limit": 10}
 
 
 @pytest.mark.parametrize("declared", [{}, {"content-length": "3"}, {"content-length": "-1"}, {"content-length": "³"}])
 async def test_what_turns_out_too_large_is_refused_as_soon_as_it_does(declared: dict[str, str]) -> None:
     with pytest.raises(PayloadTooLarge):
-        await BodyIntake().reader(declared, sending(b"x" * 10, b"x", b"never read"), 10).read()
-    assert await BodyIntake().reader(declared, sending(b"x" * 10), 10).read() == b"x" * 10
+        await BodyIntake().reader("", declared, sending(b"x" * 10, b"x", b"never read"), 10).read()
+    assert await BodyIntake().reader("", declared, sending(b"x" * 10), 10).read() == b"x" * 10
 
 
 async def test_large_bodies_share_a_budget_and_small_ones_always_pass() -> None:
@@ -76,33 +78,34 @@ async def test_large_bodies_share_a_budget_and_small_ones_always_pass() -> None:
     """
     intake, ever = BodyIntake(COPIES * 12 * MIB), asyncio.Event()
     stuck = [
-        intake.reader({}, sending(b"x" * MIB, b"x" * MIB, b"x" * MIB, b"x" * MIB, then=ever.wait), 100 * MIB)
+        intake.reader("", {}, sending(b"x" * MIB, b"x" * MIB, b"x" * MIB, b"x" * MIB, then=ever.wait), 100 * MIB)
         for _ in range(3)
     ]
     reading = [asyncio.create_task(reader.read()) for reader in stuck]
-    await until(lambda: intake.held_bytes == 3 * (COPIES * 4 * MIB - FREE_BYTES), "three bodies in memory")
-    late = intake.reader({}, sending(b"x" * MIB, b"x" * MIB), 100 * MIB)
+    await until(lambda: intake.memory.used == 3 * (COPIES * 4 * MIB - FREE_BYTES), "three bodies in memory")
+    late = intake.reader("", {}, sending(b"x" * MIB, b"x" * MIB), 100 * MIB)
     with pytest.raises(QueueFull) as caught:
         await late.read()
     assert (caught.value.retryable, caught.value.param) == (True, "body")
     late.close()
     for _ in range(600):
         small = b"x" * (FREE_BYTES // COPIES)
-        assert await intake.reader({}, sending(small), MIB).read() == small
+        assert await intake.reader("", {}, sending(small), MIB).read() == small
     stuck[0].close()
-    again = intake.reader({}, sending(b"x" * MIB, b"x" * MIB), 100 * MIB)
+    again = intake.reader("", {}, sending(b"x" * MIB, b"x" * MIB), 100 * MIB)
     assert len(await again.read()) == 2 * MIB
     ever.set()
     ended = await asyncio.gather(*reading, return_exceptions=True)
     assert [type(error) for error in ended] == [ClientGone] * 3
     for reader in (*stuck, again):
         reader.close()
-    assert intake.held_bytes == 0
+    assert intake.memory.used == 0
 
 
 async def test_one_body_is_never_refused_for_the_room_it_takes_itself() -> None:
     assert (
-        len(await BodyIntake(MIB).reader({}, sending(b"x" * MIB, b"x" * MIB, b"x" * MIB), 10 * MIB).read()) == 3 * MIB
+        len(await BodyIntake(MIB).reader("", {}, sending(b"x" * MIB, b"x" * MIB, b"x" * MIB), 10 * MIB).read())
+        == 3 * MIB
     )
 
 
@@ -110,19 +113,19 @@ async def test_values_count_before_they_are_decoded() -> None:
     """A short body that becomes many objects takes the room of the objects, and a second such body is refused."""
     intake = BodyIntake(20 * MIB)
     body = b"[" * 1000
-    first, second = (intake.reader({}, sending(body), MIB) for _ in range(2))
+    first, second = (intake.reader("", {}, sending(body), MIB) for _ in range(2))
     for reader in (first, second):
         assert await reader.read() == body
-    assert intake.held_bytes == 0
+    assert intake.memory.used == 0
     values = 15 * MIB // VALUE_BYTES
     first.count_values(values)
-    assert intake.held_bytes == COPIES * len(body) + VALUE_BYTES * values - FREE_BYTES
+    assert intake.memory.used == COPIES * len(body) + VALUE_BYTES * values - FREE_BYTES
     with pytest.raises(QueueFull, match="SIE_BODY_MEMORY_BYTES"):
         second.count_values(values)
     first.close()
     second.count_values(values)
     second.close()
-    assert intake.held_bytes == 0
+    assert intake.memory.used == 0
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,7 @@ async def test_large_bodies_keep_a_pace_while_small_requests_are_in_progress(mon
     intake, pieces = BodyIntake(clock=lambda: 0.0), [b"x" * MIB] * 32
 
     async def read_two() -> None:
-        inference, upload = intake.reader({}, sending(*pieces), 64 * MIB), intake.paced(sending(*pieces))
+        inference, upload = intake.reader("", {}, sending(*pieces), 64 * MIB), intake.paced(sending(*pieces))
         assert len(await inference.read()) == 32 * MIB
         while (await upload())["more_body"]:
             pass
@@ -198,7 +201,7 @@ async def test_large_bodies_keep_a_pace_while_small_requests_are_in_progress(mon
 
     await read_two()
     assert slept_s == []
-    small = intake.reader({}, sending(b"x"), MIB)
+    small = intake.reader("", {}, sending(b"x"), MIB)
     assert await small.read() == b"x"
     await read_two()
     assert max(slept_s) == pytest.approx(
@@ -210,3 +213,41 @@ async def test_large_bodies_keep_a_pace_while_small_requests_are_in_progress(mon
     assert intake.small == 0
     await read_two()
     assert slept_s == []
+
+
+def test_a_key_that_uses_much_leaves_something_to_other_keys() -> None:
+    """The last eighth is for keys with less than their share. A refused key counts as active for a while."""
+    now_s, size = 0.0, 16
+    memory = SharedLimit(8 * size)
+
+    def filled(key: str) -> int:
+        before = memory.used_by[key]
+        while memory.accepts(key, 1, now_s):
+            memory.use(key, 1)
+        return memory.used_by[key] - before
+
+    assert filled("a") == 8 * size
+    assert filled("b") == 0
+    memory.use("a", -8 * size)
+    assert (filled("a"), filled("b"), filled("c")) == (7 * size, size, 0)
+    memory.use("a", -2 * size)
+    assert (filled("a"), filled("c"), filled("b")) == (size, size, 0)
+    for key in ("a", "b", "c"):
+        memory.use(key, -memory.used_by[key])
+    now_s = REFUSED_S + 1
+    assert (filled("a"), memory.used_by) == (8 * size, {"a": 8 * size})
+
+
+async def test_a_body_of_a_key_that_has_its_share_is_refused_beside_other_keys() -> None:
+    intake, body = BodyIntake(COPIES * 8 * MIB), b"x" * (7 * MIB)
+    first, late = (intake.reader(key, {}, sending(body), 10 * MIB) for key in ("a", "b"))
+    await first.read()
+    with pytest.raises(QueueFull):
+        await late.read()
+    first.close()
+    late.close()
+    await intake.reader("a", {}, sending(b"x" * (5 * MIB)), 10 * MIB).read()
+    more = [intake.reader(key, {}, sending(b"x" * (3 * MIB)), 10 * MIB) for key in ("a", "b")]
+    with pytest.raises(QueueFull, match="14 of them with this API key"):
+        await more[0].read()
+    assert len(await more[1].read()) == 3 * MIB

@@ -186,7 +186,7 @@ async def test_a_key_with_many_requests_at_once_leaves_slots_to_other_active_key
     adapter.hold_batches = True
     bulk = await sent("key-a", 20, accepted=14)  # the other key was refused a moment ago
     await ended(*bulk, *await sent("key-b", 3, accepted=2))
-    monkeypatch.setattr("sie_gateway.inference.handler.REFUSED_S", 0.0)
+    monkeypatch.setattr("sie_gateway.inference.call.REFUSED_S", 0.0)
     adapter.hold_batches = True
     await ended(*await sent("key-a", 20, accepted=16))
 

@@ -328,7 +328,7 @@ async def info(inference: Inference, call: Call, _: fields.Body) -> EncodedReply
                 "model_dtype": served,
                 "served_model_name": entry.id,
                 "model_type": kind,
-                "max_concurrent_requests": inference.max_concurrent,
+                "max_concurrent_requests": inference.slots.total,
                 "max_input_length": entry.max_tokens,
                 "max_batch_tokens": max((beat.batch_cost for beat in workers), default=0) or entry.max_tokens,
                 "max_batch_requests": None,

@@ -330,7 +330,8 @@ class Edge:
 
     async def _infer(self, call: Call, route: InferenceRoute, receive: Receive, send: Send) -> None:
         most = self._gateway.settings.max_body_bytes
-        body = call.reader = self._intake.reader(call.headers, receive, min(most, call.grant.limits.body_bytes or most))
+        most = min(most, call.grant.limits.body_bytes or most)
+        body = call.reader = self._intake.reader(call.key, call.headers, receive, most)
 
         async def send_answer(answer: EncodedReply) -> None:
             await reply(send, answer.status, answer.body, answer.content_type, answer.headers)

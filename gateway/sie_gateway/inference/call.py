@@ -16,6 +16,7 @@ import asyncio
 import hashlib
 import io
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -217,6 +218,8 @@ class EntryChanged(Exception):
         self.entry = entry
 
 
+RESERVED = 8  # the last 1/RESERVED of a shared resource is for keys with less than their share of it
+REFUSED_S = 10.0  # seconds for which a key counts as active after a refusal
 MAX_HELD_BYTES = 1 << 30
 # copies of each byte of a body while its request runs: one received, one decoded, one in a message of the queue
 COPIES = 3
@@ -229,6 +232,38 @@ PACE_BYTES_S = 128 << 20
 PACE_STEP_S = 0.002
 CONTROL_BYTES = 1 << 20  # largest number of bytes in the body of a route without inference
 CONTROL_S = 30.0
+
+
+class SharedLimit:
+    """Amount of a resource that API keys use, at most `total` together. The last 1/RESERVED of it is only for keys with
+    less than their share: `total` divided by the number of active keys, which use some of it or were refused in the
+    last REFUSED_S seconds. So a key that needs much leaves something to the other active keys.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.used = 0
+        self.used_by: Counter[str] = Counter()
+        self._refused_s: dict[str, float] = {}  # by key: time of its last refusal
+
+    def accepts(self, key: str, more: int, now_s: float) -> bool:
+        """Return True if a key may use `more` than now."""
+        left = self.total - self.used - more
+        if left >= self.total // RESERVED:
+            return True
+        self._refused_s = {other: at_s for other, at_s in self._refused_s.items() if at_s > now_s - REFUSED_S}
+        active = len({key, *self.used_by, *self._refused_s})
+        if left >= 0 and self.used_by[key] * active < self.total:
+            return True
+        self._refused_s[key] = now_s
+        return False
+
+    def use(self, key: str, more: int) -> None:
+        """Add `more` to what a key uses. A negative number releases it."""
+        self.used += more
+        self.used_by[key] += more
+        if not self.used_by[key]:
+            del self.used_by[key]
 
 
 def body_memory(settings: Settings) -> int:
@@ -245,25 +280,20 @@ class BodyIntake:
     """
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self.held_bytes = 0
-        self.max_bytes = max_bytes
+        self.clock = clock
+        self.memory = SharedLimit(max_bytes)
         self.small = 0  # number of requests in progress whose bodies are not counted as memory
         self._paced_until_s = 0.0
 
     def count_small(self, more: int) -> None:
         self.small += more
 
-    def hold(self, more_bytes: int) -> None:
-        """Add `more_bytes` to the counted memory of all bodies. A negative number releases memory."""
-        self.held_bytes += more_bytes
-
-    def reader(self, headers: Mapping[str, str], receive: Receive, limit: int) -> BodyReader:
+    def reader(self, key: str, headers: Mapping[str, str], receive: Receive, limit: int) -> BodyReader:
         """Return a reader of one body of at most `limit` bytes. The memory of the body is counted until `close`. Raises
         PayloadTooLarge if the client announces a larger body.
         """
         check_length(headers, limit)
-        return BodyReader(self, receive, limit)
+        return BodyReader(self, key, receive, limit)
 
     def paced(self, receive: Receive) -> Receive:
         """Return `receive` for a route that reads its body without BodyReader. While small requests are in progress,
@@ -288,7 +318,7 @@ class BodyIntake:
         """
         if not self.small:
             return
-        now_s = self._clock()
+        now_s = self.clock()
         self._paced_until_s = max(self._paced_until_s, now_s) + size / PACE_BYTES_S
         if (ahead_s := self._paced_until_s - now_s) > PACE_STEP_S:
             await asyncio.sleep(ahead_s)
@@ -297,8 +327,9 @@ class BodyIntake:
 class BodyReader:
     """Reader of one request body, which counts the memory of the body in the BodyIntake."""
 
-    def __init__(self, intake: BodyIntake, receive: Receive, limit: int) -> None:
+    def __init__(self, intake: BodyIntake, key: str, receive: Receive, limit: int) -> None:
         self._intake = intake
+        self._key = key
         self._receive = receive
         self._limit = limit
         self._size = self._values = 0
@@ -337,18 +368,17 @@ class BodyReader:
         more = max(0, COPIES * self._size + VALUE_BYTES * self._values - FREE_BYTES) - self._counted
         if more <= 0:
             return
-        intake = self._intake
-        held_elsewhere = intake.held_bytes - self._counted
-        if held_elsewhere and intake.held_bytes + more > intake.max_bytes:
-            held, most = intake.held_bytes >> 20, intake.max_bytes >> 20
+        memory = self._intake.memory
+        if memory.used > self._counted and not memory.accepts(self._key, more, self._intake.clock()):
+            held, by_key, most = memory.used >> 20, memory.used_by[self._key] >> 20, memory.total >> 20
             raise QueueFull(
-                f"body: the bodies in this gateway take {held} MiB of memory, {most} are allowed "
-                "(SIE_BODY_MEMORY_BYTES)",
+                f"body: the bodies in this gateway take {held} MiB of memory, {by_key} of them with this API key; "
+                f"{most} MiB are allowed (SIE_BODY_MEMORY_BYTES), shared by the active keys",
                 param="body",
                 retry_after_s=2,
             )
         self._leave_small()
-        intake.hold(more)
+        memory.use(self._key, more)
         self._counted += more
 
     def _leave_small(self) -> None:
@@ -357,7 +387,7 @@ class BodyReader:
 
     def close(self) -> None:
         self._leave_small()
-        self._intake.hold(-self._counted)
+        self._intake.memory.use(self._key, -self._counted)
         self._counted = 0
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -50,6 +49,7 @@ from sie_gateway.inference.call import (
     EncodedReply,
     EntryChanged,
     InferRequest,
+    SharedLimit,
     cache_mode,
     decode_body,
     route_key,
@@ -68,8 +68,6 @@ if TYPE_CHECKING:
 
 WATCH_AFTER_S = 1.0  # seconds after which the gateway begins to watch whether the client of a run disconnects
 MAX_ATTEMPTS = 4  # largest number of restarts of a request because the entry of its model has changed
-RESERVED = 8  # the last 1/RESERVED of SIE_MAX_CONCURRENT_REQUESTS is for keys with less than their share of it
-REFUSED_S = 10.0  # seconds for which a key with a refused request counts as active
 RENEWED_WITHIN_S = 1.0  # longest wait in seconds for an entry that a worker has and this catalogue lacks
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
@@ -99,7 +97,6 @@ class Inference:
         self._admission = admission
         self._runner = runner
         self._urls = urls
-        self.max_concurrent = settings.max_concurrent_requests
         self.max_budget_s = settings.gateway_request_timeout  # longest time from the arrival of a request to its reply
         # default model by capability, for requests that name no model
         self.default_models: Mapping[str, str] = dict(settings.default_models or ())
@@ -111,9 +108,7 @@ class Inference:
         # runs whose clients are not watched yet, with their calls and start times, the oldest first
         self._unwatched: dict[asyncio.Task[Any], tuple[Call, float]] = {}
         self._is_timed = False  # true if a call of `_watch` is scheduled
-        self.in_progress = 0
-        self._in_progress_of: Counter[str] = Counter()  # requests in progress by key
-        self._refused_s: dict[str, float] = {}  # by key: time of its last request that the concurrency limit refused
+        self.slots = SharedLimit(settings.max_concurrent_requests)  # requests in progress
         self._pace = AnswerPace()
         self.idle = asyncio.Event()  # set while no request is in progress
         self.idle.set()
@@ -121,6 +116,11 @@ class Inference:
         # interpreter's time, so only one may run.
         self.one_thread = asyncio.Lock()
         feed.on_change(self._on_catalogue)
+
+    @property
+    def in_progress(self) -> int:
+        """Return the number of requests in progress."""
+        return self.slots.used
 
     @property
     def catalogue(self) -> Catalogue:
@@ -257,30 +257,19 @@ class Inference:
         await self._feed.renewed(lambda catalogue: catalogue.entries.get(entry.id) != entry, timeout_s)
 
     def _check_concurrency(self, call: Call) -> None:
-        now_s = time.perf_counter()
-        if self._has_slot(call.key, now_s):
+        slots, now_s = self.slots, time.perf_counter()
+        if slots.accepts(call.key, 1, now_s):
             return
-        self._refused_s[call.key] = now_s
         lane = self.lane(call.headers, call.resolved) if call.resolved is not None else None
         self._metrics.rejected.labels(
             lane.machine_profile if lane else "", lane.bundle if lane else "", "concurrency"
         ).inc()
         raise QueueFull(
-            f"{self.in_progress} requests are in progress, {self._in_progress_of[call.key]} of them with this API key; "
-            f"this gateway accepts {self.max_concurrent} (SIE_MAX_CONCURRENT_REQUESTS), shared by its active keys",
-            extras={"queue_depth": self.in_progress},
+            f"{slots.used} requests are in progress, {slots.used_by[call.key]} of them with this API key; "
+            f"{slots.total} are allowed at this gateway (SIE_MAX_CONCURRENT_REQUESTS), shared by the active keys",
+            extras={"queue_depth": slots.used},
             retry_after_s=self._pace.retry_s(now_s),
         )
-
-    def _has_slot(self, key: str, now_s: float) -> bool:
-        """Return True if one more request of a key may be in progress. A key that needs many requests at once leaves
-        the last slots to the other active keys: those with requests in progress or with a recent refusal.
-        """
-        if self.max_concurrent - self.in_progress > self.max_concurrent // RESERVED:
-            return True
-        self._refused_s = {other: at_s for other, at_s in self._refused_s.items() if at_s > now_s - REFUSED_S}
-        active = len({key, *self._in_progress_of, *self._refused_s})
-        return self.in_progress < self.max_concurrent and self._in_progress_of[key] * active < self.max_concurrent
 
     def understand(self, call: Call, request: InferRequest) -> PlannedRequest:
         """Return the request with merged parameters and a lane. Raises SIEError if the request is not valid or no lane
@@ -386,10 +375,7 @@ class Inference:
         self.shadows.drop_deleted()
 
     def _enter(self, key: str, change: int) -> None:
-        self.in_progress += change
-        self._in_progress_of[key] += change
-        if not self._in_progress_of[key]:
-            del self._in_progress_of[key]
+        self.slots.use(key, change)
         self._pace.changed(time.perf_counter(), self.in_progress)
         if self.in_progress:
             self.idle.clear()
