@@ -159,7 +159,7 @@ async def test_each_gateway_refuses_what_is_beyond_its_concurrent_requests(clust
 async def test_a_key_with_many_requests_at_once_leaves_slots_to_other_active_keys(
     cluster: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 16 slots, a key that is alone may take all. The last two are for keys with less than their share."""
+    """A key alone may take all 16 slots. With other active keys, the last two are for keys below their share."""
     settings = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "key-a,key-b", "SIE_MAX_CONCURRENT_REQUESTS": "16"}
     gateway = await cluster.gateway(**settings)
     adapter = await cluster.adapter()
