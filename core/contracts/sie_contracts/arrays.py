@@ -35,8 +35,8 @@ def pack(array: Array) -> dict[bytes, Any]:
 
 
 def packed(dtype: str, shape: Sequence[int], data: memoryview) -> dict[bytes, Any]:
-    """Return the map of an array from bytes that are already in C order, little endian. Raises ValueError as `pack`
-    does.
+    """Return the map of an array from bytes that are already in C order, little endian. Raises ValueError for a dtype
+    that clients cannot read.
     """
     if dtype not in EMITTED:
         raise ValueError(f"dtype {dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")

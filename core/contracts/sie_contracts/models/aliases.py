@@ -40,7 +40,9 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class Shadow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model that gets copies of a share of the requests. Its answers are compared with the real ones and dropped."""
+    """A model that gets copies of a share of the requests. Its answers are compared with the target's answers, and
+    dropped.
+    """
 
     model: str
     share: float = 1.0
@@ -62,7 +64,7 @@ class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def heaviest(self) -> Target:
-        """Return the target with the largest weight, the first if several have it. Requests without a key use it."""
+        """Return the target with the largest weight; of several, the first. Requests without a key use this target."""
         return max(self.alias, key=lambda target: target.weight)
 
 
@@ -74,11 +76,11 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
     """Check a document from YAML or JSON and return the alias. Raises ValidationFailed for the first faulty field; its
     `errors` have the path of this field. The id is not checked here.
 
-    The short form of a target without a weight, or of a shadow of all requests, is the model name alone.
+    A model name alone is the short form of a target without a weight, and of a shadow of all requests.
     """
     if both := sorted(raw.keys() & _OF_MODELS):
         message = (
-            f"a document is a model or an alias, but this has {both[0]} too: give the alias its own document, "
+            f"a document is a model or an alias, but this one has {both[0]} too: give the alias its own document, "
             "with another id"
         )
         raise faulty("$.alias", message)
@@ -118,7 +120,7 @@ def _named(value: Any) -> Any:
 
 
 def _key_name(model: str) -> str:
-    """Return the target's name to hash with a key: without its revision, so that a new revision moves no key."""
+    """Return the target's name without its revision. `choose` hashes this name, so a new revision moves no key."""
     name, at, tail = model.partition("@")
     return name + (":" + tail.partition(":")[2] if at and ":" in tail else "")
 
@@ -128,7 +130,7 @@ def choose(alias: Alias, key: str) -> Target:
     the keys in proportion to its weight.
 
     The method is weighted rendezvous hashing: if the weight of a target rises, keys move only to this target. The hash
-    includes the alias, so that a key may have unrelated targets in different aliases.
+    includes the id of the alias, so that the targets of a key in two aliases are independent.
     """
     if len(alias.alias) == 1:
         return alias.alias[0]

@@ -84,7 +84,7 @@ class Catalogue:
     bundles: Mapping[str, BundleEntry] = field(default_factory=dict)
     epoch: str = ""
     aliases: Mapping[str, Alias] = field(default_factory=dict)
-    # id -> number of the write that created the present revision, counted like the number in an epoch
+    # id -> number of the write that created the present revision; an epoch contains the same kind of number
     written: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -124,7 +124,9 @@ class Catalogue:
         return new
 
     def since(self, model: str) -> str:
-        """Return the epoch of the write that created a model's present revision; if unknown, that of the snapshot."""
+        """Return the epoch of the write that created a model's present revision; the epoch of the snapshot if it is
+        unknown.
+        """
         number = self.written.get(model)
         return self.epoch if number is None else f"{self.epoch.rpartition(':')[0]}:{number}"
 
@@ -195,8 +197,9 @@ class Catalogue:
     def _through_alias(self, rest: str, key: str) -> Resolved | None:
         """Resolve `alias[@revision][:profile]`; None if the alias does not exist. Raises ModelNotFound, BundleConflict.
 
-        A revision must be that of the target's model. If the target names a profile, no other profile is allowed, and
-        `default` stands for the target's profile; otherwise any profile of the model is allowed.
+        A revision in the name must be the revision of the target's model. If the target names a profile, the name may
+        contain only this profile, or `default` with the same meaning. Otherwise the name may contain any profile of the
+        model.
         """
         name, _, revision = rest.partition("@")
         profile = ""
@@ -255,8 +258,7 @@ class Catalogue:
                 extras={"profiles": ["default", *entry.profiles]},
             )
         run, load = _layered(entry, profile)
-        # Profiles with equal load options share one copy of the weights, which has the name of the first of these
-        # profiles.
+        # Profiles with equal load options share one residency, which has the name of the first of these profiles.
         owner = next(name for name in ("default", *entry.profiles) if _layered(entry, name)[1] == load)
         residency = entry.id if owner == "default" else f"{entry.id}:{owner}"
         return Resolved(entry, profile, run, load, residency, requested)
@@ -297,7 +299,9 @@ def _overlay(base: RunDefaults, layer: RunDefaults) -> RunDefaults:
 
 
 def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
-    """Override load options. A profile cannot clear a flag, because false means unset (`causal`: only None does)."""
+    """Override the options that `layer` sets. False means unset, so no profile clears a flag, except `causal` (None:
+    unset).
+    """
     if layer is None:
         return base
     layer_options = ((name, getattr(layer, name)) for name in LoadOptions.__struct_fields__)
@@ -307,7 +311,7 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """Return the fingerprint of a profile's answers: that of the loaded model, with the profile's run options added."""
+    """Return the fingerprint of a profile's answers: `loaded`, or a hash of `loaded` and the profile's run options."""
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:
         return loaded
@@ -355,7 +359,7 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
         facts["digests"] = entry.weights.digests
     weights = entry.weights
     if weights.unpinned and not weights.digests and weights.hub != entry.id:
-        # Without a commit and digests, only the repository's name identifies the weights. A path does not count: an
-        # archive of models adds it.
+        # Without a commit and digests, only the repository's name identifies the weights. The path is left out: an
+        # entry gets a path when its model is unpacked from an archive.
         facts["hub"] = weights.hub
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]

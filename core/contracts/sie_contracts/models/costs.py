@@ -50,16 +50,16 @@ def text_cost(tokens: float, squares: float, crossover: int) -> float:
     return tokens + squares / crossover if crossover else tokens
 
 
-# While a batch runs, the next one is formed in advance only if its predicted time is at most this share of a request's
-# time budget.
+# While a batch runs, the next batch is formed in advance only if its predicted time is at most this share of a
+# request's time budget.
 AHEAD_SHARE = 0.25
-# a line through the measured times is fitted only if variance of batch sizes / square of the mean size is at least this
+# a line through the measured times is fitted only if variance of batch sizes / square of the mean size is above this
 _MIN_SPREAD = 0.02
-# a result this many times above or below the range that is possible after earlier batches is an outlier
+# a measured time is an outlier if it is this many times above or below the range that earlier batches make possible
 _IMPOSSIBLE = 2.0
-# a result outside the possible range is an outlier also if it is this many times above or below the fitted line
+# a measured time outside this range is also an outlier if it is this many times above or below the fitted line
 _UNLIKELY = 4.0
-# while only one batch size was measured, times are predicted for sizes up to this factor times the mean size
+# while only one batch size was measured, sizes up to this factor times the mean size have the mean time
 _GROWTH = 2.0
 
 
@@ -179,8 +179,8 @@ class BatchTimes:
         return mean_s if self._fixed == math.inf else mean_s * (self._fixed + tokens) / (self._fixed + mean)
 
     def tokens(self, seconds: float) -> float:
-        """Return the largest batch, in tokens, that takes at most `seconds`: 0 if there is none, infinity if
-        unmeasured.
+        """Return the largest batch, in tokens, that takes at most `seconds`: 0 if every batch takes longer, infinity
+        before the first measurement.
         """
         if not self._n:
             return math.inf

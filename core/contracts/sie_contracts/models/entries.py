@@ -24,16 +24,16 @@ Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Engine = Literal["openvino", "sglang", "torch"]
 Pooling = Literal["cls", "mean", "last", "weighted", "max", "sqrt"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
-# Poolings of a text that can be computed from the poolings of its parts. Only with these may a chunk extend over
-# several windows of a long text.
+# Poolings of a text that can be computed from the poolings of its parts. With another pooling, a chunk must lie within
+# one window of a long text.
 JOINABLE_POOLINGS: tuple[Pooling, ...] = ("mean", "max")
 MAX_POOLINGS = 6  # maximum number of poolings that a model may combine, for example `cls+mean`
-# pooling as a request writes it -> pooling
+# name of a pooling in a request -> pooling
 POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "last_token": "last"}
 INPUTS = ("text", "image", "audio", "document")
 VECTORS = ("dense", "sparse", "multivector")
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
-# output as clients name it -> task whose models have this output; empty: models whose entries list it under this name
+# name of an output for clients -> task whose models have it; empty: the models whose entries list this name
 _LISTED = {
     "dense": "",
     "sparse": "",
@@ -232,7 +232,7 @@ def is_joinable(name: str) -> bool:
 
 
 def poolings(name: str) -> tuple[Pooling, ...] | None:
-    """Return the poolings that `+` joins in `name`; None if one does not exist, or for more than MAX_POOLINGS."""
+    """Return the poolings that `+` joins in `name`; None for an unknown pooling, and for more than MAX_POOLINGS."""
     parts = name.split("+")
     joined: tuple[Pooling, ...] = tuple(pooling for part in parts for pooling in POOLINGS if pooling == part)
     return joined if len(joined) == len(parts) <= MAX_POOLINGS else None

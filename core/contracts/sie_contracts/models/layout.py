@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from sie_contracts.hosts import UNLIMITED, Holdings, HostWorker, Order, lot_of, pair
 
 HOT = 0.8  # planned use of a worker (share of its time, 0 to 1) above which a model is moved away from it
-# a model is moved only if both workers then have a planned use at least this much below the highest use before
+# a model moves only if the planned use of both workers is then at least this much below the use of the hot worker
 MOVE_GAIN = 0.1
 PAUSE_EVERY = 16  # number of models that are placed between two calls of `pause`
-_FIRST_MODELS = 64  # length of the arrays that are indexed by model, until more models come
+_FIRST_MODELS = 64  # initial length of the arrays that are indexed by model; it doubles when needed
 
 
 @dataclass(slots=True, eq=False)
@@ -153,7 +153,7 @@ class Layout:
             self._dirty.add(model)
 
     def set_before(self, model: str, hosts: tuple[str, ...]) -> None:
-        """Set the hosts that a model has before the next step: those that another gateway stored, or a shorter list."""
+        """Set the hosts that a model has before the next step: those that another gateway stored, or fewer."""
         row = self.rows[model]
         row.before = hosts
         self._dirty.add(model)
@@ -243,7 +243,7 @@ class Layout:
         return min(row.target_count, len(self.workers))
 
     def _use(self) -> NDArray[np.float64]:
-        """Return the planned use by worker index. It is rounded, so it does not depend on the order of additions."""
+        """Return the planned use by worker index. It is rounded, so the order of additions does not change it."""
         size = len(self.workers) + len(self._free_workers) + 1
         use = np.bincount(self._first, self._share, size)
         for model in self._several:
@@ -296,7 +296,7 @@ class Layout:
             self._order.moved(worker)
 
     def _keep(self, row: _ModelHosts) -> None:
-        """Keep the live hosts of a model. Hosts that refused it are dropped, unless all workers refused it."""
+        """Keep the live hosts of a model. Drop hosts that refused the model, except if all workers refused it."""
         live = [self.workers[name] for name in row.before if name in self.workers]
         refused = self._refused.get(row.model, set())
         able = [worker for worker in live if worker.name not in refused]

@@ -25,7 +25,7 @@ MAX_NAME = 100  # maximum number of characters of a property, or of a choice
 MAX_DESCRIPTION = 1000
 MAX_LEVELS = 10  # maximum number of integers between the bounds of a scale
 MAX_REFERENCES = 8  # maximum length of the chain of references ($ref) that leads to one part
-YES_NO = ("yes", "no")  # choices that stand for the values of a boolean property of an object
+YES_NO = ("yes", "no")  # labels of the values true and false, for a boolean property of an object
 
 Scalar = str | int | float | bool
 FieldKind = Literal["string", "number", "integer", "choice"]
@@ -355,7 +355,7 @@ def _levels(node: _SchemaNode) -> range:
     # not `isinstance`, because a boolean is an instance of int too
     if type(least) is not int or type(most) is not int or len(_BOUNDS & set(node.schema)) > 2:
         raise InvalidInput.at(node.path, "expected an integer with minimum and maximum, which are integers")
-    count = most - least + 1  # not the length of the range, which must fit in 64 bits
+    count = most - least + 1  # `len` of a range fails if it is above 64 bits
     if not 1 <= count <= MAX_LEVELS:
         raise InvalidInput.at(node.path, f"got {count} levels from minimum to maximum, expected 1 to {MAX_LEVELS}")
     return range(least, most + 1)
@@ -398,8 +398,9 @@ def _shown(name: Any) -> str:
 
 
 def questions_of(options: RunOptions) -> list[str]:
-    """Return the questions of a request, for a model that reads a text once for each question. All labels are one
-    question, or with `multi_label` each label is a question. The same holds for a decision of a schema, with `is_many`.
+    """Return the questions of a request, for a model that reads a text once for each question. All labels together are
+    one question; with `multi_label`, each label is a question. In the same way, `is_many` determines the questions of a
+    decision of a schema.
     """
     groups = [(options.labels, options.instruction, options.parameters.get("multi_label"))]
     groups += [

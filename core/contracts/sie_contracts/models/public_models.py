@@ -103,7 +103,7 @@ _KINDS: Mapping[str, _Kind] = {
     "StablebridgePrunerAdapter": _Kind("pruner", ("entities",)),
 }
 
-# option in a public file -> (part of an entry, field in it with the same meaning)
+# option in a public file -> (part of an entry, field of this part with the same meaning)
 _LOADTIME = {
     "append_eos": ("load", "append_eos"),
     "causal": ("load", "causal"),
@@ -159,7 +159,7 @@ _PAIRS = {
         _TURN,
     ),
 }
-"""Pieces of a pair template, by the name of the input format in a file."""
+"""Pieces of a `pair` template, by the value of `input_format` in a public file."""
 
 
 class _Dim(msgspec.Struct, frozen=True):
@@ -211,7 +211,7 @@ class Translation:
     ignored: tuple[str, ...] = ()
 
 
-# what one profile of a file determines: the parts load, run, head, prompts and pair of an entry, and ignored fields
+# parts of an entry that one profile of a file determines (load, run, head, prompts, pair), and the ignored fields
 _Draft = defaultdict[str, dict[str, Any]]
 
 
@@ -376,8 +376,8 @@ class _Translator:
         return tokens
 
     def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
-        """Return how a profile differs from the default. A profile of another family, or of a class without a family
-        here, is ignored: list it, and return None.
+        """Return the differences of a profile from the default profile. For a profile of another family, or of a class
+        without a family here, return None and add the profile to the ignored fields.
         """
         try:
             variant = self._kind(name)

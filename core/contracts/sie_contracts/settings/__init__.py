@@ -187,7 +187,7 @@ def load(
 
 
 def secret_variable(name: str) -> Secret | None:
-    """Return the secret in the variable `name`, which a file of the operator names; None if it is unset or empty."""
+    """Return the secret in the environment variable `name`; None if the variable is unset or empty."""
     return Secret(os.environ[name]) if os.environ.get(name) else None
 
 

@@ -1,4 +1,6 @@
-"""Split the arrays of an input with chunks into the arrays of each chunk. `messages.Ok` describes their form."""
+"""Split the arrays of an input with chunks into the arrays of each chunk. `messages.Ok` describes the form of the
+arrays.
+"""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 of streams (`sie_broker.owner`) creates and updates streams; without an owner, gateways do. Other processes only check
 them.
 
-A lane is a pool, a machine profile and a bundle. Each pool has one work-queue stream. On it, each model has a durable
-consumer per machine profile, bundle and priority. When a stream has the maximum number of these consumers, further
-models share consumers: a hash of the model's name chooses one of the SLOTS shared consumers (slots).
+A lane is a pool, a machine profile and a bundle. Each pool has one work-queue stream. In this stream, each model has a
+durable consumer per machine profile, bundle and priority. When a stream has the maximum number of these consumers,
+further models share consumers: a hash of the model's name chooses one of the SLOTS shared consumers (slots).
 
     sie.work.{pool}.{machine profile}.{bundle}.{priority}.{model}
         subject of a model, and filter of its own consumer
@@ -66,28 +66,28 @@ STREAMS_SUBJECT = "sie.streams"  # `streams_subject` appends a token to it
 CONFIG_SUBJECT = "sie.config.models"
 DEFAULT_POOL = "_default"
 DUPLICATE_WINDOW_S = 120.0
-# Seconds in which a message with an id that was already published is dropped. Publishers retry for 10 s, so 30 s are
-# enough. A longer window costs the broker about 256 bytes of memory per message.
+# Seconds in which the broker drops a second message with the same id. Publishers retry for 10 s, so 30 s are enough. A
+# longer window costs the broker about 256 bytes of memory per message.
 WORK_DUPLICATE_WINDOW_S = 30.0
 
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-")
 _POOL = re.compile(r"[A-Za-z0-9_-]{1,63}")
-# largest number of characters of a consumer's name: the broker prefixes it and uses it as a folder name (255 bytes)
+# largest number of characters of a consumer's name: the broker adds a prefix for a folder name of at most 255 bytes
 _MAX_NAME = 180
 # largest number of characters of a machine profile or bundle in a name, so that this part of a name is never cut
 _MAX_LABEL = 48
 _DIGEST = re.compile(r"_z[0-9a-f]{32}")
 
 SLOTS = 16  # number of shared consumers of each lane and priority
-OWN_CONSUMERS = 4096  # largest number of consumers of one stream without replicas, except shared ones
+OWN_CONSUMERS = 4096  # largest number of consumers that are not shared, of a stream without replicas
 # The same number for a stream with replicas. It is lower, because each of these consumers is a Raft group, which sends
 # heartbeats and writes files even when it is idle.
 OWN_CONSUMERS_REPLICATED = 256
-# assumed bytes of a message: a chunk of SIE_CHUNK_COST tokens with four bytes per token
+# assumed size of a message in bytes: a chunk of SIE_CHUNK_COST tokens with four bytes per token
 _USUAL_MESSAGE_BYTES = 16 << 10
 _MIN_RESERVATION_BYTES = 1 << 20
 _MIN_PER_SUBJECT = 4096  # lowest limit on waiting messages per subject, so that the messages of one request fit
-# largest number of characters of a name whose token is cached: a client may send longer ones, which would fill memory
+# largest length of a name whose token is cached: clients choose the names, and long names would fill the memory
 _MAX_CACHED = 256
 
 
@@ -213,8 +213,8 @@ def pool_of(subject: str) -> str:
 
 
 def dead_letter_stream(pool: str, *, replicas: int, queue_bytes: int = 4 * DEAD_LETTER_BYTES) -> StreamSpec:
-    """Return the settings of the stream for the dead letters of a pool: messages whose work was given up. It keeps them
-    in files for DEAD_LETTER_AGE_S seconds.
+    """Return the settings of the stream for the dead letters of a pool: messages that workers gave up. The stream
+    stores them in files for DEAD_LETTER_AGE_S seconds.
 
     Its size is a quarter of the work queue's size, at most DEAD_LETTER_BYTES, because a broker reserves the whole size
     at once and refuses a size for which it has no disk space.
@@ -295,7 +295,7 @@ def consumer_of(subject: str, ack_wait_s: float) -> ConsumerSpec:
 
 
 def is_slot(consumer: str) -> bool:
-    """Return whether models share this consumer. Only then, its name has `_s` after the priority."""
+    """Return whether models share this consumer. Only the name of a shared consumer has `_s` after the priority."""
     return "___s" in consumer
 
 
@@ -308,8 +308,9 @@ def health_subject(worker: str) -> str:
 
 
 def assigned_subject(worker: str) -> str:
-    """Return the subject on which a worker is notified that its assignment to a pool may have changed. A gateway also
-    sends requests to it, to test whether the worker is connected: the broker reports at once if it is not.
+    """Return the subject on which a worker is notified that its assignment to a pool may have changed. Gateways also
+    send requests to this subject, to test whether the worker is connected: the broker reports at once if the subject
+    has no subscriber.
     """
     return f"{ASSIGNED_SUBJECT}.{token(worker)}"
 
