@@ -25,7 +25,9 @@ VIEW_BYTES = 16 << 10
 
 
 def pack(array: Array) -> dict[bytes, Any]:
-    """Return the map of an array in C order, little endian. Raises ValueError for a dtype that clients cannot read."""
+    """Return the msgpack map of an array, with its bytes in C order, little endian. Raises ValueError for a dtype that
+    clients cannot read.
+    """
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     if little.dtype.str not in EMITTED:
         raise ValueError(f"dtype {array.dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")
@@ -35,8 +37,8 @@ def pack(array: Array) -> dict[bytes, Any]:
 
 
 def packed(dtype: str, shape: Sequence[int], data: memoryview) -> dict[bytes, Any]:
-    """Return the map of an array from bytes that are already in C order, little endian. Raises ValueError for a dtype
-    that clients cannot read.
+    """Return the msgpack map of an array whose bytes are already in C order, little endian. Raises ValueError for a
+    dtype that clients cannot read.
     """
     if dtype not in EMITTED:
         raise ValueError(f"dtype {dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")

@@ -21,8 +21,8 @@ _NO_MARK = bytes(set(range(256)) - set(b"{[,:"))
 
 
 class Malformed(ValueError):
-    """Error for bytes that are not a plain value, or that contain too many values. `reason`: `reason` of the error that
-    the client gets. The message repeats no part of the bytes.
+    """Error for a body that cannot be decoded, or that contains too many values. `reason`: reason of the error that the
+    client gets. The message repeats no part of the body.
     """
 
     def __init__(self, message: str, reason: str = "malformed") -> None:
@@ -101,8 +101,8 @@ _ALIKE = 8
 
 
 def of_msgpack(data: bytes) -> int:
-    """Return the number of values and keys inside a msgpack body, in which each list or map may count twice. Raises
-    Malformed for too many values, and for nesting deeper than MAX_NESTING.
+    """Return the number of values and keys inside a msgpack body. A list or map may be counted twice. Raises Malformed
+    for too many values, and for nesting deeper than MAX_NESTING.
     """
     values = containers = at = 0
     # `left`: number of values still to read in the innermost list or map; `outer`: the same for each enclosing one
@@ -152,7 +152,7 @@ def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
 
 def _behind_alike(data: bytes, begin: int, count: int) -> int:
     """Skip `count` values at once if all begin with the same byte (of a type with a fixed size), or if each is one byte
-    long. Return the offset after them, or `begin` if they were not skipped.
+    long. Return the offset after these values, or `begin` if they were not skipped.
     """
     size = _SIZES[data[begin]]
     if not size or begin + count * size > len(data):

@@ -1,5 +1,5 @@
-"""Split a text into chunks by a rule. A chunk ends at the end of a paragraph or a sentence, if the rule asks for this
-and its limits on tokens permit it. A span is the first and the end code point of a chunk.
+"""Split a text into chunks by a rule. A chunk ends at the end of a paragraph or a sentence, if the rule names this
+boundary and its limits on tokens permit this. A span is the first and the end code point of a chunk.
 
     text ──► blocks of Markdown, sentences, words ──► places by level ──► greedy: the last place that fits ──► spans
 

@@ -1,5 +1,5 @@
-"""Environment variables of clients: the gateway's address and the client's key. Of these variables, gateways read only
-SIE_AUTH_TOKEN.
+"""Environment variables of clients: SIE_BASE_URL, the address of the gateway; SIE_API_KEY or SIE_AUTH_TOKEN, the key.
+Gateways read only SIE_AUTH_TOKEN.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class InvalidInput(SIEError):
     def at(
         cls, param: str, message: str, *, reason: str = "schema", extras: dict[str, Any] | None = None
     ) -> InvalidInput:
-        """Return the error of one field. Its message begins with the path of the field."""
+        """Return the error of one field. The message begins with `param`, the path of the field."""
         return cls(f"{param}: {message}", reason=reason, param=param, extras=extras)
 
 

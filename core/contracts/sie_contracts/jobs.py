@@ -2,7 +2,7 @@
 
     sie_jobs     job.{job} ─► JobRecord      request and progress of a job; the leader and clients write it
                  file.{file} ─► FileRecord   facts of an uploaded file, whose bytes are in the payload store
-    sie_shards   {job}.{number} ─► ShardRecord   a part of the input that was answered, or that cannot be read
+    sie_shards   {job}.{number} ─► ShardRecord   answers to a part of the input, or the error of an unreadable part
 
 The leader of a job is the gateway that runs it. The leader splits the input into parts; the answers to one part are a
 shard. The leader writes the output of a shard to the store first, and the record of the shard after that. If it dies

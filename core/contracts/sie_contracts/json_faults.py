@@ -2,7 +2,7 @@
 because the body is a client's input.
 
 The JSON decoder reports the position of most faults. This module finds the position if a body ends early, has invalid
-UTF-8, or has one half of a surrogate pair.
+UTF-8, or has only one half of a surrogate pair.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def located(message: str) -> tuple[str, str]:
     text, at, where = in_words.rpartition(" - at ")
     if not at:
         return "$", where
-    field = where.removeprefix("`key` in ")  # the fault is a key of the map at the path
+    field = where.removeprefix("`key` in ")  # the fault is in a key of the map at this path
     return field.strip("`"), text if field == where else f"keys: {text}"
 
 
@@ -75,8 +75,8 @@ class NameIndex:
 
     @cached_property
     def _lines(self) -> tuple[str, list[str], list[int]]:
-        """Return (text, ids, offsets): the case-folded ids with one per line, the list of them, and each id's offset in
-        the text.
+        """Return (text, ids, offsets): the case-folded ids joined by line breaks, the list of these ids, and the offset
+        of each id in the text.
         """
         lines = list(self._folded)
         return "\n".join(lines), lines, [0, *accumulate(len(line) + 1 for line in lines)]

@@ -9,7 +9,7 @@ import yaml
 MAX_DEPTH = 64
 # largest length of a whole number: 64 bits in binary have 67 characters, and Python prints at most 4,300 digits
 MAX_DIGITS = 100
-# maximum number of YAML parser events, which take a third of a second to parse; JSON is faster and may have more values
+# maximum number of events of the YAML parser, which takes a third of a second for them; JSON may have more values
 MAX_EVENTS = 50_000
 # largest length of a text whose events are not counted: such a text cannot nest deep enough to overflow the C stack
 SMALL_BYTES = 4096
@@ -28,7 +28,7 @@ class NotYAML(ValueError):
 
 
 def load(data: bytes | str) -> Any:
-    """Return the value of a YAML document; None for an empty one. Raises NotYAML."""
+    """Return the value of a YAML document; None for an empty document. Raises NotYAML."""
     return load_with_node(data)[0]
 
 

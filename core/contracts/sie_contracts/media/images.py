@@ -47,7 +47,7 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
         tiles    longest multiple                resize to `longest`, enlarge edges to multiples; then cut squares
 
     The squares of `tiles`, row by row, lie one below the other. The last square is the whole image, shrunk to a square;
-    if the resized image fits into one square, it is the only one.
+    if the resized image fits into one square, there is only this square.
 
     `raised`, for blocks: `rounded` and `floored` first enlarge an image with an edge below `multiple`, and round its
     other edge to the nearest or to the lower whole number; `no` skips this step. `tokens`: cost of one image, in
@@ -129,7 +129,7 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         if 0 in self.std:
-            raise UnknownProcessor(f"the standard deviations are {self.std}, expected none of 0")
+            raise UnknownProcessor(f"the standard deviations are {self.std}, expected numbers other than 0")
 
     @staticmethod
     def from_processor(config: Mapping[str, Any]) -> Normalisation:
@@ -203,7 +203,7 @@ def has_one_size(recipe: Recipe) -> bool:
 
 def max_tiles(recipe: Recipe) -> int:
     """Return the largest number of rows, and of columns, of tiles that one image can have."""
-    # `_tiles` rounds the second edge up to an even number, so the one of a square image may exceed an odd `longest`
+    # `_tiles` rounds the second edge up to an even number, so a square image may get an edge above an odd `longest`
     return math.ceil((recipe.longest + recipe.longest % 2) / recipe.multiple)
 
 
@@ -312,8 +312,8 @@ def _page(recipe: Recipe, size: Size) -> tuple[Size, ...]:
 
 
 def _tiles(recipe: Recipe, size: Size) -> tuple[Size, ...]:
-    """Return the size with the longer edge `longest`, then the size in multiples. Idefics3ImageProcessorPil rounds in
-    the same way.
+    """Return two sizes: first with `longest` as the longer edge, then with both edges raised to multiples.
+    Idefics3ImageProcessorPil rounds in the same way.
     """
     ratio, longest = size.width / size.height, recipe.longest
     is_wide = size.width >= size.height
@@ -437,7 +437,9 @@ def _fixed(settings: Mapping[str, Any]) -> Recipe:
     if size.keys() == {"shortest_edge"} and crop is not None:
         return Recipe("crop", crop["height"], crop["width"], size["shortest_edge"])
     lacks = ", without do_center_crop" if crop is None else ""
-    raise UnknownProcessor(f"size has {', '.join(sorted(size))}{lacks}: images would get different sizes")
+    raise UnknownProcessor(
+        f"size has {', '.join(sorted(size))}{lacks}: images would have different sizes, which no recipe supports"
+    )
 
 
 def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
@@ -450,7 +452,7 @@ def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
     most = settings.get("max_pixels") or size.get("longest_edge")
     if not isinstance(least, int) or not isinstance(most, int):
         raise UnknownProcessor(
-            "neither size nor min_pixels and max_pixels bound the pixels, and the default depends on the class"
+            "expected size, or min_pixels and max_pixels, to bound the pixels: the default depends on the class"
         )
     if least % frames or most % frames:
         raise UnknownProcessor(f"the bounds {least} and {most} are not multiples of the {frames} frames of a video")

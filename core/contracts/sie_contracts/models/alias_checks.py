@@ -56,7 +56,8 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
         if not set(shadow.entry.tasks) & set(targets[0].entry.tasks):
             raise faulty(
                 "$.shadow.model",
-                f"{shadow.entry.id} does {_verbs(shadow)}, but {targets[0].entry.id} does {_verbs(targets[0])}",
+                f"{shadow.entry.id} does {_verbs(shadow)}, but {targets[0].entry.id} does {_verbs(targets[0])}: "
+                "name another model",
             )
         if any(shadow.canonical == target.canonical for target in targets):
             raise faulty("$.shadow.model", f"{shadow.canonical} is a target of the alias already: name another model")
@@ -118,7 +119,7 @@ def _verbs(resolved: Resolved) -> str:
 
 
 def changes_vectors(before: Alias, after: Alias, catalogue: Catalogue) -> bool:
-    """Return whether vectors of the alias `after` may not be comparable with those of the alias `before`."""
+    """Return whether vectors of the alias `after` may differ in kind from vectors of the alias `before`."""
     try:
         former = {_target(catalogue, before, target.model, "$").numbers for target in before.alias}
         targets = [_target(catalogue, after, target.model, "$") for target in after.alias]

@@ -1,7 +1,7 @@
 """Aliases: additional names of models. This module has the structs of an alias, the choice of a target by the key of a
 request, and the check of a document.
 
-    {id: search, alias: BAAI/bge-m3@<commit>}                           one target; a write replaces it
+    {id: search, alias: BAAI/bge-m3@<commit>}                           one target
     {id: search, alias: [{model: A, weight: 90}, {model: B, weight: 10}]}     each key keeps its target
     {id: search, alias: A, shadow: {model: B, share: 0.1}}              B gets copies of requests; its answers are
                                                                         dropped
@@ -40,8 +40,8 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class Shadow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model that gets copies of a share of the requests. Its answers are compared with the target's answers, and
-    dropped.
+    """A model that gets copies of a share of the alias's requests. Its answers are compared with the target's answers,
+    and dropped.
     """
 
     model: str
@@ -106,7 +106,10 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
             )
             raise faulty(f"$.alias[{number}].weight", message)
         if _key_name(target.model) in {_key_name(earlier_target.model) for earlier_target in parsed.alias[:number]}:
-            raise faulty(f"$.alias[{number}].model", f"{target.model[:200]!r} is named twice; give it one weight")
+            raise faulty(
+                f"$.alias[{number}].model",
+                f"{target.model[:200]!r} is named twice: name it once, with one weight",
+            )
     if parsed.shadow is not None and not 0 < parsed.shadow.share <= 1:
         message = (
             f"expected a share above 0, at most 1, got {parsed.shadow.share:g}; to have no shadow, leave `shadow` out"

@@ -84,7 +84,7 @@ class Catalogue:
     bundles: Mapping[str, BundleEntry] = field(default_factory=dict)
     epoch: str = ""
     aliases: Mapping[str, Alias] = field(default_factory=dict)
-    # id -> number of the write that created the present revision; an epoch contains the same kind of number
+    # id -> number of the write that created the present revision: the number in the epoch after this write
     written: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -179,8 +179,8 @@ class Catalogue:
         return {}
 
     def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
-        """Return the resolution with its bundles: `bundle` if the request names it, else all that serve the model.
-        Raises BundleConflict.
+        """Return `resolved` with the bundle that the request names, or without one, with all bundles that can serve the
+        model. Raises BundleConflict.
         """
         if resolved.bundles and not bundle:
             return resolved
@@ -191,7 +191,7 @@ class Catalogue:
         return msgspec.structs.replace(resolved, bundles=(bundle,) if bundle else able)
 
     def find_alias(self, name: str) -> Alias | None:
-        """Return the alias with this id, found by the rule of `find`; None if there is none."""
+        """Return the alias with this id, or the only alias whose id differs only in case; None if there is none."""
         return self.aliases.get(name) or self.aliases.get(self._names.same(name) or "")
 
     def _through_alias(self, rest: str, key: str) -> Resolved | None:
@@ -311,7 +311,9 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """Return the fingerprint of a profile's answers: `loaded`, or a hash of `loaded` and the profile's run options."""
+    """Return the fingerprint of a profile's answers: `loaded` if the profile has the run options of the model,
+    otherwise a hash of `loaded` and the run options.
+    """
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:
         return loaded

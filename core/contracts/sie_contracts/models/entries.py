@@ -260,7 +260,7 @@ def listed_outputs(entry: ModelEntry) -> list[str]:
 
 
 def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
-    """Return the width of each vector output, by name. With MUVERA in `run`, `dense` is the width of its encoding."""
+    """Return the width of each vector output, by name. With `run.muvera`, `dense` is the width of MUVERA's encoding."""
     widths_by_name = {name: width for name, width in entry.outputs.items() if name in VECTORS and width}
     if run.muvera and "multivector" in widths_by_name:
         own = run.muvera if isinstance(run.muvera, dict) else {}

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sie_contracts.hosts import UNLIMITED, Holdings, HostWorker, Order, lot_of, pair
 
 HOT = 0.8  # planned use of a worker (share of its time, 0 to 1) above which a model is moved away from it
-# a model moves only if the planned use of both workers is then at least this much below the use of the hot worker
+# a model moves only if the higher planned use of the old and the new worker falls by at least this much
 MOVE_GAIN = 0.1
 PAUSE_EVERY = 16  # number of models that are placed between two calls of `pause`
 _FIRST_MODELS = 64  # initial length of the arrays that are indexed by model; it doubles when needed
@@ -89,10 +89,10 @@ class Layout:
         self._target_counts = np.ones(_FIRST_MODELS)
         self._first = np.zeros(_FIRST_MODELS, np.intp)  # index of a model -> index of the worker that is its first host
         self._several: set[str] = set()  # models with more than one host
-        self._order: Order | None = None  # set during `settle`
+        self._order: Order | None = None  # order of workers for new hosts; None outside of `settle`
 
     def set_worker(self, name: str, holdings: Holdings, slots: int) -> set[str]:
-        """Set the state of a live worker. `slots`: number of models that it can hold at a time; 0: no limit.
+        """Set the state of a live worker. `slots`: number of models that the worker can load at a time; 0: no limit.
 
         Return the models whose state on this worker (loaded, loading or refused) has changed.
         """
@@ -365,7 +365,7 @@ class Layout:
 
     def _relieve_hot(self, touched: set[str]) -> None:
         """Move one model away from the worker with the highest planned use, if this use is above HOT and the move
-        lowers it by MOVE_GAIN.
+        lowers this use by at least MOVE_GAIN.
         """
         hot = min(self.workers.values(), key=lambda worker: (-worker.use, worker.name))
         if hot.use <= HOT or any(

@@ -119,7 +119,7 @@ def short_text(path: str, value: Any, expected: str) -> str:
 
 def examples(path: str, value: Any) -> list[dict[str, Any]]:
     """Return example texts with their labels, which a classifier reads before the text to classify. The labels of an
-    example may be a map from each group to its label or labels, which become `group.label`.
+    example may be a map from each group to its label or labels. Such labels are returned as `group.label`.
     """
     if not isinstance(value, list) or len(value) > MAX_EXAMPLES:
         raise bad(path, value, f"a list of at most {MAX_EXAMPLES} maps with text and labels")

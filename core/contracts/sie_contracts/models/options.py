@@ -274,8 +274,8 @@ def _merged(
 
 
 def altered(usual: RunOptions, **changes: Any) -> RunOptions:
-    """Return `usual` with some fields changed. If a value differs, `variant` differs too, and so does the results'
-    fingerprint.
+    """Return `usual` with some fields changed. If a value differs, `variant` and the fingerprint of the results differ
+    too.
     """
     differing = {name: value for name, value in changes.items() if value != getattr(usual, name)}
     if not differing:

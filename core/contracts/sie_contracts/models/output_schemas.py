@@ -72,9 +72,9 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
 
 
 class TextField(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A property whose value is taken from the text, or is a choice that is made for each object of a list separately.
-    `labels` and `values`: those of the choice, as in `Decision`. Numbers are at least `minimum` and above `above`, at
-    most `maximum` and below `below`.
+    """A property whose value is a part of the text, or a choice for each object of a list. `labels` and `values`:
+    labels and values of the choice, as in `Decision`. Numbers are at least `minimum` and above `above`, at most
+    `maximum` and below `below`.
     """
 
     name: str
@@ -131,9 +131,9 @@ def parts_of_groups(path: str, groups: Any, *, is_many: bool) -> tuple[SchemaPar
 def parts_of_schema(
     path: str, schema: Any, model: str, *, finds_spans: bool, reads_scales: bool = False
 ) -> tuple[SchemaPart, ...]:
-    """Return the parts of a JSON Schema. `finds_spans`: the model can take values from the text; otherwise a part that
-    needs this is refused, with `model` as the name in the error. `reads_scales`: the model can choose among the
-    integers between two bounds.
+    """Return the parts of a JSON Schema. `finds_spans`: the model can take values from the text; otherwise parts with
+    such values are refused. `model`: name of the model for error messages. `reads_scales`: the model can choose among
+    the integers between two bounds.
     """
     if not isinstance(schema, dict):
         raise bad(path, schema, "a JSON Schema of an object")
@@ -399,8 +399,8 @@ def _shown(name: Any) -> str:
 
 def questions_of(options: RunOptions) -> list[str]:
     """Return the questions of a request, for a model that reads a text once for each question. All labels together are
-    one question; with `multi_label`, each label is a question. In the same way, `is_many` determines the questions of a
-    decision of a schema.
+    one question; with `multi_label`, each label is a question. A decision of a schema is one question; with `is_many`,
+    each of its labels is a question.
     """
     groups = [(options.labels, options.instruction, options.parameters.get("multi_label"))]
     groups += [

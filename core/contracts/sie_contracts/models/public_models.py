@@ -298,8 +298,8 @@ class _Translator:
         return kind
 
     def _flat(self, name: str) -> _PublicProfile:
-        """Return a profile, completed from the profile that it extends. If it has options of a kind (loadtime or
-        runtime), they replace all inherited options of this kind. Raises ValidationFailed.
+        """Return a profile, completed from the profile that it extends. If the profile has options of a kind (loadtime
+        or runtime), they replace all inherited options of this kind. Raises ValidationFailed.
         """
         profile = self._model.profiles[name]
         parent = self._model.profiles.get(profile.extends or "")

@@ -42,7 +42,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class TrustRefusal:
-    """Reason why an entry was refused, as a sentence for its author. It contains no path of this machine."""
+    """Reason why an entry was refused. `message`: a sentence for the author of the entry, without paths of this
+    machine.
+    """
 
     reason: Literal["remote_code", "model_path"]
     loc: str
@@ -99,7 +101,7 @@ class Allowed:
 
 class Trust:
     """Rules about which entries may be used. A claim is allowed by the settings of this process, or if one of the
-    operator's own entries (`own`: packaged ones and those of the models folder) has the same claim.
+    operator's own entries (`own`: the packaged entries and the entries of the models folder) has the same claim.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ A = TypeVar("A")
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Message of a child that has finished its imports and set its limits."""
+    """Message of a child that has finished its imports and set its resource limits."""
 
     pid: int
 

@@ -15,7 +15,9 @@ TABLE = "chunks"
 
 
 class ChunkArrays(NamedTuple):
-    """Outputs of one chunk: first and end code point, number of tokens, and its arrays by name, which are views."""
+    """Outputs of one chunk: first and end code point, number of tokens, and arrays by name, which are views of the
+    input's arrays.
+    """
 
     start: int
     end: int

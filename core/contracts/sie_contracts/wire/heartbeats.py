@@ -98,17 +98,17 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     """State of a worker, which the worker sends regularly and after each change. `ready`: the worker can take work;
     otherwise `unready` is the reason. `leaving`: the worker finishes its work and takes no more.
 
-    Capacity: `slots`: number of models of usual size that fit (0: unknown). `rate`: tokens per second while the device
-    is busy (0: not measured yet). `held_cost`: cost of the work items on the worker, in tokens. `credit_cost` and
-    `credit_items`: maximum cost and maximum number of the work items on the worker (0: not announced). `batch_cost`:
-    largest number of tokens in a batch. `pipeline`: largest number of batches at the adapter.
+    Capacity: `slots`: number of models of usual size that fit into its memory (0: unknown). `rate`: tokens per second
+    while the device is busy (0: not measured yet). `held_cost`: cost of the work items on the worker, in tokens.
+    `credit_cost` and `credit_items`: maximum cost and maximum number of the work items on the worker (0: not
+    announced). `batch_cost`: largest number of tokens in a batch. `pipeline`: largest number of batches at the adapter.
 
     `pool`: pool from which the worker takes work now. `own_pool`: pool to which the worker belongs, if gateways may
     assign it to another pool; empty if it always serves `pool`. `clock_ahead_s`: its wall clock minus the broker's
     clock (None: unknown). `listens`: the worker subscribes to its assignment subject; if this subject has no
     subscriber, the worker is not connected. `on_disk`: ids of models whose weights are on its disk, at most ON_DISK.
-    `device`: names of its devices, separated by commas. `devices`: state of each device, if there are several; memory
-    and capacity above are then sums.
+    `device`: names of its devices, separated by commas. `devices`: state of each device, if there are several. Then the
+    other fields about memory and capacity are sums.
     """
 
     worker: Name

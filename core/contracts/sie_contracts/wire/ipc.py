@@ -129,7 +129,7 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: width of the
     multivectors that an input may have instead of a text; 0: not allowed. `images`: recipe for the images of an input;
-    None: not allowed. `image_tokens`: token ids that stand for an image; None: images need no ids, and an input may
+    None: not allowed. `image_tokens`: token ids that represent an image; None: images need no ids, and an input may
     have several. `writes`: the model generates its answer, token by token or in processes of its own, in parallel to
     batches of other models. Such a batch may take minutes, occupies no thread of the device, and ends when no client
     waits for it. `empty`: text for an input that has neither a text nor images. `sounds`: recipe for the sound of an
@@ -260,8 +260,8 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Reply to a Ping. `busy_s`: age of the running batch in seconds, 0 if no batch runs. If the device hangs, it keeps
-    growing.
+    """Reply to a Ping. `busy_s`: age of the running batch in seconds, 0 if no batch runs. If the device hangs, `busy_s`
+    keeps growing.
 
     `dropped`: models that were evicted. `fetching`: progress of downloads of weights to this node, by model id.
     """
@@ -354,9 +354,10 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Results of a batch, one for each input, group by group. Slices refer to `block`; consecutive inputs have
     consecutive slices.
 
-    `inference_ms`: time of the forward pass. `postprocess_ms`: time of the computations after it and of the copy to the
-    host. `padding`: number of padding tokens that were computed. `preprocess_ms`: time of tokenising, if the family
-    tokenises in the adapter. `dropped`: models that were evicted. `engine`: engine that computed the hidden states.
+    `inference_ms`: time of the forward pass. `postprocess_ms`: time of the computations after the forward pass and of
+    the copy to the host. `padding`: number of padding tokens that were computed. `preprocess_ms`: time of tokenising,
+    if the family tokenises in the adapter. `dropped`: models that were evicted. `engine`: engine that computed the
+    hidden states.
     """
 
     batch: str

@@ -365,7 +365,7 @@ class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
     error: ErrorInfo
     workers: tuple[str, ...]
     deliveries: int
-    deaths: int  # number of adapters that one of its inputs crashed
+    deaths: int  # number of adapter processes that one input of the work item crashed
     at_s: float
 
 

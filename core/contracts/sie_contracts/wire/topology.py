@@ -1,6 +1,6 @@
 """Names and settings of every subject, stream, consumer and bucket of the broker. Gateways create consumers. The owner
 of streams (`sie_broker.owner`) creates and updates streams; without an owner, gateways do. Other processes only check
-them.
+streams.
 
 A lane is a pool, a machine profile and a bundle. Each pool has one work-queue stream. In this stream, each model has a
 durable consumer per machine profile, bundle and priority. When a stream has the maximum number of these consumers,
@@ -72,7 +72,7 @@ WORK_DUPLICATE_WINDOW_S = 30.0
 
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-")
 _POOL = re.compile(r"[A-Za-z0-9_-]{1,63}")
-# largest number of characters of a consumer's name: the broker adds a prefix for a folder name of at most 255 bytes
+# largest length of a consumer's name: the broker uses the name with a prefix as a folder name of at most 255 bytes
 _MAX_NAME = 180
 # largest number of characters of a machine profile or bundle in a name, so that this part of a name is never cut
 _MAX_LABEL = 48
@@ -134,9 +134,9 @@ class StreamSpec:
     """Settings of a stream. With retention `workqueue`, a message is removed when it is acknowledged, and a full stream
     refuses new messages. With retention `limits`, messages stay, and a full stream drops the oldest ones.
 
-    `max_per_subject`: largest number of waiting messages of one subject, which is that of one model, lane and priority
-    (0: no limit). The broker drops all messages above a new, lower limit. So the limit is lowered only while no subject
-    has more than half of the new limit.
+    `max_per_subject`: largest number of waiting messages of one subject (0: no limit). A subject belongs to one model,
+    lane and priority. The broker drops all messages above a new, lower limit. So the limit is lowered only while no
+    subject has more than half of the new limit.
     """
 
     name: str
@@ -352,6 +352,6 @@ def lane_key_of(key: str) -> str:
 
 
 def part_number(lane_key: str, key: str) -> int | None:
-    """Return the number of the part with this key; None if it is not a part of this lane's value."""
+    """Return the number of the part with the key `key`; None if the key is not that of a part of this lane's value."""
     number = key.removeprefix(f"{lane_key}.p")
     return int(number) if number != key and number.isdecimal() else None
