@@ -33,8 +33,8 @@ _FIRST_LEVEL: dict[Boundary, int] = {"paragraph": PARAGRAPH, "sentence": SENTENC
 _LINE_END = re.compile(r"\r\n?|\n")
 _WORD_START = re.compile(r"(?<=\s)(?=\S)")
 _GRAPHEME = regex.compile(r"\X")
-# numbers of code points in a call of sentencex: the first call gets _PIECE; if no sentence ends in them, a second call
-# gets _LONGEST_PIECE. The numbers are small, because the time of a call grows with their square
+# numbers of code points in a call of sentencex: the first call gets _PIECE; if no sentence ends within this text, a
+# second call gets _LONGEST_PIECE. The numbers are small, because the time of a call grows with their square
 _PIECE, _LONGEST_PIECE = 512, 2048
 _TABLE = re.compile(r"(?m)^(?: {0,3}\|.*(?:\r\n?|\n|\Z))+")
 

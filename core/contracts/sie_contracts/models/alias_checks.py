@@ -104,8 +104,8 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
 
 
 def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:
-    """Return `Resolved.numbers` by profile that a request to the alias may name; the key "" is for a request without
-    one.
+    """Return `Resolved.numbers` for each profile that a request may name; the key "" is for a request without a
+    profile.
     """
     names = resolved.entry.profiles if resolved.profile == "default" else ()
     return {

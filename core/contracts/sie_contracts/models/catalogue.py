@@ -221,8 +221,8 @@ class Catalogue:
         if profile not in ("", "default", resolved.profile):
             if resolved.profile != "default":
                 message = (
-                    f"{alias.id} is an alias of {resolved.canonical}, which names its profile: to use another one, "
-                    "name the model"
+                    f"{alias.id} is an alias of {resolved.canonical}, which already names a profile: "
+                    "to use another profile, name the model"
                 )
                 raise ModelNotFound(
                     message, reason="profile_not_found", param="model", extras={"profiles": [resolved.profile]}

@@ -79,7 +79,7 @@ class BatchTimes:
         self._keep = 1 - 1 / memory
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self._odd = 1.0  # factor by which the last result was outside its expected range; 1.0 if it was inside
-        # fixed part of a batch, as a number of tokens that take as long; None before the first line is fitted
+        # number of tokens that take as long as the fixed part of a batch; None before the first line is fitted
         self._fixed: float | None = None
 
     def note(self, tokens: float, seconds: float) -> None:
@@ -126,8 +126,8 @@ class BatchTimes:
         return max(0.0, (self._y - token_s * self._x) / self._n), token_s
 
     def fixed_tokens(self) -> float:
-        """Return the fixed part of a batch as a number of tokens that take as long; 0 if it is not known, infinity if
-        the time does not depend on the tokens.
+        """Return the number of tokens that take as long as the fixed part of a batch; 0 if the fixed part is unknown,
+        infinity if the time does not depend on the tokens.
         """
         line = self.line()
         if line is None:

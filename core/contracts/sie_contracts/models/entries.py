@@ -301,10 +301,12 @@ def parse_entry(raw: object) -> ModelEntry:
             raise faulty(f"$.machine_profiles[{number}]", message)
     for name, profile in entry.profiles.items():
         if not _PROFILE.fullmatch(name) or name == "default":
-            message = f"profile name {name[:100]!r} is not of the form {_PROFILE.pattern}, or is default"
+            message = (
+                f"profile name {name[:100]!r} is not of the form {_PROFILE.pattern}, or is the reserved name default"
+            )
             raise faulty("$.profiles", message)
         if profile.extends and profile.extends not in entry.profiles:
-            raise faulty(f"$.profiles.{name}.extends", f"extends an unknown profile {profile.extends!r}")
+            raise faulty(f"$.profiles.{name}.extends", f"expected a profile of this entry, got {profile.extends!r}")
     runs = {"$.run": entry.run} | {f"$.profiles.{name}.run": profile.run for name, profile in entry.profiles.items()}
     for path, run in runs.items():
         if run.pooling and poolings(run.pooling) is None:

@@ -153,7 +153,7 @@ class Layout:
             self._dirty.add(model)
 
     def set_before(self, model: str, hosts: tuple[str, ...]) -> None:
-        """Set the hosts that a model has before the next step: those that another gateway stored, or fewer."""
+        """Set the hosts that a model has before the next step: the stored hosts of another gateway, or fewer."""
         row = self.rows[model]
         row.before = hosts
         self._dirty.add(model)

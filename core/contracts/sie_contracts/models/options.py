@@ -564,7 +564,7 @@ def _muvera(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any) -> 
 def _lora(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> str:
     (path, first), (alias, second) = request.get("lora_id"), request.get("lora")
     if first is not None and second is not None and first != second:
-        raise InvalidInput.at(alias, "differs from lora_id", reason="lora_conflict")
+        raise InvalidInput.at(alias, "differs from lora_id: name one LoRA", reason="lora_conflict")
     name = text(path, first) or text(alias, second) or defaults.lora or ""
     if len(name) > MAX_LORA:
         raise InvalidInput.at(path, f"expected at most {MAX_LORA} characters, got {len(name)}")
@@ -581,7 +581,9 @@ def _chosen_profile(resolved: Resolved, path: str, value: Any) -> Resolved:
     if value == "default":
         return resolved
     if resolved.profile != "default":
-        raise InvalidInput.at(path, "differs from the profile in the model name", reason="profile_conflict")
+        raise InvalidInput.at(
+            path, "differs from the profile in the model name: name one profile", reason="profile_conflict"
+        )
     if value not in resolved.entry.profiles:
         names = ", ".join(["default", *resolved.entry.profiles])
         raise InvalidInput.at(path, f"unknown profile, {resolved.entry.id} has {names}", reason="unknown_profile")

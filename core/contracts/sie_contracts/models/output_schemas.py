@@ -297,8 +297,8 @@ class _SchemaReader:
     def _spanless(self, node: _SchemaNode, subject: str = "") -> InvalidInput:
         subject = subject or f"{'an' if node.kind == 'integer' else 'a'} {node.kind}"
         message = (
-            f"{self._model} chooses among labels, so it answers enum and boolean, not {subject}. A model "
-            "of the family gliner2 with entities draws values from the text"
+            f"{self._model} chooses among labels, so it supports enum and boolean, not {subject}. A model "
+            "of the family gliner2 with the output entities takes values from the text"
         )
         return InvalidInput.at(node.path, message, reason="unsupported_output")
 

@@ -385,7 +385,9 @@ class _Translator:
             self._ignored[f"profiles.{name}"] = error.extras["errors"][0]["message"]
             return None
         if variant.family != kind.family:
-            self._ignored[f"profiles.{name}"] = f"it is a {variant.family}, and the default profile a {kind.family}"
+            self._ignored[f"profiles.{name}"] = (
+                f"its family is {variant.family}, but that of the default profile is {kind.family}"
+            )
             return None
         draft = self._draft(name, kind, outputs)
         for part in ("head", "prompts", "pair"):

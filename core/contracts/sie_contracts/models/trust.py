@@ -162,8 +162,8 @@ def _refused(claim: Claim) -> TrustRefusal:
     both = "at the config service and at workers"
     if claim.kind == "path":
         fault = (
-            f"{name} names a place that is not below the models folder or a folder of SIE_MODEL_PATHS, or that has "
-            "links out of it"
+            f"{name} names a path that is not below the models folder or a folder of SIE_MODEL_PATHS, or a path with "
+            "links to other folders"
         )
         return TrustRefusal(
             "model_path",

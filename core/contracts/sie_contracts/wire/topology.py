@@ -234,7 +234,7 @@ def dead_letter_subject(pool: str) -> str:
 
 
 def cancel_subject(pool: str) -> str:
-    """Return the subject on which gateways announce requests for whose results no client waits any more."""
+    """Return the subject on which gateways announce requests for which no client is waiting any more."""
     return f"sie.cancel.{pool}"
 
 
