@@ -171,7 +171,7 @@ def test_an_alias_names_no_alias_and_no_twin_of_one() -> None:
             "'search' is an alias, but a target must be a model: name 'org/one'",
         ),
         ({"id": "find", "alias": "org/two", "shadow": "SEARCH"}, "$.shadow.model", "is an alias"),
-        ({"id": "Search", "alias": "org/one"}, "$.id", "differs in case alone"),
+        ({"id": "Search", "alias": "org/one"}, "$.id", "differs only in case"),
     ):
         with pytest.raises(ValidationFailed) as caught:
             check(parse_document(raw), catalogue)  # type: ignore[arg-type]

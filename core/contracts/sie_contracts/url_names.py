@@ -15,7 +15,7 @@ def quoted(name: str, argument: str) -> str:
     """
     if not isinstance(name, str) or _UNFIT.search(name) or any(part in ("", ".", "..") for part in name.split("/")):
         raise ValueError(
-            f"{argument}: expected a name without empty parts, without the parts . and .., and without %, \\, ?, # and "
+            f"{argument}: expected a name without empty parts, . and .. between slashes, and without %, \\, ?, # and "
             f"control characters, got {str(name)[:80]!a}"
         )
     return quote(name, safe="/:@")
