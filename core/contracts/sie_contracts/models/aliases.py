@@ -80,7 +80,7 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
     """
     if both := sorted(raw.keys() & _OF_MODELS):
         message = (
-            f"a document is a model or an alias, but this one has {both[0]} too: give the alias its own document, "
+            f"a document is a model or an alias, but this document has {both[0]} too: give the alias its own document, "
             "with another id"
         )
         raise faulty("$.alias", message)
