@@ -53,8 +53,9 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
     spectrogram. The spectrogram has one frame per `hop` samples. Each frame covers `fft` samples and has `bins`
     frequency bands from `low` to `high` Hz.
 
-    `filling`: how a sound shorter than the window is filled up. repeatpad: repeat it as often as it fits completely,
-    then add silence; repeat: repeat it up to the full length; pad: add silence only; none: keep it as it is.
+    `filling`: how a sound shorter than the window is filled up. repeatpad: repeat the sound as often as it fits
+    completely, then add silence; repeat: repeat the sound up to the full length; pad: add silence only; none: do not
+    fill up.
 
     The model reads only the middle of a sound longer than the window. With `whole`, it reads the whole sound. With
     `fused`, it gets four views of a longer sound: the whole sound, shrunk, and one part of each third; the four views

@@ -92,8 +92,8 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Options of the head, which turns hidden states into outputs. They replace values that are missing or wrong in the
-    model's own files. None means that the value in the files is used.
+    """Options of the head, which turns hidden states into outputs. The options replace values that are missing or wrong
+    in the model's own files. None means that the value in the files is used.
 
     Sparse: `sparse_activation` is applied to the masked-LM logits. With `sparse_special_tokens` false, special tokens
     get no weight. `query_encoder` idf reads the weights of queries from idf.json.
@@ -105,7 +105,8 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     Scores: `activation` is the activation function of a classifier. `yes_token` and `no_token` are tokens of a decoder.
     The score of a decoder is P(yes). With `score: difference` it is the difference of the two logits. With `score:
-    logit` it is the logit of `yes_token`, with `score: sigmoid` the sigmoid of this logit; both need no `no_token`.
+    logit` it is the logit of `yes_token`, with `score: sigmoid` the sigmoid of this logit; these two scores need no
+    `no_token`.
     """
 
     sparse_activation: Literal["log1p_relu", "log1p_log1p_relu"] | None = None
@@ -149,8 +150,8 @@ class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A variant of a model. `extends`: another profile, whose own options this profile inherits. That profile's
-    `extends` is not followed.
+    """A variant of a model. `extends`: another profile. This profile inherits the options that the other profile sets
+    itself, not those that the other profile inherits.
     """
 
     load: LoadOptions | None = None
@@ -164,12 +165,12 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     `prompts`: templates by name. Each contains a literal `{text}` and may contain `{instruction}`. The value of the key
     `default_instruction` is no template, but the instruction of requests that name none. The templates `query` and
-    `document` are for the two sides of a search. `default_prompt_name`: the template that the model's own library uses
-    if a call names none. Routes that copy another server's API use it too; without it they add no prompt. `pair`:
-    template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`; each piece of the template is
-    tokenised separately. `bundle`: the only bundle that may serve the model; empty means every bundle that has the
-    family. `machine_profiles`: the only machine profiles whose workers may serve the model, the preferred one first,
-    each including its spot variant (`l4` also allows `l4-spot`); empty means all.
+    `document` are for the queries and the documents of a search. `default_prompt_name`: the template that the model's
+    own library uses if a call names no template. Routes that copy another server's API use this template too; without
+    it, they add no prompt. `pair`: template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`;
+    each piece of the template is tokenised separately. `bundle`: the only bundle that may serve the model; empty means
+    every bundle that has the family. `machine_profiles`: the only machine profiles whose workers may serve the model,
+    the preferred one first, each including its spot variant (`l4` also allows `l4-spot`); empty means all.
 
     `languages`: languages of its texts, or of the texts in its images and sounds: codes of ISO 639, `code` for source
     code, or only `multilingual` for too many to list. Empty: not known, or the model reads no text.

@@ -27,8 +27,8 @@ _FIRST_MODELS = 64  # initial length of the arrays that are indexed by model; it
 
 @dataclass(slots=True, eq=False)
 class _ModelHosts:
-    """Hosts of one model. `leaving`: a former host, not counted in `target_count`, that serves until the new hosts have
-    loaded the model.
+    """Hosts of one model. `leaving`: a former host that still serves the model until the new hosts have loaded it.
+    `target_count` does not include this host.
     """
 
     model: str

@@ -148,8 +148,8 @@ class _Parameters:
             self._found.pop(name, None)
 
     def side(self, defaults: RunDefaults) -> Side | None:
-        """Return the side of a search that the route implies for its texts: "document", or "" for neither. Return None
-        if the request or the profile already sets a side or a prompt.
+        """Return "document" if the route implies that its texts are the documents of a search, otherwise "". Return
+        None if the request or the profile names a prompt, or says whether the texts are queries.
         """
         is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
         return None if is_named else self._side
@@ -211,8 +211,8 @@ def run_options(
     side: Side = "document",
 ) -> tuple[Resolved, RequestOptions]:
     """Merge the parameters of the request with those of the profile and the model, and check each one. `on_item_error`:
-    default of this parameter. `side`: the side of a search that the route implies for the texts. `strict`: refuse
-    parameters that have no effect, instead of a warning.
+    default of this parameter. `side`: "document" if the route implies that the texts are the documents of a search,
+    otherwise "". `strict`: refuse parameters that have no effect, instead of a warning.
 
     Return `resolved` with the profile that the parameter `profile` names, and the merged options. Raises InvalidInput
     with the path of the parameter.

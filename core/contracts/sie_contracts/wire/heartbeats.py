@@ -96,7 +96,7 @@ class DeviceBeat(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):
     """State of a worker, which the worker sends regularly and after each change. `ready`: the worker can take work;
-    otherwise `unready` is the reason. `leaving`: the worker finishes its work and takes no more.
+    otherwise `unready` is the reason. `leaving`: the worker finishes its work items and pulls no more messages.
 
     Capacity: `slots`: number of models of usual size that fit into its memory (0: unknown). `rate`: tokens per second
     while the device is busy (0: not measured yet). `held_cost`: cost of the work items on the worker, in tokens.
