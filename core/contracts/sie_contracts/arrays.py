@@ -25,9 +25,7 @@ VIEW_BYTES = 16 << 10
 
 
 def pack(array: Array) -> dict[bytes, Any]:
-    """Return the msgpack map of an array, with its bytes in C order, little endian. Raises ValueError for a dtype that
-    clients cannot read.
-    """
+    """Return the map of an array, with bytes in C order, little endian. Raises ValueError for dtypes not in EMITTED."""
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     if little.dtype.str not in EMITTED:
         raise ValueError(f"dtype {array.dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")
@@ -37,9 +35,7 @@ def pack(array: Array) -> dict[bytes, Any]:
 
 
 def packed(dtype: str, shape: Sequence[int], data: memoryview) -> dict[bytes, Any]:
-    """Return the msgpack map of an array whose bytes are already in C order, little endian. Raises ValueError for a
-    dtype that clients cannot read.
-    """
+    """Return the map of an array from bytes in C order, little endian. Raises ValueError for dtypes not in EMITTED."""
     if dtype not in EMITTED:
         raise ValueError(f"dtype {dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")
     return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": shape, b"data": data}
@@ -47,8 +43,7 @@ def packed(dtype: str, shape: Sequence[int], data: memoryview) -> dict[bytes, An
 
 def unpack(value: Any) -> Any:
     """Replace each map of an array or scalar in `value`, at any depth, by the numpy array or scalar. Return the new
-    value. Arrays are copies that the caller may write to. Raises ValueError for a map whose dtype, kind, shape or
-    number of bytes is not accepted.
+    value. Arrays are writable copies. Raises ValueError for a map with a wrong dtype, kind, shape or number of bytes.
     """
     if isinstance(value, dict):
         marker = value.get(b"nd", value.get("nd")) if value.keys() & {b"data", "data"} else None

@@ -16,7 +16,7 @@ MAX_CONTAINERS = 250_000  # maximum number of lists, maps and keys of maps in a 
 MAX_NESTING = 64
 VALUE_BYTES = 80  # upper bound of the memory that a decoded value needs on average, in bytes
 
-_PIECE_BYTES = 256 << 10  # number of bytes that one call processes; other threads can run between two calls
+_PIECE_BYTES = 256 << 10  # number of bytes that are counted at a time; other threads can run in between
 _NO_MARK = bytes(set(range(256)) - set(b"{[,:"))
 
 
@@ -32,8 +32,8 @@ class Malformed(ValueError):
 
 def of_json(data: bytes) -> int:
     """Return the number of values and keys inside a JSON body. The number may be too high, because the fast count
-    includes the marks `{[,:` inside strings. If it exceeds a limit, a slower count without these marks replaces it.
-    Raises Malformed for too many values.
+    includes the marks `{[,:` inside strings. If it exceeds a limit, a slower count omits these marks. Raises Malformed
+    for too many values.
     """
     pieces = (data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES))
     try:

@@ -1,6 +1,4 @@
-"""Environment variables of clients: SIE_BASE_URL, the address of the gateway; SIE_API_KEY or SIE_AUTH_TOKEN, the key.
-Gateways read only SIE_AUTH_TOKEN.
-"""
+"""Environment variables of clients: address of the gateway, and key. Gateways read only one of them, SIE_AUTH_TOKEN."""
 
 from __future__ import annotations
 

@@ -19,9 +19,7 @@ Key = tuple[bool, int, int]
 
 @dataclass(frozen=True)
 class Holdings:
-    """Models of one live worker. `refused`: models that the worker refused to load, because they did not fit into its
-    memory.
-    """
+    """Models of one live worker. `refused`: models that did not fit into its memory, so that it refused them."""
 
     loaded: frozenset[str] = frozenset()
     loading: frozenset[str] = frozenset()

@@ -44,8 +44,7 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
     With `expires_s` 0 the file does not expire.
 
     The record is written before its object and removed after it, so that no object exists without a record. A file is
-    `writing` until its object is stored, and `removing` until its object is deleted. In these two states, it cannot be
-    read.
+    `writing` until its object is stored, and `removing` until its object is deleted; then it cannot be read.
     """
 
     id: str
@@ -88,9 +87,8 @@ class Unread(msgspec.Struct, frozen=True):
 
 class Again(msgspec.Struct, frozen=True):
     """Rows that the retry of a job runs again. `parts`: output files of the earlier jobs, oldest first, each as (job
-    id, file name). Each file has only the rows that failed in the file before it. The rows that failed in the last file
-    run again. An empty file name means that the job had no output for these rows, so all of them failed. `rows`: number
-    of rows that failed in the last file.
+    id, file name). Each file has only the rows that failed in the file before it. The `rows` rows that failed in the
+    last file run again. An empty file name means that the job had no output for these rows, so all of them failed.
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -193,9 +191,7 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
 
     @property
     def output_url(self) -> str:
-        """Return the URL of the output folder; empty if SIE stores the output. A retry has a subfolder of the first
-        job's folder.
-        """
+        """Return the URL of the output folder; empty if SIE stores the output. A retry writes to a subfolder."""
         url = self.request.output.url if self.request is not None else ""
         return f"{url.rstrip('/')}/retry-{self.id}/" if url and self.retry_of else url
 

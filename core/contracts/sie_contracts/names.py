@@ -75,9 +75,7 @@ class NameIndex:
 
     @cached_property
     def _lines(self) -> tuple[str, list[str], list[int]]:
-        """Return (text, ids, offsets): the case-folded ids joined by line breaks, the list of these ids, and the offset
-        of each id in the text.
-        """
+        """Return (case-folded ids joined by line breaks, list of these ids, offset of each id in the text)."""
         lines = list(self._folded)
         return "\n".join(lines), lines, [0, *accumulate(len(line) + 1 for line in lines)]
 
@@ -100,9 +98,7 @@ class NameIndex:
         return [self._folded[hit][-1] for hit in dict.fromkeys(hits)][:count]
 
     def _alike(self, folded: str) -> list[str]:
-        """Return the case-folded ids to compare with a name; of many ids, those that share the most pieces with the
-        name.
-        """
+        """Return the case-folded ids to compare with a name. Of many ids, use those with the most common pieces."""
         text, lines, starts = self._lines
         if len(lines) <= ALL_COMPARED:
             return lines

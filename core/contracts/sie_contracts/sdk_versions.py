@@ -42,8 +42,8 @@ class Dialect:
     codes: Mapping[str, str] = field(default_factory=dict)
 
     def spoken(self, error: SIEError) -> SIEError:
-        """Return `error` with the code and status that these clients expect. If the error has no reason, the replaced
-        code becomes its reason.
+        """Return `error` with these clients' code and status. If it has no reason, the replaced code becomes the
+        reason.
         """
         code = self.codes.get(error.code, error.code) if error.retryable else error.code
         status = self.statuses.get(error.code)

@@ -63,9 +63,7 @@ def load_with_node(data: bytes | str) -> tuple[Any, yaml.Node | None]:
 
 
 def _check_events(data: bytes | str) -> None:
-    """Raise NotYAML for too many levels or events, before PyYAML builds the tree by a C recursion without a depth
-    limit.
-    """
+    """Raise NotYAML for too many levels or events, because PyYAML builds the tree by a C recursion without a limit."""
     depth = 0
     for number, event in enumerate(yaml.parse(data, _LOADER)):
         line = event.start_mark.line + 1 if event.start_mark else None

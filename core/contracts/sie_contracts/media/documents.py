@@ -16,9 +16,7 @@ BYTES_PER_TOKEN = 64
 
 
 class DocumentFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file as the client sent it. `format`: name of the format from the client, used only if the content does not
-    show the format.
-    """
+    """A file as the client sent it. `format`: the client's name of its format, if the content does not show it."""
 
     data: bytes
     format: str = ""

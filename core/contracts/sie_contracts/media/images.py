@@ -183,9 +183,7 @@ def pixels_of(recipe: Recipe, size: Size) -> Size:
 
 
 def grid_of(recipe: Recipe, pixels: Size) -> Size:
-    """Return the numbers of rows and columns of blocks, or of tiles, in an image that the model reads at the size
-    `pixels`.
-    """
+    """Return the numbers of rows and columns of blocks or tiles in an image that the model reads at size `pixels`."""
     return Size(pixels.height // recipe.multiple, pixels.width // recipe.multiple)
 
 
@@ -203,7 +201,7 @@ def has_one_size(recipe: Recipe) -> bool:
 
 def max_tiles(recipe: Recipe) -> int:
     """Return the largest number of rows, and of columns, of tiles that one image can have."""
-    # `_tiles` rounds the second edge up to an even number, so a square image may get an edge above an odd `longest`
+    # `_tiles` rounds the second edge up to an even number, which may exceed `longest` if the image is a square
     return math.ceil((recipe.longest + recipe.longest % 2) / recipe.multiple)
 
 
@@ -214,8 +212,7 @@ def max_blocks(recipe: Recipe) -> int:
         return 1 if rows == 1 else rows**2 + 1
     if recipe.kind != "blocks":
         return 0
-    # an image of one row of blocks may have more blocks than `max_pixels` allows, because an edge has at least one
-    # block
+    # blocks in one row may have more pixels than `max_pixels`, because each edge has at least one block
     in_a_row = math.isqrt(MAX_ASPECT * recipe.max_pixels) // recipe.multiple
     return max(recipe.max_pixels // recipe.multiple**2, in_a_row)
 
@@ -406,9 +403,7 @@ def channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, float
 
 
 def _sides(settings: Mapping[str, Any], key: str, *, square: bool) -> dict[str, int]:
-    """Return a size as a map from edge to pixels. A single number is both edges with `square`, otherwise the shorter
-    edge.
-    """
+    """Return a size as a map from edge to pixels. A single number is the shorter edge, or with `square` both edges."""
     value = settings.get(key)
     if isinstance(value, int):
         value = {"height": value, "width": value} if square else {"shortest_edge": value}

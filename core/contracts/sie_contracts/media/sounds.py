@@ -258,9 +258,7 @@ def _parakeet(config: Mapping[str, Any], positions: int) -> SoundRecipe:
 
 
 def _fixed(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a file, completed with `values`. Raises UnknownExtractor if a setting of the file differs
-    from the same setting in `values`.
-    """
+    """Return `config` completed with `values`. Raises UnknownExtractor if a setting differs from that in `values`."""
     settings = {**values, **{key: value for key, value in config.items() if value is not None}}
     if changed := [name for name, value in values.items() if settings[name] != value]:
         raise UnknownExtractor(f"{changed[0]} is {settings[changed[0]]}, supported is {values[changed[0]]}")

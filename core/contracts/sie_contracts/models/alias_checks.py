@@ -37,8 +37,7 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
     shadow has a task of the first target, and the results of the targets can be mixed (in one index, for example).
 
     Raises ValidationFailed, which names the field and the fix. The vectors of two encoders can be mixed only if their
-    entries prove that the encoders compute the same numbers (`Resolved.numbers`). `force` skips only the check whether
-    results can be mixed.
+    entries prove that the encoders compute the same numbers (`Resolved.numbers`). `force` skips only this check.
     """
     folded = alias.id.casefold()
     if model_id := next((model for model in catalogue.entries if model.casefold() == folded), None):
@@ -104,9 +103,7 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
 
 
 def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:
-    """Return `Resolved.numbers` for each profile that a request may name; the key "" is for a request without a
-    profile.
-    """
+    """Return `Resolved.numbers` by profile that a request may name. The key "" is for requests without a profile."""
     names = resolved.entry.profiles if resolved.profile == "default" else ()
     return {
         "": resolved.numbers,

@@ -40,9 +40,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class Shadow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model that gets copies of a share of the alias's requests. Its answers are compared with the target's answers,
-    and dropped.
-    """
+    """A model that gets copies of a share of the requests. Its answers are compared with the target's, then dropped."""
 
     model: str
     share: float = 1.0

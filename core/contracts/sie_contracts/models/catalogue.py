@@ -124,9 +124,7 @@ class Catalogue:
         return new
 
     def since(self, model: str) -> str:
-        """Return the epoch of the write that created a model's present revision; the epoch of the snapshot if it is
-        unknown.
-        """
+        """Return the epoch of the write that created a model's present revision; if unknown, the snapshot's epoch."""
         number = self.written.get(model)
         return self.epoch if number is None else f"{self.epoch.rpartition(':')[0]}:{number}"
 
@@ -179,9 +177,7 @@ class Catalogue:
         return {}
 
     def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
-        """Return `resolved` with the bundle that the request names, or without one, with all bundles that can serve the
-        model. Raises BundleConflict.
-        """
+        """Return `resolved` with the bundle in the request, or with all bundles of the model. Raises BundleConflict."""
         if resolved.bundles and not bundle:
             return resolved
         entry, able = resolved.entry, self.bundles_of(resolved.entry)
@@ -198,8 +194,7 @@ class Catalogue:
         """Resolve `alias[@revision][:profile]`; None if the alias does not exist. Raises ModelNotFound, BundleConflict.
 
         A revision in the name must be the revision of the target's model. If the target names a profile, the name may
-        contain only this profile, or `default` with the same meaning. Otherwise the name may contain any profile of the
-        model.
+        contain only this profile, or `default` with the same meaning. Otherwise any profile of the model is allowed.
         """
         name, _, revision = rest.partition("@")
         profile = ""
@@ -299,9 +294,7 @@ def _overlay(base: RunDefaults, layer: RunDefaults) -> RunDefaults:
 
 
 def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
-    """Override the options that `layer` sets. False means unset, so no profile clears a flag, except `causal` (None:
-    unset).
-    """
+    """Override the options that `layer` sets. False means unset, so a profile can clear no flag except `causal`."""
     if layer is None:
         return base
     layer_options = ((name, getattr(layer, name)) for name in LoadOptions.__struct_fields__)
@@ -311,9 +304,7 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """Return the fingerprint of a profile's answers: `loaded` if the profile has the run options of the model,
-    otherwise a hash of `loaded` and the run options.
-    """
+    """Return the fingerprint of a profile's answers: `loaded`, hashed with the profile's run options if they differ."""
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:
         return loaded

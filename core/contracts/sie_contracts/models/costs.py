@@ -179,9 +179,7 @@ class BatchTimes:
         return mean_s if self._fixed == math.inf else mean_s * (self._fixed + tokens) / (self._fixed + mean)
 
     def tokens(self, seconds: float) -> float:
-        """Return the largest batch, in tokens, that takes at most `seconds`: 0 if every batch takes longer, infinity
-        before the first measurement.
-        """
+        """Return the largest batch, in tokens, that takes at most `seconds`: 0 if none does, infinity if unmeasured."""
         if not self._n:
             return math.inf
         mean, mean_s = self._x / self._n, self._y / self._n

@@ -105,8 +105,7 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     Scores: `activation` is the activation function of a classifier. `yes_token` and `no_token` are tokens of a decoder.
     The score of a decoder is P(yes). With `score: difference` it is the difference of the two logits. With `score:
-    logit` it is the logit of `yes_token`, with `score: sigmoid` the sigmoid of this logit; these two scores need no
-    `no_token`.
+    logit` it is the logit of `yes_token`, with `score: sigmoid` the sigmoid of this logit; both need no `no_token`.
     """
 
     sparse_activation: Literal["log1p_relu", "log1p_log1p_relu"] | None = None

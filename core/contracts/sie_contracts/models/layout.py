@@ -27,9 +27,7 @@ _FIRST_MODELS = 64  # initial length of the arrays that are indexed by model; it
 
 @dataclass(slots=True, eq=False)
 class _ModelHosts:
-    """Hosts of one model. `leaving`: a former host that still serves the model until the new hosts have loaded it.
-    `target_count` does not include this host.
-    """
+    """Hosts of one model. `leaving`: a former host that serves until the new hosts have loaded the model."""
 
     model: str
     index: int
@@ -153,7 +151,7 @@ class Layout:
             self._dirty.add(model)
 
     def set_before(self, model: str, hosts: tuple[str, ...]) -> None:
-        """Set the hosts that a model has before the next step: the stored hosts of another gateway, or fewer."""
+        """Set the hosts that a model has before the next step: the hosts in the stored table, or some of them."""
         row = self.rows[model]
         row.before = hosts
         self._dirty.add(model)
@@ -364,9 +362,7 @@ class Layout:
                     free_slots -= 1
 
     def _relieve_hot(self, touched: set[str]) -> None:
-        """Move one model away from the worker with the highest planned use, if this use is above HOT and the move
-        lowers this use by at least MOVE_GAIN.
-        """
+        """Move one model from the busiest worker, if its planned use is above HOT and falls by at least MOVE_GAIN."""
         hot = min(self.workers.values(), key=lambda worker: (-worker.use, worker.name))
         if hot.use <= HOT or any(
             self.rows[model].leaving == hot.name for model in self._unsettled | touched if model in self.rows

@@ -274,9 +274,7 @@ def _merged(
 
 
 def altered(usual: RunOptions, **changes: Any) -> RunOptions:
-    """Return `usual` with some fields changed. If a value differs, `variant` and the fingerprint of the results differ
-    too.
-    """
+    """Return `usual` with some fields changed. If a value differs, `variant` and so the results' fingerprint differ."""
     differing = {name: value for name, value in changes.items() if value != getattr(usual, name)}
     if not differing:
         return usual
@@ -296,9 +294,7 @@ def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
-    """Return `run` with each token's last hidden state as output. Raises InvalidInput if the model has no dense
-    vectors.
-    """
+    """Return `run` with the tokens' last hidden states as output. Raises InvalidInput for a model without `dense`."""
     if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
         raise InvalidInput(message, reason="unsupported_output", param="model")
@@ -308,9 +304,7 @@ def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
 
 
 def counting(run: RunOptions) -> RunOptions:
-    """Return the options of a request that only counts tokens before truncation; the count includes the prompt of
-    `run`.
-    """
+    """Return the options of a request that counts the tokens of text and prompt of `run` before truncation."""
     return RunOptions(outputs=(), prefix=run.prefix, suffix=run.suffix, parameters={"count": True})
 
 
@@ -644,9 +638,7 @@ def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *,
 
 
 def _is_prompted_unasked(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> bool:
-    """Return whether texts get a document prompt that the request does not name and the model's own library does not
-    add.
-    """
+    """Return whether texts get a document prompt that neither the request nor the model's own library names."""
     if request.side(defaults) != "document" or request.is_set("doc_template"):
         return False
     prompts = templates(entry)

@@ -42,9 +42,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class TrustRefusal:
-    """Reason why an entry was refused. `message`: a sentence for the author of the entry, without paths of this
-    machine.
-    """
+    """Reason why an entry was refused. `message`: sentence for the entry's author, without paths of this machine."""
 
     reason: Literal["remote_code", "model_path"]
     loc: str
@@ -135,8 +133,8 @@ def is_bucket(url: str) -> bool:
 
 def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
     """Return whether a path (with links resolved) is in one of the folders; False for a path with a NUL. With
-    `is_here`, each file and folder below the path must be in one of the folders too, and at most MAX_FILES files may be
-    below it.
+    `is_here`, each file and folder below the path must be in one of the folders too, and there must be at most
+    MAX_FILES files.
     """
     if "\0" in path:  # no file can have the character NUL in its path
         return False

@@ -234,8 +234,6 @@ def _warnings(sources: Mapping[str, str], environ: Mapping[str, str], mode: Mode
 
 
 def default_worker_id() -> str:
-    """Return the host name, which in Kubernetes is the name of the pod; a UUID if the host name is empty or
-    `localhost`.
-    """
+    """Return the host name (in Kubernetes that of the pod), or a UUID if the host name is empty or `localhost`."""
     name = re.sub(r"[^a-z0-9._-]", "-", socket.gethostname().lower()).strip("-._")[:63]
     return name if name and name != "localhost" else str(uuid.uuid4())

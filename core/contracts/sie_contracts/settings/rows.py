@@ -26,9 +26,7 @@ class SettingError(Exception):
 
 @dataclass(frozen=True)
 class SettingRow:
-    """Definition of one setting. `field`: its field in `Settings`. `expected`: the words after "expected" in an error
-    message.
-    """
+    """Definition of one setting. `field`: its field in `Settings`. `expected`: words after "expected" in an error."""
 
     field: str
     default: Any

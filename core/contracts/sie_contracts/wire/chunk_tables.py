@@ -1,6 +1,4 @@
-"""Split the arrays of an input with chunks into the arrays of each chunk. `messages.Ok` describes the form of the
-arrays.
-"""
+"""Split the arrays of an input with chunks into the arrays of each chunk. `messages.Ok` describes the arrays."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ TABLE = "chunks"
 
 
 class ChunkArrays(NamedTuple):
-    """Outputs of one chunk: first and end code point, number of tokens, and arrays by name, which are views of the
-    input's arrays.
-    """
+    """Outputs of one chunk: first and end code point, number of tokens, and arrays by name, as views."""
 
     start: int
     end: int

@@ -7,7 +7,7 @@
 An epoch is the version of the whole catalogue: `created:number`, the creation time of the catalogue's bucket and the
 number of the last write. Changes to the structs follow the rules of `wire.messages`. The config service and every
 gateway build their replies to reads of `/v1/configs` with the functions here, so the replies are equal. `config_shape`
-builds the error bodies of these routes.
+builds the errors of these routes.
 """
 
 from __future__ import annotations

@@ -173,8 +173,8 @@ class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
     one set of load options.
 
     `tokens`: tokens of this gateway's messages in the queue. `rate`: tokens of these messages that workers take per
-    second (0: unknown). `turns`: turns that were promised since the last heartbeat. `claimed`: clients that sent their
-    request again.
+    second (0: unknown). `turns`: turns that were promised since the last heartbeat. `claimed`: clients that used their
+    turn.
     """
 
     pool: str

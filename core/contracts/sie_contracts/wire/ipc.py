@@ -216,10 +216,10 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     Only for the layout raw: `mentions` and `documents` of each row; each is empty if no row has any.
 
     An empty `pooling` means the model's own pooling. Work items are in one batch only if model, revision, operation,
-    pooling and LoRA are equal. `fingerprint`: fingerprint of the loaded model for which the batch was built. If the
-    loaded model has another one, the adapter refuses the batch as not loaded. Empty: no check. `traceparent` and
-    `tracestate`: trace context of the batch. `may_drop`: models that may be evicted if memory runs out, or if memory
-    use is above the threshold after the batch.
+    pooling and LoRA are equal. `fingerprint`: fingerprint of the loaded model for which the batch was built. If it
+    differs, the adapter refuses the batch as not loaded. Empty: no check. `traceparent` and `tracestate`: trace context
+    of the batch. `may_drop`: models that may be evicted if memory runs out, or if memory use is above the threshold
+    after the batch.
     """
 
     batch: str
@@ -249,9 +249,8 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Notice that no client waits any more for the batch on this connection. The notice itself has no reply. The batch
-    still gets its reply, which is Refused if the notice arrived in time. Only a batch of a model with `Rows.writes` is
-    interrupted.
+    """Notice that no client waits for the batch on this connection any more. Only the batch has a reply, which is
+    Refused if the notice arrived in time. Only a batch of a model with `Rows.writes` is interrupted.
     """
 
 
@@ -446,8 +445,7 @@ async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -
 
 def receive_frame(connection: socket.socket, cap: int = MAX_FRAME_BYTES) -> bytearray:
     """Return the body of the next frame from a blocking socket, like `read_frame`, but FRAME_TIMEOUT_S limits the wait
-    for each piece of the frame. Memory is allocated only for bytes that have arrived, not for the length that the
-    header states.
+    for each piece of the frame. Memory is allocated only for bytes that have arrived, not for the stated length.
     """
     connection.settimeout(None)
     header = bytearray(connection.recv(4))

@@ -309,8 +309,8 @@ def health_subject(worker: str) -> str:
 
 def assigned_subject(worker: str) -> str:
     """Return the subject on which a worker is notified that its assignment to a pool may have changed. Gateways also
-    send requests to this subject, to test whether the worker is connected: the broker reports at once if the subject
-    has no subscriber.
+    send requests to this subject, to test whether the worker is connected: the broker reports a subject without
+    subscriber at once.
     """
     return f"{ASSIGNED_SUBJECT}.{token(worker)}"
 
@@ -331,7 +331,7 @@ def gateway_subject(gateway: str) -> str:
 
 @functools.lru_cache(1024)
 def lane_filter(lane: Lane, priority: str = "") -> str:
-    """Return the filter for all subjects of work of a lane, or only for those of `priority`."""
+    """Return the filter for all work subjects of a lane, or only for those with the priority `priority`."""
     return f"{_lane_subject(lane, priority)}.>" if priority else f"sie.work.{lane_key(lane)}.>"
 
 
@@ -347,7 +347,7 @@ def part_key(lane_key: str, number: int) -> str:
 
 
 def lane_key_of(key: str) -> str:
-    """Return the key of the lane to which `key` belongs. `key` is the lane's own key or the key of a part."""
+    """Return the key of the lane to which `key` belongs. `key` is the key of the lane or of a part of its value."""
     return ".".join(key.split(".", 3)[:3])
 
 
