@@ -187,7 +187,9 @@ def _clap(config: Mapping[str, Any], positions: int) -> SoundRecipe:
         raise UnknownExtractor(f"not supported: truncation is {settings['truncation']}, padding {settings['padding']}")
     fused = settings["truncation"] == "fusion"
     if fused and settings["feature_size"] != FUSED_BINS:
-        raise UnknownExtractor(f"feature_size is {settings['feature_size']}, fused features have {FUSED_BINS}")
+        raise UnknownExtractor(
+            f"feature_size is {settings['feature_size']}, expected {FUSED_BINS} for truncation fusion"
+        )
     window = settings["max_length_s"] * settings["sampling_rate"]
     return SoundRecipe(
         rate=settings["sampling_rate"],

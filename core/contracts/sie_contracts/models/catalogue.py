@@ -333,7 +333,7 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
         "outputs": entry.outputs,
         "prompts": entry.prompts,
         "run": entry.run,
-        # without the engine that the entry requests: the engine that really runs is added below
+        # the requested engine is left out, because the engine that really runs is added below
         "load": msgspec.structs.replace(load, engine=None),
         "precision": precision,
     }

@@ -362,7 +362,7 @@ class _Translator:
         if tasks.extract is not None:
             outputs |= dict.fromkeys(kind.extracts, 0)
         if not outputs:
-            raise faulty("$.tasks", f"expected a task of a {kind.family}")
+            raise faulty("$.tasks", f"expected a task that the family {kind.family} supports")
         present = self._present.get("outputs", {})
         is_same = kind.family == self._present.get("family") and not widths and tasks.extract is not None
         return dict(present) if is_same and present else outputs
