@@ -224,7 +224,7 @@ def _edit(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
         (lambda config: config["preprocess_cfg"].pop("mean"), "mean is None, expected a number or three numbers"),
         (lambda config: config["preprocess_cfg"].update(mean="abc"), "mean is 'abc', expected"),
         (lambda config: config["preprocess_cfg"].update(std=[1, 1]), "std has 2 channels"),
-        (lambda config: config["preprocess_cfg"].update(std=[1, 1, 0]), "expected none of 0"),
+        (lambda config: config["preprocess_cfg"].update(std=[1, 1, 0]), "expected numbers other than 0"),
         (lambda config: config["model_cfg"]["text_cfg"].update(pool_type="argmax"), "which is no supported SigLIP"),
         (
             lambda config: config["model_cfg"]["vision_cfg"].update(timm_model_name="vit_so400m_patch14_siglip_384"),

@@ -103,7 +103,11 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"alias": [{"model": "org/one", "weight": 2.5}]}, "$.alias[0].weight", "expected a whole number, got a number"),
     ({"alias": [{"model": "org/one", "wait": 1}]}, "$.alias[0]", "unknown field `wait`"),
     ({"alias": ["org/one", f"org/one@{COMMIT}"]}, "$.alias[1].model", "named twice"),
-    ({"alias": "org/one", "weights": LOCAL}, "$.alias", "this has weights too: give the alias its own document"),
+    (
+        {"alias": "org/one", "weights": LOCAL},
+        "$.alias",
+        "this document has weights too: give the alias its own document",
+    ),
     ({"alias": "org/one", "bundle": "default"}, "$", "unknown field `bundle`"),
     ({"alias": "org/one", 1: 2}, "$", "keys: expected a string"),
     ({"alias": "org/one", "shadow": {"model": "org/two", "share": 0}}, "$.shadow.share", "leave `shadow` out"),
@@ -171,7 +175,7 @@ def test_an_alias_names_no_alias_and_no_twin_of_one() -> None:
             "'search' is an alias, but a target must be a model: name 'org/one'",
         ),
         ({"id": "find", "alias": "org/two", "shadow": "SEARCH"}, "$.shadow.model", "is an alias"),
-        ({"id": "Search", "alias": "org/one"}, "$.id", "differs in case alone"),
+        ({"id": "Search", "alias": "org/one"}, "$.id", "differs only in case"),
     ):
         with pytest.raises(ValidationFailed) as caught:
             check(parse_document(raw), catalogue)  # type: ignore[arg-type]

@@ -161,7 +161,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str, str]] = [
     ),
     ("PATCH", f"{MODELS}/taken", {"alias": "taken"}, "$.alias[0].model", "this alias itself"),
     ("PATCH", f"{MODELS}/taken", {"weights": {"package": "x"}}, "$.alias", "give the alias its own document"),
-    ("PATCH", f"{MODELS}/org/one", {"alias": "org/two"}, "$.alias", "this has family too"),
+    ("PATCH", f"{MODELS}/org/one", {"alias": "org/two"}, "$.alias", "this document has family too"),
     ("PUT", f"{MODELS}/taken", entry("taken"), "$.id", "taken is an alias"),
     ("POST", MODELS, entry("Taken"), "$.id", "there is an alias 'taken'"),
     ("POST", MODELS, {"id": "find", "alias": "taken"}, "$.alias[0].model", "name 'org/one'"),

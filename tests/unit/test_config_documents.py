@@ -121,7 +121,7 @@ def test_a_right_document_is_the_same_entry_in_yaml_and_json() -> None:
         ("id: org/name", f"id: 0x{'f' * 9000}", "$", 1, "a whole number of more than 100 digits"),
         ("max_tokens: 128", "max_tokens: 0", "$.max_tokens", 6, "at least 1"),
         ("  dense: 384", "  dens: 384", "$.outputs.dens", 5, "no such output"),
-        ("plain: {}", "plain: {extends: other}", "$.profiles.plain.extends", 10, "unknown profile"),
+        ("plain: {}", "plain: {extends: other}", "$.profiles.plain.extends", 10, "expected a profile of this entry"),
         ("id: org/name", "id: ../name", "$.id", 1, "form"),
         ("family: text-encoder\n", "", "$.family", 1, "missing"),
         ("run:\n  pooling: mean", "run: [1]", "$.run", 7, "expected a map, got a list"),

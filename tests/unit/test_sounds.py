@@ -221,7 +221,7 @@ def test_a_sound_costs_the_samples_that_are_read_of_it_in_chunks() -> None:
         ({**WHISPER, "feature_size": 8000}, "the features would have"),
         ({**CLAP, "truncation": "cut"}, "truncation is cut"),
         ({**CLAP, "padding": "mirror"}, "padding mirror"),
-        ({**CLAP, "feature_size": 80}, "feature_size is 80, fused features have 64"),
+        ({**CLAP, "feature_size": 80}, "feature_size is 80, expected 64 for truncation fusion"),
         ({**CLAP, "frequency_max": 0}, "the bands reach from 0 to 0 Hz"),
         ({**CLAP, "hop_length": 0}, "needs hop of at least 1"),
         ({**CLAP, "max_length_s": 3600}, "the features would have"),

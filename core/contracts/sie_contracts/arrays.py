@@ -1,5 +1,5 @@
-"""Arrays of numpy in bodies. In JSON, an array is nested lists. In msgpack, an array is a map of five entries whose
-keys are bytes, or, from JavaScript clients, an ext type.
+"""Arrays of numpy in bodies. In JSON, an array is nested lists. In msgpack, an array is a map of five entries with
+bytes as keys. JavaScript clients send an ext type instead.
 
 Only dtypes in EMITTED are sent, and only dtypes in ACCEPTED are read. Object and structured arrays are refused, so that
 decoding cannot execute code.
@@ -25,26 +25,25 @@ VIEW_BYTES = 16 << 10
 
 
 def pack(array: Array) -> dict[bytes, Any]:
-    """Return the map of an array in C order, little endian. Raises ValueError for a dtype that clients cannot read."""
+    """Return the map of an array, with bytes in C order, little endian. Raises ValueError for dtypes not in EMITTED."""
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     if little.dtype.str not in EMITTED:
         raise ValueError(f"dtype {array.dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")
-    # The encoder copies these bytes anyway. A view saves one copy, but takes longer than the copy for a small array.
+    # The encoder copies the bytes in both cases. A view saves a second copy, but a small array is copied faster.
     data = little.tobytes() if little.nbytes < VIEW_BYTES else little.reshape(-1).view(np.uint8).data
     return {b"nd": True, b"type": little.dtype.str, b"kind": b"", b"shape": list(array.shape), b"data": data}
 
 
 def packed(dtype: str, shape: Sequence[int], data: memoryview) -> dict[bytes, Any]:
-    """Return the map of an array, like `pack`, from bytes that are already in C order and little endian."""
+    """Return the map of an array from bytes in C order, little endian. Raises ValueError for dtypes not in EMITTED."""
     if dtype not in EMITTED:
         raise ValueError(f"dtype {dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")
     return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": shape, b"data": data}
 
 
 def unpack(value: Any) -> Any:
-    """Return `value` with a numpy array or scalar in place of each map that stands for one, at any depth. Arrays are
-    copies that the caller may write to. Raises ValueError for a map whose dtype, kind, shape or number of bytes is not
-    accepted.
+    """Replace each map of an array or scalar in `value`, at any depth, by the numpy array or scalar. Return the new
+    value. Arrays are writable copies. Raises ValueError for a map with a wrong dtype, kind, shape or number of bytes.
     """
     if isinstance(value, dict):
         marker = value.get(b"nd", value.get("nd")) if value.keys() & {b"data", "data"} else None
@@ -132,7 +131,7 @@ def ext_hook(code: int, data: memoryview) -> dict[bytes, Any]:
     if code != NUMPY_EXT:
         raise ValueError(f"msgpack ext type {code} is not accepted")
     parts = bytes(data).split(b"|", 2)
-    # splitting at bars is safe: some dtypes such as "|i1" contain one, but none of _EXT_ACCEPTED
+    # splitting at bars is safe: no dtype in _EXT_ACCEPTED contains a bar, although "|i1" does
     if len(parts) != 3:
         raise ValueError("array ext: expected `dtype|shape|data`")
     name, shape, raw = parts
@@ -150,6 +149,6 @@ _DECODER = msgspec.msgpack.Decoder(ext_hook=ext_hook)
 
 def decode_msgpack(data: bytes) -> Any:
     """Decode a client's msgpack body. An array of a JavaScript client becomes a map, which `unpack` converts, and a
-    timestamp becomes a datetime. Raises an error of UNDECODABLE, also for another ext type.
+    timestamp becomes a datetime. Raises an error of UNDECODABLE, also for an unknown ext type.
     """
     return _DECODER.decode(data)

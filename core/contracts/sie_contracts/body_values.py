@@ -4,7 +4,7 @@ may become a Python object of 70 bytes.
     JSON ──{ [ , : outside of strings──► count ◄──headers of lists and maps── msgpack
                                            └ Malformed: too many values
 
-The decoder, not this count, reports that a body is incomplete or not JSON or msgpack.
+The decoder, not this module, refuses a body that is incomplete or malformed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ MAX_CONTAINERS = 250_000  # maximum number of lists, maps and keys of maps in a 
 MAX_NESTING = 64
 VALUE_BYTES = 80  # upper bound of the memory that a decoded value needs on average, in bytes
 
-_PIECE_BYTES = 256 << 10  # bytes that are counted before another thread may run
+_PIECE_BYTES = 256 << 10  # number of bytes that are counted at a time; other threads can run in between
 _NO_MARK = bytes(set(range(256)) - set(b"{[,:"))
 
 
 class Malformed(ValueError):
-    """Error for bytes that are not a plain value, or that contain too many values. `reason`: `reason` of the error that
-    the client gets. The message repeats no part of the bytes.
+    """Error for a body that cannot be decoded, or that contains too many values. `reason`: reason of the error that the
+    client gets. The message repeats no part of the body.
     """
 
     def __init__(self, message: str, reason: str = "malformed") -> None:
@@ -31,9 +31,9 @@ class Malformed(ValueError):
 
 
 def of_json(data: bytes) -> int:
-    """Return the number of values and keys inside a JSON body. The number may be too high, because a fast count
-    includes marks inside strings. Only if this count exceeds a limit, a slower count leaves these marks out. Raises
-    Malformed for too many values.
+    """Return the number of values and keys inside a JSON body. The number may be too high, because the fast count
+    includes the marks `{[,:` inside strings. If it exceeds a limit, a slower count omits these marks. Raises Malformed
+    for too many values.
     """
     pieces = (data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES))
     try:
@@ -66,7 +66,7 @@ def _check(values: int, containers: int) -> None:
 def _marks(data: bytes) -> Iterator[bytes]:
     in_string = False
     for piece in _pieces(data):
-        # without escapes, each quote begins or ends a string
+        # after the escapes are removed, each remaining quote begins or ends a string
         parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         yield b"".join(parts[in_string::2]).translate(None, _NO_MARK)
         in_string ^= len(parts) % 2 == 0
@@ -96,16 +96,16 @@ _LENGTHS = {
 }
 _EXTENSIONS = frozenset({0xC7, 0xC8, 0xC9})
 _ONE_BYTE = bytes(byte for byte, size in enumerate(_SIZES) if size == 1)
-# from this number of values on, it saves time to check first whether `_behind_alike` can skip a list or map
+# for a list or map of at least this many values, calling `_behind_alike` saves more time than the call takes
 _ALIKE = 8
 
 
 def of_msgpack(data: bytes) -> int:
-    """Return the number of values and keys inside a msgpack body, in which each list or map may count twice. Raises
-    Malformed for too many values, and for nesting deeper than MAX_NESTING.
+    """Return the number of values and keys inside a msgpack body. A list or map may be counted twice. Raises Malformed
+    for too many values, and for nesting deeper than MAX_NESTING.
     """
     values = containers = at = 0
-    # numbers of values still to read: in the innermost container, and in each container around it
+    # `left`: number of values still to read in the innermost list or map; `outer`: the same for each enclosing one
     left, outer = 1, list[int]()
     end = len(data)
     while True:
@@ -123,7 +123,7 @@ def of_msgpack(data: bytes) -> int:
             at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "big") + (first in _EXTENSIONS)
         else:
             count, begin = _children(data, first, at)
-            # more values than bytes: the body is incomplete, or this byte is not the start of a value
+            # the body is incomplete, or this byte begins no value: the decoder refuses the body
             if count > end - begin:
                 return values
             values += count + 1
@@ -152,7 +152,7 @@ def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
 
 def _behind_alike(data: bytes, begin: int, count: int) -> int:
     """Skip `count` values at once if all begin with the same byte (of a type with a fixed size), or if each is one byte
-    long. Return the offset after them, or `begin` if they were not skipped.
+    long. Return the offset after these values, or `begin` if they were not skipped.
     """
     size = _SIZES[data[begin]]
     if not size or begin + count * size > len(data):

@@ -1,5 +1,5 @@
-"""Split a text into chunks by a rule. A chunk ends at the end of a paragraph or a sentence, if the rule asks for this
-and its limits on tokens permit it. A span is the first and the end code point of a chunk.
+"""Split a text into chunks by a rule. A chunk ends at the end of a paragraph or a sentence, if the rule names this
+boundary and its limits on tokens permit this. A span is the first and the end code point of a chunk.
 
     text ──► blocks of Markdown, sentences, words ──► places by level ──► greedy: the last place that fits ──► spans
 
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from sie_contracts.wire.messages import Boundary, ChunkRule
 
 Places = NDArray[np.int64]
-# kinds of places at which a text may be cut, the most preferred kind first
+# levels: kinds of places at which a text may be cut, the most preferred kind first
 PARAGRAPH, SENTENCE, LINE, WORD, TOKEN = range(5)
 # sentencex knows the abbreviations of this language: their full stops do not end sentences
 _LANGUAGE = "en"
@@ -33,8 +33,8 @@ _FIRST_LEVEL: dict[Boundary, int] = {"paragraph": PARAGRAPH, "sentence": SENTENC
 _LINE_END = re.compile(r"\r\n?|\n")
 _WORD_START = re.compile(r"(?<=\s)(?=\S)")
 _GRAPHEME = regex.compile(r"\X")
-# numbers of code points that are passed to sentencex: in a first call, and in a second call if no sentence ends in
-# these; both are small, because the time of a call grows with the square of the number
+# numbers of code points in a call of sentencex: the first call gets _PIECE; if no sentence ends within this text, a
+# second call gets _LONGEST_PIECE. The numbers are small, because the time of a call grows with their square
 _PIECE, _LONGEST_PIECE = 512, 2048
 _TABLE = re.compile(r"(?m)^(?: {0,3}\|.*(?:\r\n?|\n|\Z))+")
 
@@ -69,8 +69,8 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> lis
 
 def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: int) -> int:
     """Return the end of a chunk. Possible cuts have `least` to `most` tokens before them. The end is the last possible
-    cut of the highest level that has one. If no level has one, a grapheme is too long, and the end is the first cut
-    after this grapheme.
+    cut of the highest level with a possible cut. If no level has a possible cut, a grapheme is too long; then the end
+    is the first cut after this grapheme.
     """
     for level, count in zip(places, counts, strict=True):
         index = int(np.searchsorted(count, most, side="right")) - 1
@@ -80,16 +80,16 @@ def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: i
         index = int(np.searchsorted(counts[-1], lower, side="right"))
         if index < len(counts[-1]):
             return int(places[-1][index])
-    raise AssertionError("no place to cut was found, although the end of the text is one")
+    raise AssertionError("no place to cut was found, although the end of the text is a place")
 
 
 def _next_start(
     places: Sequence[Places], counts: Sequence[Places], chunk: tuple[int, int], end_count: int, rule: ChunkRule
 ) -> int:
     """Return the start of the chunk after `chunk`. Possible cuts lie within the last `overlap_tokens` tokens of
-    `chunk`. The start is the earliest possible cut of the highest level that has one, or else the end of `chunk`. The
-    overlap is shortened if the next chunk could otherwise not reach the next cut of the highest level within its limit.
-    `end_count`: number of tokens before the end of `chunk`.
+    `chunk`. The start is the earliest possible cut of the highest level with a possible cut. Without a possible cut, it
+    is the end of `chunk`. A long overlap may leave too few tokens for the next chunk to reach the next cut of the
+    highest level. Then the overlap is shortened. `end_count`: number of tokens before the end of `chunk`.
     """
     start, end = chunk
     from_count = end_count - rule.overlap_tokens
@@ -134,7 +134,7 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
             _add_lines(starts, first, stop, levels, whole)
         if token.level == 0:
             levels[PARAGRAPH if heading is None else LINE].add(first)
-            # a heading stays in one chunk with the block that follows, unless no better cut than a line end is possible
+            # no sentence ends between a heading and the next block, so they stay in one chunk if a better cut exists
             if heading is not None:
                 whole[heading + 1 : first + 1] = True
             heading = first if token.type == "heading_open" else None
@@ -146,14 +146,14 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
 
 
 def _add_lines(starts: Places, first: int, stop: int, levels: list[set[int]], whole: NDArray[np.bool_]) -> None:
-    """Add the line ends of a block of code or a table as possible cuts. Ends of sentences inside it are no cuts."""
+    """Add the line ends of a code block or a table as possible cuts. Exclude the ends of its sentences."""
     whole[first + 1 : stop] = True
     lines = slice(int(np.searchsorted(starts, first, side="right")), int(np.searchsorted(starts, stop)))
     levels[LINE].update(starts[lines].tolist())
 
 
 def _sentence_ends(text: str) -> Iterator[int]:
-    """Yield the ends of sentences and paragraphs. Sentences above _LONGEST_PIECE code points may have no end."""
+    """Yield the ends of sentences and paragraphs in code points, except of sentences longer than _LONGEST_PIECE."""
     start, size = 0, _PIECE
     while start < len(text):
         sentences = sentencex.get_sentence_boundaries(_LANGUAGE, text[start : start + size])
@@ -172,14 +172,15 @@ def _sentence_ends(text: str) -> Iterator[int]:
 
 @cache
 def _markdown() -> MarkdownIt:
-    """Return the parser for blocks of Markdown. Indented code and HTML are read as text: most texts with them are not
-    Markdown. Tables are found by a regular expression: the parser would create an object for each cell.
+    """Return the parser for blocks of Markdown. It reads indented code and HTML as text, because most texts that
+    contain them are not Markdown. The regular expression _TABLE finds tables, because the parser would create an object
+    for each cell.
     """
     return MarkdownIt("commonmark").disable(["inline", "code", "html_block"])
 
 
 def _grapheme_bounds(text: str) -> NDArray[np.bool_]:
-    """Return booleans for the positions 0 to len(text): true if a grapheme begins or the text ends there."""
+    """Return booleans of shape [len(text) + 1]: true where a grapheme begins, and at the end of the text."""
     bounds = np.ones(len(text) + 1, bool)
     if text.isascii():
         bounds[[match.start() + 1 for match in re.finditer("\r\n", text)]] = False

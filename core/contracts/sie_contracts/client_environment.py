@@ -1,6 +1,4 @@
-"""Environment variables of clients: the gateway's address and the client's key. Of these variables, gateways read only
-SIE_AUTH_TOKEN.
-"""
+"""Environment variables of clients: address of the gateway, and key. Gateways read only one of them, SIE_AUTH_TOKEN."""
 
 from __future__ import annotations
 
@@ -12,12 +10,12 @@ NAMES = frozenset({BASE_URL, API_KEY})
 
 
 def base_url() -> str | None:
-    """Return the address of the gateway; None if the variable is not set."""
+    """Return the address of the gateway in SIE_BASE_URL; None if SIE_BASE_URL is not set."""
     return _value(BASE_URL)
 
 
 def api_key() -> str | None:
-    """Return the client's key from API_KEY, or else from SIE_AUTH_TOKEN; None if neither is set."""
+    """Return the client's key: SIE_API_KEY, or SIE_AUTH_TOKEN if that is not set; None without these variables."""
     return _value(API_KEY) or _value("SIE_AUTH_TOKEN")
 
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
-# Errors of decoders for bytes from outside. A decoder of msgspec raises DecodeError for another form,
-# UnicodeDecodeError for a text that is not UTF-8, and RecursionError for deep nesting. The first two are ValueErrors.
+# Errors that a decoder of msgspec raises: DecodeError for a wrong form, UnicodeDecodeError for a text that is not
+# UTF-8, and RecursionError for deep nesting. DecodeError and UnicodeDecodeError are ValueErrors.
 UNDECODABLE = (ValueError, RecursionError)
 
 
@@ -87,7 +87,7 @@ class InvalidInput(SIEError):
     def at(
         cls, param: str, message: str, *, reason: str = "schema", extras: dict[str, Any] | None = None
     ) -> InvalidInput:
-        """Return the error of one field. Its message begins with the path of the field."""
+        """Return the error of one field. The message begins with `param`, the path of the field."""
         return cls(f"{param}: {message}", reason=reason, param=param, extras=extras)
 
 
@@ -183,7 +183,7 @@ class ValidationFailed(SIEError):
 
 
 def faulty(loc: str, message: str, line: int | None = None) -> ValidationFailed:
-    """Return the error for one field of a document. `loc`: the path of the field, such as `$.weights`."""
+    """Return the error for one field of a document: `loc`, a path such as `$.weights`; `line`: its line, if known."""
     place = {} if line is None else {"line": line}
     where = loc if line is None else f"{loc} (line {line})"
     return ValidationFailed(
@@ -230,8 +230,7 @@ class AllItemsFailed(SIEError):
         super().__init__(message, **kwargs)
         if any(failure.retryable for failure in failures):
             self.retry_after_s = 5
-        # an error that was decoded from its wire form has no `failures`; a `retry_after_s` above 0 then means status
-        # 503
+        # an error from `from_info` has no `failures`; a `retry_after_s` above 0 shows that its status was 503
         if self.retry_after_s:
             self.status, self.retryable = 503, True
         elif failures and not any(failure.status >= 500 for failure in failures):
@@ -312,7 +311,9 @@ class NotReady(SIEError):
     code, status, retryable, retry_after_s = "NOT_READY", 503, True, 2
 
 
-SHUTTING_DOWN = "this gateway is shutting down: send the request again, to another one or when this one is back"
+SHUTTING_DOWN = (
+    "this gateway is shutting down: send the request again, to another gateway or after the restart of this gateway"
+)
 
 
 class ShuttingDown(SIEError):

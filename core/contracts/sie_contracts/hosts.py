@@ -19,7 +19,7 @@ Key = tuple[bool, int, int]
 
 @dataclass(frozen=True)
 class Holdings:
-    """Models of one live worker. `refused`: models that it refused because they did not fit."""
+    """Models of one live worker. `refused`: models that did not fit into its memory, so that it refused them."""
 
     loaded: frozenset[str] = frozenset()
     loading: frozenset[str] = frozenset()
@@ -39,7 +39,7 @@ class HostWorker:
     index: int  # index of the worker in the arrays of `models.layout`
     lot: int  # hash of the name
     holdings: Holdings
-    slots: int  # number of models that fit
+    slots: int  # number of models that the worker can load at a time
     models: set[str] = field(default_factory=set)
     use: float = 0.0  # share of the worker's time, from 0 to 1, that the present plan uses
 
@@ -54,11 +54,11 @@ class HostWorker:
 
 
 class Order:
-    """Workers in the order in which a model chooses them as hosts, if none of them has loaded it. The order is by
-    `Key`: first workers with a free slot, then by planned use, then by number of models.
+    """Order in which a model chooses its hosts among workers that have not loaded the model. The order is by `Key`:
+    first workers with a free slot, then by planned use, then by number of models.
 
     Workers with equal keys are on a ring, ordered by a hash of their names. A model takes the next _NEAR workers after
-    its own hash (consistent hashing) and chooses the one with the smallest hash of worker and model (rendezvous
+    its own hash (consistent hashing) and chooses the worker with the smallest hash of worker and model (rendezvous
     hashing). So different models prefer different workers, the preference hardly changes when a worker joins or leaves,
     and the models of a lost worker move to different workers.
     """
@@ -91,8 +91,8 @@ class Order:
             bisect.insort(self._sorted, key)
 
     def first(self, lot: int, excluded: set[str], *, only_free: bool) -> tuple[Key, str] | None:
-        """Return the key and the name of the worker that a model with the hash `lot` chooses, outside `excluded`; None
-        if there is none. `only_free`: skip workers without a free slot.
+        """Return the key and the name of the worker that a model with the hash `lot` chooses; None if no worker is
+        left. Skip the workers in `excluded`, and with `only_free` the workers without a free slot.
         """
         for key in self._sorted:
             if only_free and key[0]:

@@ -2,13 +2,13 @@
 
     sie_jobs     job.{job} ─► JobRecord      request and progress of a job; the leader and clients write it
                  file.{file} ─► FileRecord   facts of an uploaded file, whose bytes are in the payload store
-    sie_shards   {job}.{number} ─► ShardRecord   a part of the input that was answered, or that cannot be read
+    sie_shards   {job}.{number} ─► ShardRecord   answers to a part of the input, or the error of an unreadable part
 
 The leader of a job is the gateway that runs it. The leader splits the input into parts; the answers to one part are a
 shard. The leader writes the output of a shard to the store first, and the record of the shard after that. If it dies
 between the two writes, the next leader finds the output without a record. A part that cannot be read has a record and
-no output. Changes to the structs follow the rules of `wire.messages`: new fields have defaults; types and meanings
-stay.
+no output. Changes to the structs follow the rules of `wire.messages`: a new field has a default, and no field changes
+its type or meaning.
 
 Every gateway has all records of `sie_jobs` in memory, and reads them before it is ready. So a record has at most
 MAX_RECORD_BYTES. The size of the client's request is checked when the job is submitted. `bounded` shortens the texts
@@ -44,8 +44,7 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
     With `expires_s` 0 the file does not expire.
 
     The record is written before its object and removed after it, so that no object exists without a record. A file is
-    `writing` until its object is stored, and `removing` until its object is deleted. In these two states, it cannot be
-    read.
+    `writing` until its object is stored, and `removing` until its object is deleted; then it cannot be read.
     """
 
     id: str
@@ -60,9 +59,9 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
 
 
 class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A part of the input: rows `first` to before `first + rows` of the object `source`. `start` and `end` are byte
-    offsets in a text format, or numbers of row groups in Parquet. For images, `source` is empty, and the rows are the
-    next images of the folder whose names sort after `after`.
+    """A part of the input: the `rows` rows of the object `source` that begin with row `first`. `start` and `end` are
+    byte offsets in a text format, or numbers of row groups in Parquet. For images, `source` is empty, and the rows are
+    the first `rows` images of the folder whose names sort after `after`.
 
     `tag`: entity tag of the object when the job was planned, or for images a digest of names and tags. If the tag has
     changed since, reading the rows fails. `header`: first row of a CSV object, with the names of its columns.
@@ -88,9 +87,8 @@ class Unread(msgspec.Struct, frozen=True):
 
 class Again(msgspec.Struct, frozen=True):
     """Rows that the retry of a job runs again. `parts`: output files of the earlier jobs, oldest first, each as (job
-    id, file name). Each file has only the rows that failed in the file before it. The rows that failed in the last file
-    run again. An empty file name means that the job had no output for these rows, so all of them failed. `rows`: number
-    of rows that failed in the last file.
+    id, file name). Each file has only the rows that failed in the file before it. The `rows` rows that failed in the
+    last file run again. An empty file name means that the job had no output for these rows, so all of them failed.
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -144,7 +142,7 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     are known.
 
     `lost`: gateways that died as leader of the job, in order. `peak_done`: the highest value of `done` at the death of
-    a leader. If `done` has risen above `peak_done` when a leader dies, the list starts again.
+    a leader. If `done` is above `peak_done` when a leader dies, the earlier leaders are removed from `lost`.
     """
 
     id: str
@@ -193,9 +191,7 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
 
     @property
     def output_url(self) -> str:
-        """Return the URL of the output folder; empty if SIE stores the output. A retry has a subfolder of the first
-        job's folder.
-        """
+        """Return the URL of the output folder; empty if SIE stores the output. A retry writes to a subfolder."""
         url = self.request.output.url if self.request is not None else ""
         return f"{url.rstrip('/')}/retry-{self.id}/" if url and self.retry_of else url
 
@@ -206,8 +202,8 @@ encode = msgspec.msgpack.encode
 
 
 def bounded(record: T) -> T:
-    """Return the record with its texts cut to their limits, except those that the client sent. Raises ValueError if the
-    record is still larger than MAX_RECORD_BYTES.
+    """Return the record with its texts cut to their limits. Texts that the client sent are not cut. Raises ValueError
+    if the record is still larger than MAX_RECORD_BYTES.
     """
     cut = record
     if isinstance(record, JobRecord):
@@ -240,7 +236,7 @@ def cut_text(text: str, most: int) -> str:
 
 
 def _cut_error(info: ErrorInfo | None) -> ErrorInfo | None:
-    """Return the error with shortened texts. Its extras are dropped, because replies about jobs do not show them."""
+    """Return the error with shortened texts and without extras, which replies about jobs do not show."""
     if info is None:
         return None
     code, reason, param = (cut_text(word, MAX_WORD_BYTES) for word in (info.code, info.reason, info.param))

@@ -2,7 +2,7 @@
 because the body is a client's input.
 
 The JSON decoder reports the position of most faults. This module finds the position if a body ends early, has invalid
-UTF-8, or has one half of a surrogate pair.
+UTF-8, or has only one half of a surrogate pair.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 
 _AT = re.compile(r"\(byte (\d+)\)")
 _HIGH = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
-# Bytes of one escape \uXXXX. At a lone half of a surrogate pair, the decoder reports the position after that half, or
-# after the next escape if it took this escape for the second half.
+# Number of bytes of one escape \uXXXX. For a lone half of a surrogate pair, the decoder reports the position after this
+# half. If another escape follows this half, the decoder reports the position after that escape.
 _ESCAPE_BYTES = 6
 _NO_NUMBERS = (b"-Infinity", b"Infinity", b"NaN")
 _MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
@@ -25,7 +25,7 @@ def fault_of(body: bytes, error: Exception) -> str:
     for mark, name in _MARKS.items():
         if body.startswith(mark):
             return f"the body begins with a byte order mark of {name}: send UTF-8 without one"
-    # the offset in this error counts from the start of a string, not of the body, so it is not used
+    # the offset in a UnicodeDecodeError counts from the start of a string, so `_not_utf8` computes the offset
     if isinstance(error, UnicodeDecodeError):
         return f"the text is not valid UTF-8, {_place(body, _not_utf8(body))}"
     stopped = _AT.search(str(error))
@@ -78,8 +78,8 @@ def _not_utf8(body: bytes) -> int:
 
 def _lone_surrogate(body: bytes, stopped: int | None) -> int | None:
     """Return the offset of the lone half of a surrogate pair. `stopped`: offset at which the decoder stopped; None if
-    it reached the end of the body. In this case only the last bytes are searched, and the result is None if they have
-    no such half.
+    the decoder reached the end of the body. Then only the last bytes are searched; if they contain no lone half, return
+    None.
     """
     if stopped is None:
         offsets = [half.start() for half in _HIGH.finditer(body, max(0, len(body) - 2 * _ESCAPE_BYTES))]

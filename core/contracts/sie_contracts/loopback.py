@@ -1,7 +1,7 @@
-"""Addresses of this machine. No proxy is used for them: a proxy on another machine would connect to itself.
+"""Loopback addresses. Connections to them use no proxy, because a proxy on another machine would connect to itself.
 
 a client of httpx    ──► client_options(url, transport)  used by SIEClient and by the commands of `sie`
-a process of `sie`   ──► bypass_proxies(environ)         once, for the other libraries in it and in its child processes
+a process of `sie`   ──► bypass_proxies(environ)         called once, for other libraries and for child processes
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_CAUSE = 200  # maximum number of characters of a cause in an error message
 # no networks such as 127.0.0.0/8: httpx and the standard library do not understand them in NO_PROXY
 _HOSTS = ("localhost", "127.0.0.1", "::1")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ws_proxy", "wss_proxy", "grpc_proxy")
-# set both names: some libraries read only one of them (gRPC reads only the first)
+# both names are set, because some libraries read only one name: gRPC reads only `no_proxy`
 _EXCEPTIONS = ("no_proxy", "NO_PROXY")
 
 
@@ -40,7 +40,7 @@ def is_local(url: str) -> bool:
 
 
 def is_refused(error: BaseException) -> bool:
-    """Return whether a call failed because the port refused the connection: no program listens there."""
+    """Return whether a call failed because the port refused the connection: no program listens on the port."""
     for cause in causes(error):
         if isinstance(cause, ConnectionRefusedError):
             return True

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import accumulate
 
-# A name is compared with all ids; if there are more than ALL_COMPARED, with the MAX_COMPARED most promising ones. One
-# comparison takes up to 0.1 ms.
+# A name is compared with all ids if there are at most ALL_COMPARED, otherwise with the MAX_COMPARED most promising ids,
+# because one comparison takes up to 0.1 ms.
 MAX_COMPARED = 20
 ALL_COMPARED = 150
-# The promising ids are those that share the most pieces of three letters with the name. Rare pieces are looked up
-# first, until this number of occurrences is reached.
+# The most promising ids share the most pieces of three letters with the name. Rare pieces are looked up first. The
+# search ends when the pieces have occurred this many times in the ids.
 _MAX_PLACES = 2000
 _PIECE = 3  # number of letters of a piece
 _LONG = 20  # in a name of at least this number of letters, only some pieces are looked up
@@ -25,7 +25,7 @@ _LIKE = 0.7
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return "; did you mean `x`?" with the most similar candidate, to end an error message; empty if there is none."""
+    """Return "; did you mean `x`?" with the most similar candidate, to end an error message; "" if none is similar."""
     like = difflib.get_close_matches(name.casefold()[:_LONGEST], sorted(candidates), 1, _LIKE)
     return f"; did you mean `{like[0]}`?" if like else ""
 
@@ -51,7 +51,7 @@ def located(message: str) -> tuple[str, str]:
     text, at, where = in_words.rpartition(" - at ")
     if not at:
         return "$", where
-    field = where.removeprefix("`key` in ")  # the fault is a key of the map at the path
+    field = where.removeprefix("`key` in ")  # the fault is in a key of the map at this path
     return field.strip("`"), text if field == where else f"keys: {text}"
 
 
@@ -75,9 +75,7 @@ class NameIndex:
 
     @cached_property
     def _lines(self) -> tuple[str, list[str], list[int]]:
-        """Return (text, ids, offsets): the case-folded ids with one per line, the list of them, and each id's offset in
-        the text.
-        """
+        """Return (case-folded ids joined by line breaks, list of these ids, offset of each id in the text)."""
         lines = list(self._folded)
         return "\n".join(lines), lines, [0, *accumulate(len(line) + 1 for line in lines)]
 
@@ -100,11 +98,11 @@ class NameIndex:
         return [self._folded[hit][-1] for hit in dict.fromkeys(hits)][:count]
 
     def _alike(self, folded: str) -> list[str]:
-        """Return the ids to compare with a name: all, or if they are many, those that share the most pieces with it."""
+        """Return the case-folded ids to compare with a name. Of many ids, use those with the most common pieces."""
         text, lines, starts = self._lines
         if len(lines) <= ALL_COMPARED:
             return lines
-        # searching for a piece reads the whole text, so only every second piece of a long name is used, or fewer
+        # the search for a piece reads the whole text, so only some of the pieces of a long name are used
         step = 1 + len(folded) // _LONG
         pieces = {folded[at : at + _PIECE] for at in range(0, max(1, len(folded) - _PIECE + 1), step)}
         counts = sorted((places, piece) for piece in pieces if piece.strip() and (places := text.count(piece)))

@@ -9,7 +9,7 @@ import msgspec
 
 from sie_contracts.errors import ErrorInfo
 
-# An absolute path, or one that begins with ~. It does not match a part of a name (org/model), of a URL
+# An absolute path, or a path that begins with ~. It does not match a part of a name (org/model), of a URL
 # (s3://bucket/key) or of a phrase (and/or).
 _PATH = re.compile(r"(?<![\w.~:/…-])(?:file://|~)?/[^\s:;,'\"()\[\]{}<>|]+")
 

@@ -2,9 +2,9 @@
 
     bytes ──count──► number of values ──from_json, from_msgpack──► plain value
 
-Each step may raise Malformed. An array stays a map or becomes one (see `arrays`), and the code that reads the field
-unpacks it. Timestamps and other extension types are refused. So readers of a body have to expect only the types above,
-and can compare and encode every value.
+Each step may raise Malformed. An array is a map (see `arrays`), which the code that reads the field converts to an
+array. Timestamps and other extension types are refused. So the readers of a body get only the types above, and can
+compare and encode every value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sie_contracts.body_values import MAX_NESTING
 from sie_contracts.body_values import Malformed as Malformed
 from sie_contracts.json_faults import fault_of
 
-SMALL_BYTES = 4096  # largest size in bytes of a body whose values are not counted, because it cannot contain too many
+SMALL_BYTES = 4096  # largest size in bytes of a body that is not counted, because it cannot contain too many values
 _CONTAINERS = frozenset({dict, list})
 _PLAIN = frozenset({dict, list, str, int, float, bool, type(None), bytes})
 _TEXT_KEYS = frozenset({str})
@@ -70,7 +70,7 @@ def _decoded(decode: Any, data: bytes, kind: str) -> Any:
 
 
 def _clean(error: Exception) -> str:
-    """Return the decoder's message without the fragment of the body that it may quote: a client's input."""
+    """Return the decoder's message without quoted fragments of the body, because the body is a client's input."""
     return str(error).split("'")[0].split('"')[0].strip()[:120]
 
 

@@ -1,4 +1,4 @@
-"""Error texts that say how to correct a field: permitted values and similar names, taken from the document's type.
+"""Error texts that say how to correct a field. The type of the document supplies permitted values and similar names.
 
 error of msgspec, type of the document ──► path of the field, "missing", "expected one of …", "did you mean …"
 """
@@ -41,7 +41,7 @@ def _field_fault(kind: type, error: ValidationError) -> tuple[str, str]:
 
 
 def described(kind: type, loc: str, message: str) -> tuple[str, str]:
-    """Return the path and the text of a fault in a document of the type `kind`, both clearer than those of msgspec.
+    """Return a path and a text for a fault in a document of the type `kind`, from the path and the text of msgspec.
 
     For an unknown or missing field, the path ends with the name of this field. The text for an unknown field suggests a
     known field. For a value outside a list of permitted values, the text is this list.
@@ -96,7 +96,7 @@ def _walk(node: inspect.Type, path: str, depth: int) -> Iterator[str]:
 
 
 def _parts(node: Any) -> tuple[Any, ...]:
-    if isinstance(node, inspect.Metadata):  # a description of the field, around its type
+    if isinstance(node, inspect.Metadata):  # Metadata wraps the type of a field with a description
         return _parts(node.type)
     return node.types if isinstance(node, inspect.UnionType) else () if node is None else (node,)
 
@@ -106,8 +106,8 @@ def _names(node: inspect.Type | None) -> list[str]:
 
 
 def _node(node: Any, path: str) -> inspect.Type | None:
-    """Return the type of the field at a path, or None. A dot may separate two keys or be part of a key of a map, so
-    both readings are tried.
+    """Return the type of the field at a path; None if there is no such field. A dot may separate two keys or be part of
+    a key of a map, so both readings are tried.
     """
     if not path:
         current: inspect.Type | None = node

@@ -1,5 +1,5 @@
-"""Dialects: what each version of the SDKs of the open-source SIE project expects of a server. These SDKs also work with
-this server. They send their version in the header `X-SIE-SDK-Version`.
+"""Dialects: the codes and statuses that each version of the open-source SIE project's SDKs expects of a server. These
+SDKs also work with this server. They send their version in the header `X-SIE-SDK-Version`.
 
     version ──► dialect_of ──► the last row of DIALECTS whose version is not newer ──► Dialect
 
@@ -20,7 +20,7 @@ from sie_contracts.errors import SIEError
 HEADER = "x-sie-sdk-version"
 OWN_HEADER = "x-sie-client-version"
 CONTRACT_VERSION = (0, 10)
-"""The newest minor version of the public contract that this server speaks."""
+"""The newest version (major, minor) of the open-source project's API that this server supports."""
 SERVER_VERSION = ".".join(map(str, CONTRACT_VERSION))
 """The version that the server reports to clients that send no version of a public SDK."""
 _MINOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
@@ -42,7 +42,9 @@ class Dialect:
     codes: Mapping[str, str] = field(default_factory=dict)
 
     def spoken(self, error: SIEError) -> SIEError:
-        """Return `error` as these clients expect it. A replaced code becomes the reason of an error without reason."""
+        """Return `error` with these clients' code and status. If it has no reason, the replaced code becomes the
+        reason.
+        """
         code = self.codes.get(error.code, error.code) if error.retryable else error.code
         status = self.statuses.get(error.code)
         if code == error.code and status is None:
@@ -58,7 +60,7 @@ class Dialect:
 
 NATIVE = Dialect()
 _FAILED = {"MODEL_LOAD_FAILED": 502}
-# some of the failures may be permanent, and these clients repeat RESOURCE_EXHAUSTED only three times
+# These clients repeat RESOURCE_EXHAUSTED only three times. More repetitions are useless if some inputs always fail.
 _MIXED = {"ALL_ITEMS_FAILED": "RESOURCE_EXHAUSTED"}
 
 
@@ -74,7 +76,7 @@ DIALECTS: tuple[tuple[tuple[int, int, int], Dialect], ...] = (
     ((0, 7, 3), Dialect(False, "fail", _FAILED, _busy("QUEUE_FULL", "QUEUE_UNAVAILABLE"))),
     ((0, 9, 0), Dialect(False, "fail", _FAILED, _busy("QUEUE_UNAVAILABLE"))),
 )
-"""The dialects with the first version of each, the oldest first."""
+"""Pairs of the first version of a dialect and the dialect, the oldest version first."""
 
 
 def _parsed(version: str) -> tuple[int, int, int] | None:
@@ -91,9 +93,9 @@ def dialect_of(version: str) -> Dialect:
 
 
 def server_version(version: str) -> str:
-    """Return the contract version to send to a public SDK: the version of the SDK, but at most SERVER_VERSION, which is
-    also sent if `version` cannot be parsed. The SDK warns if the sent version differs from its own by more than one
-    minor version.
+    """Return the version to send to a public SDK of version `version`: its own version, but at most SERVER_VERSION. If
+    `version` cannot be parsed, it is SERVER_VERSION. The SDK warns if the received version differs from its own version
+    by more than one minor version.
     """
     number = _parsed(version)
     if number is None:

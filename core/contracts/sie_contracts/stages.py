@@ -1,7 +1,7 @@
 """Stages of a request, in chronological order. Each stage has a key in `timing` of a reply, and a name for people.
 
-The console, `sie try` and the documentation use these names. The last stage, `unattributed_time`, is the time of
-`total_time` that no other stage has measured.
+The console, `sie try` and the documentation use these names. The last stage, `unattributed_time`, is the part of
+`total_time` that no other stage measures.
 """
 
 from __future__ import annotations

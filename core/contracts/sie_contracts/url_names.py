@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from urllib.parse import quote
 
-# a proxy may decode percent signs once more, and take a backslash for a slash
+# characters that no name may have: a proxy may decode a percent sign again, and treat a backslash as a slash
 _UNFIT = re.compile(r"[%\\?#\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def quoted(name: str, argument: str) -> str:
-    """Return a name, escaped for the path of a URL. Raises ValueError, which names `argument`, if the name is no text
-    or could lead to another route.
+    """Return `name`, escaped for the path of a URL. Raises ValueError if `name` is no text or could lead to another
+    route. The error message begins with `argument`.
     """
     if not isinstance(name, str) or _UNFIT.search(name) or any(part in ("", ".", "..") for part in name.split("/")):
         raise ValueError(

@@ -9,9 +9,9 @@ import yaml
 MAX_DEPTH = 64
 # largest length of a whole number: 64 bits in binary have 67 characters, and Python prints at most 4,300 digits
 MAX_DIGITS = 100
-# maximum number of YAML parser events, which take a third of a second to parse; JSON is faster and may have more values
+# maximum number of events of the YAML parser, which takes a third of a second for them; JSON may have more values
 MAX_EVENTS = 50_000
-# largest length of a text whose events are not counted, because it cannot nest deep enough to overflow the C stack
+# largest length of a text whose events are not counted: such a text cannot nest deep enough to overflow the C stack
 SMALL_BYTES = 4096
 # the C loader, which is ten times as fast, if this build of PyYAML has it
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -28,13 +28,13 @@ class NotYAML(ValueError):
 
 
 def load(data: bytes | str) -> Any:
-    """Return the value of a YAML document; None for an empty one. Raises NotYAML."""
+    """Return the value of a YAML document; None for an empty document. Raises NotYAML."""
     return load_with_node(data)[0]
 
 
 def load_with_node(data: bytes | str) -> tuple[Any, yaml.Node | None]:
-    """Return the value of a YAML document and its tree, which knows the line of each value; both are None for an empty
-    document.
+    """Return the value of a YAML document, and its root node, from which the line of each value can be read. For an
+    empty document, return (None, None).
 
     Raises NotYAML, also for nesting deeper than MAX_DEPTH, too many events, a repeated key, a key that is a list or a
     map, an alias (a few lines with aliases can expand to gigabytes), a whole number of more than MAX_DIGITS digits, and
@@ -63,7 +63,7 @@ def load_with_node(data: bytes | str) -> tuple[Any, yaml.Node | None]:
 
 
 def _check_events(data: bytes | str) -> None:
-    """Refuse YAML with too many levels or events, before a C recursion without a limit builds the tree."""
+    """Raise NotYAML for too many levels or events, because PyYAML builds the tree by a C recursion without a limit."""
     depth = 0
     for number, event in enumerate(yaml.parse(data, _LOADER)):
         line = event.start_mark.line + 1 if event.start_mark else None

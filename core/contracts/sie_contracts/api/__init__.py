@@ -16,6 +16,6 @@
     configs       routes of the catalogue, which gateways and the config service serve
     faults        errors
 
-A field that may be absent has the type `... | UnsetType`. `EXAMPLE` of a struct appears in the OpenAPI document. Tests
-check it against the schema. They also check that the parser of a body reads exactly the fields of the struct.
+A field that may be absent has the type `... | UnsetType`. The OpenAPI document shows `EXAMPLE` of a struct. Tests check
+that `EXAMPLE` fits the schema, and that the parser of a body reads exactly the fields of the struct.
 """

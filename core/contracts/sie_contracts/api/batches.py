@@ -1,4 +1,4 @@
-"""OpenAI's files and batches over HTTP, in the shapes that its clients read.
+"""Files and batches over HTTP, with the fields that OpenAI's clients read.
 
 Source: the OpenAI API reference, sections Files and Batch.
 """

@@ -1,4 +1,4 @@
-"""Bodies and replies of the routes of the cache of answers."""
+"""Bodies and replies of the routes that show and erase the cached answers of gateways."""
 
 from __future__ import annotations
 

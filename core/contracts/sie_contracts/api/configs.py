@@ -1,4 +1,4 @@
-"""Routes of the catalogue over HTTP. Gateways and the config service give the same replies."""
+"""Bodies and replies of the routes of the catalogue. Gateways and the config service send the same replies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dead letters over HTTP (messages whose work was given up), and the scopes of the caller's credential."""
+"""Replies about dead letters, which are messages that workers failed to process, and about the caller's credential."""
 
 from __future__ import annotations
 

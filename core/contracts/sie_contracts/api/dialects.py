@@ -1,4 +1,4 @@
-"""Bodies and replies of routes that other servers have: OpenAI, Jina, Voyage, NVIDIA, Cohere, Infinity."""
+"""Bodies and replies of the routes that copy other servers' APIs: OpenAI, Jina, Voyage, NVIDIA, Cohere, Infinity."""
 
 from __future__ import annotations
 
@@ -493,7 +493,7 @@ class Classified(Reply, kw_only=True):
     created: Whole = UNSET
 
 
-# bodies of the route that NeMo Guardrails calls at a GLiNER server
+# body and reply of the route that NeMo Guardrails calls on a GLiNER server
 
 
 class GuardrailText(Struct, kw_only=True):

@@ -252,7 +252,7 @@ class Redact(Struct, kw_only=True):
     params: RedactParams | UnsetType = UNSET
 
 
-# value of `usage` of one input, in the examples
+# value of `usage` for one input in the examples below
 ITEM_USED = {"prompt_tokens": 3, "total_tokens": 3, "truncated": False}
 
 

@@ -26,9 +26,9 @@ MAX_SHARD_ROWS = 100_000
 MAX_METADATA = 16  # maximum number of entries of `metadata`; OpenAI has the same limit
 MAX_KEEP = 100  # maximum number of input columns that are copied to the output
 MAX_WINDOWS = 16
-# latest deadline, in seconds: the end of the year 9999. A deadline in milliseconds, by mistake, is later and refused
+# latest deadline, in seconds since 1970: the end of the year 9999. A later value is in milliseconds by mistake
 LATEST_S = 253_402_300_799
-# maximum number of bytes of a job or batch request; its record is in the memory of every gateway
+# maximum size of a job or batch request, in bytes: every gateway has the records of all requests in memory
 MAX_REQUEST_BYTES = 40 << 10
 
 _Column = Annotated[str, Meta(min_length=1, max_length=256)]

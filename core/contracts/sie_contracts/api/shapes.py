@@ -27,15 +27,15 @@ MINI = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 def one_of(*types: Any) -> Meta:
-    """Return the schema for `Annotated[Any, ...]` whose value has one of these types. It replaces a union, because
-    msgspec allows only one list and one struct in a union.
+    """Return the schema of an `Annotated[Any, ...]` field that accepts values of these types. A union type is not
+    possible, because msgspec allows only one list and one struct in a union.
     """
     schemas, components = msgspec.json.schema_components(types)
     return Meta(extra_json_schema={"anyOf": [_inlined(schema, components) for schema in schemas]})
 
 
 def needs_one_of(*names: str) -> Meta:
-    """Return the schema for `Annotated[a struct, ...]` that requires at least one of these fields."""
+    """Return the schema for `Annotated[STRUCT, ...]` that requires at least one of the fields `names`."""
     return Meta(extra_json_schema={"anyOf": [{"required": [name]} for name in names]})
 
 

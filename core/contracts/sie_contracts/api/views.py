@@ -1,4 +1,4 @@
-"""Pages of the console over HTTP: overview, placement of models, history, slow requests, and checks of `sie doctor`."""
+"""Replies that the console shows: overview, placement of models, history, slow requests, and checks of `sie doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Document files for a model that parses them, and their cost. No function here opens a file.
+"""Document files for a model that parses documents, and the cost of a file. No function of this module opens a file.
 
 item ──gateway──► DocumentFile ──sidecar: size, cost──► batch ──adapter: format by content──► a process that parses it
 """
@@ -16,7 +16,7 @@ BYTES_PER_TOKEN = 64
 
 
 class DocumentFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file as the client sent it. `format`: the client's name of its format, used if the content does not show it."""
+    """A file as the client sent it. `format`: the client's name of its format, if the content does not show it."""
 
     data: bytes
     format: str = ""
@@ -32,6 +32,6 @@ def cost(size: int) -> int:
 
 
 def check(limits: DocumentLimits, size: int) -> None:
-    """Raise an error for a file that is larger than the limit. `size`: its bytes."""
+    """Raise InvalidInput if a file of `size` bytes is larger than the limit."""
     if size > limits.max_bytes:
         raise fault("too_large", f"the document has {size} bytes, at most {limits.max_bytes} are read")

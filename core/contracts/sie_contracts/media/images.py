@@ -1,5 +1,5 @@
-"""Preparation of images for a model, from the file to pixels. The adapter sends a `Recipe` to the sidecar, and the
-functions here compute the sizes that follow from it. No function here opens a file.
+"""Preparation of images for a model, from the file to pixels. The adapter sends a `Recipe` to the sidecar. From the
+recipe, the functions of this module compute image sizes; they open no file.
 
     header ──► check ──► decode ──► upright RGB ──► each size of `resizes`, in order ──► crop, pad or cut to `pixels_of`
 
@@ -47,11 +47,11 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
         tiles    longest multiple                resize to `longest`, enlarge edges to multiples; then cut squares
 
     The squares of `tiles`, row by row, lie one below the other. The last square is the whole image, shrunk to a square;
-    it is the only square if the resized image fits into one.
+    if the resized image fits into one square, there is only this square.
 
-    `raised`, for blocks: an image with an edge below `multiple` is first enlarged, and its other edge is `rounded` or
-    `floored`; `no`: it is not enlarged first. `tokens`: cost of one image, in tokens. `block_tokens`: cost of each
-    block in addition to `tokens`.
+    `raised`, for blocks: `rounded` and `floored` first enlarge an image with an edge below `multiple`, and round its
+    other edge to the nearest or to the lower whole number; `no` skips this step. `tokens`: cost of one image, in
+    tokens. `block_tokens`: cost of each block in addition to `tokens`.
     """
 
     kind: Kind = "squash"
@@ -94,9 +94,9 @@ _NEEDS: Mapping[Kind, tuple[str, ...]] = {
 
 
 class TileTokens(msgspec.Struct, frozen=True):
-    """Token ids around the tiles of an image that is cut into tiles, which a reduced copy of the whole image follows.
-    `before[row][column]`: the ids before that tile; before the first tile also those that begin the image. `overview`:
-    the ids between the last tile and the reduced copy.
+    """Token ids around the tiles of an image. A reduced copy of the whole image follows the tiles.
+    `before[row][column]`: the ids before that tile; before the first tile, these include the ids that begin the image.
+    `overview`: the ids between the last tile and the reduced copy.
     """
 
     before: tuple[tuple[tuple[int, ...], ...], ...]
@@ -104,7 +104,7 @@ class TileTokens(msgspec.Struct, frozen=True):
 
 
 class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Token ids that stand for an image in a row of token ids: `before`, then `token` repeated `count` times, then
+    """Token ids that represent an image in a row of token ids: `before`, then `token` repeated `count` times, then
     `after`. If `count` is 0, `token` is repeated once for each block of the image. With `tiles`, `token` is repeated
     `count` times for each tile, and `before` is only for an image of one tile.
 
@@ -129,7 +129,7 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         if 0 in self.std:
-            raise UnknownProcessor(f"the standard deviations are {self.std}, expected none of 0")
+            raise UnknownProcessor(f"the standard deviations are {self.std}, expected numbers other than 0")
 
     @staticmethod
     def from_processor(config: Mapping[str, Any]) -> Normalisation:
@@ -142,7 +142,7 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def check(recipe: Recipe, size: Size) -> None:
-    """Raise an error if an image exceeds the limits. `size`: size in the file's header, before any rotation."""
+    """Raise InvalidInput if an image exceeds the limits. `size`: size in the file's header, before any rotation."""
     height, width = size
     if min(size) < 1:
         raise fault("undecodable", f"the image is {width} x {height} pixels, expected at least 1 x 1")
@@ -183,9 +183,7 @@ def pixels_of(recipe: Recipe, size: Size) -> Size:
 
 
 def grid_of(recipe: Recipe, pixels: Size) -> Size:
-    """Return the numbers of rows and columns of blocks, or of tiles, in an image that the model reads at the size
-    `pixels`.
-    """
+    """Return the numbers of rows and columns of blocks or tiles in an image that the model reads at size `pixels`."""
     return Size(pixels.height // recipe.multiple, pixels.width // recipe.multiple)
 
 
@@ -203,7 +201,7 @@ def has_one_size(recipe: Recipe) -> bool:
 
 def max_tiles(recipe: Recipe) -> int:
     """Return the largest number of rows, and of columns, of tiles that one image can have."""
-    # `_tiles` rounds the second edge up to an even number, so for a square image it may be larger than an odd `longest`
+    # `_tiles` rounds the second edge up to an even number, which may exceed `longest` if the image is a square
     return math.ceil((recipe.longest + recipe.longest % 2) / recipe.multiple)
 
 
@@ -214,7 +212,7 @@ def max_blocks(recipe: Recipe) -> int:
         return 1 if rows == 1 else rows**2 + 1
     if recipe.kind != "blocks":
         return 0
-    # an image of one row of blocks may have more blocks than `max_pixels` allows, as no edge is shorter than a block
+    # blocks in one row may have more pixels than `max_pixels`, because each edge has at least one block
     in_a_row = math.isqrt(MAX_ASPECT * recipe.max_pixels) // recipe.multiple
     return max(recipe.max_pixels // recipe.multiple**2, in_a_row)
 
@@ -227,7 +225,7 @@ def placeholders(recipe: Recipe, tokens: ImageTokens, pixels: Size) -> int:
 
 
 def image_ids(recipe: Recipe, tokens: ImageTokens, pixels: Size, upright: Size) -> tuple[int, ...]:
-    """Return the token ids that stand for an image of the size `upright`. `pixels`: the size at which the model reads
+    """Return the token ids that represent an image of the size `upright`. `pixels`: the size at which the model reads
     the image.
     """
     if tokens.tiles is not None and max(tiles := tiles_of(recipe, upright)) > 1:
@@ -238,7 +236,7 @@ def image_ids(recipe: Recipe, tokens: ImageTokens, pixels: Size, upright: Size) 
 
 
 def max_ids(recipe: Recipe, tokens: ImageTokens) -> int:
-    """Return the largest number of token ids that stand for one image."""
+    """Return the largest number of token ids that represent one image."""
     if tokens.tiles is None:
         return len(tokens.before) + (tokens.count or max_blocks(recipe)) + len(tokens.after)
     square = Size(recipe.longest, recipe.longest)
@@ -311,8 +309,8 @@ def _page(recipe: Recipe, size: Size) -> tuple[Size, ...]:
 
 
 def _tiles(recipe: Recipe, size: Size) -> tuple[Size, ...]:
-    """Return the size with the longer edge `longest`, then the size in multiples. All roundings are those of
-    Idefics3ImageProcessorPil.
+    """Return two sizes: first with `longest` as the longer edge, then with both edges raised to multiples.
+    Idefics3ImageProcessorPil rounds in the same way.
     """
     ratio, longest = size.width / size.height, recipe.longest
     is_wide = size.width >= size.height
@@ -394,7 +392,7 @@ def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, float]:
-    """Return the numbers of red, green and blue; a single number is that of all three. Raises UnknownProcessor."""
+    """Return the numbers of red, green and blue; a single number is used for each channel. Raises UnknownProcessor."""
     value = settings.get(key)
     values: list[Any] = list(value) if isinstance(value, list | tuple) else [value] * 3
     if len(values) != 3:
@@ -405,7 +403,7 @@ def channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, float
 
 
 def _sides(settings: Mapping[str, Any], key: str, *, square: bool) -> dict[str, int]:
-    """Return a size as a map from edge to pixels. A single number is both edges if `square`, else the shorter edge."""
+    """Return a size as a map from edge to pixels. A single number is the shorter edge, or with `square` both edges."""
     value = settings.get(key)
     if isinstance(value, int):
         value = {"height": value, "width": value} if square else {"shortest_edge": value}
@@ -434,12 +432,14 @@ def _fixed(settings: Mapping[str, Any]) -> Recipe:
     if size.keys() == {"shortest_edge"} and crop is not None:
         return Recipe("crop", crop["height"], crop["width"], size["shortest_edge"])
     lacks = ", without do_center_crop" if crop is None else ""
-    raise UnknownProcessor(f"size has {', '.join(sorted(size))}{lacks}: images would get different sizes")
+    raise UnknownProcessor(
+        f"size has {', '.join(sorted(size))}{lacks}: images would have different sizes, which no recipe supports"
+    )
 
 
 def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
     """Return the recipe of image encoders that read images of any size. Each block of patches becomes one token.
-    `frames`: the bounds in the file are for a video of this many frames, so they are divided by it.
+    `frames`: number of frames of the video for which the file has bounds; the bounds are divided by this number.
     """
     bounds = settings.get("size")
     size = dict(bounds) if isinstance(bounds, Mapping) else {}
@@ -447,7 +447,7 @@ def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
     most = settings.get("max_pixels") or size.get("longest_edge")
     if not isinstance(least, int) or not isinstance(most, int):
         raise UnknownProcessor(
-            "neither size nor min_pixels and max_pixels bound the pixels, and the default depends on the class"
+            "expected size, or min_pixels and max_pixels, to bound the pixels: the default depends on the class"
         )
     if least % frames or most % frames:
         raise UnknownProcessor(f"the bounds {least} and {most} are not multiples of the {frames} frames of a video")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# code of ISO 639-2 for an undetermined language: for a model that writes several languages and does not report which
+# code of ISO 639-2 for an undetermined language: some models write several languages and do not report which one
 UNDETERMINED = "und"
 _NAMES = """
     af=afrikaans am=amharic ar=arabic as=assamese az=azerbaijani ba=bashkir be=belarusian bg=bulgarian

@@ -10,7 +10,7 @@ Cause = Literal["too_large", "undecodable", "aspect", "timeout"]
 
 
 def fault(cause: Cause, message: str) -> InvalidInput:
-    """Return the error of a file that cannot be used. Its message begins with the cause."""
+    """Return the error for a file that cannot be used. The message of the error begins with `cause`."""
     return InvalidInput(f"{cause}: {message}", reason="invalid_media")
 
 

@@ -53,18 +53,19 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
     spectrogram. The spectrogram has one frame per `hop` samples. Each frame covers `fft` samples and has `bins`
     frequency bands from `low` to `high` Hz.
 
-    `filling`: how a sound shorter than the window is filled up. repeatpad: repeat it as often as it fits completely,
-    then add silence; repeat: repeat it up to the full length; pad: add silence only; none: keep it as it is.
+    `filling`: how a sound shorter than the window is filled up. repeatpad: repeat the sound as often as it fits
+    completely, then add silence; repeat: repeat the sound up to the full length; pad: add silence only; none: do not
+    fill up.
 
-    Of a sound longer than the window, only the middle is read. With `whole`, all of it is read. With `fused`, the model
-    gets four views of a sound longer than the window: the whole sound, shrunk, and one part of each third; a shorter
-    sound is given four times.
+    The model reads only the middle of a sound longer than the window. With `whole`, it reads the whole sound. With
+    `fused`, it gets four views of a longer sound: the whole sound, shrunk, and one part of each third; the four views
+    of a shorter sound are equal.
 
     `scale`: spacing of the bands; with slaney, bands have equal area. `levels`: unit of the powers. `decibels`: the
     log10 of a power, times 10. `relative`, as in Whisper: (max(x, largest x - 8) + 4) / 4, where x is the log10 of a
     power. `natural`, as in Parakeet: the natural logarithm of a power. Only `decibels` has a frame after the last hop.
-    `emphasis`: from each sample, this factor times the previous sample is subtracted. `span`: number of samples that
-    are read in the middle of each frame (0: all). `chunk`: number of samples that cost as much as one token.
+    `emphasis`: factor; this factor times the previous sample is subtracted from each sample. `span`: number of samples
+    that are read in the middle of each frame (0: all). `chunk`: number of samples that cost as much as one token.
     """
 
     rate: int
@@ -98,13 +99,13 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def tokens(self) -> int:
-        """Return the cost, in tokens, of any sound that is not longer than the window: that of a full window."""
+        """Return the cost of a full window, in tokens. A sound shorter than the window has the same cost."""
         return -(-self.window // self.chunk)
 
     @property
     def shape(self) -> Shape:
-        """Return the smallest shape of the features of a sound: that of a full window, or if sounds are not filled up,
-        that of two frames, because the features of one frame have no variance.
+        """Return the smallest shape of the features of a sound: the shape of a full window. If sounds are not filled
+        up, it is the shape of two frames, because the features of one frame have no variance.
         """
         return self._shape_of(2 * self.hop if self.filling == "none" else self.window)
 
@@ -126,8 +127,8 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def check(header: SoundHeader, from_s: float | None = None) -> None:
-    """Raise an error for a sound whose header has a rate, length or number of channels outside the limits. With
-    `from_s`, only a part is read, from this second on, so the whole sound may be longer.
+    """Raise InvalidInput if a sound's header has a rate, length or number of channels outside the limits. With
+    `from_s`, only the part from this second on is read, so the whole sound may last up to MAX_RECORDING_S.
     """
     frames, rate, channels = header
     if not RATES[0] <= rate <= RATES[1]:
@@ -173,7 +174,7 @@ def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
         raise UnknownExtractor(f"the feature extractor is {name}, known are {', '.join(_EXTRACTORS)}")
     try:
         recipe = _EXTRACTORS[name](config, positions)
-        # the sidecar decodes a recipe strictly, and a file may have 30.0 for 30
+        # the sidecar accepts only integers in a recipe, but a file may have 30.0 in place of 30
         return msgspec.convert(msgspec.structs.asdict(recipe), SoundRecipe, strict=False)
     except (ValueError, TypeError) as error:
         raise UnknownExtractor(str(error)) from error
@@ -186,7 +187,9 @@ def _clap(config: Mapping[str, Any], positions: int) -> SoundRecipe:
         raise UnknownExtractor(f"not supported: truncation is {settings['truncation']}, padding {settings['padding']}")
     fused = settings["truncation"] == "fusion"
     if fused and settings["feature_size"] != FUSED_BINS:
-        raise UnknownExtractor(f"feature_size is {settings['feature_size']}, fused features have {FUSED_BINS}")
+        raise UnknownExtractor(
+            f"feature_size is {settings['feature_size']}, expected {FUSED_BINS} for truncation fusion"
+        )
     window = settings["max_length_s"] * settings["sampling_rate"]
     return SoundRecipe(
         rate=settings["sampling_rate"],
@@ -257,9 +260,7 @@ def _parakeet(config: Mapping[str, Any], positions: int) -> SoundRecipe:
 
 
 def _fixed(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a file, with `values` for those that it lacks. Raises UnknownExtractor if the file has
-    another value for one of `values`.
-    """
+    """Return `config` completed with `values`. Raises UnknownExtractor if a setting differs from that in `values`."""
     settings = {**values, **{key: value for key, value in config.items() if value is not None}}
     if changed := [name for name, value in values.items() if settings[name] != value]:
         raise UnknownExtractor(f"{changed[0]} is {settings[changed[0]]}, supported is {values[changed[0]]}")

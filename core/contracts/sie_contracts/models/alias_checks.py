@@ -17,7 +17,7 @@ _FIX = "name one target and give the other as `shadow`, or make a new index and 
 
 def resolve_all(catalogue: Catalogue, spec: str) -> tuple[Resolved, ...]:
     """Return all models to which a name may resolve: one model, or for an alias all its targets, the target with the
-    largest weight first. Targets without the revision or profile in the name are left out. Raises ModelNotFound,
+    largest weight first. Targets that lack the revision or the profile in `spec` are left out. Raises ModelNotFound,
     BundleConflict.
     """
     resolved = catalogue.resolve(spec)
@@ -37,17 +37,16 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
     shadow has a task of the first target, and the results of the targets can be mixed (in one index, for example).
 
     Raises ValidationFailed, which names the field and the fix. The vectors of two encoders can be mixed only if their
-    entries prove that the encoders compute the same numbers (`Resolved.numbers`). `force` skips only the check whether
-    results can be mixed.
+    entries prove that the encoders compute the same numbers (`Resolved.numbers`). `force` skips only this check.
     """
     folded = alias.id.casefold()
     if model_id := next((model for model in catalogue.entries if model.casefold() == folded), None):
-        message = f"a model has the id {model_id!r}: give the alias another one, or remove the model first"
+        message = f"a model has the id {model_id!r}: give the alias another id, or remove the model first"
         raise faulty("$.id", message)
     if twin := next(
         (alias_id for alias_id in catalogue.aliases if alias_id.casefold() == folded and alias_id != alias.id), None
     ):
-        raise faulty("$.id", f"the existing alias {twin!r} differs in case alone: give this one another id")
+        raise faulty("$.id", f"the existing alias {twin!r} differs only in case: give the new alias another id")
     targets = [
         _target(catalogue, alias, target.model, f"$.alias[{number}].model") for number, target in enumerate(alias.alias)
     ]
@@ -56,7 +55,8 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
         if not set(shadow.entry.tasks) & set(targets[0].entry.tasks):
             raise faulty(
                 "$.shadow.model",
-                f"{shadow.entry.id} does {_verbs(shadow)}, but {targets[0].entry.id} does {_verbs(targets[0])}",
+                f"{shadow.entry.id} does {_verbs(shadow)}, but {targets[0].entry.id} does {_verbs(targets[0])}: "
+                "name another model",
             )
         if any(shadow.canonical == target.canonical for target in targets):
             raise faulty("$.shadow.model", f"{shadow.canonical} is a target of the alias already: name another model")
@@ -103,7 +103,7 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
 
 
 def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:
-    """Return `Resolved.numbers` for each profile that a request to the alias may name; "" is for no profile."""
+    """Return `Resolved.numbers` by profile that a request may name. The key "" is for requests without a profile."""
     names = resolved.entry.profiles if resolved.profile == "default" else ()
     return {
         "": resolved.numbers,
@@ -116,7 +116,7 @@ def _verbs(resolved: Resolved) -> str:
 
 
 def changes_vectors(before: Alias, after: Alias, catalogue: Catalogue) -> bool:
-    """Return whether `after` may give vectors that cannot search an index of the vectors of `before`."""
+    """Return whether vectors of the alias `after` may differ in kind from vectors of the alias `before`."""
     try:
         former = {_target(catalogue, before, target.model, "$").numbers for target in before.alias}
         targets = [_target(catalogue, after, target.model, "$") for target in after.alias]

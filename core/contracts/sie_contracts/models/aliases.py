@@ -1,7 +1,7 @@
 """Aliases: additional names of models. This module has the structs of an alias, the choice of a target by the key of a
 request, and the check of a document.
 
-    {id: search, alias: BAAI/bge-m3@<commit>}                           one target; a write replaces it
+    {id: search, alias: BAAI/bge-m3@<commit>}                           one target
     {id: search, alias: [{model: A, weight: 90}, {model: B, weight: 10}]}     each key keeps its target
     {id: search, alias: A, shadow: {model: B, share: 0.1}}              B gets copies of requests; its answers are
                                                                         dropped
@@ -40,7 +40,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class Shadow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model that gets copies of a share of the requests. Its answers are compared with the real ones and dropped."""
+    """A model that gets copies of a share of the requests. Its answers are compared with the target's, then dropped."""
 
     model: str
     share: float = 1.0
@@ -62,7 +62,7 @@ class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def heaviest(self) -> Target:
-        """Return the target with the largest weight, the first if several have it. Requests without a key use it."""
+        """Return the target with the largest weight; of several, the first. Requests without a key use this target."""
         return max(self.alias, key=lambda target: target.weight)
 
 
@@ -74,11 +74,11 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
     """Check a document from YAML or JSON and return the alias. Raises ValidationFailed for the first faulty field; its
     `errors` have the path of this field. The id is not checked here.
 
-    The short form of a target without a weight, or of a shadow of all requests, is the model name alone.
+    A model name alone is the short form of a target without a weight, and of a shadow of all requests.
     """
     if both := sorted(raw.keys() & _OF_MODELS):
         message = (
-            f"a document is a model or an alias, but this has {both[0]} too: give the alias its own document, "
+            f"a document is a model or an alias, but this document has {both[0]} too: give the alias its own document, "
             "with another id"
         )
         raise faulty("$.alias", message)
@@ -104,7 +104,10 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
             )
             raise faulty(f"$.alias[{number}].weight", message)
         if _key_name(target.model) in {_key_name(earlier_target.model) for earlier_target in parsed.alias[:number]}:
-            raise faulty(f"$.alias[{number}].model", f"{target.model[:200]!r} is named twice; give it one weight")
+            raise faulty(
+                f"$.alias[{number}].model",
+                f"{target.model[:200]!r} is named twice: name it once, with one weight",
+            )
     if parsed.shadow is not None and not 0 < parsed.shadow.share <= 1:
         message = (
             f"expected a share above 0, at most 1, got {parsed.shadow.share:g}; to have no shadow, leave `shadow` out"
@@ -118,7 +121,7 @@ def _named(value: Any) -> Any:
 
 
 def _key_name(model: str) -> str:
-    """Return the target's name to hash with a key: without its revision, so that a new revision moves no key."""
+    """Return the target's name without its revision. `choose` hashes this name, so a new revision moves no key."""
     name, at, tail = model.partition("@")
     return name + (":" + tail.partition(":")[2] if at and ":" in tail else "")
 
@@ -128,7 +131,7 @@ def choose(alias: Alias, key: str) -> Target:
     the keys in proportion to its weight.
 
     The method is weighted rendezvous hashing: if the weight of a target rises, keys move only to this target. The hash
-    includes the alias, so that a key may have unrelated targets in different aliases.
+    includes the id of the alias, so that the targets of a key in two aliases are independent.
     """
     if len(alias.alias) == 1:
         return alias.alias[0]

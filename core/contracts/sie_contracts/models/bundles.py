@@ -16,7 +16,7 @@ from sie_contracts.models.families import FAMILIES
 from sie_contracts.names import located
 
 DEFAULT = "default"
-BUILT_IN = "built-in"  # value in `families` that stands for all families that need no extra dependencies
+BUILT_IN = "built-in"  # value in `families` that means all families without extra dependencies
 _BUILT_IN_FAMILIES = [name for name, row in FAMILIES.items() if not row.extra]
 # allowed form of a bundle's id, in the catalogue and in SIE_BUNDLE
 BUNDLE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -26,9 +26,9 @@ _REQUIREMENT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\s*(\[[^\]]*
 class BundleEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A bundle: the packages of one worker image, and the families of models that its workers can serve.
 
-    `requires`: requirements in the form of PEP 508; an adapter that lacks one of them does not start. `families`: the
-    families that it serves; empty means all, including families of other packages. If several bundles can serve a
-    model, the bundle with the lowest `priority` is preferred.
+    `requires`: packages in the form of PEP 508; an adapter process that lacks one of these packages does not start.
+    `families`: families that the bundle serves; empty means all, including families of other packages. If several
+    bundles can serve a model, the bundle with the lowest `priority` is preferred.
     """
 
     id: str
@@ -68,7 +68,7 @@ def ordered(bundles: Mapping[str, BundleEntry]) -> list[BundleEntry]:
 
 
 def serving(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, ...]:
-    """Return the bundles that can serve a model of `family`, the preferred first. `named`: the only bundle allowed."""
+    """Return the bundles that can serve a model of `family`, the preferred first; only `named` if it is not empty."""
     if not bundles:  # the catalogue of a process that serves one model has no bundles
         return (named or DEFAULT,)
     return tuple(bundle.id for bundle in ordered(bundles) if bundle.serves(family) and named in ("", bundle.id))

@@ -84,7 +84,7 @@ class Catalogue:
     bundles: Mapping[str, BundleEntry] = field(default_factory=dict)
     epoch: str = ""
     aliases: Mapping[str, Alias] = field(default_factory=dict)
-    # id -> number of the write that created the present revision, counted like the number in an epoch
+    # id -> number of the write that created the present revision: the number in the epoch after this write
     written: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -124,7 +124,7 @@ class Catalogue:
         return new
 
     def since(self, model: str) -> str:
-        """Return the epoch of the write that created a model's present revision; if unknown, that of the snapshot."""
+        """Return the epoch of the write that created a model's present revision; if unknown, the snapshot's epoch."""
         number = self.written.get(model)
         return self.epoch if number is None else f"{self.epoch.rpartition(':')[0]}:{number}"
 
@@ -177,9 +177,7 @@ class Catalogue:
         return {}
 
     def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
-        """Return the resolution with its bundles: `bundle` if the request names it, else all that serve the model.
-        Raises BundleConflict.
-        """
+        """Return `resolved` with the bundle in the request, or with all bundles of the model. Raises BundleConflict."""
         if resolved.bundles and not bundle:
             return resolved
         entry, able = resolved.entry, self.bundles_of(resolved.entry)
@@ -189,14 +187,14 @@ class Catalogue:
         return msgspec.structs.replace(resolved, bundles=(bundle,) if bundle else able)
 
     def find_alias(self, name: str) -> Alias | None:
-        """Return the alias with this id, found by the rule of `find`; None if there is none."""
+        """Return the alias with this id, or the only alias whose id differs only in case; None if there is none."""
         return self.aliases.get(name) or self.aliases.get(self._names.same(name) or "")
 
     def _through_alias(self, rest: str, key: str) -> Resolved | None:
         """Resolve `alias[@revision][:profile]`; None if the alias does not exist. Raises ModelNotFound, BundleConflict.
 
-        A revision must be that of the target's model. If the target names a profile, no other profile is allowed, and
-        `default` stands for the target's profile; otherwise any profile of the model is allowed.
+        A revision in the name must be the revision of the target's model. If the target names a profile, the name may
+        contain only this profile, or `default` with the same meaning. Otherwise any profile of the model is allowed.
         """
         name, _, revision = rest.partition("@")
         profile = ""
@@ -218,8 +216,8 @@ class Catalogue:
         if profile not in ("", "default", resolved.profile):
             if resolved.profile != "default":
                 message = (
-                    f"{alias.id} is an alias of {resolved.canonical}, which names its profile: to use another one, "
-                    "name the model"
+                    f"{alias.id} is an alias of {resolved.canonical}, which already names a profile: "
+                    "to use another profile, name the model"
                 )
                 raise ModelNotFound(
                     message, reason="profile_not_found", param="model", extras={"profiles": [resolved.profile]}
@@ -255,8 +253,7 @@ class Catalogue:
                 extras={"profiles": ["default", *entry.profiles]},
             )
         run, load = _layered(entry, profile)
-        # Profiles with equal load options share one copy of the weights, which has the name of the first of these
-        # profiles.
+        # Profiles with equal load options share one residency, which has the name of the first of these profiles.
         owner = next(name for name in ("default", *entry.profiles) if _layered(entry, name)[1] == load)
         residency = entry.id if owner == "default" else f"{entry.id}:{owner}"
         return Resolved(entry, profile, run, load, residency, requested)
@@ -297,7 +294,7 @@ def _overlay(base: RunDefaults, layer: RunDefaults) -> RunDefaults:
 
 
 def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
-    """Override load options. A profile cannot clear a flag, because false means unset (`causal`: only None does)."""
+    """Override the options that `layer` sets. False means unset, so a profile can clear no flag except `causal`."""
     if layer is None:
         return base
     layer_options = ((name, getattr(layer, name)) for name in LoadOptions.__struct_fields__)
@@ -307,7 +304,7 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """Return the fingerprint of a profile's answers: that of the loaded model, with the profile's run options added."""
+    """Return the fingerprint of a profile's answers: `loaded`, hashed with the profile's run options if they differ."""
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:
         return loaded
@@ -336,7 +333,7 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
         "outputs": entry.outputs,
         "prompts": entry.prompts,
         "run": entry.run,
-        # without the engine that the entry requests: the engine that really runs is added below
+        # the requested engine is left out, because the engine that really runs is added below
         "load": msgspec.structs.replace(load, engine=None),
         "precision": precision,
     }
@@ -355,7 +352,7 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
         facts["digests"] = entry.weights.digests
     weights = entry.weights
     if weights.unpinned and not weights.digests and weights.hub != entry.id:
-        # Without a commit and digests, only the repository's name identifies the weights. A path does not count: an
-        # archive of models adds it.
+        # Without a commit and digests, only the repository's name identifies the weights. The path is left out: an
+        # entry gets a path when its model is unpacked from an archive.
         facts["hub"] = weights.hub
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]

@@ -50,16 +50,16 @@ def text_cost(tokens: float, squares: float, crossover: int) -> float:
     return tokens + squares / crossover if crossover else tokens
 
 
-# While a batch runs, the next one is formed in advance only if its predicted time is at most this share of a request's
-# time budget.
+# While a batch runs, the next batch is formed in advance only if its predicted time is at most this share of a
+# request's time budget.
 AHEAD_SHARE = 0.25
-# a line through the measured times is fitted only if variance of batch sizes / square of the mean size is at least this
+# a line through the measured times is fitted only if variance of batch sizes / square of the mean size is above this
 _MIN_SPREAD = 0.02
-# a result this many times above or below the range that is possible after earlier batches is an outlier
+# a measured time is an outlier if it is this many times above or below the range that earlier batches make possible
 _IMPOSSIBLE = 2.0
-# a result outside the possible range is an outlier also if it is this many times above or below the fitted line
+# a measured time outside this range is also an outlier if it is this many times above or below the fitted line
 _UNLIKELY = 4.0
-# while only one batch size was measured, times are predicted for sizes up to this factor times the mean size
+# while only one batch size was measured, sizes up to this factor times the mean size have the mean time
 _GROWTH = 2.0
 
 
@@ -79,7 +79,7 @@ class BatchTimes:
         self._keep = 1 - 1 / memory
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self._odd = 1.0  # factor by which the last result was outside its expected range; 1.0 if it was inside
-        # fixed part of a batch, as a number of tokens that take as long; None before the first line is fitted
+        # number of tokens that take as long as the fixed part of a batch; None before the first line is fitted
         self._fixed: float | None = None
 
     def note(self, tokens: float, seconds: float) -> None:
@@ -126,8 +126,8 @@ class BatchTimes:
         return max(0.0, (self._y - token_s * self._x) / self._n), token_s
 
     def fixed_tokens(self) -> float:
-        """Return the fixed part of a batch as a number of tokens that take as long; 0 if it is not known, infinity if
-        the time does not depend on the tokens.
+        """Return the number of tokens that take as long as the fixed part of a batch; 0 if the fixed part is unknown,
+        infinity if the time does not depend on the tokens.
         """
         line = self.line()
         if line is None:
@@ -179,9 +179,7 @@ class BatchTimes:
         return mean_s if self._fixed == math.inf else mean_s * (self._fixed + tokens) / (self._fixed + mean)
 
     def tokens(self, seconds: float) -> float:
-        """Return the largest batch, in tokens, that takes at most `seconds`: 0 if there is none, infinity if
-        unmeasured.
-        """
+        """Return the largest batch, in tokens, that takes at most `seconds`: 0 if none does, infinity if unmeasured."""
         if not self._n:
             return math.inf
         mean, mean_s = self._x / self._n, self._y / self._n

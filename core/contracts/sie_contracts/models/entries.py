@@ -24,16 +24,16 @@ Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Engine = Literal["openvino", "sglang", "torch"]
 Pooling = Literal["cls", "mean", "last", "weighted", "max", "sqrt"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
-# Poolings of a text that can be computed from the poolings of its parts. Only with these may a chunk extend over
-# several windows of a long text.
+# Poolings of a text that can be computed from the poolings of its parts. With another pooling, a chunk must lie within
+# one window of a long text.
 JOINABLE_POOLINGS: tuple[Pooling, ...] = ("mean", "max")
 MAX_POOLINGS = 6  # maximum number of poolings that a model may combine, for example `cls+mean`
-# pooling as a request writes it -> pooling
+# name of a pooling in a request -> pooling
 POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "last_token": "last"}
 INPUTS = ("text", "image", "audio", "document")
 VECTORS = ("dense", "sparse", "multivector")
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
-# output as clients name it -> task whose models have this output; empty: models whose entries list it under this name
+# name of an output for clients -> task whose models have it; empty: the models whose entries list this name
 _LISTED = {
     "dense": "",
     "sparse": "",
@@ -92,8 +92,8 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Options of the head, which turns hidden states into outputs. They replace values that are missing or wrong in the
-    model's own files. None means that the value in the files is used.
+    """Options of the head, which turns hidden states into outputs. The options replace values that are missing or wrong
+    in the model's own files. None means that the value in the files is used.
 
     Sparse: `sparse_activation` is applied to the masked-LM logits. With `sparse_special_tokens` false, special tokens
     get no weight. `query_encoder` idf reads the weights of queries from idf.json.
@@ -149,8 +149,8 @@ class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A variant of a model. `extends`: another profile, whose own options this profile inherits. That profile's
-    `extends` is not followed.
+    """A variant of a model. `extends`: another profile. This profile inherits the options that the other profile sets
+    itself, not those that the other profile inherits.
     """
 
     load: LoadOptions | None = None
@@ -164,12 +164,12 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     `prompts`: templates by name. Each contains a literal `{text}` and may contain `{instruction}`. The value of the key
     `default_instruction` is no template, but the instruction of requests that name none. The templates `query` and
-    `document` are for the two sides of a search. `default_prompt_name`: the template that the model's own library uses
-    if a call names none. Routes that copy another server's API use it too; without it they add no prompt. `pair`:
-    template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`; each piece of the template is
-    tokenised separately. `bundle`: the only bundle that may serve the model; empty means every bundle that has the
-    family. `machine_profiles`: the only machine profiles whose workers may serve the model, the preferred one first,
-    each including its spot variant (`l4` also allows `l4-spot`); empty means all.
+    `document` are for the queries and the documents of a search. `default_prompt_name`: the template that the model's
+    own library uses if a call names no template. Routes that copy another server's API use this template too; without
+    it, they add no prompt. `pair`: template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`;
+    each piece of the template is tokenised separately. `bundle`: the only bundle that may serve the model; empty means
+    every bundle that has the family. `machine_profiles`: the only machine profiles whose workers may serve the model,
+    the preferred one first, each including its spot variant (`l4` also allows `l4-spot`); empty means all.
 
     `languages`: languages of its texts, or of the texts in its images and sounds: codes of ISO 639, `code` for source
     code, or only `multilingual` for too many to list. Empty: not known, or the model reads no text.
@@ -232,7 +232,7 @@ def is_joinable(name: str) -> bool:
 
 
 def poolings(name: str) -> tuple[Pooling, ...] | None:
-    """Return the poolings that `+` joins in `name`; None if one does not exist, or for more than MAX_POOLINGS."""
+    """Return the poolings that `+` joins in `name`; None for an unknown pooling, and for more than MAX_POOLINGS."""
     parts = name.split("+")
     joined: tuple[Pooling, ...] = tuple(pooling for part in parts for pooling in POOLINGS if pooling == part)
     return joined if len(joined) == len(parts) <= MAX_POOLINGS else None
@@ -260,7 +260,7 @@ def listed_outputs(entry: ModelEntry) -> list[str]:
 
 
 def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
-    """Return the width of each vector output, by name. With MUVERA in `run`, `dense` is the width of its encoding."""
+    """Return the width of each vector output, by name. With `run.muvera`, `dense` is the width of MUVERA's encoding."""
     widths_by_name = {name: width for name, width in entry.outputs.items() if name in VECTORS and width}
     if run.muvera and "multivector" in widths_by_name:
         own = run.muvera if isinstance(run.muvera, dict) else {}
@@ -301,10 +301,12 @@ def parse_entry(raw: object) -> ModelEntry:
             raise faulty(f"$.machine_profiles[{number}]", message)
     for name, profile in entry.profiles.items():
         if not _PROFILE.fullmatch(name) or name == "default":
-            message = f"profile name {name[:100]!r} is not of the form {_PROFILE.pattern}, or is default"
+            message = (
+                f"profile name {name[:100]!r} is not of the form {_PROFILE.pattern}, or is the reserved name default"
+            )
             raise faulty("$.profiles", message)
         if profile.extends and profile.extends not in entry.profiles:
-            raise faulty(f"$.profiles.{name}.extends", f"extends an unknown profile {profile.extends!r}")
+            raise faulty(f"$.profiles.{name}.extends", f"expected a profile of this entry, got {profile.extends!r}")
     runs = {"$.run": entry.run} | {f"$.profiles.{name}.run": profile.run for name, profile in entry.profiles.items()}
     for path, run in runs.items():
         if run.pooling and poolings(run.pooling) is None:

@@ -47,11 +47,11 @@ class Family:
     # weights may be in pytorch_model.bin, which is read by torch's loader for plain tensors
     has_pickled_weights: bool = False
     names_backbones: bool = False  # `config_file` names hub repositories of backbones, whose files are downloaded too
-    files: tuple[str, ...] = ()  # patterns of the files that a load reads; empty: the patterns of most families
+    files: tuple[str, ...] = ()  # patterns of the files that a load reads; empty: the same as for most families
     reads_scales: bool = False  # an output schema may have integers with bounds, among which the model chooses
     # pip extra of sie-cluster that the family needs; a bundle's `built-in` does not include such a family
     extra: str = ""
-    is_package: bool = False  # a model of the family is a Python package: the one that `weights.package` names
+    is_package: bool = False  # a model of the family is the Python package that `weights.package` names
 
 
 # options of the families whose models fill an output schema and accept any label
@@ -212,7 +212,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
     }
 )
-FOREIGN = Family(implementation="")  # row that stands for every family from another package
+FOREIGN = Family(implementation="")  # row of all families from other packages
 
 
 def row(family: str) -> Family:

@@ -19,17 +19,15 @@ from numpy.typing import NDArray
 from sie_contracts.hosts import UNLIMITED, Holdings, HostWorker, Order, lot_of, pair
 
 HOT = 0.8  # planned use of a worker (share of its time, 0 to 1) above which a model is moved away from it
-# a model is moved only if both workers then have a planned use at least this much below the highest use before
+# a model moves only if the higher planned use of the old and the new worker falls by at least this much
 MOVE_GAIN = 0.1
 PAUSE_EVERY = 16  # number of models that are placed between two calls of `pause`
-_FIRST_MODELS = 64  # length of the arrays that are indexed by model, until more models come
+_FIRST_MODELS = 64  # initial length of the arrays that are indexed by model; it doubles when needed
 
 
 @dataclass(slots=True, eq=False)
 class _ModelHosts:
-    """Hosts of one model. `leaving`: a former host, not counted in `target_count`, that serves until the new hosts have
-    loaded the model.
-    """
+    """Hosts of one model. `leaving`: a former host that serves until the new hosts have loaded the model."""
 
     model: str
     index: int
@@ -89,10 +87,10 @@ class Layout:
         self._target_counts = np.ones(_FIRST_MODELS)
         self._first = np.zeros(_FIRST_MODELS, np.intp)  # index of a model -> index of the worker that is its first host
         self._several: set[str] = set()  # models with more than one host
-        self._order: Order | None = None  # set during `settle`
+        self._order: Order | None = None  # order of workers for new hosts; None outside of `settle`
 
     def set_worker(self, name: str, holdings: Holdings, slots: int) -> set[str]:
-        """Set the state of a live worker. `slots`: number of models that it can hold at a time; 0: no limit.
+        """Set the state of a live worker. `slots`: number of models that the worker can load at a time; 0: no limit.
 
         Return the models whose state on this worker (loaded, loading or refused) has changed.
         """
@@ -153,7 +151,7 @@ class Layout:
             self._dirty.add(model)
 
     def set_before(self, model: str, hosts: tuple[str, ...]) -> None:
-        """Set the hosts that a model has before the next step: those that another gateway stored, or a shorter list."""
+        """Set the hosts that a model has before the next step: the hosts in the stored table, or some of them."""
         row = self.rows[model]
         row.before = hosts
         self._dirty.add(model)
@@ -243,7 +241,7 @@ class Layout:
         return min(row.target_count, len(self.workers))
 
     def _use(self) -> NDArray[np.float64]:
-        """Return the planned use by worker index. It is rounded, so it does not depend on the order of additions."""
+        """Return the planned use by worker index. It is rounded, so the order of additions does not change it."""
         size = len(self.workers) + len(self._free_workers) + 1
         use = np.bincount(self._first, self._share, size)
         for model in self._several:
@@ -296,7 +294,7 @@ class Layout:
             self._order.moved(worker)
 
     def _keep(self, row: _ModelHosts) -> None:
-        """Keep the live hosts of a model. Hosts that refused it are dropped, unless all workers refused it."""
+        """Keep the live hosts of a model. Drop hosts that refused the model, except if all workers refused it."""
         live = [self.workers[name] for name in row.before if name in self.workers]
         refused = self._refused.get(row.model, set())
         able = [worker for worker in live if worker.name not in refused]
@@ -364,9 +362,7 @@ class Layout:
                     free_slots -= 1
 
     def _relieve_hot(self, touched: set[str]) -> None:
-        """Move one model away from the worker with the highest planned use, if this use is above HOT and the move
-        lowers it by MOVE_GAIN.
-        """
+        """Move one model from the busiest worker, if its planned use is above HOT and falls by at least MOVE_GAIN."""
         hot = min(self.workers.values(), key=lambda worker: (-worker.use, worker.name))
         if hot.use <= HOT or any(
             self.rows[model].leaving == hot.name for model in self._unsettled | touched if model in self.rows

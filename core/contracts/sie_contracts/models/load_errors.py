@@ -23,9 +23,7 @@ def incompatible(message: str) -> ModelLoadFailed:
 
 
 def lora_failed(name: str, cause: str) -> LoraLoadFailed:
-    """Return the error for a LoRA that cannot be loaded, if the client is not at fault. The name is cut to 200
-    characters.
-    """
+    """Return the error for a LoRA that cannot be loaded, if the client is not at fault. Long names are shortened."""
     return LoraLoadFailed(_lora_message(name, cause), extras={"lora_id": name[:200]})
 
 

@@ -9,7 +9,7 @@ import msgspec
 from sie_contracts.errors import InvalidInput
 
 MAX_WIDTH = 1 << 20  # maximum number of values of one encoding: 4 MiB of float32
-# maximum number of values before the final projection; it limits the memory of the projection: an index for each value
+# maximum number of values before the final projection, which needs memory for one index per value
 MAX_CELLS = 1 << 23
 
 
@@ -40,8 +40,8 @@ class Muvera(msgspec.Struct, frozen=True):
         return self.num_repetitions * self.partitions * (self.projection_dim or dim)
 
     def width(self, dim: int, path: str = "muvera") -> int:
-        """Return the number of values of an encoding, for token vectors of width `dim`. Raises InvalidInput if it is
-        above MAX_WIDTH, or if the encoding has more than MAX_CELLS values before the final projection.
+        """Return the number of values of an encoding, for token vectors of width `dim`. Raises InvalidInput if the
+        number is above MAX_WIDTH, or if the encoding has more than MAX_CELLS values before the final projection.
         """
         cells = self.cells(dim)
         if cells > MAX_CELLS:

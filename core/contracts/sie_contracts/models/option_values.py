@@ -45,7 +45,7 @@ def bad(path: str, value: object, expected: str, reason: str = "schema") -> Inva
 
 
 def describe(value: object) -> str:
-    """Describe a value for an error message. Only numbers and booleans are shown; others may be a client's text."""
+    """Describe a value for an error message. A value that may contain a client's text is described only by its type."""
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)
     return {"dict": "a map", "list": "a list", "str": "a string"}.get(type(value).__name__, type(value).__name__)
@@ -119,7 +119,7 @@ def short_text(path: str, value: Any, expected: str) -> str:
 
 def examples(path: str, value: Any) -> list[dict[str, Any]]:
     """Return example texts with their labels, which a classifier reads before the text to classify. The labels of an
-    example may be a map from each group to its label or labels, which become `group.label`.
+    example may be a map from each group to its label or labels. Such labels are returned as `group.label`.
     """
     if not isinstance(value, list) or len(value) > MAX_EXAMPLES:
         raise bad(path, value, f"a list of at most {MAX_EXAMPLES} maps with text and labels")
@@ -155,7 +155,7 @@ def relation_labels(path: str, value: Any) -> list[str]:
 
 
 def label_thresholds(path: str, value: Any) -> dict[str, float]:
-    """Return the threshold of each label: its lowest reported score. Other labels have the request's threshold."""
+    """Return the lowest score at which each label is reported. Other labels have the request's `threshold`."""
     if not isinstance(value, dict):
         raise bad(path, value, "a map of labels, each with a number from 0 to 1")
     any_value(path, value)
@@ -166,7 +166,7 @@ def label_thresholds(path: str, value: Any) -> dict[str, float]:
 
 def any_value(path: str, value: Any) -> Any:
     """Return the value of an option. Raises InvalidInput if the value cannot be encoded for the worker, or is too
-    large. This is the only check of an option that the model's family checks itself.
+    large. If the model's family checks the option itself, the gateway makes only this check.
     """
     try:
         size = len(msgspec.msgpack.encode(value))

@@ -115,7 +115,7 @@ _QUERY_KINDS = {"query", "search_query"}
 
 class _Parameters:
     """Parameters of a request. A client may write them at four levels of the body. Null and [] mean that the parameter
-    is not set; only `prompt_name: null` has a meaning, no prompt.
+    is not set, except `prompt_name: null`, which means that no prompt is added.
     """
 
     def __init__(self, body: Mapping[str, Any], side: Side) -> None:
@@ -148,8 +148,8 @@ class _Parameters:
             self._found.pop(name, None)
 
     def side(self, defaults: RunDefaults) -> Side | None:
-        """Return the side of a search that the route implies for its texts: "document", or "" for neither. Return None
-        if the request or the profile already sets a side or a prompt.
+        """Return "document" if the route implies that its texts are the documents of a search, otherwise "". Return
+        None if the request or the profile names a prompt, or says whether the texts are queries.
         """
         is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
         return None if is_named else self._side
@@ -211,11 +211,11 @@ def run_options(
     side: Side = "document",
 ) -> tuple[Resolved, RequestOptions]:
     """Merge the parameters of the request with those of the profile and the model, and check each one. `on_item_error`:
-    value if the request has none. `side`: the side of a search that the route implies for the texts. `strict`: refuse
-    parameters that have no effect, instead of a warning.
+    default of this parameter. `side`: "document" if the route implies that the texts are the documents of a search,
+    otherwise "". `strict`: refuse parameters that have no effect, instead of a warning.
 
-    Also returns `resolved`, with the profile that the parameter `profile` names. Raises InvalidInput with the path of
-    the parameter.
+    Return `resolved` with the profile that the parameter `profile` names, and the merged options. Raises InvalidInput
+    with the path of the parameter.
     """
     request = _Parameters(body, side)
     resolved = _chosen_profile(resolved, *request.get("profile"))
@@ -234,7 +234,7 @@ def run_options(
         used -= {"instruction", "default_instruction"}
         request.drop("instruction", "default_instruction")
     run = _merged(entry, defaults, request, operation, names)
-    # an instruction that is the query of a model is an input, like the text
+    # in families that need an instruction, the instruction is a query, and so an input like the text
     neutral = NEUTRAL.keys() | ({"instruction"} if families.row(entry.family).needs_instruction else set())
     if request.has_others(neutral):
         usual = _merged(entry, defaults, request.only(neutral - {"output_types"}), operation, names)
@@ -274,7 +274,7 @@ def _merged(
 
 
 def altered(usual: RunOptions, **changes: Any) -> RunOptions:
-    """Return `usual` with some fields changed. If a value differs, `variant` gives the results another fingerprint."""
+    """Return `usual` with some fields changed. If a value differs, `variant` and so the results' fingerprint differ."""
     differing = {name: value for name, value in changes.items() if value != getattr(usual, name)}
     if not differing:
         return usual
@@ -294,9 +294,7 @@ def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
-    """Return `run` with each token's last hidden state as output. Raises InvalidInput if the model has no dense
-    vectors.
-    """
+    """Return `run` with the tokens' last hidden states as output. Raises InvalidInput for a model without `dense`."""
     if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
         raise InvalidInput(message, reason="unsupported_output", param="model")
@@ -306,7 +304,7 @@ def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
 
 
 def counting(run: RunOptions) -> RunOptions:
-    """Return the options of a request that only counts tokens before truncation, including those of `run`'s prompt."""
+    """Return the options of a request that counts the tokens of text and prompt of `run` before truncation."""
     return RunOptions(outputs=(), prefix=run.prefix, suffix=run.suffix, parameters={"count": True})
 
 
@@ -436,7 +434,7 @@ def _schema_parts(
 ) -> tuple[output_schemas.SchemaPart, ...]:
     schema, groups = parameters.pop("output_schema", None), parameters.pop("label_groups", None)
     path, _ = request.get("label_groups")
-    if request.is_set("label_groups") != request.is_set("output_schema"):  # the request's replaces the profile's
+    if request.is_set("label_groups") != request.is_set("output_schema"):  # the request's option replaces the profile's
         schema, groups = (schema, None) if request.is_set("output_schema") else (None, groups)
     if schema is not None and groups is not None:
         raise InvalidInput.at(path, "expected label_groups or output_schema, got both")
@@ -451,11 +449,11 @@ def _schema_parts(
 
 
 def parse_written(raw: object) -> ModelEntry | Alias:
-    """Check a document before it is written, like `parse_document`, the inputs and bounds of a model, and its default
-    options by the checks of a request's options. Raises ValidationFailed; its `errors` have the path of the first
-    fault.
+    """Check a document before it is written, with `parse_document`. Also check the inputs and bounds of a model, and
+    its default options by the rules for options of requests. Raises ValidationFailed; its `errors` have the path of the
+    first fault.
 
-    Stored documents are read with `parse_document` alone: one faulty value must not make the whole catalogue invalid.
+    Stored documents are checked only with `parse_document`: one faulty value must not make the whole catalogue invalid.
     """
     document = parse_document(raw)
     if not isinstance(document, ModelEntry):
@@ -474,7 +472,7 @@ def parse_written(raw: object) -> ModelEntry | Alias:
 
 
 def _check_encodable(path: str, value: object) -> None:
-    """Raise ValidationFailed for a value that YAML may have, but neither the store (JSON) nor a message (msgpack)."""
+    """Raise ValidationFailed for a value from YAML that JSON (in the store) or msgpack (in messages) cannot encode."""
     members: Mapping[Any, Any] = {}
     if isinstance(value, msgspec.Struct):
         members = msgspec.structs.asdict(value)
@@ -560,7 +558,7 @@ def _muvera(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any) -> 
 def _lora(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> str:
     (path, first), (alias, second) = request.get("lora_id"), request.get("lora")
     if first is not None and second is not None and first != second:
-        raise InvalidInput.at(alias, "differs from lora_id", reason="lora_conflict")
+        raise InvalidInput.at(alias, "differs from lora_id: name one LoRA", reason="lora_conflict")
     name = text(path, first) or text(alias, second) or defaults.lora or ""
     if len(name) > MAX_LORA:
         raise InvalidInput.at(path, f"expected at most {MAX_LORA} characters, got {len(name)}")
@@ -577,7 +575,9 @@ def _chosen_profile(resolved: Resolved, path: str, value: Any) -> Resolved:
     if value == "default":
         return resolved
     if resolved.profile != "default":
-        raise InvalidInput.at(path, "differs from the profile in the model name", reason="profile_conflict")
+        raise InvalidInput.at(
+            path, "differs from the profile in the model name: name one profile", reason="profile_conflict"
+        )
     if value not in resolved.entry.profiles:
         names = ", ".join(["default", *resolved.entry.profiles])
         raise InvalidInput.at(path, f"unknown profile, {resolved.entry.id} has {names}", reason="unknown_profile")
@@ -638,7 +638,7 @@ def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *,
 
 
 def _is_prompted_unasked(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> bool:
-    """Return whether texts get a document prompt that neither the request names nor the model's own library adds."""
+    """Return whether texts get a document prompt that neither the request nor the model's own library names."""
     if request.side(defaults) != "document" or request.is_set("doc_template"):
         return False
     prompts = templates(entry)

@@ -25,7 +25,7 @@ MAX_NAME = 100  # maximum number of characters of a property, or of a choice
 MAX_DESCRIPTION = 1000
 MAX_LEVELS = 10  # maximum number of integers between the bounds of a scale
 MAX_REFERENCES = 8  # maximum length of the chain of references ($ref) that leads to one part
-YES_NO = ("yes", "no")  # choices that stand for the values of a boolean property of an object
+YES_NO = ("yes", "no")  # labels of the values true and false, for a boolean property of an object
 
 Scalar = str | int | float | bool
 FieldKind = Literal["string", "number", "integer", "choice"]
@@ -72,9 +72,9 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
 
 
 class TextField(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A property whose value is taken from the text, or is a choice that is made for each object of a list separately.
-    `labels` and `values`: those of the choice, as in `Decision`. Numbers are at least `minimum` and above `above`, at
-    most `maximum` and below `below`.
+    """A property whose value is a part of the text, or a choice for each object of a list. `labels` and `values`:
+    labels and values of the choice, as in `Decision`. Numbers are at least `minimum` and above `above`, at most
+    `maximum` and below `below`.
     """
 
     name: str
@@ -131,9 +131,9 @@ def parts_of_groups(path: str, groups: Any, *, is_many: bool) -> tuple[SchemaPar
 def parts_of_schema(
     path: str, schema: Any, model: str, *, finds_spans: bool, reads_scales: bool = False
 ) -> tuple[SchemaPart, ...]:
-    """Return the parts of a JSON Schema. `finds_spans`: the model can take values from the text; otherwise a part that
-    needs this is refused, with `model` as the name in the error. `reads_scales`: the model can choose among the
-    integers between two bounds.
+    """Return the parts of a JSON Schema. `finds_spans`: the model can take values from the text; otherwise parts with
+    such values are refused. `model`: name of the model for error messages. `reads_scales`: the model can choose among
+    the integers between two bounds.
     """
     if not isinstance(schema, dict):
         raise bad(path, schema, "a JSON Schema of an object")
@@ -297,8 +297,8 @@ class _SchemaReader:
     def _spanless(self, node: _SchemaNode, subject: str = "") -> InvalidInput:
         subject = subject or f"{'an' if node.kind == 'integer' else 'a'} {node.kind}"
         message = (
-            f"{self._model} chooses among labels, so it answers enum and boolean, not {subject}. A model "
-            "of the family gliner2 with entities draws values from the text"
+            f"{self._model} chooses among labels, so it supports enum and boolean, not {subject}. A model "
+            "of the family gliner2 with the output entities takes values from the text"
         )
         return InvalidInput.at(node.path, message, reason="unsupported_output")
 
@@ -355,7 +355,7 @@ def _levels(node: _SchemaNode) -> range:
     # not `isinstance`, because a boolean is an instance of int too
     if type(least) is not int or type(most) is not int or len(_BOUNDS & set(node.schema)) > 2:
         raise InvalidInput.at(node.path, "expected an integer with minimum and maximum, which are integers")
-    count = most - least + 1  # not the length of the range, which must fit in 64 bits
+    count = most - least + 1  # `len` of a range fails if it is above 64 bits
     if not 1 <= count <= MAX_LEVELS:
         raise InvalidInput.at(node.path, f"got {count} levels from minimum to maximum, expected 1 to {MAX_LEVELS}")
     return range(least, most + 1)
@@ -398,8 +398,9 @@ def _shown(name: Any) -> str:
 
 
 def questions_of(options: RunOptions) -> list[str]:
-    """Return the questions of a request, for a model that reads a text once for each question. All labels are one
-    question, or with `multi_label` each label is a question. The same holds for a decision of a schema, with `is_many`.
+    """Return the questions of a request, for a model that reads a text once for each question. All labels together are
+    one question; with `multi_label`, each label is a question. A decision of a schema is one question; with `is_many`,
+    each of its labels is a question.
     """
     groups = [(options.labels, options.instruction, options.parameters.get("multi_label"))]
     groups += [

@@ -103,7 +103,7 @@ _KINDS: Mapping[str, _Kind] = {
     "StablebridgePrunerAdapter": _Kind("pruner", ("entities",)),
 }
 
-# option in a public file -> (part of an entry, field in it with the same meaning)
+# option in a public file -> (part of an entry, field of this part with the same meaning)
 _LOADTIME = {
     "append_eos": ("load", "append_eos"),
     "causal": ("load", "causal"),
@@ -159,7 +159,7 @@ _PAIRS = {
         _TURN,
     ),
 }
-"""Pieces of a pair template, by the name of the input format in a file."""
+"""Pieces of a `pair` template, by the value of `input_format` in a public file."""
 
 
 class _Dim(msgspec.Struct, frozen=True):
@@ -211,7 +211,7 @@ class Translation:
     ignored: tuple[str, ...] = ()
 
 
-# what one profile of a file determines: the parts load, run, head, prompts and pair of an entry, and ignored fields
+# parts of an entry that one profile of a file determines (load, run, head, prompts, pair), and the ignored fields
 _Draft = defaultdict[str, dict[str, Any]]
 
 
@@ -298,8 +298,8 @@ class _Translator:
         return kind
 
     def _flat(self, name: str) -> _PublicProfile:
-        """Return a profile, completed from the profile that it extends. If it has options of a kind (loadtime or
-        runtime), they replace all inherited options of this kind. Raises ValidationFailed.
+        """Return a profile, completed from the profile that it extends. If the profile has options of a kind (loadtime
+        or runtime), they replace all inherited options of this kind. Raises ValidationFailed.
         """
         profile = self._model.profiles[name]
         parent = self._model.profiles.get(profile.extends or "")
@@ -362,7 +362,7 @@ class _Translator:
         if tasks.extract is not None:
             outputs |= dict.fromkeys(kind.extracts, 0)
         if not outputs:
-            raise faulty("$.tasks", f"expected a task of a {kind.family}")
+            raise faulty("$.tasks", f"expected a task that the family {kind.family} supports")
         present = self._present.get("outputs", {})
         is_same = kind.family == self._present.get("family") and not widths and tasks.extract is not None
         return dict(present) if is_same and present else outputs
@@ -376,8 +376,8 @@ class _Translator:
         return tokens
 
     def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
-        """Return how a profile differs from the default. A profile of another family, or of a class without a family
-        here, is ignored: list it, and return None.
+        """Return the differences of a profile from the default profile. For a profile of another family, or of a class
+        without a family here, return None and add the profile to the ignored fields.
         """
         try:
             variant = self._kind(name)
@@ -385,7 +385,9 @@ class _Translator:
             self._ignored[f"profiles.{name}"] = error.extras["errors"][0]["message"]
             return None
         if variant.family != kind.family:
-            self._ignored[f"profiles.{name}"] = f"it is a {variant.family}, and the default profile a {kind.family}"
+            self._ignored[f"profiles.{name}"] = (
+                f"its family is {variant.family}, but that of the default profile is {kind.family}"
+            )
             return None
         draft = self._draft(name, kind, outputs)
         for part in ("head", "prompts", "pair"):

@@ -42,7 +42,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class TrustRefusal:
-    """Reason why an entry was refused, as a sentence for its author. It contains no path of this machine."""
+    """Reason why an entry was refused. `message`: sentence for the entry's author, without paths of this machine."""
 
     reason: Literal["remote_code", "model_path"]
     loc: str
@@ -52,7 +52,7 @@ class TrustRefusal:
 def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
     """List the permissions that an entry needs. `families`: families of this distribution, whose code is trusted."""
     weights = entry.weights
-    # all sources: a load takes the first source that exists on the worker, so each of them may supply the code
+    # all sources: a load takes the first source that exists on the worker, so each source may supply the code
     source = msgspec.json.encode([weights.path, weights.package, weights.hub, weights.revision]).decode()
     claimed = []
     loads = {"$.load": entry.load} | {
@@ -99,7 +99,7 @@ class Allowed:
 
 class Trust:
     """Rules about which entries may be used. A claim is allowed by the settings of this process, or if one of the
-    operator's own entries (`own`: packaged ones and those of the models folder) has the same claim.
+    operator's own entries (`own`: the packaged entries and the entries of the models folder) has the same claim.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class Trust:
         self._own = own
 
     def refused(self, entry: ModelEntry, *, is_here: bool) -> TrustRefusal | None:
-        """Return why the entry is refused; None if it is allowed. `is_here`: its files are on this machine. If so,
-        links to files outside of the allowed folders are refused, too.
+        """Return why the entry is refused; None if it is allowed. `is_here`: the files of the entry are on this
+        machine; then links to files outside of the allowed folders are refused too.
         """
         wanting = [claim for claim in claims(entry, self._families) if not self._is_allowed(claim, is_here=is_here)]
         if not wanting:
@@ -133,7 +133,8 @@ def is_bucket(url: str) -> bool:
 
 def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
     """Return whether a path (with links resolved) is in one of the folders; False for a path with a NUL. With
-    `is_here`, each file and folder below the path must be there too, and the path must have at most MAX_FILES files.
+    `is_here`, each file and folder below the path must be in one of the folders too, and there must be at most
+    MAX_FILES files.
     """
     if "\0" in path:  # no file can have the character NUL in its path
         return False
@@ -159,8 +160,8 @@ def _refused(claim: Claim) -> TrustRefusal:
     both = "at the config service and at workers"
     if claim.kind == "path":
         fault = (
-            f"{name} names a place that is not below the models folder or a folder of SIE_MODEL_PATHS, or that has "
-            "links out of it"
+            f"{name} names a path that is not below the models folder or a folder of SIE_MODEL_PATHS, or a path with "
+            "links to other folders"
         )
         return TrustRefusal(
             "model_path",

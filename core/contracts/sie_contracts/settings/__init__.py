@@ -95,7 +95,7 @@ class Settings(
 
     @property
     def pool_size(self) -> int:
-        """Return the largest number of connections to the adapter of a device that carry batches."""
+        """Return the largest number of connections for batches to the adapter of one device."""
         return self.ipc_pool_size or self.max_concurrent_batches
 
     @property
@@ -128,9 +128,9 @@ class Settings(
 
 # Defaults for one machine profile, where measured values are better than the documented defaults. On a CPU, one thread
 # per core runs batches. SIE_MAX_BATCH_COST: a batch of 4,096 tokens takes such a thread about 0.2 s, and larger ones
-# would only make other batches wait longer. SIE_BATCHER_MAX_BATCH_REQUESTS: with the usual 12 short texts, the fixed
-# cost of a forward pass dominates. SIE_MAX_CONCURRENT_BATCHES: the usual 4 would leave cores idle; the number of
-# threads and SIE_RUST_PIPELINE_DEPTH limit it anyway.
+# would only make other batches wait longer. SIE_BATCHER_MAX_BATCH_REQUESTS: with the default of 12 short texts, the
+# fixed cost of a forward pass dominates. SIE_MAX_CONCURRENT_BATCHES: the default of 4 would leave cores idle, and the
+# number of threads and SIE_RUST_PIPELINE_DEPTH are limits too.
 MACHINE_PROFILE_DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "cpu": {
         "SIE_MAX_BATCH_COST": "4096",
@@ -153,7 +153,9 @@ class Loaded:
 def load(
     *, flags: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None, mode: Mode = "queue"
 ) -> Loaded:
-    """Read all settings. `flags`: variable name -> raw text of the command-line flag. Raises SettingError."""
+    """Read all settings. `flags`: variable name -> raw text of the command-line flag. `mode`: settings without effect
+    in this mode cause a warning. Raises SettingError.
+    """
     environ = os.environ if environ is None else environ
     flags = flags or {}
     values: dict[str, Any] = {}
@@ -175,7 +177,7 @@ def load(
     _complete_tracing(values, sources, environ)
     profile = values["machine_profile"] or values["gpu_type"] or values["pool"]
     if profile not in MACHINE_PROFILE_DEFAULTS and sources["SIE_GPU_COUNT"] != "default" and values["gpu_count"] == 0:
-        profile = "cpu"  # a worker without GPUs gets the defaults of `cpu`, whatever its profile is called
+        profile = "cpu"  # a worker without GPUs gets the defaults of `cpu`, whatever the name of its profile
     for name, raw in MACHINE_PROFILE_DEFAULTS.get(profile, {}).items():
         if sources[name] == "default":
             values[BY_NAME[name].field], sources[name] = BY_NAME[name].read(raw), f"machine profile {profile}"
@@ -187,7 +189,7 @@ def load(
 
 
 def secret_variable(name: str) -> Secret | None:
-    """Return the secret in the variable `name`, which a file of the operator names; None if it is unset or empty."""
+    """Return the secret in the environment variable `name`; None if the variable is unset or empty."""
     return Secret(os.environ[name]) if os.environ.get(name) else None
 
 
@@ -232,6 +234,6 @@ def _warnings(sources: Mapping[str, str], environ: Mapping[str, str], mode: Mode
 
 
 def default_worker_id() -> str:
-    """Return the host name, which in Kubernetes is the name of the pod; a UUID if it is empty or `localhost`."""
+    """Return the host name (in Kubernetes that of the pod), or a UUID if the host name is empty or `localhost`."""
     name = re.sub(r"[^a-z0-9._-]", "-", socket.gethostname().lower()).strip("-._")[:63]
     return name if name and name != "localhost" else str(uuid.uuid4())

@@ -26,9 +26,7 @@ class SettingError(Exception):
 
 @dataclass(frozen=True)
 class SettingRow:
-    """Definition of one setting. `field`: its field in `Settings`. `expected`: the words after "expected" in an error
-    message.
-    """
+    """Definition of one setting. `field`: its field in `Settings`. `expected`: words after "expected" in an error."""
 
     field: str
     default: Any
@@ -68,7 +66,7 @@ class SettingRow:
             text = raw
         try:
             if self.secret:
-                text.encode()  # a variable may have bytes that are not UTF-8; no secret could be compared with them
+                text.encode()  # refuse bytes that are not UTF-8: no secret could be compared with them
             return self.parse(text)
         except ValueError as error:
             # a URL may contain a password, and the parser's message may repeat the URL, so the message is hidden too
@@ -101,5 +99,5 @@ def shown(row: SettingRow, value: Any) -> str:
 
 
 def public_url(url: str) -> str:
-    """Return the URLs of a comma-separated list without user names and passwords. They need not be valid."""
+    """Return the URLs of a comma-separated list without user names and passwords. The URLs may be invalid."""
     return ",".join(_CREDENTIALS.sub(r"\1", part.strip()) for part in url.split(","))

@@ -127,7 +127,7 @@ def _list_of(text: str) -> tuple[str, ...]:
 
 
 def _checked_list(check: Parse) -> Parse:
-    """Return the parser of a list whose values `check` accepts. The values stay as they are written."""
+    """Return the parser of a list whose values `check` accepts. The values are returned unchanged."""
 
     def parse(text: str) -> tuple[str, ...]:
         values = _list_of(text)

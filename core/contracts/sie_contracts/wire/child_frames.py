@@ -1,7 +1,7 @@
 """Frames (`u32 big-endian length + msgpack`) between a process and a child process that reads untrusted files.
 
 The child sends `Hello` when it is ready. The parent sends one job at a time and waits for the answer. A malicious file
-may have taken control of the child, so its messages are checked as data and never executed.
+may have taken control of the child, so the parent checks the child's messages and executes none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ A = TypeVar("A")
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Message of a child that has finished its imports and set its limits."""
+    """Message of a child that has finished its imports and set its resource limits."""
 
     pid: int
 
@@ -36,14 +36,14 @@ class Unusable(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildFrames(Generic[J, A]):
-    """Encoder and decoder for the messages of one kind of child. `jobs`, `answers`: a type, or a union of types."""
+    """Encoder and decoder for the messages of one kind of child. `jobs`, `answers`: a struct, or a union of structs."""
 
     def __init__(self, jobs: Any, answers: Any) -> None:
         self._jobs: msgspec.msgpack.Decoder[J] = msgspec.msgpack.Decoder(jobs)
         self._answers: msgspec.msgpack.Decoder[A] = msgspec.msgpack.Decoder(answers)
 
     def frame(self, message: J | A) -> tuple[bytes, bytes]:
-        """Return a frame as (header, body). They stay separate, because joining them would copy the whole file."""
+        """Return a frame as (header, body). They are not joined, because this would copy the whole file."""
         body = _encode(message)
         return _HEADER.pack(len(body)), body
 

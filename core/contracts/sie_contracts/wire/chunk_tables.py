@@ -1,4 +1,4 @@
-"""Split the arrays of an input with chunks into the arrays of each chunk. `messages.Ok` describes their form."""
+"""Split the arrays of an input with chunks into the arrays of each chunk. `messages.Ok` describes the arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TABLE = "chunks"
 
 
 class ChunkArrays(NamedTuple):
-    """Outputs of one chunk: first and end code point, number of tokens, and its arrays by name, which are views."""
+    """Outputs of one chunk: first and end code point, number of tokens, and arrays by name, as views."""
 
     start: int
     end: int

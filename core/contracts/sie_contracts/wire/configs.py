@@ -6,8 +6,8 @@
 
 An epoch is the version of the whole catalogue: `created:number`, the creation time of the catalogue's bucket and the
 number of the last write. Changes to the structs follow the rules of `wire.messages`. The config service and every
-gateway answer reads of `/v1/configs` with the functions here, so their replies are equal. `config_shape` builds the
-error bodies of these routes.
+gateway build their replies to reads of `/v1/configs` with the functions here, so the replies are equal. `config_shape`
+builds the errors of these routes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"
     """One write to the catalogue, which is already stored. `entry` is None if the write removed the model.
 
     A reader whose catalogue has the epoch `previous` applies the delta. A reader that follows only one bundle may also
-    apply it at any epoch from `since` to `previous`. `since`: the epoch of the previous write that changed this bundle;
-    empty means `previous`.
+    apply the delta at any epoch from `since` to `previous`. `since`: the epoch of the previous write that changed this
+    bundle; empty means `previous`.
     """
 
     producer: str
@@ -220,7 +220,7 @@ def model_status(
 
 
 def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
-    """Return bundle, state and fingerprint of a model's copy on a worker. The copy may be of an earlier revision."""
+    """Return bundle, state and fingerprint of a model on a worker. The loaded weights may be of an earlier revision."""
     copy = next((status for status in beat.models if status.model == model), None)
     return {
         "bundle": beat.bundle,
@@ -230,6 +230,6 @@ def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
 
 
 def config_shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
-    """Return the status and the body of an error. `detail.error` is for older clients of this API."""
+    """Return the status and the body of an error. Older clients of this API read `detail.error`."""
     body = envelope(error, request_id, error.extras.get("errors", errors))
     return error.status, {**body, "detail": {**body["detail"], "error": error.code.lower()}}

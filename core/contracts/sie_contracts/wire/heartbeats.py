@@ -10,7 +10,7 @@ from sie_contracts.errors import ErrorInfo
 from sie_contracts.wire.messages import Priority
 from sie_contracts.wire.topology import Lane
 
-REPORTED_LORAS = 64  # maximum number of LoRAs of a model whose digests a heartbeat has
+REPORTED_LORAS = 64  # maximum number of LoRAs per model in a heartbeat
 Name = Annotated[str, msgspec.Meta(min_length=1)]  # an empty name cannot be part of a subject or a key
 ON_DISK = 500  # maximum number of models that a heartbeat lists as being on the worker's disk
 
@@ -55,8 +55,8 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     accepted for the model. `fetched`: progress of the download of its weights. `crossover_tokens`: length of a text at
     which attention takes as long as everything else (see `costs`; 0: unknown). `image_tokens`: largest cost of an
     image; `image_vectors`: number of token vectors of an image (0: unknown, or none). `revision`: revision of the entry
-    to which `state` belongs. `loaded_revision`: revision of the copy that was loaded last (0: none, or unknown).
-    `loras`: its loaded LoRAs, at most REPORTED_LORAS.
+    to which `state` belongs. `loaded_revision`: revision of the entry with which the model was last loaded (0: never
+    loaded, or unknown). `loras`: its loaded LoRAs, at most REPORTED_LORAS.
     """
 
     model: str
@@ -96,19 +96,19 @@ class DeviceBeat(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):
     """State of a worker, which the worker sends regularly and after each change. `ready`: the worker can take work;
-    otherwise `unready` is the reason. `leaving`: the worker finishes its work and takes no more.
+    otherwise `unready` is the reason. `leaving`: the worker finishes its work items and pulls no more messages.
 
-    Capacity: `slots`: number of models of usual size that fit (0: unknown). `rate`: tokens per second while the device
-    is busy (0: not measured yet). `held_cost`: tokens of the work that the worker has. `credit_cost` and
-    `credit_items`: most tokens and messages that the worker holds at a time (0: not announced). `batch_cost`:
-    largest number of tokens in a batch. `pipeline`: largest number of batches at the adapter.
+    Capacity: `slots`: number of models of usual size that fit into its memory (0: unknown). `rate`: tokens per second
+    while the device is busy (0: not measured yet). `held_cost`: cost of the work items on the worker, in tokens.
+    `credit_cost` and `credit_items`: maximum cost and maximum number of the work items on the worker (0: not
+    announced). `batch_cost`: largest number of tokens in a batch. `pipeline`: largest number of batches at the adapter.
 
     `pool`: pool from which the worker takes work now. `own_pool`: pool to which the worker belongs, if gateways may
     assign it to another pool; empty if it always serves `pool`. `clock_ahead_s`: its wall clock minus the broker's
     clock (None: unknown). `listens`: the worker subscribes to its assignment subject; if this subject has no
     subscriber, the worker is not connected. `on_disk`: ids of models whose weights are on its disk, at most ON_DISK.
-    `device`: names of its devices, separated by commas. `devices`: state of each device, if there are several; memory
-    and capacity above are then sums.
+    `device`: names of its devices, separated by commas. `devices`: state of each device, if there are several. Then the
+    other fields about memory and capacity are sums.
     """
 
     worker: Name
@@ -148,8 +148,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
 
 class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
     """Traffic of a gateway at one priority of a lane (pool, machine profile and bundle). `messages` and `tokens`:
-    recent ones, halved each minute, so that older traffic counts less. `rate`: tokens per second. `waiting`: tokens
-    that wait in the gateway for admission to the queue.
+    numbers of published messages and tokens; both are halved each minute, so that older traffic counts less. `rate`:
+    tokens per second. `waiting`: tokens that wait in the gateway for admission to the queue.
     """
 
     messages: float
@@ -159,8 +159,8 @@ class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """Promise to a client whose request was refused: space for `cost` tokens is reserved in the queue for its next try,
-    which is due `due_s` seconds after the heartbeat. `client`: digest of the client's address, key and request.
+    """Promise to a client whose request was refused: space for `cost` tokens is reserved in the queue for the client's
+    next request, `due_s` seconds after the heartbeat. `client`: digest of the client's address, key and request.
     """
 
     client: bytes
@@ -173,8 +173,8 @@ class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
     one set of load options.
 
     `tokens`: tokens of this gateway's messages in the queue. `rate`: tokens of these messages that workers take per
-    second (0: unknown). `turns`: turns that were promised since the last heartbeat. `claimed`: clients that have used
-    their turn.
+    second (0: unknown). `turns`: turns that were promised since the last heartbeat. `claimed`: clients that used their
+    turn.
     """
 
     pool: str

@@ -1,10 +1,10 @@
 """Protocol between sidecar and adapter, over a Unix socket: frames of `u32 big-endian length + msgpack`.
 
-A batch connection has one request at a time. The sidecar sends a `RunBatch`. The adapter answers `BatchStarted` when
-it begins with the inputs, and `BatchDone` (or `Refused`) at the end. This connection also has the requests
-`EnsureReady` and `EnsureLora`, which last as long as the load, and a `Ping` that allows the adapter to evict models.
-The control connection has the short requests, also one at a time, so that a health check never waits behind a large
-frame or a load.
+A batch connection has one request at a time. The sidecar sends a `RunBatch`. The adapter sends `BatchStarted` when it
+begins with the inputs, and `BatchDone` or `Refused` at the end. This connection also has the requests `EnsureReady` and
+`EnsureLora`, which last as long as the load, and a `Ping` that allows the adapter to evict models. The control
+connection has the short requests, also one at a time, so that a health check never waits behind a large frame or a
+load.
 
 The sidecar decides which models may be evicted (unloaded to free memory), and in what order: `may_drop` of a request
 lists them. The adapter decides when it evicts them. It evicts the first listed model first, and lists the evicted
@@ -34,7 +34,7 @@ from sie_contracts.wire.messages import Mention, Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30
 MAX_REQUEST_BYTES = 128 << 20  # maximum size of a frame that an adapter reads, in bytes: 32 million token ids
-# seconds in which a frame must be complete after its first byte; in `receive_frame`, seconds for each piece of it
+# seconds in which a frame must be complete after its first byte; in `receive_frame`, seconds between two reads
 FRAME_TIMEOUT_S = 30.0
 PROTOCOL = 3
 IMAGE_KEY_BYTES = 16
@@ -54,7 +54,7 @@ class FrameError(Exception):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Health check. The reply is a Pong, which describes what the inference threads are doing.
+    """Health check. The reply is a Pong, from which a hanging device can be recognised.
 
     `may_drop`: models that may be evicted now if memory use is above the threshold.
     """
@@ -82,8 +82,8 @@ class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class EnsureLora(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Load this LoRA for a model that is loaded. Nothing is done if the LoRA is loaded already. The reply is Done, or
-    Refused, with MODEL_LOADING if the model is not loaded. A load runs in parallel to inference.
+    """Load this LoRA for a model that is loaded. Nothing is done if the LoRA is loaded already. The reply is Done or
+    Refused. If the model is not loaded, Refused has the code MODEL_LOADING. A load runs in parallel to inference.
 
     `lora`: a folder, or a hub repository as `name` or `name@commit`.
     """
@@ -129,7 +129,7 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: width of the
     multivectors that an input may have instead of a text; 0: not allowed. `images`: recipe for the images of an input;
-    None: not allowed. `image_tokens`: token ids that stand for an image; None: images need no ids, and an input may
+    None: not allowed. `image_tokens`: token ids that represent an image; None: images need no ids, and an input may
     have several. `writes`: the model generates its answer, token by token or in processes of its own, in parallel to
     batches of other models. Such a batch may take minutes, occupies no thread of the device, and ends when no client
     waits for it. `empty`: text for an input that has neither a text nor images. `sounds`: recipe for the sound of an
@@ -171,8 +171,8 @@ class ChunkedRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Rows `start` to before `stop` of a batch. They belong to one work item. Its `options` determine the form of the
-    answers.
+    """Rows of one work item in a batch: from row `start` up to row `stop` - 1. `options` determine the form of the
+    results.
 
     A batch may have work items with different outputs. `inputs`: number of results of the group; -1: one for each row.
     `traceparent` and `tracestate`: trace context of the work item, if it is traced. `chunked`: the rows of each input,
@@ -202,13 +202,13 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     instruction.
 
     Vectors instead of texts: `given`: int32 [rows], number of vectors of a row in `vectors` (float32, all of one
-    width); -1 for a row that has token ids. Both are empty if no row has vectors.
+    width); -1 for a row that has token ids. `given` and `vectors` are empty if no row has vectors.
 
     Images: `images`: int32 [images, 5], in the order of the rows: row of the image, height and width of its pixels,
     height and width of the submitted image, upright. `pixels`: RGB, uint8 [height, width, 3] of each image.
-    `image_keys`: IMAGE_KEY_BYTES for each image. Equal images of one client have equal keys, so that an output for one
-    of them is used for the others. A key of zeros means that the output is used for no other image; an empty
-    `image_keys` means that all keys are zeros.
+    `image_keys`: IMAGE_KEY_BYTES for each image. Equal images of one client have equal keys, so that the device
+    computes their output once. The output of an image with a key of zeros is not reused; an empty `image_keys` means
+    that all keys are zeros.
 
     Sounds: `sounds`: int32 [sounds, 4]: row of the sound, and the shape of its features. `features`: float32 [views,
     frames, bins] of each sound.
@@ -216,8 +216,8 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     Only for the layout raw: `mentions` and `documents` of each row; each is empty if no row has any.
 
     An empty `pooling` means the model's own pooling. Work items are in one batch only if model, revision, operation,
-    pooling and LoRA are equal. `fingerprint`: fingerprint of the loaded copy for which the batch was built; a copy with
-    another fingerprint refuses the batch as not loaded; empty: any copy. `traceparent` and `tracestate`: trace context
+    pooling and LoRA are equal. `fingerprint`: fingerprint of the loaded model for which the batch was built. If it
+    differs, the adapter refuses the batch as not loaded. Empty: no check. `traceparent` and `tracestate`: trace context
     of the batch. `may_drop`: models that may be evicted if memory runs out, or if memory use is above the threshold
     after the batch.
     """
@@ -249,9 +249,8 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Notice that no client waits any more for the batch on this connection. The notice itself has no reply. The batch
-    still gets its reply, which is Refused if the notice arrived in time. Only a batch of a model that `writes` is
-    interrupted.
+    """Notice that no client waits for the batch on this connection any more. Only the batch has a reply, which is
+    Refused if the notice arrived in time. Only a batch of a model with `Rows.writes` is interrupted.
     """
 
 
@@ -260,8 +259,8 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Reply to a Ping. `busy_s`: age of the running batch in seconds, 0 if none runs; it keeps growing if the device
-    hangs.
+    """Reply to a Ping. `busy_s`: age of the running batch in seconds, 0 if no batch runs. If the device hangs, `busy_s`
+    keeps growing.
 
     `dropped`: models that were evicted. `fetching`: progress of downloads of weights to this node, by model id.
     """
@@ -278,9 +277,9 @@ class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes of its weights. `peak_bytes`: largest measured memory of its activations.
 
     `requested_precision`: precision that the model's entry or profile sets, otherwise the default. `precision_reason`:
-    why `precision` differs from it; empty if both are equal. `crossover_tokens`: length of a text at which attention
-    takes as long as everything else (see `costs`); 0 if the time is proportional to the tokens, or if it is unknown.
-    `engine`: engine that computes its hidden states; `engine_reason`: why this engine was chosen.
+    why `precision` differs from `requested_precision`; empty if it does not. `crossover_tokens`: length of a text at
+    which attention takes as long as everything else (see `costs`); 0 if the time is proportional to the tokens, or if
+    it is unknown. `engine`: engine that computes its hidden states; `engine_reason`: why this engine was chosen.
     """
 
     model: str
@@ -303,9 +302,9 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Reply to Describe: state of the process and its device. `lanes`: number of batches that the device runs at once.
     `utilization_percent`: use of the device by all processes; None if it cannot be measured.
 
-    `threshold_percent`: memory use above which models are evicted. `batches`: the last batches, newest last; None
-    unless the adapter was started with the option to record them. `devices`: number of devices of this worker; each has
-    its own adapter and socket (`device_socket`).
+    `threshold_percent`: memory use above which models are evicted. `batches`: the last batches, newest last; None if
+    SIE_INSTRUMENTATION is off. `devices`: number of devices of this worker; each has its own adapter and socket
+    (`device_socket`).
     """
 
     protocol: int
@@ -342,9 +341,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class BatchStarted(msgspec.Struct, frozen=True, tag=True):
-    """Notice that the adapter begins with the inputs of this batch: a device thread has it, or its texts are tokenised
-    for the extraction families, or it generates text. If the adapter dies after this, an input of the batch may be the
-    cause.
+    """Notice that the adapter begins with the inputs of this batch: a device thread has taken the batch, an extraction
+    family tokenises its texts, or the model generates text. If the adapter dies after this notice, an input of the
+    batch may be the cause.
     """
 
     batch: str
@@ -354,9 +353,10 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Results of a batch, one for each input, group by group. Slices refer to `block`; consecutive inputs have
     consecutive slices.
 
-    `inference_ms`: time of the forward pass. `postprocess_ms`: time of the computations after it and of the copy to the
-    host. `padding`: number of padding tokens that were computed. `preprocess_ms`: time of tokenising, if the family
-    tokenises in the adapter. `dropped`: models that were evicted. `engine`: engine that computed the hidden states.
+    `inference_ms`: time of the forward pass. `postprocess_ms`: time of the computations after the forward pass and of
+    the copy to the host. `padding`: number of padding tokens that were computed. `preprocess_ms`: time of tokenising,
+    if the family tokenises in the adapter. `dropped`: models that were evicted. `engine`: engine that computed the
+    hidden states.
     """
 
     batch: str
@@ -377,8 +377,8 @@ class Done(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Reply to a request that failed as a whole. `batch`: id of the batch, if the request was one. `dropped`: models
-    that were evicted although the request failed.
+    """Reply to a request that failed as a whole. `batch`: id of the batch, if the request was a RunBatch. `dropped`:
+    models that were evicted although the request failed.
     """
 
     error: ErrorInfo
@@ -445,8 +445,7 @@ async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -
 
 def receive_frame(connection: socket.socket, cap: int = MAX_FRAME_BYTES) -> bytearray:
     """Return the body of the next frame from a blocking socket, like `read_frame`, but FRAME_TIMEOUT_S limits the wait
-    for each piece of the frame. Memory is allocated only for bytes that have arrived, not for the length that the
-    header states.
+    for each piece of the frame. Memory is allocated only for bytes that have arrived, not for the stated length.
     """
     connection.settimeout(None)
     header = bytearray(connection.recv(4))

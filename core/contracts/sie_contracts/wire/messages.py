@@ -1,4 +1,4 @@
-"""Messages of a request over NATS: work items, their results, and dead letters (work that was given up).
+"""Messages of a request over NATS: work items, their results, and dead letters (work items that workers gave up).
 
 Heartbeats are in `heartbeats`, values of key-value buckets in `records`, messages of the catalogue in `configs`. All of
 them follow the same rules for changes, so that processes of different versions understand each other: a new field has a
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # only for type checkers: most processes that read messages d
 
 Priority = Literal["interactive", "bulk"]
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)
-# the sidecar itself answers tokenize and decode, with the model's tokenizer
+# the sidecar runs tokenize and decode without the adapter, with the model's tokenizer
 Operation = Literal["encode", "score", "extract", "tokenize", "decode"]
 Truncate = Literal["END", "START", "NONE"]
 Boundary = Literal["sentence", "paragraph", "token"]
@@ -64,7 +64,7 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Mention(msgspec.Struct, frozen=True, array_like=True):
-    """A labelled range of a text: code points `start` to before `end`. The label comes from the client."""
+    """A labelled range of a text, from code point `start` up to `end` - 1. The label comes from the client."""
 
     label: str
     start: int
@@ -150,7 +150,7 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens that are read of a document to score; 0: as many as fit. `parameters`: options that not every family or
     operation reads, with their JSON types. `variant`: digest of the options that differ from those of the profile, or
     empty; it is part of the fingerprint of the result. `sound_from_s`: read only the part of a sound that begins at
-    this second, at most `MAX_SECONDS` long; None: read the whole sound, and refuse one that is longer than that.
+    this second, at most `MAX_SECONDS` long; None: read the whole sound, and refuse a sound longer than MAX_SECONDS.
     """
 
     outputs: tuple[str, ...] = ("dense",)
@@ -357,7 +357,7 @@ class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm
 
 
 class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
-    """Work that was given up. `item`: the encoded WorkItem as it was delivered, so that it can be published again."""
+    """A work item that workers gave up. `item`: the encoded WorkItem, so that it can be published again."""
 
     id: str
     subject: str
@@ -365,7 +365,7 @@ class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
     error: ErrorInfo
     workers: tuple[str, ...]
     deliveries: int
-    deaths: int  # number of adapters that one of its inputs crashed
+    deaths: int  # number of adapter processes that one input of the work item crashed
     at_s: float
 
 
@@ -391,7 +391,7 @@ def _packed(text: str) -> msgspec.Raw:
     return msgspec.Raw(b"".join((b"\xdb", sum(map(len, pieces)).to_bytes(4, "big"), *pieces)))
 
 
-# each of these raises an error of UNDECODABLE
+# each of these functions raises an error of UNDECODABLE for bytes that it cannot decode
 decode_work = msgspec.msgpack.Decoder(WorkItem).decode
 decode_result = msgspec.msgpack.Decoder(WorkResult).decode
 decode_result_or_fragment = msgspec.msgpack.Decoder(WorkResult | Fragment).decode

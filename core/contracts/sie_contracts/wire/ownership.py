@@ -21,7 +21,7 @@ def distrusted(folder: Path) -> str:
 
 
 def is_open(folder: Path) -> bool:
-    """Return whether every user can write to the folder. Its mode alone does not show this: a mounted ConfigMap or
-    image often has a mode that allows writes, on a read-only file system. Raises OSError.
+    """Return whether every user can write to the folder. The mode of the folder is not enough: it often allows writes
+    although the folder is on a read-only file system, such as a mounted ConfigMap. Raises OSError.
     """
     return bool(folder.stat().st_mode & stat.S_IWOTH) and not os.statvfs(folder).f_flag & os.ST_RDONLY

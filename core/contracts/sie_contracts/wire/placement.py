@@ -1,6 +1,6 @@
 """Number of workers of a lane (pool, machine profile and bundle) that should load a model. It is computed from the
-tokens per second that arrive for the model (demand), those that one worker computes (rate), and the age of the oldest
-waiting work.
+tokens per second that arrive for the model (demand), the tokens per second that one worker computes (rate), and the age
+of the oldest waiting message.
 
     demand, rate, age ──replicas──► number of hosts per model ──► `layout`: choice of the workers
 

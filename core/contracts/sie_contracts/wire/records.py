@@ -39,7 +39,7 @@ class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
 
 class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/1"):
     """Ids of the workers that should load a model, by model id, for one lane. `at_s`: time of the last planning step.
-    `raised_s`: for each model, the time when its number of workers was last raised. Times are the broker's.
+    `raised_s`: for each model, the time when its number of workers was last raised. Times are by the broker's clock.
 
     A large table is stored in parts. Then `parts` has the stamps of the parts, and `hosts` is empty.
     """
@@ -73,8 +73,8 @@ class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A reservation and its lease. Times are the broker's. `takes_last`: it may take the last worker of a bundle away
-    from the default pool. `owner`: key of the credential that created it.
+    """A reservation and its lease. Times are by the broker's clock. `takes_last`: the reservation may take the last
+    worker of a bundle away from the default pool. `owner`: key of the credential that created it.
     """
 
     spec: ReservationSpec

@@ -1,10 +1,10 @@
 """Names and settings of every subject, stream, consumer and bucket of the broker. Gateways create consumers. The owner
 of streams (`sie_broker.owner`) creates and updates streams; without an owner, gateways do. Other processes only check
-them.
+streams.
 
-A lane is a pool, a machine profile and a bundle. Each pool has one work-queue stream. On it, each model has a durable
-consumer per machine profile, bundle and priority. When a stream has the maximum number of these consumers, further
-models share consumers: a hash of the model's name chooses one of the SLOTS shared consumers (slots).
+A lane is a pool, a machine profile and a bundle. Each pool has one work-queue stream. In this stream, each model has a
+durable consumer per machine profile, bundle and priority. When a stream has the maximum number of these consumers,
+further models share consumers: a hash of the model's name chooses one of the SLOTS shared consumers (slots).
 
     sie.work.{pool}.{machine profile}.{bundle}.{priority}.{model}
         subject of a model, and filter of its own consumer
@@ -66,28 +66,28 @@ STREAMS_SUBJECT = "sie.streams"  # `streams_subject` appends a token to it
 CONFIG_SUBJECT = "sie.config.models"
 DEFAULT_POOL = "_default"
 DUPLICATE_WINDOW_S = 120.0
-# Seconds in which a message with an id that was already published is dropped. Publishers retry for 10 s, so 30 s are
-# enough. A longer window costs the broker about 256 bytes of memory per message.
+# Seconds in which the broker drops a second message with the same id. Publishers retry for 10 s, so 30 s are enough. A
+# longer window costs the broker about 256 bytes of memory per message.
 WORK_DUPLICATE_WINDOW_S = 30.0
 
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-")
 _POOL = re.compile(r"[A-Za-z0-9_-]{1,63}")
-# largest number of characters of a consumer's name: the broker prefixes it and uses it as a folder name (255 bytes)
+# largest length of a consumer's name: the broker uses the name with a prefix as a folder name of at most 255 bytes
 _MAX_NAME = 180
 # largest number of characters of a machine profile or bundle in a name, so that this part of a name is never cut
 _MAX_LABEL = 48
 _DIGEST = re.compile(r"_z[0-9a-f]{32}")
 
 SLOTS = 16  # number of shared consumers of each lane and priority
-OWN_CONSUMERS = 4096  # largest number of consumers of one stream without replicas, except shared ones
+OWN_CONSUMERS = 4096  # largest number of consumers that are not shared, of a stream without replicas
 # The same number for a stream with replicas. It is lower, because each of these consumers is a Raft group, which sends
 # heartbeats and writes files even when it is idle.
 OWN_CONSUMERS_REPLICATED = 256
-# assumed bytes of a message: a chunk of SIE_CHUNK_COST tokens with four bytes per token
+# assumed size of a message in bytes: a chunk of SIE_CHUNK_COST tokens with four bytes per token
 _USUAL_MESSAGE_BYTES = 16 << 10
 _MIN_RESERVATION_BYTES = 1 << 20
 _MIN_PER_SUBJECT = 4096  # lowest limit on waiting messages per subject, so that the messages of one request fit
-# largest number of characters of a name whose token is cached: a client may send longer ones, which would fill memory
+# largest length of a name whose token is cached: clients choose the names, and long names would fill the memory
 _MAX_CACHED = 256
 
 
@@ -134,9 +134,9 @@ class StreamSpec:
     """Settings of a stream. With retention `workqueue`, a message is removed when it is acknowledged, and a full stream
     refuses new messages. With retention `limits`, messages stay, and a full stream drops the oldest ones.
 
-    `max_per_subject`: largest number of waiting messages of one subject, which is that of one model, lane and priority
-    (0: no limit). The broker drops all messages above a new, lower limit. So the limit is lowered only while no subject
-    has more than half of the new limit.
+    `max_per_subject`: largest number of waiting messages of one subject (0: no limit). A subject belongs to one model,
+    lane and priority. The broker drops all messages above a new, lower limit. So the limit is lowered only while no
+    subject has more than half of the new limit.
     """
 
     name: str
@@ -213,8 +213,8 @@ def pool_of(subject: str) -> str:
 
 
 def dead_letter_stream(pool: str, *, replicas: int, queue_bytes: int = 4 * DEAD_LETTER_BYTES) -> StreamSpec:
-    """Return the settings of the stream for the dead letters of a pool: messages whose work was given up. It keeps them
-    in files for DEAD_LETTER_AGE_S seconds.
+    """Return the settings of the stream for the dead letters of a pool: messages that workers gave up. The stream
+    stores them in files for DEAD_LETTER_AGE_S seconds.
 
     Its size is a quarter of the work queue's size, at most DEAD_LETTER_BYTES, because a broker reserves the whole size
     at once and refuses a size for which it has no disk space.
@@ -234,7 +234,7 @@ def dead_letter_subject(pool: str) -> str:
 
 
 def cancel_subject(pool: str) -> str:
-    """Return the subject on which gateways announce requests for whose results no client waits any more."""
+    """Return the subject on which gateways announce requests for which no client is waiting any more."""
     return f"sie.cancel.{pool}"
 
 
@@ -295,7 +295,7 @@ def consumer_of(subject: str, ack_wait_s: float) -> ConsumerSpec:
 
 
 def is_slot(consumer: str) -> bool:
-    """Return whether models share this consumer. Only then, its name has `_s` after the priority."""
+    """Return whether models share this consumer. Only the name of a shared consumer has `_s` after the priority."""
     return "___s" in consumer
 
 
@@ -308,8 +308,9 @@ def health_subject(worker: str) -> str:
 
 
 def assigned_subject(worker: str) -> str:
-    """Return the subject on which a worker is notified that its assignment to a pool may have changed. A gateway also
-    sends requests to it, to test whether the worker is connected: the broker reports at once if it is not.
+    """Return the subject on which a worker is notified that its assignment to a pool may have changed. Gateways also
+    send requests to this subject, to test whether the worker is connected: the broker reports a subject without
+    subscriber at once.
     """
     return f"{ASSIGNED_SUBJECT}.{token(worker)}"
 
@@ -330,7 +331,7 @@ def gateway_subject(gateway: str) -> str:
 
 @functools.lru_cache(1024)
 def lane_filter(lane: Lane, priority: str = "") -> str:
-    """Return the filter for all subjects of work of a lane, or only for those of `priority`."""
+    """Return the filter for all work subjects of a lane, or only for those with the priority `priority`."""
     return f"{_lane_subject(lane, priority)}.>" if priority else f"sie.work.{lane_key(lane)}.>"
 
 
@@ -346,11 +347,11 @@ def part_key(lane_key: str, number: int) -> str:
 
 
 def lane_key_of(key: str) -> str:
-    """Return the key of the lane to which `key` belongs. `key` is the lane's own key or the key of a part."""
+    """Return the key of the lane to which `key` belongs. `key` is the key of the lane or of a part of its value."""
     return ".".join(key.split(".", 3)[:3])
 
 
 def part_number(lane_key: str, key: str) -> int | None:
-    """Return the number of the part with this key; None if it is not a part of this lane's value."""
+    """Return the number of the part with the key `key`; None if the key is not that of a part of this lane's value."""
     number = key.removeprefix(f"{lane_key}.p")
     return int(number) if number != key and number.isdecimal() else None
