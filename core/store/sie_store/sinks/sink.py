@@ -3,8 +3,8 @@
     rows ──SinkRows.latest──► rows with distinct ids ──Sink.upsert──► database
                                                           └── RetryPolicy: repeated while the database is away
 
-Errors are StoreError, after which another attempt may help, AccessRefused, and the classes below. No message has a
-credential or the contents of a row. Errors of libraries quote rows, so they never become the cause of an exception.
+Methods raise StoreError, after which another attempt may help, AccessRefused, or a class below. No message has a
+credential or the contents of a row. Errors of libraries quote rows, so exceptions are raised without them as the cause.
 """
 
 from __future__ import annotations
@@ -142,13 +142,13 @@ class Sink(Protocol):
 
     def refusals(self, rows: SinkRows) -> Mapping[int, str]:
         """Return why the database can never store a row, by the number of the row. A job counts these rows as failed
-        and does not write them, because `upsert` would refuse all rows of the call. Only multivectors can be too large:
-        by default, none is refused.
+        and does not write them, because `upsert` would refuse all rows of the call. By default no row is refused: only
+        databases of multivectors have rows that are too large.
         """
         return {}
 
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
-        """Return the rows of a collection that are nearest to a vector, the nearest first. It writes nothing."""
+        """Return the rows of a collection that are nearest to a vector, the nearest first. A search writes nothing."""
 
     async def close(self) -> None:
         """Close the connections to the database."""
@@ -168,9 +168,7 @@ def check_dims(dims: int, most: int, database: str) -> None:
 
 
 def payload_object(payload: str | None) -> dict[str, Any]:
-    """Return a stored payload as a dict; an empty one if it is NULL or no JSON object, which other writers may have
-    stored.
-    """
+    """Return a stored payload as a dict. The dict is empty if another writer has stored NULL or no JSON object."""
     try:
         value = None if payload is None else msgspec.json.decode(payload)
     except UNDECODABLE:
