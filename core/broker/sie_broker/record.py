@@ -334,7 +334,7 @@ class LeaderLease:
         return True
 
     async def release(self) -> None:
-        """Release the lease if this process has it, so that another process can acquire it at once. Raises BrokerError."""
+        """Release the lease if this process has it. Another process can acquire it at once. Raises BrokerError."""
         entry = await self._bucket.get(self._key)
         if entry is not None and entry.value == self._holder:
             with contextlib.suppress(WrongRevision):  # another process may have acquired the lease meanwhile
