@@ -133,7 +133,7 @@ def test_a_prefix_without_models_and_a_bucket_that_is_not_there_end_the_start(pl
     nowhere = f"{place.url.split(':')[0]}://no-such-bucket/models"
     with pytest.raises(
         SettingError,
-        match=rf"^SIE_MODELS_DIR: {nowhere}: there is no bucket no-such-bucket: make it, or name another",
+        match=rf"^SIE_MODELS_DIR: {nowhere}: there is no bucket no-such-bucket: create it, or name another",
     ):
         own(Overlay(settings_of(SIE_MODELS_DIR=nowhere)))
 

@@ -200,7 +200,7 @@ def test_a_folder_gets_a_name_and_prints_what_its_entry_says(node: Node, tmp_pat
         (
             ["verify", "--cluster-cache", "s3://no-such-bucket"],
             1,
-            "s3://no-such-bucket: there is no bucket no-such-bucket: make it, or",
+            "s3://no-such-bucket: there is no bucket no-such-bucket: create it, or",
         ),
     ],
 )

@@ -13,8 +13,8 @@ The protocols have two implementations: `nats` (NATS JetStream, for a cluster) a
 `tests/contract/broker` runs the same tests against each implementation.
 
 A delivery leases a message to a process for `ack_wait`. If the process neither acknowledges the message nor extends the
-lease, the broker delivers the message again, perhaps to another process: delivery is at least once. An ack of the first
-process after this still removes the message. So a process must stop work on a message when its lease has ended.
+lease, the broker delivers the message again, perhaps to another process: delivery is at least once. A late ack of the
+first process still removes the message. So a process must stop work on a message when its lease has ended.
 """
 
 from __future__ import annotations
@@ -324,12 +324,14 @@ class Queue(Connection, Protocol):
         """Deliver a leased message again at once, like `nak`. An acknowledged message is not delivered again. Raises
         ValueError for a `reply` that identifies no delivery.
 
-        Only for leases of an earlier run of this process. If another process has leased the message meanwhile, two
-        processes would work on the message.
+        Call this only for leases of an earlier run of this process. If another process has leased the message
+        meanwhile, two processes would work on the message.
         """
 
     async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> StreamMessage | None:
-        """Return the first message, leased or not, from `sequence` on that matches `subject`; None if none matches."""
+        """Return the first message, leased or not, whose number is at least `sequence` and whose subject matches
+        `subject`; None if no message matches.
+        """
 
     async def server_time(self, stream: str) -> float:
         """Return the wall clock of the server that sets `sent_s` of the stream's messages, in seconds since 1970."""

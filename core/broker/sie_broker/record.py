@@ -224,8 +224,8 @@ class Record(Generic[T]):
             await watch.stop()
 
     async def reconnected(self) -> None:
-        """Mark the record as stale, because a restarted broker may have lost the bucket. A callback for
-        `Connection.on_reconnect`.
+        """Mark the record as stale, because a restarted broker may have lost the bucket. The owner registers this
+        method by `Connection.on_reconnect`.
         """
         self._reconnects += 1
         self.is_stale = True

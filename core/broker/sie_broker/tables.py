@@ -74,7 +74,7 @@ class StoredTable:
         self.clear()
 
     def clear(self) -> None:
-        """Discard the table. For callers that no longer know the contents of the bucket."""
+        """Discard the table. Called when the contents of the bucket are unknown."""
         self.table: Placement | None = None
         self._revisions: dict[str, int] = {}  # revision of each key in the bucket
         self._head: Placement | None = None
@@ -128,7 +128,7 @@ class StoredTable:
 
     @property
     def revision(self) -> int:
-        """Return the last revision of the lane's key that `put` or `written` received, also of a removed key; or 0."""
+        """Return the last known revision of the lane's key, also of a removed key; 0 if no revision is known."""
         return self._revisions.get(self.key, 0)
 
     def change(self, table: Placement, max_payload: int) -> TableChange:

@@ -13,7 +13,7 @@ log = logging.getLogger("sie.broker")
 
 
 class ConnectionState:
-    """State that the connections of all implementations have: whether the connection exists, tasks, and callbacks."""
+    """State of a connection in all implementations: whether the connection exists, its tasks and its callbacks."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -103,7 +103,7 @@ class RangeMissing(StoreError):
 
 
 class WrittenMeanwhile(StoreError):
-    """Raised if another writer has changed the object since it was read, or has created it first."""
+    """Error of a conditional write: another writer has changed the object since the read, or has created it first."""
 
 
 class StoreFull(StoreError):
@@ -282,8 +282,8 @@ async def objects_below(store: ObjectStore, prefix: str) -> list[ObjectMeta]:
 @dataclass(frozen=True)
 class RetryPolicy:
     """Time limit and number of attempts for calls of a store. `stall_s`: time limit of one attempt in seconds. `tries`:
-    number of attempts. `pause_s`: seconds before the second attempt. Each later pause is twice as long. If the store
-    requests a longer pause, that is used. A pause has at most MAX_PAUSE_S seconds, and is then multiplied by a random
+    number of attempts. `pause_s`: seconds before the second attempt. Each later pause is twice as long, or as long as
+    the store requests if this is longer. A pause has at most MAX_PAUSE_S seconds, and is then multiplied by a random
     factor from 0.75 to 1.25, because many nodes may retry at the same time.
     """
 

@@ -275,7 +275,7 @@ class NatsConnection(ConnectionState):
         self._reconnected.set()
 
     async def _on_closed(self) -> None:
-        if self._opened and not self._closed:  # before that, `open` raises the error
+        if self._opened and not self._closed:  # if `open` has not succeeded yet, it raises the error
             log.critical("%s: the connection is closed and is not restored: %s", self.name, self._client.last_error)
             self._closed = True
             self._up.set()

@@ -1,4 +1,4 @@
-"""JetStream: publishing with an acknowledgement, pulls, and requests to its API.
+"""Publishes messages with an acknowledgement, pulls messages, and sends requests to the JetStream API.
 
     publish ──► Ack of the stream: sequence, duplicate
     NatsPulls ──pull requests, by credit──► consumer ──► NatsDelivery ──► ack
@@ -54,7 +54,7 @@ _TICK_S = 1.0
 # `max_pending`). The limit must be at least the size of the largest message with its subjects, which the server counts.
 PULL_BYTES = 4 << 20
 _SUBJECT_BYTES = 64 << 10
-# seconds after its expiry after which a pull counts as lost; the broker reports an expired pull within milliseconds
+# seconds from the expiry of a pull until it counts as lost; the broker reports an expired pull within milliseconds
 _PULL_LATE_S = 1.0
 # seconds between two log lines about refused pulls; a broker may refuse many, for example if a restart lost consumers
 _LOG_EVERY_S = 10.0

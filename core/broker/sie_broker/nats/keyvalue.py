@@ -36,8 +36,8 @@ _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
 
 class NatsKeyValue:
-    """Bucket, stored in the stream `KV_<bucket>` with one message per key. The message of a removed key is a marker. It
-    expires after `removed_age_s` seconds; 0: like any message of the bucket.
+    """Bucket, stored in the stream `KV_<bucket>` with one message per key. The message of a removed key is a marker. A
+    marker expires after `removed_age_s` seconds; 0: like any message of the bucket.
     """
 
     def __init__(self, jetstream: JetStream, bucket: str, removed_age_s: float = 0.0) -> None:
@@ -72,7 +72,7 @@ class NatsKeyValue:
         """Return the last entry of each key that was written at revision `first` or later, including removed keys."""
         entries: dict[str, Entry] = {}
         complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        count = 0  # deliveries that have arrived
+        count = 0  # number of deliveries that have arrived
 
         def arrived(delivery: NatsDelivery) -> None:
             nonlocal count
@@ -337,7 +337,7 @@ class _KeyValueWatch:
                 self._last,
             )
             await self._pulls.retire()  # the present inbox may never get these entries
-        # the watch has missed entries only if the next check has the same result; otherwise they are still arriving
+        # entries may still be arriving: the watch has missed entries only if the next check has the same result
         self._checked = (self._last, state.last_sequence)
 
     async def _reopen(self) -> None:

@@ -176,8 +176,9 @@ def _chunks(
 
 
 def _leaves(schema: ParquetSchema, names: Collection[str]) -> dict[int, str]:
-    """Return the names of columns by the index of each leaf column in which a file stores them. The path of a leaf
-    column is the name of its column, or begins with this name and a dot; the name may have dots too.
+    """Return (index of a leaf column -> name of its column) for the leaf columns in which a file stores the columns
+    `names`. The path of a leaf column is the name of its column, or begins with this name, which may have dots, and a
+    dot.
     """
     paths = [schema.column(at).path for at in range(len(schema))] if names else []
     below = {f"{name}.": name for name in names}

@@ -89,7 +89,7 @@ async def pieces(place: Place, entry: ObjectEntry, start: int, end: int) -> Asyn
                 tries = 0
                 yield bytes(piece)
             if start < end:
-                raise StoreError("the store's answer ended too early")
+                raise StoreError("the store's response ended too early")
         except ObjectMissing as error:
             raise missing(entry.source) from error
         except StoreError as error:
@@ -154,5 +154,5 @@ class RangeFile(io.RawIOBase):
         except (BaseError, OSError) as error:
             raise failure(error) from error
         if len(data) != end - start:
-            raise StoreError("the store's answer ended too early")
+            raise StoreError("the store's response ended too early")
         return data

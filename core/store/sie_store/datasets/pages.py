@@ -15,7 +15,7 @@ from typing import Any
 
 from sie_store.datasets.sizes import MAX_DECODED_BYTES
 
-RATIO = 8  # decoded bytes that a page may have for each compressed byte without any of them being counted
+RATIO = 8  # usual number of decoded bytes for each compressed byte; only decoded bytes above this ratio count
 # largest number of decoded bytes beyond RATIO in the pages from which one batch is made
 MAX_BATCH_BYTES = 2 * MAX_DECODED_BYTES
 MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header, which may have statistics

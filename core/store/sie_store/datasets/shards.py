@@ -99,7 +99,7 @@ async def put_once(place: Place, name: str, data: bytes, format: OutputFormat) -
                 lambda: within(PUT_S, obstore.put_async(place.store, key, data, mode="create", use_multipart=False))
             )
     except WrittenMeanwhile as error:
-        # Another gateway that ran this job has written the part, or an attempt of this call whose response was lost.
+        # the part is from another gateway that ran this job, or from an earlier attempt whose response was lost
         there = await existing(place, name, format)
         if there is None:
             raise StoreError(f"another process has written the part {name} and removed it") from error

@@ -98,7 +98,7 @@ def templates(source: JobInput) -> dict[str, Template]:
 
 
 def columns(source: JobInput) -> dict[str, str]:
-    """Return the first parameter that names a column, by each column that the job reads. Raises InvalidInput."""
+    """Return the columns that a job reads, as a map (column -> first parameter that names it). Raises InvalidInput."""
     params: dict[str, str] = {}
     for name, template in templates(source).items():
         for column in template.columns:

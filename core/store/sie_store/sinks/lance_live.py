@@ -270,12 +270,14 @@ class LanceLive:
         arrays = {name: pyarrow.array(values, shape.columns[name].type) for name, values in fields.items()}
         arrays[shape.column(side)] = array
         if side == shape.in_use:
-            # Rows of the side in use are written only after their texts have changed. So their vectors of the opposite
-            # side belong to earlier texts.
+            # Vectors of the side in use are written only to rows that a writer has changed. So their vectors of the
+            # opposite side belong to earlier texts.
             away = shape.column(opposite(side))
             arrays[away] = pyarrow.nulls(len(rows), shape.columns[away].type)
         if len(set(fields[shape.id_column])) < len(rows):
-            raise CollectionMismatch(f"several rows of {self._source.collection} have the same {shape.id_column}")
+            raise CollectionMismatch(
+                f"several rows of {self._source.collection} have the same {shape.id_column}: choose another with --id"
+            )
         if changed := [place for place, row in enumerate(rows) if written[place] != row.stored]:
             schema = pyarrow.schema([shape.columns[name] for name in arrays])
             await self._merge(pyarrow.table([*arrays.values()], schema=schema).take(changed))
@@ -289,7 +291,7 @@ class LanceLive:
         )
 
         async def merge(table: Any) -> None:
-            # without an index of the ids, because with one the library cannot write only some of the columns
+            # without an index of the ids, because the library cannot use an index to write only some of the columns
             builder = table.merge_insert(shape.id_column).use_index(False)
             # Without `on_bad_vectors`, the library refuses a column in which all vectors are null.
             await builder.when_matched_update_all(where=same or None).execute(data, on_bad_vectors="null")

@@ -98,8 +98,8 @@ class LiveCollection(Protocol):
         """Create the column or collection for new vectors of `dims` numbers, or check the existing one."""
 
     def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
-        """Scan all rows, and yield those without a vector of their present text. Rows that can be brought up to date
-        without the model are updated at once.
+        """Scan all rows, and yield the rows without a vector of their present text. A row that needs only a new marker,
+        and no new vector, is updated at once.
         """
 
     async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> None:

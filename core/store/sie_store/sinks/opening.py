@@ -73,7 +73,7 @@ def _scheme(url: str, setting: str) -> str:
     try:
         pieces = urlsplit(url)
         _ = pieces.port
-        # refuses host names that no resolver accepts, by UnicodeError, which is a ValueError
+        # raises UnicodeError, which is a ValueError, for a host name that no resolver accepts
         (pieces.hostname or "").encode("idna")
     except ValueError:
         raise SettingError(setting, "the URL of a database has no valid host and port") from None

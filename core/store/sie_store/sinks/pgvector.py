@@ -77,8 +77,8 @@ FROM (VALUES ('hnsw.ef_search', 40, 1000), ('ivfflat.probes', 1, 32768)) AS sett
 
 
 class PostgresDatabase:
-    """Transactions in the database at a URL. Each opens a new connection, so that a broken one is never used again.
-    This is cheap, because a transaction reads or writes thousands of rows.
+    """Transactions in the database at a URL. Each transaction opens a new connection, so that a broken connection is
+    never used again. This is cheap, because a transaction reads or writes thousands of rows.
     """
 
     def __init__(self, url: str, patience: RetryPolicy) -> None:
@@ -317,7 +317,7 @@ def quoted(name: str) -> str:
 
 
 def _failure(error: asyncpg.PostgresError) -> StoreError:
-    """Return the StoreError for an error of PostgreSQL, without PostgreSQL's message, because that quotes rows."""
+    """Return the StoreError for an error of PostgreSQL. PostgreSQL's message is left out, because it quotes rows."""
     state = error.sqlstate if _STATE.fullmatch(error.sqlstate or "") else "no SQLSTATE"
     error_name = f"{type(error).__name__}, {state}"
     if state[:2] == "28" or state == "42501":

@@ -43,9 +43,9 @@ from sie_store.sinks.sink import (
 
 DEFAULT_VECTOR, PAYLOAD = "embedding", "payload"  # columns of a table that a job has created
 NEXT, BEFORE, MARKER = "_next", "_before", "_marker"
-MAX_NAME = 63  # bytes of a name in PostgreSQL
+MAX_NAME = 63  # largest number of bytes of a name in PostgreSQL
 SCAN_ROWS = 2_000
-LOCK_S = 3  # longest time for which a change of the table waits for its lock; later readers and writers wait as long
+LOCK_S = 3  # seconds for which a change of the table waits for its lock; later readers and writers wait meanwhile
 INDEX_S = 24 * 3600.0  # time limit of one statement that builds or drops an index, in seconds
 _TYPE = re.compile(r"(?:.*\.)?(vector|halfvec|sparsevec)(?:\((\d+)\))?")
 _OPERATORS = {
@@ -168,7 +168,7 @@ class PgvectorLive:
         extension = await connection.fetchval(SCHEMA_OF_EXTENSION)
         if extension is None:
             raise SinkUnsuitable(
-                "the database has no extension vector, so it has no vectors: is it the right database?"
+                "the database has no extension vector, so it has no vectors: does the URL name the right database?"
             )
         table = await connection.fetchrow(_TABLE, self._table)
         if table is None:
@@ -179,7 +179,7 @@ class PgvectorLive:
         columns = {row["name"]: row["type"] for row in rows}
         vector = source.vector or DEFAULT_VECTOR
         if len(vector.encode()) + len(MARKER) > MAX_NAME:
-            raise CollectionRefused("the name of the vector column is too long: a migration adds _marker to it")
+            raise CollectionRefused("the name of the vector column is too long: a migration adds _marker. Rename it")
         kind = _TYPE.fullmatch(columns.get(vector, ""))
         if kind is None:
             vectors = [name for name, type_name in columns.items() if _TYPE.fullmatch(type_name)]
@@ -212,8 +212,8 @@ class PgvectorLive:
             )
         if id_column not in unique:
             raise CollectionMismatch(
-                f"the table {source.collection} needs a column that alone is its primary key or unique: "
-                f"{id_column or 'it has none'}. Name one with --id"
+                f"the table {source.collection} needs a column that alone is its primary key or unique, and "
+                f"{f'{id_column} is not' if id_column else 'has no such column'}. Name such a column with --id"
             )
         if not table["is_owner"]:
             raise SinkUnsuitable(
@@ -367,8 +367,8 @@ class PgvectorLive:
         ]
         away = shape.column(opposite(side))
         if side == shape.in_use and away in shape.columns:
-            # A row of the side in use is written only after its text has changed. So its vector of the opposite side
-            # belongs to an earlier text.
+            # Vectors of the side in use are written only to rows that a writer has changed. So the vector of the
+            # opposite side belongs to an earlier text.
             changes.append(f"{quoted(away)} = NULL")
         await connection.execute(
             f"WITH fresh AS (SELECT t.{identity} AS id, r.embedding FROM pg_temp.sie_rows r JOIN {self._table} t "  # noqa: S608

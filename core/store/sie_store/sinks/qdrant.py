@@ -118,7 +118,7 @@ class QdrantConnection:
         completed: bool = False,
     ) -> Any:
         """Send a request, repeated if another attempt may help, and return its result. `body`: JSON as bytes, or a
-        value. `missing`: return None if the collection does not exist. `exists`: return None if the collection already
+        value to encode. `missing`: return None if the collection does not exist. `exists`: return None if it already
         exists. `completed`: raise StoreError if Qdrant does not confirm that the rows are applied.
         """
         content = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)

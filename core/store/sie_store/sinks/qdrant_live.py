@@ -1,5 +1,5 @@
 """Live collection of Qdrant. A migration embeds its texts with a new model into a second collection, while searches and
-writers use the first collection. They use it by an alias of Qdrant, here `docs`:
+writers use the first collection. Their name for a collection is an alias of Qdrant, here `docs`:
 
     docs          ──► the collection in use
     docs--1f0c9a2b        the new collection: 8 hexadecimal digits of the new model's fingerprint
@@ -13,7 +13,7 @@ copy is missing, has another payload, or has a marker of another text or model. 
                           PAYLOAD  digest of the payload when both collections last had the same payload
 
 So a point with a valid PAYLOAD has not changed since it was copied. After the switch, PAYLOAD shows whether a point or
-its copy is newer. If a point has no copy and its PAYLOAD is valid, the copy was deleted; otherwise the point is new.
+its copy is newer. If a point without a copy has a valid PAYLOAD, its copy was deleted. If not, the point is new.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MARKER = "_sie"
 NO_VECTOR, CLAIM = "none", "claim"  # values that a marker may have instead of the text's digest
 CONDITIONS_SINCE = (1, 16)  # versions of Qdrant before this ignore `update_filter`, the condition of a write
 SCAN_POINTS = 256  # points that are read at a time; halved if the reply is too large
-COPIED_POINTS = 64  # points whose vectors (without the migrated one) are read at a time; halved for a too large reply
+COPIED_POINTS = 64  # points whose copied vectors are read at a time; halved if the reply is too large
 ANSWER_BYTES = 64 << 20  # largest number of bytes of a reply with points; a point alone has at most 32 MiB
 # settings that are copied to the new collection; _CONFIGS: name in a collection's description -> name in a request
 _PARAMS = ("shard_number", "replication_factor", "write_consistency_factor", "on_disk_payload")
@@ -148,7 +148,7 @@ class QdrantLive:
         if in_use == "old" and self._before in aliases:
             raise CollectionMismatch(
                 f"an earlier migration of {self._alias} is not cleaned up: the alias {self._before} still names the "
-                f"collection {aliases[self._before]}. Remove both, or run the command of that migration with "
+                f"collection {aliases[self._before]}. Remove the alias, or run the command of that migration with "
                 "--step clean-up"
             )
         info = await self._server.read("GET", _path(target), _CollectionInfo)
@@ -244,13 +244,13 @@ class QdrantLive:
         if text == self._text_digest(side, point):
             return True
         # A vector without TEXT comes from the application. It is a vector of the old model if the point has not changed
-        # since it was copied, or if the application has written it before the switch.
+        # since it was copied, or if the point has no marker and the old collection is not in use.
         return side == "old" and not text and (_is_agreed(copy) or (not marker and side != self._opened().in_use))
 
     async def _late_writes(self, away: str, source: str) -> AsyncIterator[ScannedPage]:
-        """Yield the points of `away`, the collection that is not in use, that a writer has changed after they were
-        copied. A point is skipped if its copy in `source`, the collection in use, is newer. Points that were deleted
-        from `away` are deleted from `source`.
+        """Yield the points of `away` (the collection not in use) if a writer has changed them after they were copied. A
+        point is skipped if its copy in `source` (the collection in use) is newer. Points that were deleted from `away`
+        are deleted from `source`.
         """
         async for points in self._scroll(away):
             changed = [point for point in points if not _is_agreed(point)]
@@ -341,8 +341,8 @@ class QdrantLive:
             first += len(stored)
 
     async def _more_vectors(self, side: Side, ids: Sequence[int | str]) -> list[dict[str, Any]]:
-        """Return the named vectors, without the migrated one, of the first points of `ids`: of as many points as one
-        reply can hold.
+        """Return the vectors that are only copied, by name, for the first points of `ids`. The size of a reply limits
+        the number of these points.
         """
         layout = self._opened()
         if not layout.more_vectors:

@@ -106,7 +106,7 @@ class LocalCache:
     def find(self, repository: str, revision: str, select: Wanted | None = None) -> Path | None:
         """Return the folder of a snapshot; None if it is missing or incomplete. Raises ManifestError.
 
-        With a manifest, the snapshot must have all files in it, and `select` must accept none of the files that the
+        With a manifest, the snapshot must have all files of the manifest, and `select` must accept no file that the
         manifest left out. Without a manifest, the snapshot must have the files that `select` (by default `common`)
         accepts in the listing of the hub's own client.
         """

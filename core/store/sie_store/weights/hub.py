@@ -27,7 +27,7 @@ from sie_store.weights.progress import FetchProgress
 from sie_store.weights.selection import Wanted, check_size
 
 # part_bytes=0: one request reads all missing bytes of a file, because the hub limits the number of requests and
-# redirects each of them to a new signed URL
+# redirects each request to a new signed URL
 LIMITS = DownloadLimits(tries=3, part_bytes=0)
 LISTING_S = 30.0  # seconds within which the hub must send the whole listing
 
@@ -130,7 +130,7 @@ async def _listing(session: Any, repository: str, revision: str | None) -> _List
     except TimeoutError as error:
         raise StoreError(f"the hub's listing of files was not complete within {LISTING_S:g} s") from error
     except UNDECODABLE as error:
-        raise StoreError(f"the hub's answer is not the listing of a repository: {str(error)[:200]}") from error
+        raise StoreError(f"the hub's reply is not the listing of a repository: {str(error)[:200]}") from error
 
 
 async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> RemoteFile:
@@ -145,7 +145,7 @@ async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> Remote
 
     async def headers() -> tuple[str, str]:
         """Return (size, ETag), each "" if unknown. Any response of a chain of redirections may have the headers
-        X-Linked-*. The usual headers count only in the last response: in others they describe the redirection itself.
+        X-Linked-*. The usual headers are read only from the last response: in others they describe a redirection.
         """
         async with _answered(session, f"{url}/{quote(name)}", method="HEAD") as response:
 
@@ -191,7 +191,7 @@ async def _answered(session: Any, url: str, *, method: str = "GET", start: int =
         async with session.stream(method, url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
             hf_raise_for_status(response)
             if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-                raise StoreError("the hub's answer is compressed, although compression was not requested")
+                raise StoreError("the hub's reply is compressed, although compression was not requested")
             yield response
 
 

@@ -109,7 +109,7 @@ def check_names(repository: str, revision: str) -> None:
 
 def is_safe(name: str) -> bool:
     """Return whether a file name is safe: below the folder of its snapshot, printable, not too long for a disk, and not
-    a name of the manifest or of an incomplete file.
+    the name of the manifest or of an incomplete file.
     """
     parts = name.split("/")
     if not name.isprintable() or len(name) > 1024 or "\\" in name or name == MANIFEST or name.endswith(PART):

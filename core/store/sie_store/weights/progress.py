@@ -37,8 +37,8 @@ class FetchProgress:
         self.on_step: Callable[[Fetched], None] = lambda _: None
 
     def expect(self, total_bytes: int, had_bytes: int = 0) -> None:
-        """Set the number of bytes of the whole snapshot, and of the bytes that are already stored. Calls `on_expect`,
-        which frees space for the missing bytes. Raises FetchFailed.
+        """Set the number of bytes of the whole snapshot, and the number of bytes that are already stored. Calls
+        `on_expect`, which frees space for the missing bytes. Raises FetchFailed.
         """
         with self._lock:
             self._total_bytes, self._had_bytes, self._stepped_s = total_bytes, had_bytes, -STEP_EVERY_S
@@ -51,7 +51,7 @@ class FetchProgress:
         self.add(0)
 
     def follow(self, fetched: Fetched) -> None:
-        """Use the figures of another process that fetches this snapshot, so that `state` returns them."""
+        """Set the figures to those of another process that fetches this snapshot; `state` returns these figures."""
         with self._lock:
             self._total_bytes, self._had_bytes, self._followed_per_s = (
                 fetched.total_bytes,
@@ -81,7 +81,7 @@ class FetchProgress:
         _logger.info("fetched %s: %s", self.label, summary)
 
     def state(self) -> Fetched:
-        """Return the number of bytes that are stored, of bytes of the whole snapshot, and of bytes per second."""
+        """Return the number of stored bytes, the number of bytes of the whole snapshot, and the bytes per second."""
         with self._lock:
             return self._state(self._clock())
 

@@ -86,7 +86,7 @@ class Push:
                         len(self._written), len(self._manifest.files) - len(self._written), sum(self._written.values())
                     )
             except WrittenMeanwhile as error:
-                _logger.info("%s: %s", self._label, error)
+                _logger.info("the manifest of %s was not written, the push starts again: %s", self._label, error)
             # random, so that several pushers do not retry at the same moment
             await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311
         raise StoreError(
