@@ -62,7 +62,7 @@ class ConnectionState:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._crashed = True
-            log.critical("%s crashed", task.get_name(), exc_info=error)
+            log.critical("%s crashed, so the connection counts as lost", task.get_name(), exc_info=error)
 
     async def _cancel_tasks(self) -> None:
         tasks = list(self._tasks)

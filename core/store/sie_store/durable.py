@@ -17,7 +17,7 @@ def write(path: Path, data: bytes) -> None:
 
 def write_through(growing: Path, path: Path, data: bytes) -> None:
     """Write a file under the name `growing` in the same folder, and rename it to `path` when its bytes are on the disk.
-    If this fails, `growing` is removed. Raises OSError.
+    If the write fails, `growing` is removed. Raises OSError.
     """
     try:
         growing.write_bytes(data)

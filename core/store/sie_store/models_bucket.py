@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 SETTING = "SIE_MODELS_DIR"
 READS_AT_ONCE = 16
-MAX_OBJECTS = 100_000  # largest number of objects below the prefix, including those that are not files of models
+MAX_OBJECTS = 100_000  # largest number of objects below the prefix, including objects that are no files of models
 
 
 class BucketFolder:

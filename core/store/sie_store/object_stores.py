@@ -127,7 +127,7 @@ def opened(url: str, setting: str) -> ObjectStore:
     where = store_url(url)
     limits: dict[str, Any] = {
         # `allow_http` lets an operator's endpoint begin with http://; other endpoints use TLS. These options replace
-        # those in environment variables (obstore 0.12).
+        # options in environment variables (obstore 0.12).
         "client_options": {
             "allow_http": True,
             "connect_timeout": timedelta(seconds=5),

@@ -1,4 +1,4 @@
-"""Buckets of the in-process server, and the classes of the whole server and of a connection with all protocols."""
+"""Buckets of the in-process server, the server with streams and buckets, and a connection with all protocols."""
 
 from __future__ import annotations
 

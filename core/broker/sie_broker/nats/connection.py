@@ -118,7 +118,7 @@ class NatsConnection(ConnectionState):
         # client's subscription -> callback for a dropped message
         self._droppers: dict[Any, Callable[[str], None]] = {}
         self._answers = Answers("")
-        self._inboxes: set[PullInbox] = set()  # inboxes of this connection, called if it is lost, restored or closed
+        self._inboxes: set[PullInbox] = set()  # informed when the connection is lost, restored or closed
 
     async def open(self, url: str, timeout_s: float, password: Secret | None = None, user: str = "") -> None:
         """Connect to a server, as described in `sie_broker.nats.connect`."""

@@ -259,7 +259,7 @@ class _KeyValueWatch:
             self._last = 0  # another process has deleted the bucket and created a new one, so all entries are new
         self._reader, pending = await self._bucket.open_reader(self._last + 1)
         if not pending:
-            # the watch has handled all entries up to this revision, or they have expired or were removed
+            # the watch has handled all entries up to this revision; missing entries have expired or were removed
             self._last = max(self._last, state.last_sequence)
         self._created = state.created
         self._read = 0

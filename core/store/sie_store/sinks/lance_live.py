@@ -174,8 +174,8 @@ class LanceLive:
             await self.open()
         elif shape.marker != marker:
             raise CollectionMismatch(
-                f"the column {column} of {self._source.collection} has vectors of another model, or of this one before "
-                "it changed: remove them with --step clean-up first"
+                f"the column {column} of {self._source.collection} has vectors of another model, or of this model "
+                "before it changed: remove these vectors with --step clean-up first"
             )
         elif not type.equals(shape.columns[column].type):
             raise CollectionMismatch(
@@ -276,7 +276,7 @@ class LanceLive:
             arrays[away] = pyarrow.nulls(len(rows), shape.columns[away].type)
         if len(set(fields[shape.id_column])) < len(rows):
             raise CollectionMismatch(
-                f"several rows of {self._source.collection} have the same {shape.id_column}: choose another with --id"
+                f"several rows of {self._source.collection} have the same {shape.id_column}: name another column"
             )
         if changed := [place for place, row in enumerate(rows) if written[place] != row.stored]:
             schema = pyarrow.schema([shape.columns[name] for name in arrays])

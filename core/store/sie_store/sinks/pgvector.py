@@ -1,5 +1,5 @@
 """PostgreSQL with pgvector. The rows of a job are in the table `collection (id text primary key, embedding vector(d),
-sparse sparsevec(n), payload jsonb)`. If the job has no dense or no sparse output, the table lacks that column.
+sparse sparsevec(n), payload jsonb)`. The table has only the vector columns that the job writes.
 
     rows ──binary COPY──► temporary table ──INSERT ... ON CONFLICT DO UPDATE──► table, all in one transaction
 

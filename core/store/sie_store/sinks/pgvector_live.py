@@ -279,8 +279,8 @@ class PgvectorLive:
             )
         if self._record().new != fingerprint:
             raise CollectionMismatch(
-                f"the column {column} of {self._source.collection} has vectors of another model, or of this one before "
-                "it changed: remove them with --step clean-up first"
+                f"the column {column} of {self._source.collection} has vectors of another model, or of this model "
+                "before it changed: remove these vectors with --step clean-up first"
             )
 
     async def pending(self, side: Side) -> AsyncIterator[ScannedPage]:

@@ -41,7 +41,7 @@ from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, 
 
 MARKER = "_sie"
 NO_VECTOR, CLAIM = "none", "claim"  # values that a marker may have instead of the text's digest
-CONDITIONS_SINCE = (1, 16)  # versions of Qdrant before this ignore `update_filter`, the condition of a write
+CONDITIONS_SINCE = (1, 16)  # older versions of Qdrant ignore `update_filter`, the condition of a write
 SCAN_POINTS = 256  # points that are read at a time; halved if the reply is too large
 COPIED_POINTS = 64  # points whose copied vectors are read at a time; halved if the reply is too large
 ANSWER_BYTES = 64 << 20  # largest number of bytes of a reply with points; a point alone has at most 32 MiB

@@ -4,7 +4,7 @@
                                                           └── RetryPolicy: repeated if the database cannot be reached
 
 Methods raise StoreError, after which another attempt may help, AccessRefused, or a class below. No message has a
-credential or the contents of a row. Errors of libraries quote rows, so exceptions are raised without them as the cause.
+credential or the contents of a row. Errors of libraries quote rows, so no exception has such an error as its cause.
 """
 
 from __future__ import annotations
