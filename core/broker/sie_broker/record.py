@@ -112,7 +112,7 @@ class RecordBucket:
         except BrokerError as error:
             self._opened = None
             if self.name not in self.broker.troubles:
-                _logger.info("bucket %s cannot be used: %s", self.name, error)
+                _logger.info("bucket %s cannot be used, the next operation opens it again: %s", self.name, error)
             self.broker.troubles[self.name] = str(error)
             raise
 

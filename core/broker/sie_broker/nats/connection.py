@@ -229,7 +229,7 @@ class NatsConnection(ConnectionState):
             self._dropped += 1
             if self._dropped == 1 or self._dropped % 1000 == 0:
                 log.error(
-                    "%s: %d messages were dropped, the last on subject %s, because its handler is too slow",
+                    "%s: %d messages were dropped, because their handler is too slow; the last was on subject %s",
                     self.name,
                     self._dropped,
                     error.subject,

@@ -176,9 +176,8 @@ def _chunks(
 
 
 def _leaves(schema: ParquetSchema, names: Collection[str]) -> dict[int, str]:
-    """Return (index of a leaf column -> name of its column) for the leaf columns in which a file stores the columns
-    `names`. The path of a leaf column is the name of its column, or begins with this name, which may have dots, and a
-    dot.
+    """Return the leaf columns in which a file stores the columns `names`: name of the column by leaf index.
+    The path of a leaf column is the column's name, alone or followed by a dot and further names.
     """
     paths = [schema.column(at).path for at in range(len(schema))] if names else []
     below = {f"{name}.": name for name in names}

@@ -160,7 +160,7 @@ async def _listed(
             if name > after and not is_hidden(name) and is_wanted(name):
                 objects.append(ObjectEntry(name, entry["size"], tag_of(place, entry)))
         if most is None and len(objects) > limit:
-            raise InvalidInput.at("input.url", f"more than {limit} objects", reason=TOO_MANY)
+            raise InvalidInput.at("input.url", f"the folder has more than {limit} objects", reason=TOO_MANY)
         if most is not None and len(objects) >= limit + LISTED_AT_ONCE:
             # The listing of a bucket is sorted by name, so it can stop here. That of a folder on the disk is not.
             objects = heapq.nsmallest(limit, objects, key=_name)

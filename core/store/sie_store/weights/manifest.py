@@ -127,7 +127,7 @@ def check_paths(names: Collection[str]) -> None:
             raise ManifestError(f"the snapshot names the file {name[:200]!r}: expected a path below its folder, with /")
         for folder in PurePosixPath(name).parents:
             if str(folder) in files:
-                raise ManifestError(f"{str(folder)[:200]!r} is a file and a folder")
+                raise ManifestError(f"the snapshot has {str(folder)[:200]!r} as a file and as a folder")
 
 
 def _check(manifest: Manifest) -> None:
