@@ -27,7 +27,7 @@ def check_room(spec: StreamSpec, per_subject: int, max_bytes: int, size_bytes: i
         if count > spec.max_per_subject // 2:
             raise UnsafeUpdate(
                 f"{spec.name} is not updated yet: {subject} has {count} messages, more than half of the new limit "
-                f"{spec.max_per_subject}"
+                f"{spec.max_per_subject}: try again when fewer messages wait"
             )
     is_dropping = spec.retention == "limits" and _is_lower(spec.max_bytes, max_bytes)
     if is_dropping and size_bytes > spec.max_bytes:

@@ -198,7 +198,7 @@ async def _planned(place: Place, name: str, source: JobInput, names: dict[str, s
             return [_span(entry, kind, cut) for cut in cuts]
         return await _scanned(place, entry, kind, names, most)
     except InvalidInput as error:
-        if error.reason == TOO_MANY:  # an error of the whole job and not of one object
+        if error.reason == TOO_MANY:  # the error concerns the whole job, so the planning stops
             raise
         return Broken(name, error.info())
 

@@ -109,7 +109,7 @@ class _TableShape:
 
     @property
     def type(self) -> str:
-        """Return the type of vectors, with its schema."""
+        """Return the SQL type of the vectors, qualified by its schema."""
         return f"{quoted(self.extension)}.{self.kind}"
 
     @property

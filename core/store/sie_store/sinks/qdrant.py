@@ -139,7 +139,7 @@ class QdrantConnection:
         try:
             return msgspec.convert(result, type)
         except msgspec.ValidationError:
-            raise SinkUnsuitable("the server does not reply as Qdrant does") from None
+            raise SinkUnsuitable("the server does not reply as Qdrant does: check its URL") from None
 
     async def _once(self, method: str, path: str, content: bytes | None, completed: bool) -> _QdrantReply:
         try:
@@ -291,7 +291,7 @@ def _reply(body: bytes) -> _QdrantReply:
     try:
         return msgspec.json.decode(body, type=_QdrantReply)
     except UNDECODABLE:
-        raise SinkUnsuitable("the server does not reply as Qdrant does") from None
+        raise SinkUnsuitable("the server does not reply as Qdrant does: check its URL") from None
 
 
 class AnswerTooLarge(SinkUnsuitable):
@@ -314,7 +314,7 @@ def _refusal(response: httpx.Response, rows: bool) -> StoreError:
     if status in (400, 413, 422):
         return (RowsRefused if rows else CollectionRefused)(f"Qdrant refuses the request (status {status})")
     if 300 <= status < 500 and status not in (408, 409, 425, 429):
-        return SinkUnsuitable(f"the server does not reply as Qdrant does (status {status})")
+        return SinkUnsuitable(f"the server does not reply as Qdrant does (status {status}): check its URL")
     after = response.headers.get("retry-after", "")
     return StoreError(f"Qdrant replies with status {status}", float(after) if after.isdecimal() else 0.0)
 
@@ -337,7 +337,7 @@ def vector_settings(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         vectors, sparse = params.get("vectors") or {}, params.get("sparse_vectors") or {}
         return ({"": vectors} if "size" in vectors else dict(vectors)), dict(sparse)
     except (TypeError, KeyError, ValueError, AttributeError):
-        raise SinkUnsuitable("the server does not reply as Qdrant does") from None
+        raise SinkUnsuitable("the server does not reply as Qdrant does: check its URL") from None
 
 
 def _check(collection_info: Any, collection: str, settings: dict[str, Any]) -> None:
@@ -359,9 +359,9 @@ def _check_vector(actual: Any, collection: str, name: str, expected: Mapping[str
         size, distance = actual["size"], actual.get("distance")
         comparator = (actual.get("multivector_config") or {}).get("comparator")
     except (TypeError, KeyError, AttributeError):
-        raise SinkUnsuitable("the server does not reply as Qdrant does") from None
+        raise SinkUnsuitable("the server does not reply as Qdrant does: check its URL") from None
     if not isinstance(size, int) or distance not in DISTANCES or comparator not in (None, COMPARATOR):
-        raise SinkUnsuitable("the server does not reply as Qdrant does")
+        raise SinkUnsuitable("the server does not reply as Qdrant does: check its URL")
     place = f"the collection {collection}" + (f", vector {name}," if name else "")
     if (comparator is None) != ("multivector_config" not in expected):
         raise CollectionMismatch(f"{place} is no {'multivector' if comparator is None else 'single vector'}")

@@ -175,7 +175,7 @@ class QdrantLive:
         if vector not in sparse and not isinstance(sizes.get(vector), int):
             raise CollectionMismatch(
                 f"the collection {self._alias} has the vectors "
-                f"{', '.join(name or '(no name)' for name in (*named, *sparse))}: --vector names the one to migrate"
+                f"{', '.join(name or '(no name)' for name in (*named, *sparse))}: choose one with --vector"
             )
         more_vectors = tuple(name for name in (*named, *sparse) if name != vector)
         return vector, {} if vector in sparse else named[vector], more_vectors
