@@ -33,7 +33,7 @@ def check_room(spec: StreamSpec, per_subject: int, max_bytes: int, size_bytes: i
     if is_dropping and size_bytes > spec.max_bytes:
         raise UnsafeUpdate(
             f"{spec.name} is not updated yet: its messages have {size_bytes} bytes, more than the new limit "
-            f"{spec.max_bytes}, so the oldest would be dropped: replay or purge dead letters first (`sie dlq`)"
+            f"{spec.max_bytes}, so the update would drop the oldest: replay or purge dead letters first (`sie dlq`)"
         )
 
 

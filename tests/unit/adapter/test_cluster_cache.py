@@ -132,7 +132,7 @@ def test_a_push_that_ended_early_goes_on_where_it_was(faulty: Place, source: Pat
     assert opened(faulty).fetch(REPOSITORY, COMMIT) is None
     (stored,) = opened(faulty).listed()
     assert stored.manifest is None
-    assert "did not end" in stored.wrong[MANIFEST]
+    assert "did not finish" in stored.wrong[MANIFEST]
     faulty.put(f"{PLACE}/config.json", b"[]")
     faulty.server.faults.refuse = lambda _: None
     before = len(faulty.server.faults.writes())
