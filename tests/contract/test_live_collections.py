@@ -873,7 +873,7 @@ def lance(tmp_path: Path) -> Rows:
         ({"id": "int64", "title": "string", "vector": 3}, {}, "no column body, which --text names"),
         ({"id": "int64", "body": "binary", "vector": 3}, {}, "column body .* has no texts, numbers or times"),
         *(
-            ({"id": "int64", "body": type, "vector": 3}, {}, "column body .* has no .* times up to microseconds")
+            ({"id": "int64", "body": type, "vector": 3}, {}, "column body .* has no .* times without nanoseconds")
             for type in ("timestamp[ns]", "time64[ns]", "duration[ns]")
         ),
         ({"body": "string", "vector": 3}, {}, "no such column id. Name one with --id"),

@@ -686,7 +686,7 @@ async def test_writers_at_once_keep_each_row_once_in_lancedb_over_an_object_stor
     ("fields", "message"),
     [
         ({"id": "string", "vector": 16}, "column payload .* no such column"),
-        ({"id": "int64", "vector": 16, "payload": "string"}, "column id .* it has int64"),
+        ({"id": "int64", "vector": 16, "payload": "string"}, "column id .* the table has int64"),
         ({"id": "string", "vector": 16, "payload": "string"}, "id .* is not its primary key"),
     ],
 )
