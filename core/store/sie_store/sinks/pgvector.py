@@ -112,7 +112,7 @@ class PostgresDatabase:
                     await connection.execute("COMMIT")
                 return result
         except TimeoutError:
-            raise StoreError("PostgreSQL did not answer in time") from None
+            raise StoreError(f"PostgreSQL did not reply within {bound_s:.3g} s") from None
         except asyncpg.PostgresError as error:
             raise _failure(error) from None
         except (asyncpg.exceptions.ClientConfigurationError, FileNotFoundError):
