@@ -512,8 +512,8 @@ def opened_table(table: Table, **changes: Any) -> PgvectorLive:
         ("number bigint primary key, body text, v vector(3)", {}, "Name one with --vector: v"),
         ("number bigint primary key, title text, embedding vector(3)", {}, "no column body, which --text names"),
         ("number bigint primary key, body text, embedding sparsevec", {}, r"no width.*TYPE sparsevec\(n\)"),
-        ("number bigint, body text, embedding vector(3)", {}, "primary key or unique: it has none"),
-        ("number bigint, body text, embedding vector(3)", {"id_column": "number"}, "or unique: number"),
+        ("number bigint, body text, embedding vector(3)", {}, "primary key or unique, and has no such column"),
+        ("number bigint, body text, embedding vector(3)", {"id_column": "number"}, "or unique, and number is not"),
         ("number bigint unique, body text, embedding vector(3)", {}, "number of .* may be NULL.*SET NOT NULL"),
         (
             "id int primary key, number bigint unique, body text, embedding vector(3)",
@@ -873,7 +873,7 @@ def lance(tmp_path: Path) -> Rows:
         ({"id": "int64", "title": "string", "vector": 3}, {}, "no column body, which --text names"),
         ({"id": "int64", "body": "binary", "vector": 3}, {}, "column body .* has no texts, numbers or times"),
         *(
-            ({"id": "int64", "body": type, "vector": 3}, {}, "column body .* has no .* times up to microseconds")
+            ({"id": "int64", "body": type, "vector": 3}, {}, "column body .* has no .* times without nanoseconds")
             for type in ("timestamp[ns]", "time64[ns]", "duration[ns]")
         ),
         ({"body": "string", "vector": 3}, {}, "no such column id. Name one with --id"),

@@ -442,7 +442,7 @@ def test_what_the_chart_renders_starts_and_serves(short: Path, tmp_path: Path) -
         running.check_connections()
 
         violations = [line for line in running.log("nats") if "Violation" in line]
-        if any("the config service, does not answer" in line for line in running.log("gateway")):
+        if any("the config service, which creates streams, does not reply" in line for line in running.log("gateway")):
             # a gateway that starts before the config service tries to create its streams itself, and is refused
             violations = [line for line in violations if "$JS.API.STREAM.CREATE.KV_" not in line]
         assert not violations

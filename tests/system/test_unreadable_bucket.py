@@ -57,7 +57,7 @@ def test_the_bucket_that_cannot_be_read_is_named(stack: Stack, tmp_path: Path) -
     for bucket in (JOBS_BUCKET, KEYS_BUCKET):
         until(lambda name=bucket: f"{name} cannot be used: " in reason(), 60.0, f"{bucket} in the readiness")  # type: ignore[misc]
     assert any(JOBS_BUCKET in line and "cannot be used" in line for line in gateway.log)
-    assert any("the broker's log says why" in line for line in gateway.log)
+    assert any("the broker's log has the reason" in line for line in gateway.log)
     whys = [line for line in broker.log if "Slow Consumer" in line]
     assert whys
     assert all(map(_matters, whys)), "`sie serve` passes them on"

@@ -37,7 +37,7 @@ def test_nothing_but_names_of_columns_is_a_template(template: str) -> None:
 
 def test_a_template_does_not_repeat_a_column_until_its_texts_fill_the_memory() -> None:
     assert Template.parsed("{a}" * 4, "input.text").text(ROW) == "xxxx"
-    with pytest.raises(InvalidInput, match="'a' is named 5 times, at most 4"):
+    with pytest.raises(InvalidInput, match="names 'a' 5 times, expected at most 4"):
         Template.parsed("{a}" * 5, "input.text")
 
 

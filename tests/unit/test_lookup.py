@@ -116,7 +116,7 @@ def test_a_folder_is_added_under_its_name_and_found_the_next_time(
         ("BAAI/bge-m33", "(HF_TOKEN); did you mean BAAI/bge-m3"),
         ("all-MiniLM-L6-v22", f"has the form organisation/name; did you mean {MINI} or "),
         ("org/bare", "has no config.json and safetensors; weights in other formats are not read"),
-        ("org/pickled", "name a repository with these, or save the model anew with save_pretrained"),
+        ("org/pickled", "name a repository with these files, or save the model again with save_pretrained"),
         (f"{MINI}:fast", f"{MINI} has no profile 'fast', it has default"),
         ("./nowhere", "there is no folder ./nowhere"),
     ],

@@ -127,13 +127,13 @@ def test_a_broken_file_is_named_with_its_place(place: Place, text: str, message:
 def test_a_prefix_without_models_and_a_bucket_that_is_not_there_end_the_start(place: Place) -> None:
     put(place, "readme.txt", "x")
     with pytest.raises(
-        SettingError, match=rf"^SIE_MODELS_DIR: {place.url} has no \*\.yaml or \*\.yml: put one there, or name"
+        SettingError, match=rf"^SIE_MODELS_DIR: {place.url} has no \*\.yaml or \*\.yml: add such a file"
     ):
         own(overlay(place))
     nowhere = f"{place.url.split(':')[0]}://no-such-bucket/models"
     with pytest.raises(
         SettingError,
-        match=rf"^SIE_MODELS_DIR: {nowhere}: there is no bucket no-such-bucket: make it, or name another",
+        match=rf"^SIE_MODELS_DIR: {nowhere}: there is no bucket no-such-bucket: create it, or name another",
     ):
         own(Overlay(settings_of(SIE_MODELS_DIR=nowhere)))
 
@@ -188,7 +188,8 @@ def test_a_store_that_stands_still_or_is_down_is_a_typed_error(seaweed: S3, monk
         began_s = time.monotonic()
         for call in calls:
             with pytest.raises(
-                SettingError, match=r"did not answer properly \(no answer within 0\.3 s\): is its endpoint right \(AWS_"
+                SettingError,
+                match=r"did not reply properly \(no answer within 0\.3 s\): check that AWS_ENDPOINT_URL is right",
             ):
                 call()
         assert time.monotonic() - began_s < 30
@@ -199,7 +200,7 @@ def test_a_store_that_stands_still_or_is_down_is_a_typed_error(seaweed: S3, monk
         unused.bind(("127.0.0.1", 0))
         for name, value in aws_environ(f"http://127.0.0.1:{unused.getsockname()[1]}").items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(SettingError, match=r"^SIE_MODELS_DIR: s3://bucket/x: the store did not answer properly"):
+        with pytest.raises(SettingError, match=r"^SIE_MODELS_DIR: s3://bucket/x: the store did not reply properly"):
             folder_at("s3://bucket/x").list_files()
 
 

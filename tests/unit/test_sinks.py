@@ -178,8 +178,8 @@ async def test_answers_that_are_not_qdrant_s_are_named_in_our_words(body: bytes,
     [
         ("1.15.3", r"Qdrant is 1\.15\.3, and a migration .* needs 1\.16 or later"),
         ("0.99.0-dev", r"Qdrant is 0\.99\.0-dev"),
-        ("", "it has no version"),
-        (f"v{SECRET}", "it has no version"),
+        ("", "its reply has no version"),
+        (f"v{SECRET}", "its reply has no version"),
     ],
 )
 async def test_a_qdrant_that_ignores_the_condition_of_a_write_is_not_migrated(version: str, message: str) -> None:

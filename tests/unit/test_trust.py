@@ -468,7 +468,7 @@ def test_a_models_folder_of_another_user_is_refused_unless_it_is_named(
     folder.mkdir(mode=0o755)
     os.chown(folder, 65534, 65534)
     with pytest.raises(
-        SettingError, match=r"which is used because it is there: it belongs to another user \(uid 65534\)"
+        SettingError, match=r"which is used because it exists: it belongs to another user \(uid 65534\)"
     ):
         examined(Allowed())
     assert "it belongs to another user (uid 65534)" in examined(Allowed(models_dir=str(folder)))

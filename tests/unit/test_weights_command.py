@@ -200,7 +200,7 @@ def test_a_folder_gets_a_name_and_prints_what_its_entry_says(node: Node, tmp_pat
         (
             ["verify", "--cluster-cache", "s3://no-such-bucket"],
             1,
-            "s3://no-such-bucket: there is no bucket no-such-bucket: make it, or",
+            "s3://no-such-bucket: there is no bucket no-such-bucket: create it, or",
         ),
     ],
 )
@@ -245,8 +245,8 @@ def test_what_is_damaged_is_found_and_repaired(node: Node) -> None:
     node.run("push", "org/model", "--force")
     node.run("verify")
     node.place.delete(f"models--org--model/{COMMIT}/{MANIFEST}")
-    assert "it has no manifest: a push is under way, or did not end" in node.run("verify", expected=1).stdout
-    assert "it has no manifest" in node.run("list").stderr
+    assert "the snapshot has no manifest: a push still runs, or did not finish" in node.run("verify", expected=1).stdout
+    assert "the snapshot has no manifest" in node.run("list").stderr
     (folder / "config.json").write_text("[]")
     assert "config.json has the SHA-256" in node.run("verify", "--local", expected=1).stdout
     refused = node.run("push", "org/model", "--force", expected=1)

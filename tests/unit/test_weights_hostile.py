@@ -156,7 +156,7 @@ def refused(server: type[Handler], cache: Path, monkeypatch: pytest.MonkeyPatch)
             (page([*siblings(), {"rfilename": name, "size": 2}]), "names the file")
             for name in ("/etc/x.json", "a\nb.json", "a" * 300 + ".json", "a\u202e.json")
         ),
-        (page([*siblings(), {"rfilename": "config.json/a.json", "size": 2}]), "a file and a folder"),
+        (page([*siblings(), {"rfilename": "config.json/a.json", "size": 2}]), "as a file and as a folder"),
         (page([{"rfilename": f"{number}.json", "size": 0} for number in range(20_000)]), "at most 10000 files"),
     ],
     ids=lambda value: repr(value)[-40:],

@@ -426,7 +426,7 @@ def test_a_cache_that_may_not_be_written_to_serves_and_says_what_it_lacks(hub: H
     shutil.rmtree(tmp_path / "hub" / ".locks")
     unwritable = tmp_path / "hub" / ".locks"
     unwritable.write_bytes(b"")  # root may write to any folder, but not below a file
-    with pytest.raises(FetchFailed, match="SIE_LOCAL_CACHE has to name a folder") as raised:
+    with pytest.raises(FetchFailed, match="set SIE_LOCAL_CACHE to a folder") as raised:
         obtain(hub, tmp_path)
     assert raised.value.error_class == "UNKNOWN"
 
@@ -563,7 +563,7 @@ def test_a_lora_comes_from_the_next_place_while_the_bucket_is_down(
     copy = LocalCache(tmp_path / "copied").place("org/lora", COMMIT)
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(MANIFEST))
     assert WeightSources(tmp_path / "copied", False, bucket).locate_lora(pushed_lora, entry(), None).folder == copy
-    with pytest.raises(LoraLoadFailed, match="the store did not answer properly"):
+    with pytest.raises(LoraLoadFailed, match="the store did not reply properly"):
         WeightSources(tmp_path / "alone", False, bucket).locate_lora(pushed_lora, entry(), None)
 
 

@@ -85,7 +85,7 @@ def test_a_file_outside_of_its_folder_is_refused(name: str) -> None:
         (Manifest("../model", COMMIT, {"a": FACT}), "organisation/name"),
         (Manifest("org/model", "a/b", {"a": FACT}), "a commit"),
         (Manifest("org/model", COMMIT, {}), "names no file"),
-        (Manifest("org/model", COMMIT, {"a/b/c": FACT, "a/b": FACT}), "'a/b' is a file and a folder"),
+        (Manifest("org/model", COMMIT, {"a/b/c": FACT, "a/b": FACT}), "'a/b' as a file and as a folder"),
         (Manifest("org/model", COMMIT, {str(number): FACT for number in range(MAX_FILES + 1)}), "at most 10000 files"),
         (Manifest("org/model", COMMIT, {"a": FileFact(-1, "a" * 64)}), "size"),
         (Manifest("org/model", COMMIT, {"a": FileFact(1, "A" * 64)}), "SHA-256"),

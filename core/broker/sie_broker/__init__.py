@@ -8,14 +8,13 @@
 
 A function that uses the broker declares the smallest protocol that it needs.
 
-Implementations: `nats` (NATS JetStream, for a cluster) and `memory` (inside one process, for `sie serve --standalone`
-and for tests, with ack wait, delays, delivery counts, limits and lost connections). One conformance suite,
-`tests/contract/broker`, runs against both.
+The protocols have two implementations: `nats` (NATS JetStream, for a cluster) and `memory` (inside one process, for
+`sie serve --standalone` and for tests, with ack wait, delays, delivery counts, limits and lost connections).
+`tests/contract/broker` runs the same tests against each implementation.
 
 A delivery leases a message to a process for `ack_wait`. If the process neither acknowledges the message nor extends the
 lease, the broker delivers the message again, perhaps to another process: delivery is at least once. A late ack of the
-first process still removes the message. So each process must stop work on a message whose lease has ended (see the
-sidecar's leases).
+first process still removes the message. So a process must stop work on a message when its lease has ended.
 """
 
 from __future__ import annotations
@@ -31,36 +30,36 @@ _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
 
 
 class BrokerError(Exception):
-    """Error of a broker that refused an operation or could not be reached."""
+    """Error of a broker that refuses an operation or cannot be reached."""
 
 
 class BrokerUnavailable(BrokerError):
-    """The connection was missing or lost, an answer was late, or the broker cannot execute the operation at present.
-    The operation may have been executed.
+    """Error for a missing or lost connection, a reply after the time-out, or an operation that the broker cannot
+    execute at present. The broker may have executed the operation.
     """
 
 
 class StreamFull(BrokerError):
-    """A stream has reached its limit, in total or for one subject. It refuses new messages; stored ones remain."""
+    """Error of a stream that has reached its limit, in total or for one subject. It refuses new messages."""
 
 
 class PayloadTooBig(BrokerError):
-    """A message, headers included, is larger than the broker's `max_payload`. Nothing was stored or delivered."""
+    """Error for a message that is larger, with its headers, than the broker's `max_payload`. It is not sent."""
 
 
 class NotPermitted(BrokerUnavailable):
-    """The broker's user of this process may not publish to a subject. Another attempt may help, because permissions may
-    change at run time.
+    """Error for a subject to which the broker's user of this process may not publish. Another attempt may help, because
+    permissions may change at run time.
     """
 
 
 class NoResponder(BrokerError):
-    """A request was sent to a subject without a subscriber. The broker reports this at once, without a time-out."""
+    """Error for a request to a subject without a subscriber. The broker reports this at once, without a time-out."""
 
 
 class TopologyMismatch(BrokerError):
-    """A stream or consumer exists at the broker with other settings than expected. `field`: the first setting that
-    differs.
+    """Error for a stream or consumer that has other settings at the broker than expected. `field`: name of the first
+    setting that differs.
     """
 
     def __init__(self, name: str, field: str, actual: object, expected: object) -> None:
@@ -69,16 +68,16 @@ class TopologyMismatch(BrokerError):
 
 
 class UnsafeUpdate(BrokerError):
-    """A stream was not updated, because a lower limit would drop messages that it stores."""
+    """Error for a stream that is not updated, because a lower limit would drop stored messages."""
 
 
 class WrongRevision(BrokerError):
-    """A compare-and-set failed: a key has another revision than expected. No write of its batch was stored."""
+    """Error of a compare-and-set: a key has another revision than expected. No write of the batch was stored."""
 
 
 @dataclass(frozen=True)
 class CoreMessage:
-    """Message that is delivered at most once. `reply`: subject for the answer; empty if the sender expects none."""
+    """Message that is delivered at most once. `reply`: subject for a reply; empty if the sender expects no reply."""
 
     subject: str
     data: bytes
@@ -87,8 +86,8 @@ class CoreMessage:
 
 @dataclass(frozen=True)
 class Published:
-    """Answer to a publish. `sequence`: number of the message in its stream. `duplicate`: a message with the same id was
-    already stored, and `sequence` is the number of that message.
+    """Reply to a publish. `sequence`: number of the message in its stream. `duplicate`: True if a message with the same
+    id was already stored; `sequence` is then the number of that message.
     """
 
     sequence: int
@@ -97,7 +96,9 @@ class Published:
 
 @dataclass(frozen=True)
 class StreamState:
-    """State of a stream. `created` changes if the stream was created again. The counts include leased messages."""
+    """State of a stream. `created`: creation time, which changes if the stream is deleted and created again. The counts
+    include leased messages.
+    """
 
     created: str
     messages: int
@@ -146,9 +147,9 @@ class Entry:
 @dataclass(frozen=True)
 class Write:
     """One write of an atomic batch. A `value` of None removes the key. `expected`: revision that the key must have; 0
-    for a key that must not exist, None for any.
+    for a key that must not exist, None if any revision is accepted.
 
-    Raises ValueError for a key that cannot be part of a subject, so that all implementations refuse the same keys.
+    The constructor raises ValueError for a key that cannot be part of a subject, so that all brokers refuse it.
     """
 
     key: str
@@ -164,7 +165,7 @@ class Delivery(Protocol):
     """Leased message. `sent_s`: the broker's wall clock when it first stored the message. `pending`: number of messages
     that the consumer has not delivered yet. `delivered`: number of deliveries of this message so far.
 
-    `reply` identifies this delivery for `Queue.release`, also after a restart of this process.
+    `reply` identifies this delivery for `Queue.release`, even after a restart of this process.
     """
 
     reply: str
@@ -191,14 +192,14 @@ class Delivery(Protocol):
 
 class Subscription(Protocol):
     async def stop(self) -> None:
-        """End the subscription. Wait until messages that have already arrived are handled, for at most 5 s."""
+        """End the subscription. Wait at most 5 s until messages that have already arrived are handled."""
 
 
 class Pulls(Protocol):
     """Pull requests of one process to many consumers of a stream.
 
-    Each delivery is passed once to the handler, which must not block. A pull request that expires, or that is lost with
-    its connection, is sent again until it is filled or until `want` lowers the credit.
+    Each delivery is passed once to the handler, which must not block. If a pull request expires, or is lost with its
+    connection, a new pull request for the missing deliveries is sent.
     """
 
     def want(self, consumer: str, credit: int) -> None:
@@ -210,9 +211,7 @@ class Pulls(Protocol):
         """Return the number of deliveries that were requested from this consumer and have not arrived."""
 
     async def stop(self) -> None:
-        """Withdraw all pull requests. Wait until deliveries that the broker has already sent are handled, for at most
-        5 s.
-        """
+        """End all pull requests. Wait at most 5 s until deliveries that the broker has already sent are handled."""
 
 
 class KeyValue(Protocol):
@@ -221,50 +220,46 @@ class KeyValue(Protocol):
     async def get(self, key: str) -> Entry | None: ...
 
     async def entries(self, within: str = "") -> list[Entry]:
-        """Return the entries of all existing keys, sorted by key. With `within`, return only keys below it: "model"
-        selects "model.a", but not "models.a".
+        """Return the entries of all existing keys, sorted by key. With `within`, return only keys below this key:
+        "model" selects "model.a", but not "models.a".
         """
 
     async def since(self, revision: int) -> list[Entry]:
-        """Return the last entry of each key that was written or removed after a revision, in order of their revisions.
-
-        The entries may come from a replica of the broker that has not applied the last writes yet.
+        """Return the last entry of each key that was written or removed after a revision, in order of revisions. The
+        latest writes may be missing, because a replica may return the entries.
         """
 
     async def write(self, writes: list[Write]) -> int:
         """Write all keys in one atomic batch. Return the revision of the last write. Raises WrongRevision if a key has
-        another revision than expected; no write is stored then. Raises ValueError for no writes or for a key that
-        appears twice, PayloadTooBig, BrokerUnavailable.
+        another revision than expected; the broker then stores no write. Raises ValueError for an empty list or for a
+        key that appears twice, PayloadTooBig, BrokerUnavailable.
         """
 
     async def purge(self, within: str) -> None:
-        """Remove the keys below `within` without a trace: watches and `since` do not report this removal."""
+        """Remove the keys below `within` without markers, so that watches and `since` do not report the removal."""
 
     async def epoch(self) -> str:
-        """Return `created:last revision`. Equal epochs mean that the bucket was neither written nor recreated
-        meanwhile.
-        """
+        """Return `created:last revision`. If two epochs are equal, the bucket was neither written nor created again."""
 
     async def reaches(self, revision: int) -> bool:
         """Return whether the broker still has an entry of this or a later revision. Entries can expire or be lost."""
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
-        """Call `handler` once for each write after revision `after`, in order, also across reconnects. If a key was
-        written several times, all but the last write may be skipped, because a bucket keeps only the last write.
+        """Call `handler` once for each write after revision `after`, in order, also after reconnects. If a key was
+        written several times, the earlier writes may be skipped, because a bucket keeps only the last write of a key.
         """
 
 
 class Connection(Protocol):
-    """Connection to the broker. Each request of an operation waits at most `timeout_s` seconds, or
-    `limits.API_TIMEOUT_S` if the operation has no such argument. Then the operation raises BrokerUnavailable.
+    """Connection to the broker. An operation raises BrokerUnavailable if one of its requests has no reply within
+    `timeout_s` seconds, or within `limits.API_TIMEOUT_S` if the operation has no argument `timeout_s`.
     """
 
     name: str
     max_payload: int
-    # True: this process creates streams itself. False: this process requests streams from their owner, if one is
-    # connected.
+    # True: this process creates streams itself. False: the owner of streams creates them if an owner is connected.
     owns_streams: bool
-    troubles: dict[str, str]  # bucket or stream -> why it cannot be used at present; /readyz reports it
+    troubles: dict[str, str]  # bucket or stream -> error text while it cannot be used; /readyz reports these texts
 
     @property
     def connected(self) -> bool: ...
@@ -294,16 +289,16 @@ class Bus(Connection, Protocol):
         on_dropped: Callable[[str], None] | None = None,
     ) -> Subscription:
         """Call `handler` for each message, one after the other. An exception in `handler` is logged, and the next
-        message is handled. Of the subscriptions with the same `queue`, only one gets each message.
+        message is handled. Only one of the subscriptions with the same `queue` gets a message.
 
-        The messages that wait for the handler are limited in number and bytes; None means the defaults in `limits`,
-        which are so high that only a handler that blocks for long exceeds them. At a limit, new messages are dropped,
-        and `on_dropped` is called with their subject.
+        `held_messages`, `held_bytes`: largest number and bytes of the messages that wait for the handler, by default
+        the constants in `limits`, which only a handler that blocks for long exceeds. At a limit, new messages are
+        dropped, and `on_dropped` is called with their subject.
         """
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
-        """Send a request and return the first answer. Raises NoResponder at once without a subscriber, PayloadTooBig,
-        and BrokerUnavailable at the time-out or when the connection is lost.
+        """Send a request and return the first reply. Raises NoResponder at once if the subject has no subscriber,
+        PayloadTooBig, and BrokerUnavailable after `timeout_s` or when the connection is lost.
         """
 
 
@@ -318,7 +313,7 @@ class Queue(Connection, Protocol):
     def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls: ...
 
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
-        """Return the number of messages per subject, including leased messages and those that no consumer delivers."""
+        """Return the number of messages per subject, including leased messages and messages without a consumer."""
 
     async def stream_state(self, stream: str) -> StreamState: ...
 
@@ -326,24 +321,28 @@ class Queue(Connection, Protocol):
         """Delete a message, even if it is leased. Return False if the message does not exist any more."""
 
     async def release(self, reply: str) -> None:
-        """Deliver a leased message again at once, like `nak`. This has no effect if the message was already
-        acknowledged. Raises ValueError for a `reply` that identifies no delivery.
+        """Deliver a leased message again at once, like `nak`. An acknowledged message is not delivered again. Raises
+        ValueError for a `reply` that identifies no delivery.
 
-        Use this only for leases of an earlier run of this process. If another process has leased the message meanwhile,
-        two processes then work on it.
+        Call this only for leases of an earlier run of this process. If another process has leased the message
+        meanwhile, two processes would work on the message.
         """
 
     async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> StreamMessage | None:
-        """Return the first message, leased or not, from `sequence` on that matches `subject`; None if none matches."""
+        """Return the first message, leased or not, whose number is at least `sequence` and whose subject matches
+        `subject`; None if no message matches.
+        """
 
     async def server_time(self, stream: str) -> float:
-        """Return the wall clock, in seconds since 1970, of the server that sets the times of this stream's messages."""
+        """Return the wall clock of the server that sets `sent_s` of the stream's messages, in seconds since 1970."""
 
     async def consumers(self, stream: str) -> list[str]:
         """Return the names of all durable consumers of a stream."""
 
     async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
-        """Call `handler(name, exists)` when a consumer of the stream is created or deleted. Notices may be lost."""
+        """Call `handler(name, exists)` when a consumer of the stream is created or deleted. Some calls may be missing,
+        because the broker's notices are not stored.
+        """
 
 
 class Administration(Queue, Protocol):
@@ -351,23 +350,23 @@ class Administration(Queue, Protocol):
 
     async def ensure_stream(self, spec: StreamSpec) -> StreamState:
         """Ensure that a stream exists with these settings: create it, or update it from an older topology version. If
-        the component that owns the streams is connected, it does this. Raises TopologyMismatch, UnsafeUpdate, and
-        BrokerError if there is no stream after that.
+        the owner of streams is connected, the owner creates or updates it. Raises TopologyMismatch, UnsafeUpdate, and
+        BrokerError if the stream does not exist afterwards.
         """
 
     async def delete_stream(self, stream: str) -> bool:
         """Delete a stream with its messages and consumers. Open pulls then deliver nothing, and acks have no effect.
-        Return False if there is no such stream.
+        Return False if the stream does not exist.
         """
 
     async def ensure_consumer(self, spec: ConsumerSpec) -> None:
-        """Create a consumer. If the consumer exists with an older topology version, update its settings, but not its
-        filter. If it exists with this version, only compare the settings. Raises TopologyMismatch, BrokerError.
+        """Create a consumer. If it exists with an older topology version, update its settings without the filter. If it
+        exists with this topology version, only compare the settings. Raises TopologyMismatch, BrokerError.
         """
 
     async def delete_consumer(self, stream: str, name: str) -> bool:
-        """Delete a durable consumer. Return False if it does not exist. Messages that it had leased are delivered again
-        by the next consumer of the same subject; acks of the old leases have no effect.
+        """Delete a durable consumer. Return False if it does not exist. The next consumer of the same subject delivers
+        its leased messages again, and acks of these leases have no effect.
         """
 
     async def consumer_states(self, stream: str) -> list[ConsumerState]:
@@ -386,9 +385,10 @@ class Store(Connection, Protocol):
     ) -> KeyValue:
         """Open a bucket. Create it if it does not exist.
 
-        `storage`, `replicas` and `max_age_s` apply only to a new bucket; `removed_age_s` has no effect on a bucket that
-        was created without it. A key expires `max_age_s` seconds after its last write (0: never). The marker of a
-        removed key expires after `removed_age_s` seconds (0: like any key). Watches report no expiry.
+        `storage`, `replicas` and `max_age_s` apply only to a new bucket. `removed_age_s` has no effect on an existing
+        bucket that was created without `removed_age_s`. A key expires `max_age_s` seconds after its last write (0:
+        never). The marker of a removed key expires after `removed_age_s` seconds (0: after `max_age_s`). Watches report
+        no expiry.
         """
 
 

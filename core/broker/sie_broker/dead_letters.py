@@ -1,9 +1,9 @@
-"""Dead letters of a pool. A dead letter is a message of work that was given up, stored as a whole in a separate stream.
+"""Dead letters of a pool. A dead letter is a work message that no worker tries again, stored in a separate stream.
 
     sidecar ──► DEAD_{pool} ──► Letters: read, find, remove
 
-A letter contains the client's inputs, or the keys of inputs that are in the payload store. The caller decides which
-inputs are shown.
+A letter contains the client's inputs, or the keys of inputs in the payload store. The caller of this module decides
+which inputs a user sees.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import DeadLetter, WorkItem
 
-# `newest` reads the stream in ranges of sequences. The first range has this length. At most this number of letters is
-# in memory at a time.
+# number of sequences in the first range that `newest` reads, and largest number of letters in memory at a time
 SPAN = 16
 
 
@@ -66,7 +65,7 @@ class Letters:
         return await self._queue.stream_state(self._stream)
 
     async def all(self, after: int = 0) -> AsyncGenerator[DeadLetterEntry, None]:
-        """Yield every letter above the sequence `after`, oldest first, including those written during the iteration."""
+        """Yield each letter above the sequence `after`, oldest first, also letters written during the iteration."""
         sequence = after + 1
         while (stored := await self._queue.first_stored(self._stream, sequence)) is not None:
             sequence = stored.sequence + 1

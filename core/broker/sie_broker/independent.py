@@ -1,4 +1,4 @@
-"""Calls that do not depend on one another, for example for the streams of several pools."""
+"""Runs calls that do not depend on one another, for example for the streams of several pools."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Owner of streams: on a broker with users, the only component that may create and update streams and buckets.
+"""Owner of streams: the only component that may create and update streams and buckets on a broker with users.
 
     gateway, worker ──StreamRequest──► sie.streams.* ──► own ──► broker
 
 NATS permissions apply to subjects, not to the settings of a stream. But these settings can make a stream copy messages
 from any subject and publish them on any other. So a user that may create streams could read and publish everything. The
-owner therefore writes the settings itself. From a request it uses only the name, which must be known, the storage,
+owner therefore writes the settings itself. From a request it takes only the name, which it checks, the storage,
 replicas, ages and limits, the duplicate window and the topology version.
 """
 
@@ -19,7 +19,8 @@ from sie_contracts.wire.records import StreamRequest
 from sie_contracts.wire.topology import StreamSpec
 
 _logger = logging.getLogger("sie.broker")
-# Whatever a request says, the buckets in _KEYS are stored on disk, and no key of a bucket in _LASTING expires.
+# These rules replace values of a request: buckets in _KEYS are stored on disk, and keys of buckets in _LASTING never
+# expire.
 _KEYS = (topology.KEYS_BUCKET, topology.KEYS_COPY_BUCKET)
 _LASTING = (*_KEYS, topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)
 
@@ -65,8 +66,9 @@ async def make(broker: Broker, request: StreamRequest) -> None:
 
 
 async def own(broker: Broker) -> Subscription:
-    """Answer requests for streams until the subscription is stopped. `broker` must be connected as a user that may
-    create streams. If several processes are owners, one of them answers each request. Raises BrokerError.
+    """Subscribe to requests for streams, and reply to each request with an error text, or with an empty text when the
+    stream exists. `broker` must be connected as a user that may create streams. If several processes are owners, NATS
+    passes each request to one of them. Raises BrokerError.
     """
 
     async def answer(message: CoreMessage) -> None:

@@ -3,22 +3,22 @@
     Bucket ──open, created if it does not exist──► KeyValue
     Record[T] ◄── read all, then watch ── bucket        owner.on_value(key, value, revision)
     Record[T].change(key, make) ── get, make, write at that revision ──► bucket
-    LeaderLease ── a key that its holder writes again and again ──► bucket
+    LeaderLease ── a key that the leader renews ──► bucket
 
-The owner of a record is the object that stores its values. For each change, its callback `on_value` gets the key, the
-new value and the revision.
+The owner of a record is the object that stores its values. For each change, the owner's callback `on_value` gets the
+key, the new value and the revision.
 
-A broker that restarts loses the buckets that it kept in memory. After a reconnect, a record is stale: its bucket may be
-lost. `follow` then opens the bucket, which creates it if it is missing. Another creation time shows that the bucket is
-new. In this case `follow` reads all values, calls `on_lost`, passes the values to the owner and watches again. The
-owner keeps its last values until then.
+A broker that restarts loses its buckets in memory. So a record is stale after a reconnect, because its bucket may be
+lost. `follow` then opens the bucket, or creates it if it is missing. If the creation time has changed, the bucket is
+new: `follow` reads all values, calls `on_lost`, passes the values to the owner and watches the bucket again. The owner
+keeps its last values until then.
 
-If two writers compete, the later one gets WrongRevision, and the broker stores no part of its batch. `change` reads the
-value again and repeats the attempt after a random pause that grows. It makes at most MAX_ATTEMPTS attempts.
+If two writers compete, the later writer gets WrongRevision, and the broker stores no part of its batch. `change` reads
+the value again and repeats the attempt after a random pause that grows. It makes at most MAX_ATTEMPTS attempts.
 
 If a watch receives no entries for two seconds, the broker client reads the state of the bucket and the missed entries.
-A bucket may also be lost without a lost connection: another process has then created it again, and its revisions begin
-at 1. So a revision that is not above the last one means a new bucket, and the record becomes stale.
+A bucket may also be lost without a reconnect. Another process then creates it again, with revisions from 1 on. So the
+record becomes stale if an entry has a revision that is not above the last revision.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages
 from sie_contracts.wire.topology import LEASES_BUCKET
 
-MAX_ATTEMPTS = 16  # maximum number of attempts at one change, if other writers always change the same key first
-# upper limits, in seconds, of the random pause between two attempts: of the first pause, and of later pauses
+MAX_ATTEMPTS = 16  # largest number of attempts at one change, if other writers change the same key before each attempt
+# largest random pause in seconds between two attempts: at first, and after several attempts
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1
-LEASE_S = 30.0  # seconds after which an unchanged lease is lost; its leader must renew it more often
+LEASE_S = 30.0  # seconds after which an unchanged lease is lost; the leader must renew its lease more often
 RELEASED_AGE_S = 60.0
 T = TypeVar("T")
 R = TypeVar("R")
@@ -50,15 +50,15 @@ _logger = logging.getLogger("sie.broker")
 
 
 class UnreadableRecord(BrokerError):
-    """A stored value cannot be decoded. The value stays in the bucket."""
+    """Error for a stored value that cannot be decoded. The value stays in the bucket."""
 
 
 async def retry_conflicts(attempt: Callable[[], Awaitable[R]], attempts: int | None = MAX_ATTEMPTS) -> R:
     """Call `attempt` until it raises no WrongRevision, and return its result. Raises WrongRevision if all `attempts`
-    attempts raise it. With None there is no limit: the caller sets a time-out.
+    attempts raise it. With `attempts` None, the number is unlimited, and the caller must set a time-out.
 
-    Between two attempts there is a random pause, at most FIRST_PAUSE_S at first. This limit doubles up to MAX_PAUSE_S,
-    so that competing writers do not collide again.
+    A random pause follows each failed attempt, so that competing writers do not collide again. Its limit is at first
+    FIRST_PAUSE_S, and doubles up to MAX_PAUSE_S.
     """
     pause_s = FIRST_PAUSE_S
     for number in itertools.count(1):
@@ -95,15 +95,15 @@ class RecordBucket:
         self._opened: KeyValue | None = None
 
     async def open(self) -> KeyValue:
-        """Open the bucket, also if it is open already, because the broker may have lost it. Raises BrokerError."""
+        """Open the bucket, even if it is open already, because the broker may have lost it. Raises BrokerError."""
         with self.reporting():
             self._opened = await self._key_value()
         return self._opened
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Context manager that stores a BrokerError in `Connection.troubles`; the next operation then opens the bucket
-        again. WrongRevision and PayloadTooBig are raised but not stored, because they are no fault of the bucket.
+        """Context manager that stores a BrokerError in `Connection.troubles`, so that the next operation opens the
+        bucket again. WrongRevision and PayloadTooBig are not stored, because they are no fault of the bucket.
         """
         try:
             yield
@@ -112,7 +112,7 @@ class RecordBucket:
         except BrokerError as error:
             self._opened = None
             if self.name not in self.broker.troubles:
-                _logger.info("bucket %s cannot be used: %s", self.name, error)
+                _logger.info("bucket %s cannot be used, the next operation opens it again: %s", self.name, error)
             self.broker.troubles[self.name] = str(error)
             raise
 
@@ -151,17 +151,17 @@ class Record(Generic[T]):
     ) -> None:
         """Store the callbacks of the record's owner.
 
-        `decode` returns the value of an entry, or raises an error of UNDECODABLE. Keys for which `wants`
-        returns False are ignored.
+        `decode` returns the value of an entry, or raises an error of UNDECODABLE. Keys for which `wants` returns False
+        are ignored.
 
         `on_value(key, value, revision)` is called for each value that is read, watched or written by `change`; the
         value is None for a removed key. A value that `change` wrote may be passed before earlier writes that the watch
-        delivers, so the owner must ignore a revision below the one that it has for the key. `on_lost` is called before
-        the first value of a new bucket or a new watch: all earlier values and revisions are void.
+        delivers, so the owner must ignore a revision below the revision that it has for the key. `on_lost` is called
+        before the first value of a new bucket or a new watch. All earlier values and revisions are then invalid.
 
-        `read` returns the entries that are read before the watch starts, and a revision; the watch starts after this
-        revision or earlier. By default, `read` returns all entries. With `drops_unreadable`, an entry that cannot be
-        decoded counts as removed. Otherwise the key keeps its previous value.
+        `read` returns (entries, revision). The entries are passed to the owner before the watch starts, and the watch
+        starts after this revision or earlier. By default, `read` returns all entries. With `drops_unreadable`, an entry
+        that cannot be decoded counts as removed. Otherwise the key keeps its previous value.
         """
         self.bucket = bucket
         self.is_stale = True
@@ -178,10 +178,10 @@ class Record(Generic[T]):
         self._closings = 0
 
     async def follow(self) -> bool:
-        """Read all values and watch the later ones, unless the same bucket is already watched.
+        """Read all values, and watch the bucket for later values. Do nothing if this bucket is already watched.
 
-        Return whether values were read and are watched: False if the bucket is already watched, or if `close` was
-        called meanwhile. Raises BrokerError; the owner then keeps the values that it got last.
+        Return True if values were read, and False if the bucket is already watched or `close` was called meanwhile.
+        Raises BrokerError; the owner then keeps its values.
         """
         with self.bucket.reporting():
             is_read = await self._follow()
@@ -202,8 +202,8 @@ class Record(Generic[T]):
         self._on_lost()
         for entry in entries:
             self.apply(entry)
-        # The revision is from the leader, but the entries may be from a replica that is behind. So the watch starts at
-        # the lower revision and delivers the missing entries.
+        # The revision is from the leader of the stream, but the entries may be from a replica that lacks the latest
+        # entries. So the watch starts at the lower of both revisions, and delivers the missing entries.
         self._last = min(int(revision), after)
         watch = await bucket.watch(self._on_entry, self._last)
         if closings != self._closings:
@@ -214,7 +214,7 @@ class Record(Generic[T]):
         return True
 
     async def close(self) -> None:
-        """Stop the watch, also one that a running `follow` is about to start. `follow` may be called again."""
+        """Stop the watch, even if a running call of `follow` is just starting it. `follow` may be called again."""
         self._closings += 1
         await self._end_watch()
 
@@ -224,8 +224,8 @@ class Record(Generic[T]):
             await watch.stop()
 
     async def reconnected(self) -> None:
-        """Mark the record as stale: a restarted broker may have lost the bucket. Register this method by
-        `Connection.on_reconnect`.
+        """Mark the record as stale, because a restarted broker may have lost the bucket. The owner registers this
+        method by `Connection.on_reconnect`.
         """
         self._reconnects += 1
         self.is_stale = True
@@ -254,19 +254,16 @@ class Record(Generic[T]):
         (on_value or self._on_value)(entry.key, value, entry.revision)
 
     async def refresh(self, key: str) -> None:
-        """Read the value of one key again and pass it to the owner, unless the key does not exist. Raises
-        BrokerError.
-        """
+        """Read the value of a key again, and pass it to the owner if the key exists. Raises BrokerError."""
         entry = await self.bucket.get(key)
         if entry is not None:
             self.apply(entry)
 
     async def change(self, key: str, make: Callable[[T | None], T | None]) -> T | None:
-        """Call `make` with the current value of a key (None if there is none), write the value that it returns, and
-        return the stored value.
-
-        If another writer was faster, `make` is called again. If `make` returns None or an equal value, nothing is
-        written. Raises BrokerError, UnreadableRecord, WrongRevision after MAX_ATTEMPTS, and any exception of `make`.
+        """Call `make` with the current value of a key (None for a missing key), write the result, and return the value
+        that is then stored. If `make` returns None or an equal value, nothing is written. If another writer has changed
+        the key meanwhile, `make` is called again. Raises BrokerError, UnreadableRecord, WrongRevision after
+        MAX_ATTEMPTS, and any exception of `make`.
         """
 
         async def attempt() -> T | None:
@@ -297,20 +294,18 @@ async def _read_all(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
 
 def leases_of(broker: Store, *, storage: str, replicas: int) -> RecordBucket:
     """Return the bucket of all leases: one for each job, and one for each task that one gateway does for all gateways.
-
-    A released lease leaves a marker for RELEASED_AGE_S seconds. No process watches this bucket, so no process needs the
-    marker.
+    The marker of a released lease is dropped after RELEASED_AGE_S, because no process watches this bucket.
     """
     return RecordBucket(broker, LEASES_BUCKET, storage=storage, replicas=replicas, removed_age_s=RELEASED_AGE_S)
 
 
 class LeaderLease:
-    """Election of a leader among several processes. The leader has the lease, a key that it renews. For short times
-    there may be two leaders or none, so the work of a leader must be correct in these times too.
+    """Election of a leader among several processes. The leader has the lease, a key that it renews. For a short time,
+    two processes or no process may be the leader, so the work of a leader must be correct in this time too.
 
-    The clocks of two processes are never compared. A process that is not the leader measures, on its own clock, how
-    long the key stays unchanged. After `lease_s` seconds, or at once if the key is missing, it acquires the key by
-    compare-and-set. Source: the observed-time rule of client-go's leader election.
+    The clocks of two processes are never compared. A process that is not the leader measures on its own clock how long
+    the key stays unchanged. After `lease_s` seconds, or at once if the key is missing, this process acquires the key by
+    compare-and-set. client-go's leader election has the same rule.
     """
 
     def __init__(
@@ -321,7 +316,7 @@ class LeaderLease:
         self._holder = uuid.uuid4().hex.encode()
         self._lease_s = lease_s
         self._clock = clock
-        self._observed = (0, 0.0)  # last seen revision of the key, and when this process first saw it
+        self._observed = (0, 0.0)  # last revision of the key that this process read; time when it first read it
 
     async def acquire(self) -> bool:
         """Acquire the lease, or renew it. Return whether this process is the leader. Raises BrokerError."""
@@ -339,7 +334,7 @@ class LeaderLease:
         return True
 
     async def release(self) -> None:
-        """Release the lease if this process has it: another process can acquire it at once. Raises BrokerError."""
+        """Release the lease if this process has it. Another process can acquire it at once. Raises BrokerError."""
         entry = await self._bucket.get(self._key)
         if entry is not None and entry.value == self._holder:
             with contextlib.suppress(WrongRevision):  # another process may have acquired the lease meanwhile

@@ -1,12 +1,12 @@
-"""Storage of placement tables in a bucket. A lane (pool, machine profile and bundle) has one table: the workers on
-which each model is placed. A small table is one message; a large one is stored in parts, by a hash of the model.
+"""Stores placement tables in a bucket. A lane (pool, machine profile and bundle) has one table: the workers on which
+each model is placed. A small table is one message. A large table is stored in parts, by a hash of the model.
 
-    key of the lane          Placement: at_s, and all rows, or the stamps of the parts
+    key of the lane          Placement: at_s, and either all rows or the stamps of the parts
     key of the lane .p{n}    PlacementPart: its stamp, and the rows of models with crc32(model) % parts == n
 
-One write stores all changed parts and the lane's key, by compare-and-set on the lane's key. A stamp identifies the
-content of a part. A reader joins the parts once it has every part whose stamp the lane's key names. Until then it keeps
-the former table.
+A stamp identifies the content of a part. A write stores all changed parts and the lane's key in one batch, by
+compare-and-set on the lane's key. A reader keeps its former table until it has a part for each stamp in the lane's key.
+Then it joins the parts.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.records import Placement, PlacementPart
 
-# Bytes of the largest table that is stored as one message, and bytes that a part should not exceed. Under load, a table
-# changes every 5 s, and each worker of the lane reads the change: if the table has parts, only the changed parts.
+# Bytes of the largest table that is stored as one message, and intended limit of bytes of a part. Under load, a table
+# changes every 5 s, and each worker of the lane reads the change. With parts, workers read only the changed parts.
 WHOLE_BYTES = 64 << 10
 PART_BYTES = 32 << 10
 MAX_PARTS = 512
-SPARE_BYTES = 4 << 10  # bytes of a message that are reserved for its headers, below the broker's limit
+SPARE_BYTES = 4 << 10  # bytes of the broker's limit for a message that are reserved for the headers
 
 
 @dataclass(frozen=True)
 class TableChange:
-    """Writes that store a table, and the content of a `StoredTable` after them. `table`: the whole table. `head`: value
-    of the lane's key.
+    """Writes that store a table, and the content of a `StoredTable` after these writes. `table`: the whole table.
+    `head`: value of the lane's key.
     """
 
     writes: list[Write]
@@ -42,15 +42,15 @@ class TableChange:
 
 
 def decode(entry: Entry) -> Placement | PlacementPart:
-    """Decode the value of an entry, a table or a part of one. Raises an error of UNDECODABLE for another value."""
+    """Decode the value of an entry: a table or a part of a table. Raises an error of UNDECODABLE for another value."""
     value = entry.value or b""
     is_part = topology.lane_key_of(entry.key) != entry.key
     return records.decode_placement_part(value) if is_part else records.decode_placement(value)
 
 
 async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
-    """Read the table of one lane. Return its entries and a revision. The entry of the lane's key is the last one. A
-    watch that starts after this revision delivers every entry that is newer than the returned ones. Raises BrokerError.
+    """Read the table of one lane. Return (entries, revision). The last entry is that of the lane's key. A watch that
+    starts after the revision delivers each entry that is newer than the returned entries. Raises BrokerError.
     """
     head = await bucket.get(lane_key)
     if head is None:
@@ -61,32 +61,32 @@ async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
         has_parts = False
     if not has_parts:
         return [head], head.revision
-    # The parts may come from a replica that is behind, so the lower of the two revisions is returned.
+    # the lower revision, because the parts may come from a replica that lacks the latest writes
     parts = await bucket.entries(lane_key)
     return [*parts, head], min(head.revision, max((part.revision for part in parts), default=0))
 
 
 class StoredTable:
-    """Table of one lane, as it is stored in the bucket. `table` is None until a complete table is known."""
+    """Table of one lane, as the bucket stores it. `table` is None before a complete table was read."""
 
     def __init__(self, lane_key: str) -> None:
         self.key = lane_key
         self.clear()
 
     def clear(self) -> None:
-        """Discard the table, because the contents of the bucket are unknown now."""
+        """Discard the table. Called when the contents of the bucket are unknown."""
         self.table: Placement | None = None
         self._revisions: dict[str, int] = {}  # revision of each key in the bucket
         self._head: Placement | None = None
         self._parts: dict[int, PlacementPart] = {}
-        self._sizes: dict[int, int] = {}  # bytes of encoded parts, by stamp: a lane may have hundreds of parts
+        self._sizes: dict[int, int] = {}  # bytes of encoded parts, by stamp, so that no change encodes all parts again
 
     def has(self, key: str) -> bool:
         return key == self.key or topology.part_number(self.key, key) is not None
 
     def put(self, key: str, value: Placement | PlacementPart | None, revision: int) -> bool:
-        """Set the value of a key; None: it was removed, or is unreadable. Ignore keys of other lanes, and a revision
-        that is not newer than the present one. Return whether the table changed.
+        """Set the value of a key; None for a removed or unreadable key. Ignore keys of other lanes, and a revision that
+        is not newer than the key's present revision. Return whether the table changed.
         """
         if not self.has(key) or revision <= self._revisions.get(key, 0):
             return False
@@ -116,7 +116,7 @@ class StoredTable:
             if (part := self._parts.get(number)) is not None and part.stamp == stamp
         ]
         if len(parts) < len(head.parts):
-            # a part is missing, or parts have arrived before the lane's key that names them
+            # a part has not arrived yet, or a newer part has arrived before the lane's key with its stamp
             return False
         hosts: dict[str, tuple[str, ...]] = {}
         raised_s: dict[str, float] = {}
@@ -128,14 +128,14 @@ class StoredTable:
 
     @property
     def revision(self) -> int:
-        """Return the last known revision of the lane's key, also if the key was removed; 0 if none is known."""
+        """Return the last known revision of the lane's key, also of a removed key; 0 if no revision is known."""
         return self._revisions.get(self.key, 0)
 
     def change(self, table: Placement, max_payload: int) -> TableChange:
-        """Return the writes that store `table`. They succeed only if the lane's key still has the revision known here.
+        """Return the writes that store `table`. They succeed only if the lane's key still has the revision `revision`.
 
-        `max_payload`: the broker's limit for a message, in bytes. Raises PayloadTooBig if a value of the change is
-        larger than this limit less SPARE_BYTES.
+        `max_payload`: the broker's limit for a message, in bytes. Raises PayloadTooBig if a value of the change has
+        more than `max_payload` - SPARE_BYTES bytes.
         """
         change = self._change(table, max_payload)
         size, key = max((len(write.value or b""), write.key) for write in change.writes)
@@ -158,7 +158,7 @@ class StoredTable:
         writes = [
             Write(topology.part_key(self.key, number), messages.encode(part))
             for number, part in parts.items()
-            if part is not self._parts.get(number)  # `_renewed` keeps the objects of unchanged parts
+            if part is not self._parts.get(number)  # `_renewed` returns the same object for an unchanged part
         ]
         writes += [
             Write(topology.part_key(self.key, number), None) for number in sorted(self._parts.keys() - parts.keys())
@@ -166,10 +166,10 @@ class StoredTable:
         return TableChange([*writes, Write(self.key, messages.encode(head), self.revision)], table, head, parts)
 
     def written(self, change: TableChange, revision: int) -> None:
-        """Set this object to the result of a change that was stored with this revision."""
+        """Set the table and the parts to those of `change`, which the broker has stored with `revision`."""
         self.table, self._head, self._parts = change.table, change.head, change.parts
         self._sizes = {part.stamp: self._size(part) for part in self._parts.values()}
-        # no other write came between those of the batch, so the revision of its last write is used for all of them
+        # all keys get the revision of the last write, because a batch is atomic and no other write is within it
         self._revisions.update(dict.fromkeys((write.key for write in change.writes), revision))
 
     def _size(self, part: PlacementPart) -> int:

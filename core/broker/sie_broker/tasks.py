@@ -1,4 +1,4 @@
-"""State and background tasks of a broker connection, and safe calls of callbacks that its users registered."""
+"""State and background tasks of a broker connection, and calls of callbacks whose errors are only logged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger("sie.broker")
 
 
 class ConnectionState:
-    """State of a connection that all implementations have: whether it exists, its tasks and its reconnect handlers."""
+    """State of a connection in all implementations: whether the connection exists, its tasks and its callbacks."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -36,8 +36,8 @@ class ConnectionState:
         return self.live and not self._crashed
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable at the time-out, or
-        if the connection is closed.
+        """Wait for the connection. Return the remaining seconds of `timeout_s`. Raises BrokerUnavailable after
+        `timeout_s`, or if the connection is closed.
         """
         loop = asyncio.get_running_loop()
         start_s = loop.time()
@@ -52,7 +52,7 @@ class ConnectionState:
         return timeout_s - (loop.time() - start_s)
 
     def own(self, work: Coroutine[Any, Any, None], work_name: str) -> asyncio.Task[None]:
-        """Run `work` as a task until the connection is closed. If it crashes, `connected` becomes False."""
+        """Run `work` as a task, which `close` cancels. If the task raises an exception, `connected` becomes False."""
         task = asyncio.get_running_loop().create_task(work, name=f"{self.name}: {work_name}")
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -62,7 +62,7 @@ class ConnectionState:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._crashed = True
-            log.critical("%s crashed", task.get_name(), exc_info=error)
+            log.critical("%s crashed, so the connection counts as lost", task.get_name(), exc_info=error)
 
     async def _cancel_tasks(self) -> None:
         tasks = list(self._tasks)
@@ -84,7 +84,7 @@ class ConnectionState:
 
 
 async def guarded(work_name: str, work: Awaitable[None]) -> None:
-    """Await a callback that a user of the connection registered. Errors are logged by `log_failure` and not raised."""
+    """Await a callback. `log_failure` logs its errors; they are not raised."""
     try:
         await work
     except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001  `log_failure` logs it
@@ -92,8 +92,8 @@ async def guarded(work_name: str, work: Awaitable[None]) -> None:
 
 
 def log_failure(work_name: str, error: BaseException) -> None:
-    """Log the error of a user's callback, also a CancelledError that was raised inside it. A BrokerError is no fault of
-    the callback: it is logged in one line without a traceback. If the current task itself was cancelled, raise the
+    """Log the error of a callback, also a CancelledError that the callback raised itself. A BrokerError is logged
+    without a traceback, because it is no fault of the callback. If the current task was cancelled, raise the
     CancelledError again.
     """
     if isinstance(error, asyncio.CancelledError):

@@ -113,7 +113,7 @@ class ClusterCache:
         return self._run(self._bucket.removed(repository, revision))
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run `work` in a new event loop. A StoreError becomes a FetchFailed, whose message says how to fix it."""
+        """Run `work` in a new event loop. A StoreError becomes a FetchFailed, whose message names the fix."""
         try:
             return asyncio.run(work)
         except StoreError as error:

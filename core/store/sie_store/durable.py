@@ -11,13 +11,13 @@ PART = ".part"  # suffix of a file that is not complete yet
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file; an existing one is replaced as a whole. Raises OSError."""
+    """Write a file, or replace an existing file as a whole. Raises OSError."""
     write_through(path.with_name(path.name + PART), path, data)
 
 
 def write_through(growing: Path, path: Path, data: bytes) -> None:
     """Write a file under the name `growing` in the same folder, and rename it to `path` when its bytes are on the disk.
-    If this fails, `growing` is removed. Raises OSError.
+    If the write fails, `growing` is removed. Raises OSError.
     """
     try:
         growing.write_bytes(data)
@@ -31,8 +31,8 @@ def write_through(growing: Path, path: Path, data: bytes) -> None:
 
 
 def replace(growing: Path, path: Path) -> None:
-    """Rename a file to `path`; an existing file or a link to one is replaced. Raises OSError, also for a device or a
-    pipe at `path`, such as /dev/null, which other programs need.
+    """Rename a file to `path`. An existing file, or a link to a file, is replaced. Raises OSError, also for a device or
+    a pipe at `path`, such as /dev/null, which other programs need.
     """
     if path.exists() and not path.is_file():
         raise FileExistsError(errno.EEXIST, "is no file that can be replaced", str(path))

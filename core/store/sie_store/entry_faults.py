@@ -76,7 +76,7 @@ def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
     """Return the fault of the entry's prompts, if any. An entry may add prompts. It may change the prompts of the files
     only by templates with {instruction}.
     """
-    # checked only for families that compute vectors: in others, a prompt is used only if a request names it
+    # checked only for families that compute vectors: other families use a prompt only if a request names it
     is_encoder = families.row(entry.family).gives_vectors
     model = read_json(folder / MODEL_FILE) if is_encoder else {}
     stored = model.get("prompts") or {}
@@ -111,11 +111,11 @@ def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
 
 
 def positions(config: Mapping[str, Any]) -> int:
-    """Return how many tokens (with special ones) a transformer reads according to its config.json; 0 if unknown."""
+    """Return the number of tokens, with special tokens, that a transformer reads by its config.json; 0 if unknown."""
     limit = config.get("max_position_embeddings")
-    if not isinstance(limit, int) or limit < 1:  # XLNet has -1, no limit
+    if not isinstance(limit, int) or limit < 1:  # XLNet has -1: no limit
         return 0
-    is_rotary = config.get("position_embedding_type") == "rotary"  # in ESM, whose rotary embedding has no table
+    is_rotary = config.get("position_embedding_type") == "rotary"  # ESM: rotary positions begin at 0
     if config.get("model_type") not in _NUMBERED_FROM_PAD or is_rotary:
         return limit
     pad = config.get("pad_token_id")
@@ -128,7 +128,7 @@ def transformer_folder(folder: Path) -> Path:
 
 
 def stored_pooling(folder: Path) -> str:
-    """Return the pooling that a model's files name, as entries name it; empty if there is no Pooling module."""
+    """Return the pooling in a model's files, under its name in entries; empty if the model has no Pooling module."""
     for module in read_value(folder / "modules.json") or []:
         if module["type"].rpartition(".")[2] == "Pooling":
             return pooling_name(read_json(folder / module["path"] / "config.json"))
@@ -136,6 +136,6 @@ def stored_pooling(folder: Path) -> str:
 
 
 def pooling_name(config: Mapping[str, Any]) -> str:
-    """Return the pooling in config.json of a Pooling module, `mean` by default. Several are joined by `+`."""
+    """Return the pooling in config.json of a Pooling module, `mean` by default. Several poolings are joined by `+`."""
     modes = config.get("pooling_mode") or [mode for key, mode in POOLING_NAMES.items() if config.get(key)] or ["mean"]
     return "+".join(ENTRY_NAMES.get(mode, mode) for mode in ([modes] if isinstance(modes, str) else modes))

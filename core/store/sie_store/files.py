@@ -1,9 +1,9 @@
-"""Uploaded files and files of batches, in the payload store. They are written and read in pieces, so that a file of any
-size needs little memory.
+"""Uploaded files and files of batches, in the payload store. A file is written and read in pieces, so that a file of
+any size needs little memory.
 
     pieces ──put──► object files/{id} ──open, range──► bytes        remove ──► object deleted
 
-An object appears in the store only when it is complete. Only objects below `files/` are changed here.
+An object appears in the store only when it is complete. This module changes only objects below `files/`.
 `PayloadStore.sweep` does not remove these objects, because their keys are not digests.
 """
 
@@ -34,12 +34,12 @@ class FileObjects:
         self._store = store
 
     async def put(self, file: str, pieces: AsyncIterator[bytes], timeout_s: float) -> None:
-        """Write or replace an object. No object is created if this fails. Raises StoreFull and errors of `pieces`."""
+        """Write or replace an object. A failure leaves the store unchanged. Raises StoreFull and errors of `pieces`."""
         import obstore
 
         async def checked() -> AsyncIterator[bytes]:
-            # Bytes for which disk space is still to be reserved. Only the bytes that an upload may have in memory are
-            # reserved: the disk itself reports the written ones as used.
+            # bytes that are not claimed yet; only the bytes that an upload may have in memory are claimed, because the
+            # disk reports written bytes as used
             left = PARTS_AT_ONCE * PART_BYTES
             with object_stores.room(self._store, reserves=object_stores.FILES) as claim:
                 async for piece in pieces:
@@ -68,7 +68,7 @@ class FileObjects:
         )
 
     async def remove(self, file: str) -> None:
-        """Remove an object if it exists. In a folder, also remove incomplete files that a killed process has left; in a
+        """Remove an object if it exists. In a folder, also remove incomplete files that a killed process has left. In a
         bucket, a lifecycle rule must remove incomplete uploads.
         """
         import obstore
@@ -90,7 +90,7 @@ def _key(file: str) -> str:
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Remove an object's incomplete files. obstore (0.12) writes to `NAME#1` and renames it at the end."""
+    """Remove an object's incomplete files. obstore (0.12) writes a file `NAME#1` and renames it at the end."""
     for unfinished in path.parent.glob(f"{path.name}#*"):
         unfinished.unlink(missing_ok=True)
 

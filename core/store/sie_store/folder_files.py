@@ -1,5 +1,5 @@
-"""Reading of the files in a model folder, which may be untrusted. All exceptions of libraries become a one-line error
-that names the file. A configuration is refused if its structure, or a number in it, is impossible for a real model.
+"""Reads the files in a model folder, which may be untrusted. All exceptions of libraries become a one-line error that
+names the file. A configuration is refused if its structure, or a number in it, is impossible for a real model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.load_errors import load_failed
 
 MAX_TEXT = 300  # largest number of characters of a library's message that an error quotes
-# largest number of layers, experts or blocks; loading would create each of them, so a higher number is refused
+# largest number of layers, experts or blocks; a higher number is refused, because a load would create all of them
 MAX_COUNT = 1_000
 MAX_SIZE = 1 << 24  # largest number of rows or columns of a weight matrix; a higher number is refused
 _COUNTS, _SIZES = ("_layers", "_layer", "_experts", "_blocks"), ("_size", "_dim", "_embeddings", "_heads", "_labels")
@@ -31,9 +31,7 @@ Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
 
 
 class Config(msgspec.Struct):
-    """Fields of `config.json`, of a model or of one of its modules, that SIE reads itself. transformers reads the
-    others.
-    """
+    """Fields that SIE itself reads in `config.json` of a model or of a module. transformers reads all other fields."""
 
     architectures: list[str] | None = None
     model_type: str | None = None
@@ -84,8 +82,8 @@ _FORMS: dict[str, Any] = {
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Convert every Exception except ModelLoadFailed to ModelLoadFailed INCOMPATIBLE, which names `file`, or the file
-    of an OSError. All types are converted, because libraries may raise any type for an untrusted file.
+    """Convert every Exception except ModelLoadFailed to ModelLoadFailed INCOMPATIBLE, whose message names the file. All
+    types are converted, because libraries may raise any type for an untrusted file.
     """
     try:
         yield
@@ -97,7 +95,7 @@ def reading(file: Path) -> Iterator[None]:
         ) from error
     except Exception as error:
         message = f"{type(error).__name__}: {line_of(error)}"
-        raise load_failed("INCOMPATIBLE", f"{file} does not describe a model that can be made: {message}") from error
+        raise load_failed("INCOMPATIBLE", f"{file} does not describe a valid model: {message}") from error
 
 
 def line_of(error: Exception) -> str:
@@ -106,7 +104,7 @@ def line_of(error: Exception) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is no file. Raises ModelLoadFailed INCOMPATIBLE."""
+    """Return the JSON object in a file; empty if the file does not exist. Raises ModelLoadFailed INCOMPATIBLE."""
     value = read_value(file)
     if value is None:
         return {}
@@ -116,8 +114,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_value(file: Path) -> Any:
-    """Return the JSON value in a file, checked against the type for the file's name; None if there is no file. Raises
-    ModelLoadFailed INCOMPATIBLE.
+    """Return the JSON value in a file, checked against the type in _FORMS for the name of the file. Return None if the
+    file does not exist. Raises ModelLoadFailed INCOMPATIBLE.
     """
     try:
         if not file.is_symlink() and not file.exists():
@@ -141,8 +139,8 @@ def read_value(file: Path) -> Any:
 
 
 def _check_sizes(value: Any, path: str = "$") -> None:
-    """Raise ValueError for a number of layers or a table size that no real model has. It must be refused here: the
-    model is created, which would need too much memory, before it is compared with the weights.
+    """Raise ValueError for a number of layers or a table size that no real model has. Such a number would use up the
+    memory, because a load creates the model before it compares the sizes with the weights.
     """
     if not isinstance(value, dict):
         return

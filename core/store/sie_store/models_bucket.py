@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 SETTING = "SIE_MODELS_DIR"
 READS_AT_ONCE = 16
-MAX_OBJECTS = 100_000  # largest number of objects below the prefix, including those that are not files of models
+MAX_OBJECTS = 100_000  # largest number of objects below the prefix, including objects that are no files of models
 
 
 class BucketFolder:
@@ -39,7 +39,7 @@ class BucketFolder:
         files = self._run(self._patience.call(self._listed))
         if not files:
             kinds = " or ".join(f"*{suffix}" for suffix in self._suffixes)
-            raise SettingError(SETTING, f"{self.url} has no {kinds}: put one there, or name another place")
+            raise SettingError(SETTING, f"{self.url} has no {kinds}: add such a file, or name another bucket or prefix")
         return files
 
     def read(self, paths: Collection[str], max_bytes: int) -> dict[str, bytes]:

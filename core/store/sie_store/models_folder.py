@@ -1,5 +1,5 @@
-"""Entries in the operator's models folder, which a worker reads to decide whether it trusts an entry. Unreadable files
-are skipped.
+"""Entries in the operator's models folder. A worker reads them to decide whether it trusts an entry of the catalogue.
+Unreadable files are skipped.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _logger = logging.getLogger("sie.trust")
 
 
 def worker_trust(allowed: Allowed) -> Trust:
-    """Return the rules by which a worker trusts an entry: its settings allow what the entry claims, or a packaged entry
-    or one in SIE_MODELS_DIR claims the same. The folder is read again at each check.
+    """Return the rules by which a worker trusts an entry. The worker's settings must allow what the entry claims, or a
+    packaged entry or an entry in SIE_MODELS_DIR must claim the same. Each check reads the folder again.
     """
     bundles = read_bundles(packaged_folder() / "bundles").values()
     return Trust(allowed, bundles, lambda: [*_packaged(), *own_entries(allowed)])
@@ -38,9 +38,9 @@ def _packaged() -> tuple[ModelEntry, ...]:
 
 
 def examined(allowed: Allowed) -> str:
-    """Return a warning if the models folder belongs to another user; empty if it does not, or if the operator trusts it
-    by SIE_MODEL_PATHS. Raises SettingError if every user may write there, or if the folder is the default ./models and
-    belongs to another user.
+    """Return a warning if the models folder belongs to another user; empty if the folder belongs to this user, or if
+    SIE_MODEL_PATHS names it. Raises SettingError if every user may write to the folder, or if the folder is the default
+    ./models and belongs to another user.
     """
     folder = Path(allowed.models).expanduser()
     trusted = {os.path.realpath(os.path.expanduser(folder_name)) for folder_name in allowed.paths or ()}
@@ -49,10 +49,10 @@ def examined(allowed: Allowed) -> str:
     place = folder.absolute()
     if allowed.models_dir and not is_open(folder):
         return (
-            f"{place} (SIE_MODELS_DIR): {why}, who decides what is served and may run code here; "
+            f"{place} (SIE_MODELS_DIR): {why}, who decides which models are served and may run code on this machine; "
             f"SIE_MODEL_PATHS={place} accepts that"
         )
-    used = "" if allowed.models_dir else ", which is used because it is there"
+    used = "" if allowed.models_dir else ", which is used because it exists"
     raise SettingError(
         "SIE_MODELS_DIR",
         f"{place}{used}: {why}; make it yours and `chmod o-w` it, or accept it: SIE_MODEL_PATHS={place}",
@@ -102,7 +102,7 @@ def _bodies(allowed: Allowed) -> Mapping[str, bytes]:
 
 
 def _read(root: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield path and content of each readable file of a models folder that has an entry and at most MAX_FILE_BYTES."""
+    """Yield path and content of each readable YAML file of a models folder that has at most MAX_FILE_BYTES."""
     for place, below, names in os.walk(root):
         below[:] = [
             name for name in below if not name.startswith(".") and not (Path(place) == root and name == "bundles")

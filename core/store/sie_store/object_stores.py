@@ -44,7 +44,7 @@ RESERVE_SHARE, MAX_RESERVE_BYTES = 0.1, 256 << 20
 # when files are refused
 PAYLOADS, FILES = 1, 2
 EXIT_PAUSE_S = 0.1
-_claimed: Counter[int] = Counter()  # file system -> bytes that writers of this process are writing or will write
+_claimed: Counter[int] = Counter()  # device number of a disk -> bytes that writers of this process have claimed on it
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _UNUSABLE = re.compile(r'object with invalid path: (?:Error parsing )?Path "(.*?)"')
@@ -71,8 +71,8 @@ _INSTANCE = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 
 
 class StoreError(Exception):
-    """Raised if a store refuses a call or does not answer in time. Another attempt may help if the error is no subclass
-    of this class. `after_s`: seconds to wait before another attempt, if the store requests this.
+    """Error of a store that refuses a call or does not reply in time. Another attempt may help after this error, never
+    after an error of a subclass. `after_s`: seconds that the store asks the client to wait before another attempt.
     """
 
     def __init__(self, message: str, after_s: float = 0.0) -> None:
@@ -89,8 +89,8 @@ class BucketMissing(StoreError):
 
 
 class NameUnusable(StoreError):
-    """Error for a listing that has an object whose name has a control character, or a segment that is empty, `.` or
-    `..`. obstore (0.12) ends such a listing.
+    """Error for a listing that obstore (0.12) cannot finish, because the name of an object has a control character, or
+    a segment that is empty, `.` or `..`.
     """
 
 
@@ -103,11 +103,11 @@ class RangeMissing(StoreError):
 
 
 class WrittenMeanwhile(StoreError):
-    """Raised if another writer has changed the object since it was read, or has created it first."""
+    """Error of a conditional write: another writer has changed the object since the read, or has created it first."""
 
 
 class StoreFull(StoreError):
-    """Error for a store whose disk is full or whose quota is used up, or whose disk would not keep its reserve free."""
+    """Error for a write without space: the disk is full, the quota is used up, or the write would use the reserve."""
 
 
 def opened(url: str, setting: str) -> ObjectStore:
@@ -116,7 +116,7 @@ def opened(url: str, setting: str) -> ObjectStore:
 
     A folder is created if it does not exist, readable only by its owner. Buckets are not checked, because they may be
     created later. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables, from files that these
-    variables name, or from the machine.
+    variables name, or from the role of the machine.
     """
     from obstore.exceptions import BaseError
     from obstore.store import GCSStore, LocalStore, S3Store
@@ -127,7 +127,7 @@ def opened(url: str, setting: str) -> ObjectStore:
     where = store_url(url)
     limits: dict[str, Any] = {
         # `allow_http` lets an operator's endpoint begin with http://; other endpoints use TLS. These options replace
-        # those in environment variables (obstore 0.12).
+        # options in environment variables (obstore 0.12).
         "client_options": {
             "allow_http": True,
             "connect_timeout": timedelta(seconds=5),
@@ -185,8 +185,8 @@ def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]
 
 
 async def sync(store: ObjectStore, key: str) -> None:
-    """Wait until an object and its name are on the disk, if the store is a folder: after a power failure, a record that
-    calls the object complete must not exist without it. A bucket does this itself. Raises StoreError.
+    """Wait until an object and its name are on the disk, if the store is a folder. Otherwise a power failure could lose
+    the object, but not a record that calls it complete. Objects in a bucket are durable at once. Raises StoreError.
     """
     from obstore.store import LocalStore
 
@@ -202,8 +202,8 @@ async def sync(store: ObjectStore, key: str) -> None:
 
 
 def _let_threads_finish() -> None:
-    """Wait a moment at exit for obstore's threads: they release Python objects shortly after a reply, and the process
-    would abort (SIGABRT) if the interpreter were ending then.
+    """Sleep for EXIT_PAUSE_S at exit. The threads of obstore release Python objects shortly after a reply. If the
+    interpreter ended before that, the process would abort (SIGABRT).
     """
     time.sleep(EXIT_PAUSE_S)
 
@@ -269,7 +269,7 @@ async def _pieces(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         while (piece := await within(CALL_S, anext(stream, None))) is not None:
             yield bytes(piece)
     finally:
-        del stream  # closes the object: otherwise the traceback of a cancelled download would keep it open
+        del stream  # closes the response: otherwise the traceback of a cancelled download would keep the response open
 
 
 async def objects_below(store: ObjectStore, prefix: str) -> list[ObjectMeta]:
@@ -282,8 +282,8 @@ async def objects_below(store: ObjectStore, prefix: str) -> list[ObjectMeta]:
 @dataclass(frozen=True)
 class RetryPolicy:
     """Time limit and number of attempts for calls of a store. `stall_s`: time limit of one attempt in seconds. `tries`:
-    number of attempts. `pause_s`: seconds before the second attempt. Each later pause is twice as long. If the store
-    requests a longer pause, that is used. A pause has at most MAX_PAUSE_S seconds, and is then multiplied by a random
+    number of attempts. `pause_s`: seconds before the second attempt. Each later pause is twice as long, or as long as
+    the store requests if this is longer. A pause has at most MAX_PAUSE_S seconds, and is then multiplied by a random
     factor from 0.75 to 1.25, because many nodes may retry at the same time.
     """
 
@@ -292,14 +292,14 @@ class RetryPolicy:
     pause_s: float = 0.5
 
     async def call(self, call: Callable[[], Awaitable[_T]], timeout_s: float | None = None) -> _T:
-        """Call a store, again if another attempt may help, and return the result. Each attempt may take `timeout_s`, by
+        """Return the result of `call`, repeated if another attempt may help. Each attempt may take `timeout_s`, by
         default `stall_s`. Raises StoreError.
         """
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
     async def repeated(self, call: Callable[[], Awaitable[_T]], label: str = "a store") -> _T:
-        """Return the result of `call`, repeated if that may help. `call` must have its own time limit and raise
-        StoreError. `label` appears in the log.
+        """Return the result of `call`, repeated if another attempt may help. `call` must have its own time limit and
+        raise StoreError. `label` names the requested object in the log.
         """
         tries = 0
         while True:
@@ -310,8 +310,8 @@ class RetryPolicy:
                 await self.pause(error, tries, label)
 
     async def pause(self, error: StoreError, tries: int, label: str, at: int | None = None) -> None:
-        """Wait before the next attempt. `tries`: number of failed attempts. `label` and the byte `at` appear in the
-        log. Raises `error` if all attempts are used up, or if another attempt cannot help.
+        """Wait before the next attempt. `tries`: number of failed attempts. `at`: first byte of the next request, for
+        the log. Raises `error` if all attempts are used up, or if another attempt cannot help.
         """
         if type(error) is not StoreError or tries >= self.tries:
             raise error
@@ -362,15 +362,15 @@ def failure(error: Exception) -> StoreError:
 def remedy(error: StoreError, url: str, setting: str) -> str:
     """Return an error text with a fix, for the operator who has named the bucket at `url` in `setting`."""
     if isinstance(error, BucketMissing):
-        return f"there is no bucket {store_url(url).bucket}: make it, or name another one in {setting}"
+        return f"there is no bucket {store_url(url).bucket}: create it, or name another bucket in {setting}"
     if isinstance(error, AccessRefused):
         return (
-            f"access is refused ({error}): give credentials that may list and read it, and for a push write to it, by "
-            "AWS_ACCESS_KEY_ID, GOOGLE_SERVICE_ACCOUNT and their like, or by the machine's role"
+            f"access is refused ({error}): give credentials that may list and read the bucket, and for a push write to "
+            "it, by variables such as AWS_ACCESS_KEY_ID and GOOGLE_SERVICE_ACCOUNT, or by the machine's role"
         )
     if isinstance(error, NameUnusable):
         return f"{error} in the bucket of {setting}"
-    return f"the store did not answer properly ({error}): is its endpoint right (AWS_ENDPOINT_URL), and is it up?"
+    return f"the store did not reply properly ({error}): check that AWS_ENDPOINT_URL is right and that the store runs"
 
 
 def _first_group(pattern: re.Pattern[str], text: str) -> str:

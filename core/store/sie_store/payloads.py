@@ -1,11 +1,11 @@
-"""Payloads: inputs that are too large for a message of the queue. They are in an object store that all gateways and
-workers use.
+"""Payloads: inputs that are too large for a message of the queue. Gateways store them in an object store, from which
+workers read them.
 
     gateway: encoded Payload ──put──► key ──► WorkItem.payload ──► sidecar: get ──► digest checked ──► inputs
 
 A key is the digest of the bytes and the number of the period in which they were written. A period is as long as the
-time for which a payload is kept. When a payload is old enough to be removed, its period is over, and no gateway writes
-this key any more. So clean-up cannot remove bytes that were just stored. Other objects in the store are never changed.
+time for which a payload is kept. When a payload is old enough for removal, its period has ended, so no gateway writes
+its key any more, and `sweep` cannot remove bytes that were just stored. Other objects in the store are never changed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _T = TypeVar("_T")
 
 
 class PayloadMissing(StoreError):
-    """Raised if a payload does not exist or does not match its key, or if a key is invalid. Another attempt does not
-    help.
+    """Error for a payload that does not exist or does not match its key, or for an invalid key. Another attempt does
+    not help.
     """
 
 
@@ -44,8 +44,8 @@ class PayloadStore:
         self._turns = asyncio.Semaphore(TRANSFERS_AT_ONCE)
 
     async def put(self, data: bytes, *, period: int, timeout_s: float) -> str:
-        """Store `data` and return its key. An existing object is written again, so that its age begins again and
-        clean-up does not remove it.
+        """Store `data` and return its key. An existing object is written again, so that its age begins again at zero
+        and `sweep` does not remove it.
         """
         import obstore
 
@@ -103,7 +103,7 @@ class PayloadStore:
                     failpoint("payloads.before_removal")
                     try:
                         await obstore.delete_async(self._store, old)
-                    except FileNotFoundError:  # another gateway has removed some; the next call removes the others
+                    except FileNotFoundError:  # another gateway has removed a payload; the next call removes the rest
                         continue
                 removed += len(old)
                 if removed >= MAX_REMOVALS:

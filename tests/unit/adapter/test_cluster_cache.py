@@ -132,7 +132,7 @@ def test_a_push_that_ended_early_goes_on_where_it_was(faulty: Place, source: Pat
     assert opened(faulty).fetch(REPOSITORY, COMMIT) is None
     (stored,) = opened(faulty).listed()
     assert stored.manifest is None
-    assert "did not end" in stored.wrong[MANIFEST]
+    assert "did not finish" in stored.wrong[MANIFEST]
     faulty.put(f"{PLACE}/config.json", b"[]")
     faulty.server.faults.refuse = lambda _: None
     before = len(faulty.server.faults.writes())
@@ -475,7 +475,7 @@ def test_a_store_that_is_down_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, 
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(google_account(tmp_path / "account.json", url)))
         cache = ClusterCache(f"{scheme}://bucket", DownloadLimits(tries=2, pause_s=0.01, stall_s=3))
-        with pytest.raises(FetchFailed, match=r"did not answer properly \(.*\): is its endpoint right") as caught:
+        with pytest.raises(FetchFailed, match=r"did not reply properly \(.*\): check that AWS_ENDPOINT_URL") as caught:
             cache.fetch(REPOSITORY, COMMIT)
     assert caught.value.error_class == "NETWORK"
 
@@ -549,7 +549,7 @@ def test_credentials_that_the_store_does_not_know_are_a_typed_error(
 def test_a_bucket_that_is_not_there_is_named(place: Place) -> None:
     elsewhere = Place(f"{place.url.split(':')[0]}://no-such-bucket/x", place.server)
     with pytest.raises(
-        FetchFailed, match=r"no bucket no-such-bucket: make it, or name another one in SIE_CLUSTER_CACHE"
+        FetchFailed, match=r"no bucket no-such-bucket: create it, or name another bucket in SIE_CLUSTER_CACHE"
     ) as caught:
         opened(elsewhere).listed()
     assert caught.value.error_class == "NOT_FOUND"

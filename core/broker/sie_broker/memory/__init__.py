@@ -4,11 +4,10 @@
     MemoryConnection < MemoryBus < MemoryQueue < MemoryAdministration < MemoryBroker
                      < MemoryStore                                    < MemoryBroker
 
-`A < B`: B inherits from A. A `MemoryServer` has the state; `MemoryServer.connect` creates connections to it. All code
-runs on one event loop. An operation has its effect before it returns. Deliveries follow on the next iteration of the
-loop. One timer, set to the next event that is due, ends leases, delivers delayed messages and removes old messages. The
-server behaves like the broker of a cluster, including refusals and lost connections. Its state is lost when the process
-ends.
+`A < B`: B inherits from A. A `MemoryServer` has the state; `MemoryServer.connect` creates a connection to the server.
+All code runs on one event loop. An operation has its effect before it returns. Deliveries follow on the next iteration
+of the loop. One timer ends leases, delivers delayed messages and removes old messages. The server behaves like the
+broker of a cluster, including refusals and lost connections. Its state is lost when the process ends.
 """
 
 from sie_broker.memory.broker import MemoryBroker, MemoryServer

@@ -1,4 +1,4 @@
-"""Buckets of the in-process server, the whole server, and its connections."""
+"""Buckets of the in-process server, the server with streams and buckets, and a connection with all protocols."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sie_broker.memory.connection import Exchange, MemoryConnection
 from sie_broker.memory.queue import MemoryAdministration
 from sie_broker.tasks import guarded
 
-# While this number of entries waits for the handler of a watch, new entries are not queued, but read later.
+# Largest number of entries that wait for the handler of a watch. The watch reads further entries from the bucket later.
 _HELD_ENTRIES = 4096
 
 
 class MemoryBucket:
-    """Bucket: the last entry of each key, in order of revision. A removed key remains as an entry without a value.
+    """Bucket: the last entry of each key, in order of revision. A removed key stays as an entry without a value.
 
     `age` drops entries that were written more than `max_age_s` seconds ago, or removed more than `removed_age_s`
-    seconds ago; 0 means never. Each read or write of entries calls `age` first.
+    seconds ago (0: never). Each read or write of entries calls `age` first.
     """
 
     def __init__(self, created: str, clock: Callable[[], float], max_age_s: float, removed_age_s: float) -> None:
@@ -130,7 +130,7 @@ class MemoryKeyValue:
 
 
 class MemoryWatch:
-    """Watch of a bucket. Its entries are queued for one task, which runs only while the queue has entries."""
+    """Watch of a bucket. One task passes its queued entries to the handler. The task exists only while entries wait."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class MemoryWatch:
         self._handler = handler
         self._last = after
         self._held: deque[Entry] = deque()
-        self._is_behind = False  # whether an entry was not queued since the last `catch_up`
+        self._is_behind = False  # whether the bucket has entries after the last queued entry
         self._task: asyncio.Task[None] | None = None
         connection.watches.add(self)
         bucket.watches.add(self)
@@ -152,13 +152,13 @@ class MemoryWatch:
 
     def written(self, entry: Entry) -> None:
         self._is_behind |= not self._connection.live or len(self._held) >= _HELD_ENTRIES
-        if not self._is_behind:  # otherwise the entry would overtake those that are not queued yet
+        if not self._is_behind:  # if earlier entries are not queued yet, `catch_up` queues this entry after them
             self._held.append(entry)
             self._run()
 
     def catch_up(self) -> None:
-        """Queue the entries that are not queued yet: those from before the watch, and those that were written while the
-        connection was lost or the queue was full.
+        """Queue the entries after the last queued entry: entries from before the watch, and entries that were written
+        while the connection was lost or the queue was full.
         """
         if self._connection.live:
             self._is_behind = False
@@ -217,7 +217,7 @@ class MemoryBroker(MemoryAdministration, MemoryStore):
 
 
 class MemoryServer(Exchange):
-    """Server: streams, buckets, and the routing of messages between its connections."""
+    """In-process server: streams, buckets, and the routing of messages between connections."""
 
     def __init__(
         self,

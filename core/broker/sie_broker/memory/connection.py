@@ -1,4 +1,4 @@
-"""Connections to the in-process server, which tests can lose and restore, and messages that are not stored."""
+"""Connections to the in-process server, which tests can interrupt and restore, and messages that are not stored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADVISORY = "$JS.EVENT.ADVISORY.CONSUMER"
 
 
 class Exchange(StreamServer):
-    """Streams, and the routing of other messages between the connections."""
+    """Streams, and the routing of messages that are not stored."""
 
     def __init__(self, max_payload: int, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
         super().__init__(clock, wall_clock)
@@ -33,7 +33,7 @@ class Exchange(StreamServer):
         self._turn = 0
 
     def disconnect(self) -> None:
-        """Lose all connections, as when a broker dies: requests in flight fail and open pulls end. Leases remain."""
+        """Interrupt all connections, as when a broker is killed: requests fail, open pulls end, leases stay."""
         for connection in list(self._connections):
             connection.disconnect()
 
@@ -105,16 +105,16 @@ class Exchange(StreamServer):
 
 
 class WatchReader(Protocol):
-    """Watch of a bucket: the methods that its connection calls."""
+    """Methods of a watch of a bucket that the connection calls."""
 
     def catch_up(self) -> None:
-        """Read the entries that the watch missed; called after a reconnect."""
+        """Read the entries that the watch has missed. Called after a reconnect."""
 
     def abandon(self) -> None: ...
 
 
 class MemoryConnection(ConnectionState):
-    """Connection to an in-process server. Each connection can be lost and restored separately."""
+    """Connection to an in-process server. A test can interrupt and restore each connection."""
 
     def __init__(self, server: Exchange, name: str) -> None:
         super().__init__(name)
@@ -124,7 +124,7 @@ class MemoryConnection(ConnectionState):
         self._live = True
         self._up.set()
         self._waiting: set[asyncio.Future[bytes]] = set()
-        self._late_acks: list[Callable[[], None]] = []  # acks that are delayed until there is a connection
+        self._late_acks: list[Callable[[], None]] = []  # acks that are sent after the reconnect
         self._pulls: set[Puller] = set()
         self.watches: set[WatchReader] = set()
 
@@ -143,7 +143,7 @@ class MemoryConnection(ConnectionState):
     def disconnect(self) -> None:
         self._live = False
         self._up.clear()
-        self._fail_waiting("the connection was lost before the answer came")
+        self._fail_waiting("the connection was lost before the reply arrived")
         for pulls in self._pulls:
             pulls.detach_all()
 
@@ -167,12 +167,12 @@ class MemoryConnection(ConnectionState):
                 answer.set_exception(BrokerUnavailable(f"{self.name}: {reason}"))
 
     async def reach(self, timeout_s: float) -> float:
-        # Let other tasks run, as a network round trip does: a caller that sends requests in a loop must not block them.
+        # Other tasks run here, as during a network round trip. Otherwise a caller with a loop of requests blocks them.
         await asyncio.sleep(0)
         if self._live:
             return timeout_s
         timeout_s = await super().reach(timeout_s)
-        self.require()  # the connection may be lost again
+        self.require()  # the connection may have been lost again
         return timeout_s
 
     def require(self) -> None:
@@ -183,7 +183,7 @@ class MemoryConnection(ConnectionState):
             )
 
     def acknowledge(self, settle: Callable[[], None]) -> None:
-        """Acknowledge a delivery now, or after the next reconnect: unlike other messages, an ack may be late."""
+        """Acknowledge a delivery now, or after the next reconnect, because a late ack is still correct."""
         if self._live:
             settle()
         elif self._closed:
@@ -238,7 +238,7 @@ class MemoryBus(MemoryConnection):
         timer = loop.call_later(timeout_s, expire, answer, subject, timeout_s)
         try:
             if not server.route(CoreMessage(subject, data, inbox)):
-                raise NoResponder(f"nobody listens on {subject}")
+                raise NoResponder(f"{subject} has no subscriber")
             return await answer
         finally:
             timer.cancel()
@@ -247,7 +247,7 @@ class MemoryBus(MemoryConnection):
 
 
 class Listener:
-    """Subscription. Its messages are queued for one task, which runs only while the queue has messages."""
+    """Subscription. One task passes its queued messages to the handler. The task exists only while messages wait."""
 
     def __init__(
         self,

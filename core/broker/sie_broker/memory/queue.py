@@ -28,7 +28,7 @@ _NEVER_UPDATED = {"storage", "subject"}
 
 
 class MemoryDelivery:
-    """Leased message. A process can still acknowledge it after another process has leased the message."""
+    """Leased message. An ack removes the message even if another process has leased it meanwhile."""
 
     __slots__ = (
         "_connection",

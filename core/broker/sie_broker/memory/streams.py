@@ -1,5 +1,5 @@
-"""Streams and consumers of the in-process server: stored messages, leases with their ends, and credits, which are the
-numbers of deliveries that connections have requested.
+"""Streams and consumers of the in-process server: stored messages, leases with their ends, and credits. A credit is the
+number of deliveries that a connection has requested from a consumer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DELIVERIES_A_TURN = 64
 
 
 def matches(pattern: str, subject: str) -> bool:
-    """Return whether a subject matches a pattern: `*` stands for any one token, a final `>` for one or more tokens."""
+    """Return whether a subject matches a pattern: `*` matches one token, and a final `>` matches one or more tokens."""
     parts, tokens = pattern.split("."), subject.split(".")
     if parts[-1] == ">":
         parts.pop()
@@ -43,7 +43,7 @@ def overlap(first: str, second: str) -> bool:
 
 
 class Timers:
-    """Callbacks for times of the server's clock. A timer of the event loop calls `run_due`, which runs the due ones."""
+    """Callbacks for times of the server's clock. A timer of the event loop calls `run_due` when a callback is due."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -86,10 +86,10 @@ class Message:
 
 
 class Puller(Protocol):
-    """Pulls of one connection from one stream: the methods that the server calls."""
+    """Methods of the pulls of one connection from one stream that the server calls."""
 
     def attach(self, name: str) -> None:
-        """Add the credit of these pulls, if there is any, to the consumer's queue of credits."""
+        """Add the credit of these pulls to the consumer's queue of credits, if the credit is above 0."""
 
     def attach_all(self) -> None: ...
 
@@ -103,7 +103,7 @@ class Puller(Protocol):
 
 class DeliveryCredit:
     """Credit of one connection at one consumer. `left`: number of deliveries that the connection still accepts.
-    `queued`: whether it is in the consumer's queue of credits.
+    `queued`: whether the consumer's queue of credits contains this credit.
     """
 
     __slots__ = ("left", "pulls", "queued")
@@ -115,8 +115,8 @@ class DeliveryCredit:
 
 
 class Consumer:
-    """Consumer. A message that matches its filter is waiting, or leased, or must be delivered again. Connections that
-    still accept deliveries (have credit) get messages in turn.
+    """Consumer of a stream. A message that matches its filter is in `waiting`, `leases` or `again`. Connections with
+    credit get messages in turn.
     """
 
     def __init__(self, spec: ConsumerSpec, stream: Stream) -> None:
@@ -138,7 +138,7 @@ class Consumer:
         )
 
     def drop(self, sequence: int) -> None:
-        """Drop all data about a message that was removed from the stream."""
+        """Drop the state of a message that was removed from the stream."""
         self.waiting.pop(sequence, None)
         self.delivered.pop(sequence, None)
         self.leases.pop(sequence, None)
@@ -160,7 +160,7 @@ class Consumer:
             self.leases.move_to_end(sequence)
 
     def next(self, now_s: float) -> Message | None:
-        """Lease and return the next message; None if none is due. Messages to be delivered again come first."""
+        """Lease and return the next message, first from `again`, then from `waiting`; None if no message is due."""
         sequence = self._next_sequence(now_s)
         if sequence is None:
             return None
@@ -204,7 +204,7 @@ class Stream:
         self._exact: dict[str, Consumer] = {}
         self._wide: list[Consumer] = []
         self._ids: OrderedDict[str, tuple[int, float]] = OrderedDict()  # message id -> (sequence, time of expiry)
-        self._age_due_s = math.inf  # when the armed timer runs `_age`
+        self._age_due_s = math.inf  # time at which the armed timer calls `_age`
 
     def state(self) -> StreamState:
         first = next(iter(self.messages), self.last_sequence + 1 if self.last_sequence else 0)
@@ -228,7 +228,7 @@ class Stream:
         message = Message(self.last_sequence, subject, data, self.server.wall_clock(), now_s, size)
         self.messages[message.sequence] = message
         self.bytes += size
-        # read again: messages of this subject may have been removed above
+        # read again, because the loop above may have removed messages of this subject
         self.counts[subject] = self.counts.get(subject, 0) + 1
         self._ids[message_id] = (message.sequence, now_s + _window_s(spec))
         if spec.max_age_s:
@@ -313,8 +313,8 @@ def _window_s(spec: StreamSpec) -> float:
 
 
 def normal(spec: StreamSpec, field: str) -> object:
-    """Return a setting as the broker stores it: each value that means "no limit" becomes 0, and the duplicate window is
-    at most the age limit of the messages.
+    """Return a setting in the form in which settings are compared: any value that means "no limit" becomes 0, and the
+    duplicate window is at most the age limit of the messages.
     """
     value = getattr(spec, field)
     if field == "duplicate_window_s":
@@ -323,8 +323,8 @@ def normal(spec: StreamSpec, field: str) -> object:
 
 
 class StreamServer:
-    """Streams of an in-process server. `clock`: for ack waits, delays, ages and duplicate windows. A test that passes a
-    clock calls `run_due` after each change of the clock.
+    """Streams of an in-process server. `clock`: returns seconds for ack waits, delays, ages and duplicate windows. A
+    test with its own clock calls `run_due` after each change of the clock.
     """
 
     def __init__(self, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
@@ -380,14 +380,14 @@ class StreamServer:
         self._by_subject.clear()
 
     def lose_stream(self, name: str) -> None:
-        """Remove a stream with its messages and consumers, like `delete_stream` or a restart with memory storage."""
+        """Remove a stream with its messages and consumers, like a broker's restart does for a stream in memory."""
         stream = self.streams.pop(name)
         for consumer in list(stream.consumers):
             stream.remove_consumer(consumer)
         self._by_subject.clear()
 
     def open_credits(self, consumer: Consumer) -> None:
-        """Add the credit of open pulls to a new consumer: pulls may request deliveries before their consumer exists."""
+        """Add the credit of open pulls to a new consumer. Pulls may request deliveries before their consumer exists."""
         for pulls in self.pulls.get(consumer.spec.stream, ()):
             pulls.attach(consumer.spec.name)
 

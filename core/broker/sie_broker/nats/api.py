@@ -1,4 +1,4 @@
-"""JetStream API: its replies as structs, its error codes as exceptions, and the settings of streams and consumers."""
+"""JetStream API: structs for its replies, exceptions for its error codes, and settings of streams and consumers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sie_broker import (
 )
 from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 
-# Maximum number of pull requests that wait at one consumer. A busy worker has a few dozen, because each increase of its
-# credit is a separate pull; in a large pool, the broker's default of 512 would be exceeded.
+# Largest number of pull requests that wait at one consumer. A busy worker has a few dozen, because each increase of its
+# credit is a separate pull request. So the workers of a large pool would exceed the broker's default of 512.
 _MAX_WAITING_PULLS = 8192
 
 Row = TypeVar("Row")
@@ -37,16 +37,16 @@ _SPEC_FIELDS = {
     "ack_wait": "ack_wait_s",
     "filter_subject": "subject",
 }
-# Not compared: metadata, because the broker adds its own; mem_storage, because the broker does not let an older
-# consumer change from files to memory.
+# settings that are not compared: `metadata`, because the broker adds entries; `mem_storage`, because the broker refuses
+# to change it for an existing consumer
 _NEVER_COMPARED = {"metadata", "mem_storage"}
-# Not updated: the filter, because some server versions accept a filter that overlaps that of another consumer, so that
-# both get the same message; the ack policy, because the broker refuses another one.
+# settings that are not updated: the filter, because some server versions accept a filter that overlaps the filter of
+# another consumer, and then deliver a message twice; the ack policy, because the broker refuses a change
 NEVER_UPDATED = {"filter_subject", "ack_policy"}
 
 
-# With these settings, a stream would copy messages from other streams, or publish its messages again on other subjects.
-# All streams of SIE have None for them.
+# Settings by which a stream copies messages from other streams, or publishes its messages again on other subjects. They
+# are None for all streams of SIE.
 _TO_ITSELF = dict.fromkeys(("republish", "mirror", "sources", "subject_transform"))
 
 
@@ -74,7 +74,7 @@ class StreamInfo(msgspec.Struct):
     config: dict[str, Any]
     state: ApiState
     total: int = 0
-    ts: datetime | None = None  # wall clock of the stream's leader when it answered
+    ts: datetime | None = None  # wall clock of the stream's leader at the time of the reply
 
 
 class Delivered(msgspec.Struct, frozen=True):
@@ -110,9 +110,7 @@ class StoredAnswer(msgspec.Struct):
 
 
 class Refusal(BrokerError):
-    """Refusal of a request by the JetStream API, if `error_of` has no other class for it. `number`: the API's error
-    code.
-    """
+    """Error for a refusal of the JetStream API without a class of its own. `number`: error code of the API."""
 
     def __init__(self, act: str, error: ApiError) -> None:
         super().__init__(f"{act}: {error.description} ({error.err_code})")
@@ -165,16 +163,16 @@ def consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
         "max_deliver": -1,
         "max_ack_pending": -1,
         "max_waiting": _MAX_WAITING_PULLS,
-        # The broker keeps the leases of a consumer in memory. A broker that was killed delivers leased messages again.
-        # In files, each busy consumer would write its leases ten times per second: at 200 consumers, this costs the
-        # broker 10 times the CPU of the work itself (bench/broker.py).
+        # The broker has the leases of a consumer in memory, and delivers leased messages again after it was killed.
+        # With leases in files, each busy consumer would write them ten times per second. For 200 consumers, this costs
+        # the broker 10 times the CPU of the work itself (bench/broker.py).
         "mem_storage": True,
         "metadata": {_VERSION_KEY: str(spec.version)},
     }
 
 
 def update_of(current: dict[str, Any], desired: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration for an update. Settings that `desired` lacks, and metadata of other programs, stay."""
+    """Return the configuration for an update: `desired`, with settings and metadata that only `current` has."""
     config = {**current, **desired, "metadata": {**(current.get("metadata") or {}), **desired["metadata"]}}
     if "mem_storage" in desired:
         # the broker refuses to change this setting of an existing consumer
@@ -188,9 +186,7 @@ def limits_of(config: dict[str, Any]) -> tuple[int, int]:
 
 
 def bucket_config(name: str, bucket: str) -> dict[str, Any]:
-    """Return the settings that all buckets have in common. A bucket chooses its storage, replicas, ages and duplicate
-    window.
-    """
+    """Return the settings that all buckets have in common: all except storage, replicas, ages and duplicate window."""
     return {
         "name": name,
         "subjects": [f"$KV.{bucket}.>"],
@@ -206,8 +202,8 @@ def bucket_config(name: str, bucket: str) -> dict[str, Any]:
 
 
 def differences(current: dict[str, Any], desired: dict[str, Any]) -> list[str]:
-    """Return the names of the settings in `desired` that differ at the broker, without those that are never compared.
-    The broker omits settings that are zero or empty.
+    """Return the names of the settings in `desired` that differ in `current`, except _NEVER_COMPARED. A missing setting
+    counts as zero or empty, because the broker omits such settings.
     """
     return [
         name
@@ -221,7 +217,7 @@ def difference(current: dict[str, Any], desired: dict[str, Any]) -> str | None:
 
 
 def version_of(config: dict[str, Any]) -> int:
-    """Return the topology version that last created or updated the stream or consumer; 0 if it is not from SIE."""
+    """Return the topology version that last created or updated a stream or consumer; 0 if SIE has not created it."""
     text = (config.get("metadata") or {}).get(_VERSION_KEY, "")
     return int(text) if text.isdigit() else 0
 

@@ -1,5 +1,5 @@
-"""Connection to a NATS server or cluster: opening it, its state, and matching answers to requests. `NatsBus` adds
-messages that are not stored (core NATS) and are delivered at most once.
+"""Opens and restores the connection to a NATS server or cluster, and assigns replies to requests. `NatsBus` adds
+messages of core NATS, which are not stored and are delivered at most once.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
 log = logging.getLogger("sie.broker")
 
 _CLOSE_TIMEOUT_S = 2.0
-PING_S = 5.0  # seconds between two pings; a connection is lost if two of them have no answer
+PING_S = 5.0  # seconds between two pings; a connection counts as lost if two pings have no reply
 _PERMISSION = re.compile(r"permissions violation for publish to \\?\"([^\"\\]+)", re.IGNORECASE)
 
-# Bytes of the client's send buffer. While the buffer is full, a publisher waits. The buffer is larger than any burst
-# within one iteration of the event loop, so this is rare.
+# Bytes of the client's send buffer. While the buffer is full, a publisher waits. This is rare, because the buffer is
+# larger than any burst within one iteration of the event loop.
 _SEND_BUFFER_BYTES = 64 << 20
 
 
 class PullInbox(Protocol):
-    """Open pull requests: the methods that their connection calls. Their inbox (reply subject) is lost with the
-    connection.
+    """Methods of open pull requests that the connection calls. The inbox (reply subject) of the pull requests is lost
+    with the connection.
     """
 
     def abandon(self) -> None:
-        """Discard all pulls without sending a message, because the connection was closed."""
+        """Discard all pulls without sending a message. Called when the connection is closed."""
 
     async def retire(self) -> None:
-        """Stop using the inbox, because the connection was lost."""
+        """End the inbox. Called when the connection is lost."""
 
     def wake(self) -> None:
-        """Send the pull requests again after a reconnect."""
+        """Send the pull requests again. Called after a reconnect."""
 
 
 class Answers:
-    """Requests in flight, by token, which is the last part of their reply subject. All replies arrive on one inbox."""
+    """Requests in flight, by token. The token is the last part of the reply subject. All replies arrive on `inbox`."""
 
     def __init__(self, inbox: str) -> None:
         self.inbox = inbox
@@ -66,7 +66,7 @@ class Answers:
         self._token = 0
 
     def expect(self, subject: str) -> tuple[str, asyncio.Future[Any]]:
-        """Return a new token and the future for its answer. The caller must pass the token to `remove` afterwards."""
+        """Return a new token and the future for its reply. The caller must pass the token to `remove` afterwards."""
         self._token += 1
         token = str(self._token)
         answer = self._waiting[token] = asyncio.get_running_loop().create_future()
@@ -77,7 +77,7 @@ class Answers:
         del self._waiting[token], self._subjects[token]
 
     def refused(self, subject: str) -> bool:
-        """Fail the requests in flight on a subject that this user may not use. Return True if there were any."""
+        """Fail the requests in flight on a subject to which this user may not publish. Return False if none existed."""
         tokens = [token for token, subscribed in self._subjects.items() if subscribed.lower() == subject.lower()]
         for token in tokens:
             if not self._waiting[token].done():
@@ -89,8 +89,8 @@ class Answers:
         skip = len(self.inbox)
         answer = self._waiting.get(message.subject[skip:])
         if answer is None and message.reply:
-            # An answer has its token at the end of its subject. The echo that `flush` sends has it in the reply
-            # subject, because its subject is the inbox's `echo`.
+            # A reply has its token at the end of its subject. The message that `flush` sends to this process has the
+            # subject `echo`, and the token in its reply subject.
             answer = self._waiting.get(message.reply[skip:])
         if answer is not None and not answer.done():
             answer.set_result(message)
@@ -118,7 +118,7 @@ class NatsConnection(ConnectionState):
         # client's subscription -> callback for a dropped message
         self._droppers: dict[Any, Callable[[str], None]] = {}
         self._answers = Answers("")
-        self._inboxes: set[PullInbox] = set()  # they are called when the connection is lost, restored or closed
+        self._inboxes: set[PullInbox] = set()  # informed when the connection is lost, restored or closed
 
     async def open(self, url: str, timeout_s: float, password: Secret | None = None, user: str = "") -> None:
         """Connect to a server, as described in `sie_broker.nats.connect`."""
@@ -136,8 +136,8 @@ class NatsConnection(ConnectionState):
             except (TimeoutError, NatsError, OSError) as error:
                 last = self._client.last_error
                 if reason is None or last or not isinstance(error, TimeoutError):
-                    # A time-out does not replace an earlier error, which has more information: the deadline may have
-                    # ended the attempt.
+                    # A time-out does not replace an earlier error, which has more information. The deadline may have
+                    # interrupted the last attempt.
                     reason = last or error
                 await self._hang_up()
                 if loop.time() + FIRST_RETRY_S >= deadline_s:
@@ -154,7 +154,7 @@ class NatsConnection(ConnectionState):
         self._up.set()
 
     async def _attempt(self, servers: list[str], credentials: dict[str, str]) -> None:
-        """Try once to connect. The client's own retries would never end, not even if cancelled (nats-py 2.16)."""
+        """Try once to connect. The client's own retries are off: a cancellation would not end them (nats-py 2.16)."""
         self._client = Client()
         self._client._transport = self._transport = Transport()
         await self._client.connect(
@@ -182,7 +182,7 @@ class NatsConnection(ConnectionState):
         )
 
     async def _hang_up(self) -> None:
-        """Close the connection. Abort the transport if the peer does not read the bytes that are still buffered."""
+        """Close the connection. Abort the transport if the peer does not read the buffered bytes within HANG_UP_S."""
         closing = asyncio.get_running_loop().create_task(self._client.close())
         await asyncio.wait({closing}, timeout=HANG_UP_S)
         self._transport.abort()
@@ -192,8 +192,8 @@ class NatsConnection(ConnectionState):
         await self._transport.wait_closed()
 
     async def close(self) -> None:
-        """Send the buffered messages, close the connection, and stop its tasks. Open pulls and watches end without a
-        drain, so call their `stop` first.
+        """Send the buffered messages, close the connection, and stop its tasks. The caller must first call `stop` of
+        pulls and watches, because the close discards their arrived messages.
         """
         if self._live:
             try:
@@ -217,7 +217,7 @@ class NatsConnection(ConnectionState):
 
     @property
     def server(self) -> tuple[str, bool]:
-        """Return the server's version, and whether it has JetStream, as reported when it accepted the connection."""
+        """Return (version of the server, whether it has JetStream), from the server's first message."""
         info = self._client._server_info
         return str(info.get("version", "")), bool(info.get("jetstream"))
 
@@ -229,7 +229,7 @@ class NatsConnection(ConnectionState):
             self._dropped += 1
             if self._dropped == 1 or self._dropped % 1000 == 0:
                 log.error(
-                    "%s: %d messages were dropped, the last on subject %s, because its handler is too slow",
+                    "%s: %d messages were dropped, because their handler is too slow; the last was on subject %s",
                     self.name,
                     self._dropped,
                     error.subject,
@@ -243,13 +243,13 @@ class NatsConnection(ConnectionState):
             return
         if self.live:
             is_eof = isinstance(error, UnexpectedEOF)
-            reason = "the broker closed the connection; the broker's log says why" if is_eof else repr(error)
+            reason = "the broker closed the connection; the broker's log has the reason" if is_eof else repr(error)
             log.warning("%s: %s", self.name, reason)
             return
         self._failed_attempts += 1
         self._client.options["reconnect_time_wait"] = min(1.0, FIRST_RETRY_S * 1.2 ** min(self._failed_attempts, 20))
         if self._failed_attempts == 1 and not self._closed:
-            log.warning("%s: the connection to the broker failed, trying again: %r", self.name, error)
+            log.warning("%s: reconnecting to the broker failed, further attempts follow: %r", self.name, error)
 
     async def _on_lost(self) -> None:
         if not self._live:
@@ -257,7 +257,7 @@ class NatsConnection(ConnectionState):
         self._live = False
         self._up.clear()
         log.warning("%s: connection lost", self.name)
-        self._answers.fail(f"{self.name}: the connection was lost before the answer came")
+        self._answers.fail(f"{self.name}: the connection was lost before the reply arrived")
         for inbox in list(self._inboxes):
             await inbox.retire()
 
@@ -275,7 +275,7 @@ class NatsConnection(ConnectionState):
         self._reconnected.set()
 
     async def _on_closed(self) -> None:
-        if self._opened and not self._closed:  # during `open`, its caller gets the error
+        if self._opened and not self._closed:  # if `open` has not succeeded yet, it raises the error
             log.critical("%s: the connection is closed and is not restored: %s", self.name, self._client.last_error)
             self._closed = True
             self._up.set()
@@ -285,8 +285,8 @@ class NatsConnection(ConnectionState):
         await self.roundtrip(f"{self._answers.inbox}echo", b"", timeout_s)
 
     async def post(self, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        """Send a message now. Raises BrokerUnavailable without a connection: the message is not sent after a reconnect,
-        because it may be outdated then. Raises PayloadTooBig, and ValueError for an invalid subject.
+        """Send a message now. Raises BrokerUnavailable without a connection, because the message may be outdated after
+        the reconnect. Raises PayloadTooBig, and ValueError for an invalid subject.
         """
         if not self._live:
             raise BrokerUnavailable(f"{self.name}: no connection to the broker")
@@ -299,7 +299,7 @@ class NatsConnection(ConnectionState):
             raise BrokerUnavailable(f"{self.name}: {error}") from error
 
     async def acknowledge(self, reply: str) -> None:
-        """Send an ack. Without a connection, send it after the reconnect: a late ack is still correct."""
+        """Send an ack. Without a connection, the client sends it after the reconnect, because a late ack is correct."""
         if self._closed:
             raise BrokerUnavailable(f"{self.name}: the connection to the broker is closed")
         try:
@@ -310,8 +310,8 @@ class NatsConnection(ConnectionState):
     async def roundtrip(
         self, subject: str, data: bytes, timeout_s: float, headers: dict[str, str] | None = None
     ) -> Any:
-        """Send a message with a reply subject. Return the first message on that subject, which may be a status message.
-        Raises PayloadTooBig, BrokerUnavailable.
+        """Send a message with a reply subject. Return the first message on the reply subject, which may be a status
+        message. Raises PayloadTooBig, BrokerUnavailable.
         """
         if not self._live:
             timeout_s = await self.reach(timeout_s)
@@ -327,7 +327,7 @@ class NatsConnection(ConnectionState):
 
 
 def _check_size(limit: int, data: bytes, headers: dict[str, str] | None) -> None:
-    # refuse a larger message here, because the server would close the connection
+    # the client refuses a larger message, because the server would close the connection
     size = len(data)
     if headers is not None:
         size += 12 + sum(len(key) + len(value.encode()) + 4 for key, value in headers.items())
@@ -340,11 +340,11 @@ def is_no_responder(answer: Any) -> bool:
 
 
 def _pattern(subject: str) -> re.Pattern[str]:
-    """Return a pattern for the subjects that a subscription may receive.
+    """Return a pattern for the subjects of the messages that a subscription may receive.
 
     A user that may pull from a stream chooses the subject to which the broker sends the deliveries, and no permission
-    limits that choice. So such a user could send messages of the stream to this subscription. But they keep the subject
-    on which they were published. This subject does not fit the pattern, so they are dropped.
+    limits this choice. So the user could send messages of the stream to this subscription. But such a message keeps
+    the subject on which it was published. This subject does not fit the pattern, so the message is dropped.
     """
     wild = {"*": r"[^.]+", ">": ".+"}
     return re.compile(r"\.".join(wild.get(part) or re.escape(part) for part in subject.split(".")))
@@ -359,7 +359,7 @@ class NatsBus(NatsConnection):
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
         answer = await self.roundtrip(subject, data, timeout_s)
         if is_no_responder(answer):
-            raise NoResponder(f"nobody listens on {subject}")
+            raise NoResponder(f"{subject} has no subscriber")
         return bytes(answer.data)
 
     async def subscribe(
@@ -413,10 +413,10 @@ class NatsBus(NatsConnection):
         return _NatsSubscription(self, subscription)
 
     async def drain(self, subscription: Any) -> None:
-        """End a subscription of the client. Wait at most STOP_TIMEOUT_S seconds until the messages are handled that the
-        broker sent before it received the UNSUB.
+        """End a subscription of the client. Wait at most STOP_TIMEOUT_S seconds until the messages that the broker sent
+        before it received the UNSUB are handled.
         """
-        # The task is not cancelled at the time-out: the client does not survive a cancelled flush (nats-py 2.16).
+        # The task is not cancelled at the time-out, because a cancelled flush ends the client's reader (nats-py 2.16).
         self._droppers.pop(subscription, None)
         task = self.own(self._drained(subscription), "drain")
         await asyncio.wait({task}, timeout=STOP_TIMEOUT_S)
@@ -424,9 +424,9 @@ class NatsBus(NatsConnection):
             log.warning("%s: a subscription was not drained within %s s", self.name, STOP_TIMEOUT_S)
 
     async def _drained(self, subscription: Any) -> None:
-        # The client's own drain sends its PING before its UNSUB, and drops the messages that arrive in between (under
-        # load, 4 messages of a credit of 16; nats-py 2.16). So the UNSUB is sent here first. The echo of `flush` then
-        # arrives after every message that the broker sent on the subscription.
+        # The client's own drain sends a PING before the UNSUB, and drops messages that arrive between PONG and UNSUB
+        # (under load 4 of 16; nats-py 2.16). So the UNSUB is sent here first. The reply to `flush` then arrives after
+        # all messages that the broker has sent on the subscription.
         try:
             await self._client._send_unsubscribe(subscription._id)
             await self.flush()

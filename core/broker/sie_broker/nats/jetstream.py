@@ -1,4 +1,4 @@
-"""JetStream: publishing with an acknowledgement, pulls, and requests to its API.
+"""Publishes messages with an acknowledgement, pulls messages, and sends requests to the JetStream API.
 
     publish ──► Ack of the stream: sequence, duplicate
     NatsPulls ──pull requests, by credit──► consumer ──► NatsDelivery ──► ack
@@ -41,24 +41,24 @@ from sie_contracts.wire.topology import streams_subject
 log = logging.getLogger("sie.broker")
 
 PULL_EXPIRES_S = 5.0  # seconds after which a pull expires at the latest
-# Seconds after which a pull for several deliveries of work expires. A process that hangs keeps its connection, so its
-# open pulls still get deliveries. The broker delivers these messages again after the ack wait (at least 3 s). A pull
-# that was still open then could get them a second time, so pulls expire earlier. A pull for one delivery may last
-# longer, because it ends with its delivery. This is cheaper, because each quiet model has such a pull.
+# Seconds after which a pull for several deliveries of work expires. A process that hangs keeps its connection, so the
+# broker still sends deliveries for its open pulls, and sends them again after the ack wait (at least 3 s). So a pull
+# must expire before the ack wait, or it could get a message twice. A pull for one delivery may last longer, because it
+# ends with its delivery. Each idle model has such a pull, so a longer pull costs less.
 WORK_EXPIRES_S = 1.0
-# Pulls expire at multiples of this time, in seconds, so that one iteration of the loop renews those of many consumers.
-# Pulls that last less than two such times expire at multiples of half their duration.
-# If 200 pulls wake the loop one by one, this costs 1.5 % of a core; together 0.1 % (nats-server 2.15, 2 cores).
+# Pulls expire at multiples of this time, in seconds, so that one iteration of the event loop renews the pulls of many
+# consumers. Pulls that last less than 2 s expire at multiples of half their duration. 200 pulls that expire one by one
+# cost 1.5 % of a core, pulls that expire together 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
-# Limit in bytes for a pull of several deliveries: a server closes a connection with 64 MiB unsent (its `max_pending`).
-# The limit must be at least the size of the largest message, with its subjects: the server counts them too.
+# Limit in bytes for a pull of several deliveries, because a server closes a connection with 64 MiB of unsent data (its
+# `max_pending`). The limit must be at least the size of the largest message with its subjects, which the server counts.
 PULL_BYTES = 4 << 20
 _SUBJECT_BYTES = 64 << 10
-# seconds after its expiry at which a pull counts as lost; the broker reports an expired pull within milliseconds
+# seconds from the expiry of a pull until it counts as lost; the broker reports an expired pull within milliseconds
 _PULL_LATE_S = 1.0
-# seconds between two log lines about pulls that the broker refuses, for example because a restart lost the consumers
+# seconds between two log lines about refused pulls; a broker may refuse many, for example if a restart lost consumers
 _LOG_EVERY_S = 10.0
-# seconds between two searches for lost pulls, for which all pulls share one timer
+# smallest number of seconds between two searches for lost pulls
 _SWEEP_S = 0.25
 
 
@@ -117,9 +117,8 @@ class _PullCredit:
     """Counts of the open pulls of one consumer.
 
     `issued`: number of deliveries that were ever requested. `settled`: number of requested deliveries that arrived,
-    that the broker reported as not delivered, or that count as lost. All other deliveries may still arrive. The broker
-    fills several pulls of a consumer in turn, so it is unknown which pull a delivery belongs to, but the sums are
-    exact.
+    that the broker reported as not delivered, or that count as lost. All other deliveries may still arrive. The counts
+    are sums over all pulls, because a delivery does not show to which open pull of the consumer it belongs.
     """
 
     __slots__ = ("consumer", "credit", "index", "issued", "retry", "retry_s", "settled", "single", "written_off")
@@ -130,9 +129,9 @@ class _PullCredit:
         self.credit = 0
         self.issued = 0
         self.settled = 0
-        # True if the next message exceeds the byte limit: it is then pulled alone and without a limit
+        # True if the next message exceeds the byte limit; a pull for one delivery, which has no limit, then requests it
         self.single = False
-        # value of `issued` when pulls were last counted as lost; later statuses of those pulls are ignored
+        # value of `issued` when pulls were last counted as lost; status messages of those pulls are ignored
         self.written_off = 0
         self.retry: asyncio.TimerHandle | None = None
         self.retry_s = 0.0
@@ -155,11 +154,11 @@ def _expiry(now_s: float, longest_s: float) -> float:
 
 
 class NatsPulls:
-    """Open pull requests of one connection to the consumers of a stream. One task sends them. One timer finds lost
-    pulls, whose end the broker did not report.
+    """Open pull requests of one connection to the consumers of a stream. One task sends pull requests. One timer finds
+    lost pulls: pulls whose end the broker did not report.
 
-    `on_break` is called when deliveries may have been lost, or when a consumer does not exist any more. Only a watch
-    needs this: the lost deliveries of a queue come again after the ack wait.
+    `on_break` is called when deliveries may be lost, or when a consumer no longer exists. Only a watch needs this call:
+    a queue delivers lost messages again after the ack wait.
     """
 
     def __init__(
@@ -232,13 +231,12 @@ class NatsPulls:
         self._bus.remove(self)
 
     async def retire(self) -> None:
-        """Stop using the inbox after its arrived deliveries are handled. Later deliveries may be lost."""
+        """End the inbox when its arrived deliveries are handled. Later deliveries may be lost."""
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             for _ in range(10):
                 if subscription.pending_msgs:
-                    # one iteration of the event loop handles all arrived deliveries, because the handler does not block
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)  # one iteration of the event loop handles all arrived deliveries
             try:
                 await subscription.unsubscribe()
             except NatsError as error:
@@ -262,9 +260,9 @@ class NatsPulls:
             self._by_index.pop(entry.index, None)
 
     def _renew(self, entry: _PullCredit) -> None:
-        # Each increase of the credit opened a separate small pull. Wait until less than half of the credit is open,
-        # then renew it by one pull. With 200 consumers and a credit of 16, separate renewals of the small pulls cost
-        # 5 % of an idle core.
+        # Each increase of the credit has opened a separate small pull. One large pull replaces the small pulls when
+        # less than half of the credit is open: with 200 consumers and a credit of 16, a renewal of each small pull
+        # would cost 5 % of an idle core.
         if entry.open * 2 < entry.credit or not entry.open:
             self._consider(entry)
 
@@ -275,11 +273,11 @@ class NatsPulls:
             if self._stopping:
                 return
             if self._silent >= 2:
-                log.warning("pulls on stream %s get neither messages nor statuses: opening a new inbox", self._stream)
+                log.warning("pulls on stream %s get no messages and no status: a new inbox is opened", self._stream)
                 self._silent = 0
                 await self.retire()
             if not self._bus.live:
-                continue  # wait for the next connection, which wakes this task
+                continue  # the reconnect wakes this task
             try:
                 await self._issue()
             except (BrokerUnavailable, NatsError) as error:
@@ -300,7 +298,7 @@ class NatsPulls:
             if missing <= 0 or entry.retry is not None:
                 continue
             if self._stopping or self._subscription is not subscription:
-                # the inbox was replaced meanwhile; the next inbox requests all missing deliveries again
+                # Another task has ended the inbox. The next call requests all missing deliveries on a new inbox.
                 return
             if entry.single:
                 missing, entry.single = 1, False
@@ -378,14 +376,13 @@ class NatsPulls:
         if entry is None or issued <= entry.written_off:
             return
         reason = headers.get("Description", "").strip()
-        # Nothing is settled: only a pull with a byte limit gets this status, after its last delivery.
-        if reason == "Batch Completed":
+        if reason == "Batch Completed":  # a pull with a byte limit gets this status after its last delivery
             return
         left = headers.get("Nats-Pending-Messages")
         if left is not None:
             entry.settle(int(left))
         elif status == "409" and ("Deleted" in reason or "Leadership" in reason):
-            # all pulls of the consumer ended, and the status does not say how many deliveries are missing
+            # all pulls of the consumer have ended, and the status does not report the number of missing deliveries
             entry.write_off(issued)
         else:
             entry.settle(requested)
@@ -402,7 +399,7 @@ class NatsPulls:
         now_s = asyncio.get_running_loop().time()
         if not entry.retry_s and now_s >= self._logged_s + _LOG_EVERY_S:
             self._logged_s = now_s
-            log.warning("pulls on stream %s, consumer %s: %s; trying again", self._stream, entry.consumer, reason)
+            log.warning("pull on stream %s, consumer %s, is sent again: %s", self._stream, entry.consumer, reason)
         entry.retry_s = min(MAX_RETRY_S, max(FIRST_RETRY_S, entry.retry_s * 2))
         if entry.retry is None:
             entry.retry = asyncio.get_running_loop().call_later(entry.retry_s, self._retry, entry)
@@ -414,8 +411,8 @@ class NatsPulls:
         self._consider(entry)
 
 
-# Number of buckets that are read at the same time. Each read has at most one pull in flight, so the unsent bytes of
-# these reads stay far below what a server allows per connection.
+# Number of buckets that are read at the same time. Each read has at most one open pull, so the unsent bytes of these
+# reads stay far below the server's limit for a connection.
 _READS_AT_ONCE = 2
 _T = TypeVar("_T")
 
@@ -435,7 +432,7 @@ def publish_ack(subject: str, answer: Any) -> Ack:
     try:
         ack = _decode_ack(answer.data)
     except UNDECODABLE as error:
-        raise BrokerError(f"{subject}: the answer is no acknowledgement of a stream: {error}") from error
+        raise BrokerError(f"{subject}: the reply is no acknowledgement of a stream: {error}") from error
     if ack.error is not None:
         raise error_of(subject, ack.error)
     return ack
@@ -469,7 +466,7 @@ class JetStream(NatsBus):
                 raise error_of(verb, error)
             return msgspec.json.decode(answer.data, type=kind)
         except UNDECODABLE as error:
-            raise BrokerError(f"{verb}: the broker's answer cannot be decoded: {error}") from error
+            raise BrokerError(f"{verb}: the broker's reply cannot be decoded: {error}") from error
 
     async def find(self, verb: str, body: object, kind: type[_T], *absent: int) -> _T | None:
         """Send a request like `api`, but return None if its error code is in `absent`."""
@@ -490,9 +487,9 @@ class JetStream(NatsBus):
         return state_of(info)
 
     async def create_stream(self, request: StreamRequest, config: dict[str, Any]) -> StreamInfo | None:
-        """Return the stream. If it does not exist, the owner of streams creates it from `request`; without an owner, or
-        as the owner, this process creates it from `config`. `request` and `config` have the same settings in two forms.
-        Two callers at once get the same stream. Return None if the stream was deleted after its creation.
+        """Return the stream, created if it does not exist. The owner of streams creates it from `request`. If no owner
+        is connected, or this process is the owner, this process creates it from `config`, which has the same settings.
+        Concurrent callers get the same stream. Return None if the stream was deleted after its creation.
         """
         name = request.name
         info = await self.stream_info(name)
@@ -501,14 +498,14 @@ class JetStream(NatsBus):
                 info = await self.find(f"STREAM.CREATE.{name}", config, StreamInfo, STREAM_EXISTS)
             except NotPermitted as error:
                 raise BrokerUnavailable(
-                    f"{name} does not exist, and the owner of streams, the config service, does not answer: {error}"
+                    f"{name} does not exist, and the config service, which creates streams, does not reply: {error}"
                 ) from error
         return info or await self.stream_info(name)
 
     async def ask_owner(self, request: StreamRequest) -> bool:
-        """Request from the owner of streams that it creates or updates a stream. Return False if this process must do
-        it itself: it is the owner, no owner is connected (as on a broker without users), or this user may not send such
-        requests (a user of an older version). Raises BrokerError.
+        """Ask the owner of streams to create or update a stream. Return False if this process must do this itself:
+        because it is the owner, because no owner is connected (as on a broker without users), or because its user may
+        not send such requests (a user of an older version). Raises BrokerError.
         """
         if self.owns_streams:
             return False
@@ -519,9 +516,7 @@ class JetStream(NatsBus):
         if is_no_responder(answer):
             return False
         if answer.data:
-            raise BrokerError(
-                f"the config service, the owner of streams, did not make {request.name}: {answer.data.decode()}"
-            )
+            raise BrokerError(f"the config service did not create or update {request.name}: {answer.data.decode()}")
         return True
 
     async def delete_consumer(self, stream: str, name: str) -> bool:

@@ -28,16 +28,16 @@ from sie_contracts.wire.topology import DUPLICATE_WINDOW_S
 
 log = logging.getLogger("sie.broker")
 
-_WATCH_CREDIT = 256  # largest number of entries that a watch has requested and not handled yet
-_WATCH_KEPT_S = 30.0  # seconds without a pull after which the broker deletes a reader (consumer of a read or watch)
+_WATCH_CREDIT = 256  # largest number of entries that a watch has requested and not yet handled
+_WATCH_KEPT_S = 30.0  # seconds without a pull after which the broker deletes the consumer of a read or watch
 _READ_CHECK_S = 1.0  # seconds without entries after which a read asks the broker whether it has all entries
 _WATCH_CHECK_S = 2.0  # seconds without entries after which a watch asks the broker whether it missed entries
 _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
 
 class NatsKeyValue:
-    """Bucket, stored in the stream `KV_<bucket>` with one message per key. The message of a removed key marks the
-    removal. This marker is kept for `removed_age_s` seconds; 0: as long as other messages of the bucket.
+    """Bucket, stored in the stream `KV_<bucket>` with one message per key. The message of a removed key is a marker. A
+    marker expires after `removed_age_s` seconds; 0: like any message of the bucket.
     """
 
     def __init__(self, jetstream: JetStream, bucket: str, removed_age_s: float = 0.0) -> None:
@@ -72,7 +72,7 @@ class NatsKeyValue:
         """Return the last entry of each key that was written at revision `first` or later, including removed keys."""
         entries: dict[str, Entry] = {}
         complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        count = 0  # deliveries that have arrived
+        count = 0  # number of deliveries that have arrived
 
         def arrived(delivery: NatsDelivery) -> None:
             nonlocal count
@@ -102,8 +102,8 @@ class NatsKeyValue:
 
     async def _progress(self, reader: str, complete: asyncio.Future[bool], arrived: Callable[[], int]) -> None:
         """Wait until a read is complete. `arrived` returns the number of its deliveries. An entry that expires or is
-        purged during the read never arrives, so if none arrives, ask the broker how many are left. Raises
-        BrokerUnavailable after API_TIMEOUT_S seconds without a delivery, or if the pulls break.
+        purged during the read never arrives. So after _READ_CHECK_S without a delivery, ask the broker whether entries
+        are left. Raises BrokerUnavailable after API_TIMEOUT_S without a delivery, or if deliveries may be lost.
         """
         quiet_s = 0.0
         while not complete.done():
@@ -134,8 +134,8 @@ class NatsKeyValue:
             try:
                 return await self._commit(writes, expected)
             except WrongRevision:
-                # A removed key still has a marker with a revision, so a write that expects the key to be absent fails.
-                # The next attempt expects the revision of the marker.
+                # A removed key may have a marker with a revision. The broker then refuses a write that expects revision
+                # 0, so the next attempt expects the revision of the marker.
                 marks = [await self._mark(write) for write in writes]
                 if marks == expected:
                     raise
@@ -188,7 +188,7 @@ class NatsKeyValue:
         return watch
 
     async def open_reader(self, first: int, within: str = "") -> tuple[str, int]:
-        """Create a reader (a consumer) from revision `first` on. Return its name and the number of messages to read."""
+        """Create a reader: a consumer that begins at revision `first`. Return (its name, number of its messages)."""
         name = f"{self._jetstream.name}-{secrets.token_hex(6)}".translate(_NAME)
         config = {
             "name": name,
@@ -224,8 +224,8 @@ class NatsKeyValue:
 
 
 class _KeyValueWatch:
-    """Watch of a bucket. It reads the entries in order through a consumer, the reader. If entries may have been missed,
-    it creates a new reader that starts after the last handled revision.
+    """Watch of a bucket. It reads the entries in order from a consumer, the reader. If it may have missed entries, it
+    creates a new reader that begins after the last handled revision.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class _KeyValueWatch:
         self._created = ""
         self._reader = ""
         self._read = 0
-        # (last handled revision, last revision in the bucket) at the last check that found this watch behind
+        # (last handled revision, last revision of the bucket) at the last check at which they differed
         self._checked = (0, 0)
         self._held: deque[NatsDelivery] = deque()  # at most _WATCH_CREDIT deliveries that are not handled yet
         self._retry_s = 0.0
@@ -256,10 +256,10 @@ class _KeyValueWatch:
     async def open(self) -> None:
         state = await self._jetstream.stream_state(self._stream)
         if self._created and self._created != state.created:
-            self._last = 0  # this is a new bucket of the same name, so all its entries are new
+            self._last = 0  # another process has deleted the bucket and created a new one, so all entries are new
         self._reader, pending = await self._bucket.open_reader(self._last + 1)
         if not pending:
-            # Nothing is left to read: all entries up to this revision are handled, expired or removed.
+            # the watch has handled all entries up to this revision; missing entries have expired or were removed
             self._last = max(self._last, state.last_sequence)
         self._created = state.created
         self._read = 0
@@ -317,12 +317,12 @@ class _KeyValueWatch:
         return True
 
     async def _check(self) -> None:
-        """Check for missed entries: if the broker was killed, a reader may exist whose pulls are never filled."""
+        """Check for missed entries. After the broker was killed, a reader may exist whose pulls are never filled."""
         try:
             state = await self._jetstream.stream_state(self._stream)
             is_behind = state.created != self._created or state.last_sequence > self._last
             if is_behind and state.created == self._created and not await self._bucket.reaches(self._last + 1):
-                # no reader will deliver these entries: they expired, or were lost with a damaged file
+                # no reader delivers these entries, because they have expired or were lost with a damaged file
                 log.info("stream %s: the entries after revision %d do not exist any more", self._stream, self._last)
                 self._last, is_behind = state.last_sequence, False
         except BrokerError as error:
@@ -337,7 +337,7 @@ class _KeyValueWatch:
                 self._last,
             )
             await self._pulls.retire()  # the present inbox may never get these entries
-        # a watch may be behind for a moment; it has missed entries only if two checks have the same result
+        # entries may still be arriving: the watch has missed entries only if the next check has the same result
         self._checked = (self._last, state.last_sequence)
 
     async def _reopen(self) -> None:

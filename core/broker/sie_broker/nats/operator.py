@@ -1,9 +1,9 @@
-"""Comparison of the broker's streams and consumers with the topology of this version, and the steps that remove the
-differences. Commands of operators use it.
+"""Compares the broker's streams and consumers with the topology of this version, and makes the steps that remove the
+differences. Commands of operators call this module.
 
-    look ──► Facts ──► plan (pure) ──► Steps ──► apply
+    read_facts ──► Facts ──► plan (pure) ──► Steps ──► apply
 
-For a change that this version cannot make in place, or that could lose work now, the step is a refusal with a reason.
+If a setting cannot be changed in place, or if a change could lose work now, the step is a refusal with a reason.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class FieldChange:
 
 @dataclass(frozen=True)
 class Step:
-    """Planned change of one stream or consumer. `reason`: why a consumer is created or a change is refused, with the
-    remedy if there is one.
+    """Planned change of one stream or consumer. `reason`: text that explains why a consumer is created or a change is
+    refused.
     """
 
     action: Literal["create", "update", "refuse"]
@@ -87,9 +87,9 @@ async def read_facts(broker: NatsAdministration, stream: str) -> Facts:
 
 
 async def damage(broker: NatsBroker, info: StreamInfo) -> str:
-    """Return a text that says how a stream's files are damaged; empty if no damage was found. A bucket counts as
-    damaged if two complete reads of it fail while the broker answers. Of other streams, only the first message is read.
-    Raises BrokerError.
+    """Return a text that describes the damage of a stream's files; empty if no damage was found. A bucket counts as
+    damaged if two reads of all its entries fail while the broker replies to requests. In other streams, only the first
+    message is read. Raises BrokerError.
     """
     name, state = str(info.config["name"]), info.state
     bucket = name.removeprefix("KV_")
@@ -107,7 +107,7 @@ async def damage(broker: NatsBroker, info: StreamInfo) -> str:
             await NatsKeyValue(broker, bucket).entries()
         except BrokerUnavailable as error:
             fault = str(error)
-            await broker.stream_state(name)  # raises if the broker does not answer: that is no damage
+            await broker.stream_state(name)  # raises BrokerError if the broker does not reply, which is no damage
         else:
             return ""
     return fault
@@ -131,7 +131,7 @@ async def remake(broker: NatsBroker, info: StreamInfo) -> None:
     """Delete a stream with its messages, and create it again with the same configuration. Raises BrokerError."""
     name = str(info.config["name"])
     await broker.delete_stream(name)
-    # the owner of streams may have created it again already, for another process
+    # the owner of streams may already have created the stream again for another process
     await broker.find(f"STREAM.CREATE.{name}", info.config, StreamInfo, STREAM_EXISTS)
 
 
@@ -172,7 +172,7 @@ def _consumer_step(info: ConsumerInfo, stream: str, ack_wait_s: float) -> Iterab
             "consumer",
             info.name,
             stream,
-            reason="not created by SIE: it takes messages that no worker then receives; delete it",
+            reason="not created by SIE: it takes messages that no worker then receives; delete this consumer",
         )
         return
     desired = consumer_config(spec)
@@ -181,7 +181,7 @@ def _consumer_step(info: ConsumerInfo, stream: str, ack_wait_s: float) -> Iterab
 
 
 def served_by(filter_subject: str, ack_wait_s: float) -> ConsumerSpec | None:
-    """Return the consumer that this version creates for a filter subject; None if it creates none."""
+    """Return the consumer that this version creates for a filter subject; None if it creates no such consumer."""
     try:
         return consumer_of(f"{filter_subject[:-1]}x" if filter_subject.endswith(".*") else filter_subject, ack_wait_s)
     except ValueError:

@@ -43,7 +43,7 @@ from sie_broker.nats.jetstream import JetStream, parse_reply
 from sie_contracts.wire.records import StreamRequest
 from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 
-_ENSURE_ATTEMPTS = 10  # attempts to create a consumer, because another process may delete it at the same time
+_ENSURE_ATTEMPTS = 10  # largest number of attempts to create a consumer that other processes delete meanwhile
 
 
 class NatsQueue(JetStream):
@@ -103,7 +103,7 @@ class NatsQueue(JetStream):
 
 
 class NatsAdministration(NatsQueue):
-    """Queue over JetStream whose streams and consumers can also be created, updated and deleted."""
+    """Queue over JetStream that also creates, updates and deletes streams and consumers."""
 
     async def ensure_stream(self, spec: StreamSpec) -> StreamState:
         desired = stream_config(spec)

@@ -1,4 +1,4 @@
-"""Addresses and credentials of servers, the pauses between attempts, and the client's TCP transport."""
+"""Addresses and credentials of servers, pauses between attempts to connect, and the TCP transport of the client."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sie.broker")
 
-HANG_UP_S = 1.0  # seconds to wait for the end of a connection, before and again after its transport is aborted
+HANG_UP_S = 1.0  # seconds for which a close waits, first before its transport is aborted, and again after that
 FIRST_RETRY_S, MAX_RETRY_S = 0.1, 2.0
 _NO_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class Transport(TcpTransport):  # type: ignore[misc]
-    """TCP transport of the client. When it is closed, it does not wait until a silent peer has read the unsent bytes:
-    that would delay the reconnect by minutes.
+    """TCP transport of the client. Its close does not wait until a silent peer has read the unsent bytes, because this
+    would delay the reconnect by minutes.
     """
 
     def __bool__(self) -> bool:
-        # The client replaces a transport that is false (has no connection) by one of its own class (nats-py 2.16).
+        # The client replaces a transport whose truth value is False by a transport of its own class (nats-py 2.16).
         return True
 
     async def connect(self, *arguments: Any, **options: Any) -> None:
-        self.abort()  # end the last attempt, which the client leaves open if it failed halfway (nats-py 2.16)
+        self.abort()  # the client does not close the socket of a failed attempt (nats-py 2.16)
         await super().connect(*arguments, **options)
 
     def abort(self) -> None:
@@ -41,7 +41,7 @@ class Transport(TcpTransport):  # type: ignore[misc]
     async def wait_closed(self) -> None:
         if self._io_writer is None:
             return
-        # wait in a separate task: cancelling the wait here would also cancel all other waits (Python 3.11)
+        # in a separate task, because a cancelled wait would also cancel the waits of other tasks (Python 3.11)
         closed = asyncio.get_running_loop().create_task(super().wait_closed())
         await asyncio.wait({closed}, timeout=HANG_UP_S)
         self.abort()
@@ -51,10 +51,10 @@ class Transport(TcpTransport):  # type: ignore[misc]
 
 
 def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str, str]]:
-    """Return the server addresses without credentials, and the credentials. All servers have the same credentials,
-    because the addresses that the broker announces later contain none.
+    """Return (server addresses without credentials, credentials). All servers use the same credentials, because the
+    broker announces further addresses without credentials.
 
-    `password`: password for a user in `url` without a password. If it is None, the name of this user counts as a token.
+    `password`: password for a user in `url` without a password; with None, the name of this user is used as a token.
     Raises ValueError for an invalid URL.
     """
     servers: list[str] = []
@@ -79,8 +79,8 @@ def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str
 
 
 def inbox_prefix(credentials: Mapping[str, str]) -> str:
-    """Return the prefix of a user's inboxes. It contains the user's name, so that the server's permissions can keep
-    other users from reading them.
+    """Return the prefix of a user's inboxes. The prefix contains the user's name, so that the server's permissions can
+    forbid other users to read these inboxes.
 
     Characters that are not allowed in a subject become `-`. Without a user, the prefix is the client library's default.
     """

@@ -2,11 +2,11 @@
 columns.
 
 The columns have the same names as in the API: `dense`, with `dense_scale` and `dense_offset` if it has integers,
-`sparse_indices` and `sparse_values`, `multivector` with its scale and offset of each vector, `score`, and the lists of
-an extraction. A row with an error has no values in these columns.
+`sparse_indices` and `sparse_values`, `multivector` with scale and offset of each vector, `score`, and the lists of an
+extraction. A row with an error has no values in these columns.
 
-A row of the input is one line of the output. A row whose text is split into chunks is one line for each chunk, with the
-further columns `chunk`, `start`, `end`, `text` and `row_tokens`; if the row has a document, also `page` and `heading`.
+The output has one line for a row of the input. If the text of a row is split into chunks, the output has one line for
+each chunk, with the columns `chunk`, `start`, `end`, `text` and `row_tokens`, and for a document `page` and `heading`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from sie_store.datasets.rows import InputRow
 
 Array = NDArray[Any]
 EXTRACTED = ("entities", "relations", "classifications", "objects", "data")
-OTHER = "OTHER"  # code under which rare errors are counted
+OTHER = "OTHER"  # key for the sum of the counts of rare error codes
 
 
 class About(msgspec.Struct, frozen=True, omit_defaults=True):
     """Description of a shard: the job, the number of the shard, the model, and counts of its rows. `lines`: number of
-    its lines if rows have chunks; otherwise 0, because each row is one line.
+    its lines if rows have chunks; otherwise 0, because each row has one line.
     """
 
     job: str
@@ -90,8 +90,8 @@ class OutputLine(NamedTuple):
 
     @property
     def unique_id(self) -> str:
-        """Return the id of the row, followed by # and the number of the chunk if there is one, for example `doc#2`. It
-        is unique in the output.
+        """Return the id of the row, followed by # and the number of the chunk if the line has a chunk, for example
+        `doc#2`. This id is unique in the output.
         """
         return self.row.id if self.chunk is None else f"{self.row.id}#{self.chunk.chunk}"
 
@@ -115,10 +115,9 @@ def lines_of(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> list[Out
 
 @dataclass(frozen=True)
 class Shard:
-    """Answers to the rows of a span (a range of rows), as lines of the output. A row has one line, or one for each
-    chunk of its text. `chunks`: the chunk of each line; empty if no row has chunks. `dense`: [lines, width], zeros for
-    a row with an error. `ragged`: by column, for each line an array of any length, or None if the line has none.
-    `numbers`: by column, float32 [lines], NaN for a line without a number.
+    """Answers to the rows of a span (a range of rows), as lines of the output. `chunks`: chunk of each line; empty if
+    no row has chunks. `dense`: [lines, width], zeros for a row with an error. `ragged`: by column, an array of any
+    length for each line, or None. `numbers`: by column, float32 [lines], NaN for a line without a number.
     """
 
     about: About
@@ -179,7 +178,7 @@ def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer
 
 
 def most_frequent(counts: Counter[str]) -> dict[str, int]:
-    """Return the MAX_CODES highest counts; the sum of all other counts is added as OTHER."""
+    """Return the MAX_CODES highest counts, and the sum of all other counts as OTHER."""
     ordered = counts.most_common()
     frequent = dict(ordered[:MAX_CODES])
     if rest := sum(count for _, count in ordered[MAX_CODES:]):

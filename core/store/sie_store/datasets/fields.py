@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import re
 
-# possessive repetitions: the expression keeps no state for each quote, and never tries a shorter field
+# with possessive repetitions, so that the match needs no memory for each quote, and never tries a shorter field
 _FIELD = re.compile(r'(?:"([^"]*+(?:""[^"]*+)*+)"|([^"\r\n,]*+))(,|$)')
 
 
 def fields(row: bytes, most: int | None = None) -> tuple[str, ...] | None:
-    """Return the fields of a row; None if it is not UTF-8, or if a quote or a carriage return is misplaced. If there
-    are more than `most` fields, return `most` + 1; the last of these may be the whole rest of the row.
+    """Return the fields of a row; None if the row is not UTF-8, or if a quote or a carriage return is misplaced. If the
+    row has more than `most` fields, return `most` + 1 fields; the last field may be the whole rest of the row.
     """
     try:
         text = row.decode("utf-8")

@@ -1,8 +1,8 @@
-"""Parquet files. The footer of a file says where its row groups and columns are, so that only the needed columns and
-row groups of a span (a range of rows) are read.
+"""Reads Parquet files. The footer of a file has the positions of its row groups and columns, so that only the needed
+columns and row groups of a span (a range of rows) are read.
 
-A span has whole row groups, or a part of one group. Its `start` and `end` are numbers of row groups; its rows are
-numbered within the whole file. The first row of a group is computed from the footer, which is read in any case.
+A span has whole row groups, or a part of one row group. Its `start` and `end` are numbers of row groups; `first` is a
+row number in the whole file. The number of the first row of a group is computed from the footer.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 BUFFER_BYTES = 8 << 20  # bytes that are buffered while a column of a row group is read
 BATCH_ROWS = 1024
 MIN_BATCH_ROWS = 64  # number of rows in a batch below which reading takes much longer
-# Limit on the values of a list column in a row group if they are encoded in less than a byte each. A row is decoded as
-# a whole, so one row of a small file could otherwise need any amount of memory.
+# Limit on the number of values of a list column in a row group, if a value has less than one byte on average. A row is
+# decoded as a whole, so without the limit one row of a small file could need any amount of memory.
 MAX_DENSE_VALUES = 8_000_000
 MAX_FOOTER_BYTES = 64 << 20
 SMALL_FOOTER_BYTES = 128 << 10  # a footer of at most this size never needs much memory
 
 
 class ParquetGroup(NamedTuple):
-    """Row group. `size` and `values`: decoded bytes and number of values of the columns to read."""
+    """Row group. `size`: decoded bytes of the columns to read. `values`: number of values of these columns."""
 
     rows: int
     size: int
@@ -55,8 +55,8 @@ class Footer(NamedTuple):
 
 
 class _PageFile(RangeFile):
-    """File from which the column chunks in `chunks` are read. `read` raises InvalidInput if their pages are malformed,
-    or if the pages of one batch need too much memory.
+    """File from which pyarrow reads the column chunks in `chunks`. `read` raises InvalidInput if the pages of these
+    chunks are malformed, or if the pages of one batch need too much memory.
     """
 
     chunks: Sequence[ChunkPages] = ()
@@ -69,15 +69,15 @@ class _PageFile(RangeFile):
                 chunk.note(at, data, self._present)
         if sum(chunk.bytes for chunk in self.chunks) > MAX_BATCH_BYTES:
             raise InvalidInput(
-                f"{self._entry.source}: the pages of a few rows become more than {MAX_BATCH_BYTES} bytes: write the "
-                "file with smaller rows or pages",
+                f"{self._entry.source}: the pages of a few rows are decoded to more than {MAX_BATCH_BYTES} bytes: "
+                "write the file with smaller rows or pages",
                 reason="too_large",
                 param="input.url",
             )
         return data
 
     def dictionary_bytes(self, column: ColumnChunkMetaData) -> int:
-        """Return the decoded bytes of the dictionary of a column; 0 without one."""
+        """Return the decoded bytes of the dictionary of a column; 0 if the column has no dictionary."""
         if not column.num_values:
             return 0
         self.seek(_start(column))
@@ -100,7 +100,7 @@ class _DataRequested(Exception):
 
 
 class _WithoutData(RangeFile):
-    """File that delivers no bytes, for a reader that has the footer already. A read raises _DataRequested."""
+    """File without bytes, for a reader that already has the footer. A read raises _DataRequested."""
 
     def _fetched(self, start: int, end: int) -> bytes:
         raise _DataRequested
@@ -114,7 +114,7 @@ def malformed(source: str) -> InvalidInput:
 
 @contextlib.contextmanager
 def _reading(source: str) -> Iterator[None]:
-    """Convert the errors of pyarrow, also that for a name which is not UTF-8, into InvalidInput."""
+    """Convert the exceptions of pyarrow into InvalidInput. UnicodeDecodeError: the name of a column is not UTF-8."""
     import pyarrow as pa
 
     try:
@@ -124,7 +124,6 @@ def _reading(source: str) -> Iterator[None]:
 
 
 def _opened(file: RangeFile, entry: ObjectEntry) -> ParquetFile:
-    """Open a Parquet file. Raises InvalidInput, StoreError."""
     file.seek(max(0, entry.size - 8))
     tail = file.read(8)
     size = int.from_bytes(tail[:4], "little")
@@ -143,7 +142,7 @@ def _check_footer(source: str, footer: bytes) -> None:
         check_footer(footer)
     except FooterTooLarge as error:
         raise InvalidInput(
-            f"{source}: the footer has too many row groups and columns: write the file with fewer of them",
+            f"{source}: the footer has too many row groups and columns: write the file with fewer row groups",
             reason="too_large",
             param="input.url",
         ) from error
@@ -162,8 +161,8 @@ def _chunks(
 ) -> Iterator[list[ColumnChunkMetaData]]:
     """Yield the metadata of the columns `leaves` of each of these row groups. Raises InvalidInput.
 
-    pyarrow (26) ends the process if it is asked for the metadata of an encrypted or malformed column. So a reader is
-    started first: before it requests the first byte, it checks the metadata, and raises an exception for a fault.
+    pyarrow (26) ends the process if the metadata of an encrypted or malformed column is read. So a reader of the row
+    group is started first. It checks the metadata before it requests the first byte, and raises an exception.
     """
     from pyarrow.parquet import ParquetFile
 
@@ -177,8 +176,8 @@ def _chunks(
 
 
 def _leaves(schema: ParquetSchema, names: Collection[str]) -> dict[int, str]:
-    """Return the indexes of the leaf columns in which a file stores the columns `names`, with these names. The path of
-    a leaf is the name of its column, which may have dots, and the names below it.
+    """Return the leaf columns in which a file stores the columns `names`: name of the column by leaf index.
+    The path of a leaf column is the column's name, alone or followed by a dot and further names.
     """
     paths = [schema.column(at).path for at in range(len(schema))] if names else []
     below = {f"{name}.": name for name in names}
@@ -219,7 +218,7 @@ def _check_dense(source: str, name: str, values: int, size: int) -> None:
 
 def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Iterator[Cut]:
     """Yield spans of as many whole row groups as the limits allow. A group above the limits is split into equal numbers
-    of rows. Only the mean number of values per row is known, so a span is planned for half of the allowed values.
+    of rows. Only the mean number of values per row is known, so the limit of values is half of the allowed number.
     """
     most = ParquetGroup(max_rows, max_bytes, MAX_SPAN_VALUES // 2)
     first = row = start = 0
@@ -273,11 +272,12 @@ def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size:
 def _batches(
     file: ParquetFile, source: _PageFile, number: int, chunks: Mapping[int, ColumnChunkMetaData], names: Sequence[str]
 ) -> Iterator[RecordBatch]:
-    """Yield the batches of a row group. The mean batch is within the limits of memory. `chunks`: columns by leaf.
+    """Yield the batches of a row group. The mean batch is within the limits of memory. `chunks`: metadata of the leaf
+    columns to read, by index.
 
-    pyarrow copies a value of a dictionary for each row. So the larger the dictionaries are, the fewer rows a batch has.
-    If it had too few, texts are read as dictionary arrays (indices into the distinct values). Such an array also has
-    the values of all earlier rows of the row group, even those that the file stores without a dictionary.
+    pyarrow copies a value of a dictionary for each row. So a batch has fewer rows if dictionaries are large.
+    If it would have too few rows, texts are read as dictionary arrays (indices into distinct values). Such an array has
+    the values of all earlier rows of the row group, so it is not used in all cases.
     """
     columns, schema = chunks.values(), file.schema
     rows = max(1, file.metadata.row_group(number).num_rows)
@@ -289,7 +289,7 @@ def _batches(
     dictionaries = {
         at: source.dictionary_bytes(column)
         for at, column in chunks.items()
-        # copies of values of other types need little memory, because such a value has only a few bytes
+        # values of other types have only a few bytes, so that their copies need little memory
         if schema.column(at).physical_type.endswith("BYTE_ARRAY")
     }
     is_nested = any(size and schema.column(at).max_repetition_level > 0 for at, size in dictionaries.items())
@@ -315,7 +315,7 @@ def _start(column: ColumnChunkMetaData) -> int:
 
 
 def _objects(source: str, batch: RecordBatch) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch as Python objects. Raises InvalidInput for a value that Python has no object for."""
+    """Yield the rows of a batch as Python objects. Raises InvalidInput for a value that Python cannot represent."""
     columns = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
@@ -323,7 +323,7 @@ def _objects(source: str, batch: RecordBatch) -> Iterator[dict[str, Any]]:
         except (OverflowError, ValueError) as error:
             raise InvalidInput(
                 f"{source}: column {name[:64]!r} has a value that cannot be read, such as a text that is not UTF-8, or "
-                "a time before the year 1 or after 9999: write the file without it",
+                "a time before the year 1 or after 9999: write the file without this value",
                 reason="malformed",
                 param="input.url",
             ) from error
@@ -342,7 +342,7 @@ def _values(array: Array) -> int:
 
 
 def _decoded_bytes(array: Array) -> int:
-    """Return the bytes of an array's values when each dictionary index is replaced by its value."""
+    """Return the number of bytes of an array's values when a value replaces each dictionary index."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -367,7 +367,7 @@ def _children(array: Array) -> list[Array]:
 
 
 def _micros(batch: RecordBatch) -> RecordBatch:
-    """Convert times and durations in nanoseconds to microseconds, the finest ones that Python has."""
+    """Convert times and durations in nanoseconds to microseconds, because Python has no nanoseconds."""
     for at, column in enumerate(batch.schema):
         if (kind := _in_micros(column.type)) != column.type:
             batch = batch.set_column(at, column.name, batch.column(at).cast(kind, safe=False))
@@ -375,7 +375,7 @@ def _micros(batch: RecordBatch) -> RecordBatch:
 
 
 def _in_micros(kind: DataType) -> DataType:
-    """Return a type whose times and durations, also those within lists and maps, have no nanoseconds."""
+    """Return a type with microseconds for a type with nanoseconds, also within lists and maps; otherwise `kind`."""
     import pyarrow as pa
 
     def inner(field: Field) -> Field:

@@ -22,12 +22,12 @@ def format_of(name: str) -> InputFormat | None:
 
 
 def is_packed(name: str) -> bool:
-    """Return whether a name is that of a compressed file or an archive, which jobs cannot read."""
+    """Return whether the name is the name of a compressed file or an archive. Jobs cannot read these."""
     return name.lower().endswith(_PACKED)
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether an object is no data, because it is hidden, a folder, a manifest, or a marker file of another
+    """Return whether jobs skip an object, because it is hidden, a folder, a manifest, or a marker file of another
     program, such as _SUCCESS.
     """
     segments = name.split("/")

@@ -1,4 +1,4 @@
-"""Manifest of a job's output. It is written last, so an output without a manifest is not complete."""
+"""Manifest of a job's output. The job writes it last, so an output without a manifest is not complete."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sie_store.object_stores import sync
 
 
 async def write(place: Place, manifest: JobManifest) -> None:
-    """Write the manifest. An existing one is replaced, because the next leader of a job (the gateway that runs it)
-    repeats this step if the leader dies. Raises StoreError.
+    """Write the manifest, or replace the existing manifest. If the gateway that runs the job dies after the write, the
+    next gateway writes the manifest again. Raises StoreError.
     """
     import obstore
 

@@ -1,5 +1,6 @@
-"""Reading of objects. All bytes are from one version of an object: if it is replaced in the meantime, reading fails.
-Bytes are either streamed, and requested again after a failure, or read at any position, for libraries that need a file.
+"""Reads objects. All bytes are from one version of an object: if the object is replaced meanwhile, the read fails.
+`pieces` streams bytes, and requests them again after a failure. RangeFile reads at any position, for libraries that
+need a file.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ READ_AHEAD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """An object. `source`: its name relative to its place, as spans store it. `size`: in bytes. `tag`: a text that
-    differs for each version of the object.
+    """An object in a store. `source`: name relative to its Place, as spans store it. `size`: in bytes. `tag`: a text
+    that differs for each version of the object.
     """
 
     source: str
@@ -32,9 +33,9 @@ class ObjectEntry:
 
 
 def tag_of(place: Place, meta: ObjectMeta) -> str:
-    """Return a tag that only this version of the object has: its digest if known, otherwise the store's ETag. Size and
-    time are used instead in a store without ETags, and on a disk: there, obstore's ETag contains the inode, which
-    changes if the folder is copied.
+    """Return a tag that only this version of the object has: the digest of the Place or the ETag of the store. Size and
+    time are the tag in a store without ETags. They are also the tag on a disk, because obstore's ETag of a file has the
+    inode, which changes if the folder is copied.
     """
     own = None if place.root is not None else meta.get("e_tag")
     return place.digest or own or f"{meta['size']}-{meta['last_modified'].timestamp():.6f}"
@@ -66,8 +67,8 @@ async def find(place: Place, source: str) -> ObjectEntry:
 
 
 async def pieces(place: Place, entry: ObjectEntry, start: int, end: int) -> AsyncIterator[bytes]:
-    """Yield the bytes from `start` to before `end`, all of one version: the one with the tag of `entry`, or, if `entry`
-    has no tag, the version of the first response. After a failure, the missing bytes are requested again. Raises
+    """Yield the bytes from `start` to before `end` of the version with the tag of `entry`. If `entry` has no tag, all
+    bytes are of the version in the first response. After a failure, the missing bytes are requested again. Raises
     InvalidInput (reasons input_missing, input_changed, not_allowed), StoreError.
     """
     import obstore
@@ -88,16 +89,17 @@ async def pieces(place: Place, entry: ObjectEntry, start: int, end: int) -> Asyn
                 tries = 0
                 yield bytes(piece)
             if start < end:
-                raise StoreError("the store's answer ended too early")
+                raise StoreError("the store's response ended too early")
         except ObjectMissing as error:
             raise missing(entry.source) from error
         except StoreError as error:
-            # stores report different errors for an object that is now shorter than the range, so its tag is compared
+            # The object may have become shorter than the range. Stores report different errors for this, so the tags
+            # are compared.
             if (now := await find(place, entry.source)).tag != (tag or now.tag):
                 raise changed(entry.source) from error
             tries += 1
             await place.patience.pause(error, tries, "an input", start)
-    # a file on a disk can be written over while it is open: then its later bytes are of another version
+    # compared once more, because a program can overwrite a file on a disk while this function reads the file
     if place.root is not None and tag and (await find(place, entry.source)).tag != tag:
         raise changed(entry.source)
 
@@ -108,8 +110,8 @@ async def whole(place: Place, entry: ObjectEntry, start: int = 0, end: int | Non
 
 
 class RangeFile(io.RawIOBase):
-    """File object for an object in a store, for use in a thread. Each request reads at least READ_AHEAD_BYTES, so that
-    small reads that follow need no request. Raises StoreError and InvalidInput (reason `input_changed`).
+    """File object for an object in a store. Its methods block. A request reads at least READ_AHEAD_BYTES, so that later
+    small reads need no request. Raises StoreError and InvalidInput (reason `input_changed`).
     """
 
     def __init__(self, place: Place, entry: ObjectEntry) -> None:
@@ -152,5 +154,5 @@ class RangeFile(io.RawIOBase):
         except (BaseError, OSError) as error:
             raise failure(error) from error
         if len(data) != end - start:
-            raise StoreError("the store's answer ended too early")
+            raise StoreError("the store's response ended too early")
         return data

@@ -1,4 +1,4 @@
-"""Outline of a document that was written as Markdown: the positions at which its pages and its sections begin.
+"""Outline of a document in Markdown: the positions at which its pages and its sections begin.
 
 A heading is a line that begins with one to six `#` and a space or tab, after at most three spaces, and that is not in a
 block of code between fences.
@@ -11,13 +11,13 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
-MAX_HEADING = 256  # largest number of characters of a heading: each chunk of its section repeats it
+MAX_HEADING = 256  # largest number of characters of a heading, because each chunk of its section repeats the heading
 _T = TypeVar("_T")
 _MARK = re.compile(r"(?m)^ {0,3}(?:(?P<fence>`{3,}|~{3,})|#{1,6}(?=[ \t]))(?P<rest>.*)$")
 
 
 class Section(NamedTuple):
-    """Page and heading at a position of a document. `page` is None in a format without pages, `heading` before the
+    """Page and heading at a position of a document. `page`: None in a format without pages. `heading`: None before the
     first heading.
     """
 

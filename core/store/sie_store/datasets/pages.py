@@ -1,10 +1,10 @@
 """Bounds on the memory that the footer and the pages of a Parquet file need. A page of a few kilobytes may become
-gigabytes when it is decompressed. Before that, only its header has the decoded size.
+gigabytes when it is decompressed. Only the header of the page has the decoded size before that.
 
-    bytes that pyarrow reads ──► header of each page: its bytes, decoded and compressed ──► pages of one batch together
+    bytes that pyarrow reads ──► header of each page: its decoded and compressed bytes ──► sum for the pages of a batch
 
-A large page of images or of common texts is not refused: only bytes beyond the usual ratio count. A column in a footer
-has at least three bytes, and takes more than a kilobyte of memory once it is parsed.
+A large page of images or of common texts is not refused, because only decoded bytes beyond the usual ratio count. The
+footer is bounded too: a column has at least three bytes in a footer, and takes more than a kilobyte when it is parsed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from sie_store.datasets.sizes import MAX_DECODED_BYTES
 
-RATIO = 8  # largest usual number of decoded bytes for each compressed byte
+RATIO = 8  # usual number of decoded bytes for each compressed byte; only decoded bytes above this ratio count
 # largest number of decoded bytes beyond RATIO in the pages from which one batch is made
 MAX_BATCH_BYTES = 2 * MAX_DECODED_BYTES
 MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header, which may have statistics
@@ -23,8 +23,8 @@ MAX_EMPTY_PAGES = 1000  # largest number of pages without values in a column of 
 MAX_DEPTH = 8  # largest depth of nested structs and lists in a header or a footer
 MAX_FIELDS = 100  # largest number of fields in a struct; Parquet's largest has about 20
 FIELDS_DEPTH = 2  # depth of the structs of a header whose fields are used
-# Largest number of values in the lists of a footer. Each row group, and each column of a row group, counts as LARGE
-# values.
+# largest number of values in the lists of a footer; each row group, and each column of a row group, counts as LARGE
+# values because it takes more memory
 MAX_FOOTER_VALUES, LARGE = 4_000_000, 20
 LARGE_DEPTH = 4  # depth of the structs of columns in a footer
 _NUMBER, _STRUCT = 5, 12  # kinds of values in Thrift
@@ -46,7 +46,7 @@ class FooterTooLarge(PageFault):
 class ChunkPages:
     """Pages of one column in one row group: the bytes from `start` to before `end` of a file, with `values` values.
     `window`: mean number of values of the column in a batch. `bytes`: decoded bytes beyond RATIO in the last pages that
-    were read; only as many pages count as one batch needs.
+    were read, counted for as many pages as one batch needs.
     """
 
     def __init__(self, start: int, end: int, values: int, window: int) -> None:
@@ -57,7 +57,8 @@ class ChunkPages:
 
     def note(self, at: int, data: bytes, fetch: Callable[[int, int], bytes]) -> None:
         """Count the pages whose headers begin before the end of `data`, which was read at position `at`. `fetch`:
-        returns the bytes between two positions, for a header that continues after `data`. Raises PageFault.
+        function that returns the bytes between two positions, for a header that continues after `data`. Raises
+        PageFault.
         """
         if not self._start <= at < self._end:
             return
@@ -93,8 +94,8 @@ class ChunkPages:
 
 
 def dictionary_bytes(chunk: bytes) -> int:
-    """Return the decoded bytes of the dictionary with which the pages of a column begin; 0 without a dictionary.
-    `chunk`: the first bytes of the pages, at most MAX_HEADER_BYTES. Raises PageFault.
+    """Return the decoded bytes of the dictionary that is the first page of a column; 0 if the column has no dictionary.
+    `chunk`: first bytes of the column, at most MAX_HEADER_BYTES. Raises PageFault.
     """
     try:
         header, _ = _header(chunk)
@@ -104,7 +105,7 @@ def dictionary_bytes(chunk: bytes) -> int:
 
 
 def check_footer(footer: bytes) -> None:
-    """Raise FooterTooLarge for a footer that needs too much memory, PageFault for a malformed one."""
+    """Raise FooterTooLarge for a footer that needs too much memory, and PageFault for a malformed footer."""
     try:
         _ThriftReader(footer).struct(0)
     except IndexError:
@@ -112,7 +113,7 @@ def check_footer(footer: bytes) -> None:
 
 
 def _header(data: bytes | memoryview) -> tuple[Fields, int]:
-    """Return the fields of a header and its length. Raises IndexError if `data` ends before it, PageFault."""
+    """Return the fields of a header and its length. Raises PageFault, and IndexError if `data` ends too early."""
     reader = _ThriftReader(data)
     return reader.struct(0), reader.at
 
@@ -128,7 +129,7 @@ class _ThriftReader:
     def struct(self, depth: int) -> Fields:
         """Return the 32-bit numbers and the structs in a struct, by (number of the field, kind of its value). Other
         values, and structs below FIELDS_DEPTH, are skipped. The kind is a part of the key, because Parquet's readers
-        ignore a field of another kind.
+        ignore a field whose value has not the expected kind.
         """
         if depth <= LARGE_DEPTH:
             self._counted(LARGE)

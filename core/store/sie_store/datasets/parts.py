@@ -1,11 +1,11 @@
-"""Encoding of parts, and reading of their descriptions. A part is the output file that stores one shard.
+"""Encodes parts, and reads their descriptions. A part is the output file that stores one shard (output of a row range).
 
 parquet  one row for each line; outputs of a failed row are null. The file's metadata has `About`, as JSON, under `sie`.
 jsonl    one object for each line, with the same names and the model's fingerprint; outputs of a failed row are absent.
 npy      an uncompressed `.npz`: an array for each column. `dense` is [lines, width] with zeros where `failed` is true.
          A column NAME of arrays of any length is stored as `NAME`, the joined arrays of all lines, and `NAME_rows`:
          the positions in `NAME` at which the lines begin, and the end of the last line. Texts, copied columns and
-         extractions are in `rows.jsonl`, About in `about.json`, both as bytes: nothing in the file is a pickle.
+         extractions are in `rows.jsonl`, `About` in `about.json`. These two are JSON, because a pickle could run code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIN_DIGITS = 5
 ROWS, ABOUT = "rows.jsonl", "about.json"
 CODE_POINT_BYTES = 4  # bytes of a character in an array of texts
 _PIECE_ROWS = 256
-# errors that the readers of the formats raise for an object that is no part; RecursionError is a RuntimeError
+# exceptions of the libraries for an object that is no part; RecursionError is a RuntimeError
 _FAULTS = (ValueError, OSError, EOFError, LookupError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
@@ -44,21 +44,21 @@ def part_name(number: int, count: int, format: OutputFormat) -> str:
 
 
 def id_bytes(shard: Shard, format: OutputFormat) -> int:
-    """Return the bytes of the ids of a part in NumPy, where each id has the width of the longest one; 0 for the other
-    formats.
+    """Return the number of bytes of the ids of a part in NumPy, where each id is as wide as the longest id; 0 for the
+    other formats.
     """
     return CODE_POINT_BYTES * max(map(len, shard.ids), default=0) * len(shard.ids) if format == "npy" else 0
 
 
 def encode(shard: Shard, format: OutputFormat) -> bytes:
-    """Encode a shard as a file. All processes of one SIE version return the same bytes for the same shard."""
+    """Encode a shard as a file. All processes of one version of SIE return the same bytes for a shard."""
     if format == "parquet":
         return tables.encode(shard)
     return b"".join(_lines(shard, has_arrays=True)) if format == "jsonl" else _npz(shard)
 
 
 def inspect(data: bytes, format: OutputFormat) -> About:
-    """Return the description in a part. In JSON Lines the description lacks job, number, model, `reused` and `lines`.
+    """Return the description in a part. In JSON Lines, `job`, `shard`, `model`, `reused` and `lines` have no value.
     Raises PartFault.
     """
     try:
@@ -82,7 +82,7 @@ def _lines(shard: Shard, *, has_arrays: bool) -> Iterator[bytes]:
     for at, own in enumerate(shard.ids):
         error = shard.errors[at]
         row: dict[str, Any] = {"id": own}
-        # encoded separately, because orjson supports neither integers above 64 bits nor bytes
+        # encoded by msgspec, because orjson supports neither integers above 64 bits nor bytes
         for name, values in shard.copied.items():
             row[name] = orjson.Fragment(kept_json(values[at]))
         if shard.chunks and (chunk := shard.chunks[at]) is not None:
@@ -140,8 +140,8 @@ def outcomes(data: bytes, format: OutputFormat) -> list[Outcome]:
 
 
 class _Line(msgspec.Struct):
-    """Line of a part. Only lines of chunks have `row_tokens`. In a line without it, `chunk` is a column that was copied
-    from the input.
+    """Line of a part. Only lines of chunks have `row_tokens`. In a line without `row_tokens`, `chunk` is a column that
+    was copied from the input.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""Places: objects and folders that a client names by URL for the input or output of a job. Only URLs below
+"""Places: objects and folders that a client names by URL for the input or output of a job. Only URLs below a URL of
 SIE_JOBS_URLS are opened.
 
 URL ──► no segment `..`, below an allowed URL ──► store at the allowed URL, key of the folder, name of the object
@@ -29,10 +29,10 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 class Place:
     """One object in a store, or all objects below a folder.
 
-    `folder`: key of the folder, empty or ending in `/`. `name`: name of the object in it; empty for all objects.
-    `label`: name of the object in spans and row ids, if it differs from `name` (for example the name of an uploaded
-    file). `digest`: digest of an object that never changes, if known. `root`: for a folder on the disk, the allowed
-    folder; symbolic links must not lead out of it. `patience`: limits of the calls of the store. `param`: field of the
+    `folder`: key of the folder, empty or ending in `/`. `name`: name of the object in the folder; empty for all
+    objects. `label`: name of the object in spans and row ids if it differs from `name`, such as the name of an uploaded
+    file. `digest`: digest of an object that never changes; empty if unknown. `root`: allowed folder on the disk, which
+    symbolic links must not leave; None in a bucket. `patience`: limits of the calls of the store. `param`: field of the
     request that names the place, for errors.
     """
 
@@ -62,7 +62,7 @@ class Place:
             if (path := _below(where, store_url(root))) is not None:
                 break
         else:
-            raise InvalidInput.at(param, f"this URL is not below one of {SETTING}", reason="not_allowed")
+            raise InvalidInput.at(param, f"the URL is not below a URL of {SETTING}", reason="not_allowed")
         try:
             store = object_stores.opened(root, SETTING)
         except SettingError as error:
@@ -95,14 +95,14 @@ class Place:
 
 
 def _check_segments(url: str, where: StoreUrl, param: str) -> None:
-    # the path as the client wrote it: in `where`, the parser has already resolved each `..` of a path on the disk
+    # checked in the client's text, because `where` has a resolved path, in which `..` no longer occurs
     written = url if where.scheme == "file" and not url.lower().startswith("file:") else unquote(urlsplit(url).path)
     if _CONTROL.search(written):
         raise InvalidInput.at(param, "control characters and \\ are not allowed", reason="not_allowed")
     segments = written.removeprefix("/").removesuffix("/").split("/")
     if any(segment in (".", "..") for segment in segments) or ("" in segments and segments != [""]):
         raise InvalidInput.at(
-            param, f"segments `.`, `..` and empty ones are not allowed ({SETTING})", reason="not_allowed"
+            param, f"empty segments and the segments `.` and `..` are not allowed ({SETTING})", reason="not_allowed"
         )
 
 

@@ -1,11 +1,11 @@
-"""Plan of a job: its input as spans, ranges of rows that can be read separately.
+"""Plan of a job: the spans of its input. A span is a range of rows that can be read separately.
 
     folder ──listed──► objects by name ──┬─ jsonl, csv ── bytes are read once ──────┐
                                          ├─ parquet ───── only the footer ─────┼──► spans of an object, or Broken
                                          └─ images ────── consecutive names ────┘
 
 An object that cannot be read is an entry (Broken) of the plan; the other objects are still planned. The planning stops
-if a store does not answer, if there is no object, or if there are too many objects or spans.
+if a store does not reply, or if the input has no object, too many objects or too many spans.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from sie_store.datasets.scan import BOM, Cut, Cutter, Scanner
 from sie_store.datasets.templates import columns, reads_images
 from sie_store.object_stores import within
 
-# largest number of objects below a folder that a job reads: memory holds all their names while these are sorted
+# largest number of objects below a folder that a job reads, because their names are sorted in memory
 MAX_OBJECTS = 1_000_000
-MAX_SPANS = 100_000  # largest number of spans of a job: each becomes a record, and memory holds all records
+MAX_SPANS = 100_000  # largest number of spans of a job, because a record of each span is in memory
 TOO_MANY = "too_many_items"  # reason in the error for too many objects or spans
 MAX_HEADER_BYTES = 64 << 10  # largest number of bytes of the first row of a CSV object
 SPAN_BYTES = 32 << 20  # largest number of bytes of text in a span, except if a single row has more
@@ -47,7 +47,7 @@ LISTED_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class Broken:
-    """Object for which no spans can be planned, because it cannot be read. `error`: why."""
+    """Object without planned spans, because it cannot be read. `error`: reason."""
 
     source: str
     error: ErrorInfo
@@ -63,10 +63,10 @@ async def plan(
     *,
     text_bytes: int | None = None,
 ) -> AsyncIterator[Planned]:
-    """Yield the spans of each object, or a Broken if it cannot be read, in the order of the objects' names. A span of
-    images may have several objects. A span has at most `shard_rows` rows and `text_bytes` bytes of text (by default
-    SPAN_BYTES); a longer row is a span of its own. Raises StoreError, and InvalidInput if there is no object to read,
-    or there are too many objects or spans.
+    """Yield the spans of each object, or a Broken for an object that cannot be read, in the order of the objects'
+    names. A span of images may have several objects. A span has at most `shard_rows` rows and `text_bytes` bytes of
+    text (by default SPAN_BYTES); a longer row is a span of its own. Raises StoreError, and InvalidInput if the input
+    has no object, too many objects or too many spans.
     """
     count = 0
     rows = min(shard_rows, sizes.MAX_SPAN_VALUES // (1 + len(columns(source))))
@@ -107,14 +107,14 @@ async def _planned_objects(place: Place, source: JobInput, most: _Most) -> Async
     else:
         for source_object in await inputs(place, source):
             planned = await _planned(place, source_object.source, source, names, most)
-            # An empty object can stand for a folder. Its name then ends with a slash, which listings leave out, so that
-            # it is not found.
+            # Some tools write an empty object for a folder. The listing leaves out the slash at the end of its name, so
+            # `find` reports it as missing.
             if isinstance(planned, Broken) and planned.error.reason == "input_missing" and not source_object.size:
                 continue
             is_empty = False
             yield planned
     if is_empty:
-        raise InvalidInput.at("input.url", "there is nothing to read", reason="input_missing")
+        raise InvalidInput.at("input.url", "the folder has no file that the job can read", reason="input_missing")
 
 
 async def inputs(place: Place, source: JobInput) -> list[ObjectEntry]:
@@ -132,15 +132,15 @@ def _is_input(name: str, input_format: InputFormat | None) -> bool:
 
 
 async def images(place: Place, after: str = "", most: int | None = None) -> list[ObjectEntry]:
-    """Return the images below a folder by name: all, or the first `most` whose names sort after `after`."""
+    """Return the images below a folder, sorted by name: the first `most` (by default all) with a name after `after`."""
     return await place.patience.repeated(lambda: _listed(place, lambda name: format_of(name) == "images", after, most))
 
 
 async def _listed(
     place: Place, is_wanted: Callable[[str], bool], after: str = "", most: int | None = None
 ) -> list[ObjectEntry]:
-    """Return the objects below a folder by name: all, or the first `most` whose names sort after `after`. Raises
-    InvalidInput if there are more than MAX_OBJECTS, and StoreError.
+    """Return the objects below a folder that `is_wanted` accepts, sorted by name: the first `most` (by default all)
+    with a name after `after`. Raises InvalidInput for more than MAX_OBJECTS objects, and StoreError.
     """
     import obstore
 
@@ -160,10 +160,9 @@ async def _listed(
             if name > after and not is_hidden(name) and is_wanted(name):
                 objects.append(ObjectEntry(name, entry["size"], tag_of(place, entry)))
         if most is None and len(objects) > limit:
-            raise InvalidInput.at("input.url", f"more than {limit} objects", reason=TOO_MANY)
+            raise InvalidInput.at("input.url", f"the folder has more than {limit} objects", reason=TOO_MANY)
         if most is not None and len(objects) >= limit + LISTED_AT_ONCE:
-            # a bucket lists objects by name, so the listing can stop here; a folder on the disk must be listed to its
-            # end
+            # The listing of a bucket is sorted by name, so it can stop here. That of a folder on the disk is not.
             objects = heapq.nsmallest(limit, objects, key=_name)
             if place.root is None:
                 break
@@ -180,7 +179,8 @@ async def _planned(place: Place, name: str, source: JobInput, names: dict[str, s
         kind = source.format or format_of(name)
         if kind is None:
             raise InvalidInput(
-                f"{name}: its name shows no format: set input.format, or name it .jsonl, .csv, .parquet or an image",
+                f"{name}: its name has no suffix of a known format: set input.format, or use .jsonl, .csv, .parquet or "
+                "the suffix of an image format",
                 reason="unsupported_format",
                 param="input.format",
             )
@@ -220,9 +220,9 @@ def _check_columns(source: str, params: dict[str, str], there: Iterable[str]) ->
 
 
 def check_file(path: Path, source: JobInput) -> None:
-    """Raise InvalidInput, with the same message as `plan`, if a local file lacks a column that the job reads, or if its
-    names of columns cannot be used. Only the beginning of the file is read, or its footer for Parquet. `plan` finds all
-    other faults.
+    """Raise InvalidInput, with the same message as `plan`, if a local file lacks a column that the job reads, or if the
+    names of its columns cannot be used. Only the beginning of the file is read, or the footer for Parquet. Other faults
+    are not reported.
     """
     kind = source.format or format_of(path.name)
     names = columns(source)
@@ -247,7 +247,7 @@ def check_file(path: Path, source: JobInput) -> None:
 
 
 def _needed(names: dict[str, str]) -> dict[str, str]:
-    """Return the columns that each JSON row must have: all except those that are only copied to the output."""
+    """Return the columns that each JSON row must have: the columns of the job that are not only copied."""
     return {name: param for name, param in names.items() if param != "input.keep"}
 
 
@@ -264,7 +264,7 @@ async def _scanned(place: Place, entry: ObjectEntry, kind: str, names: dict[str,
         sample = await asyncio.to_thread(_JsonSample.parse, data, names, is_whole=begin + len(data) == entry.size)
         if sample.columns:
             _check_columns(entry.source, _needed(names), sample.columns)
-        # half of the limit, because later rows may have more values than the rows of the sample
+        # half of the limit of values, because later rows may have more values than the rows of the sample
         most = most._replace(rows=max(1, min(most.rows, sizes.MAX_SPAN_VALUES // 2 // max(1, sample.values))))
     spans: list[RowSpan] = []
     scanner = Scanner(is_quoted=kind == "csv", at=begin)
@@ -283,9 +283,9 @@ async def _scanned(place: Place, entry: ObjectEntry, kind: str, names: dict[str,
 
 
 class _JsonSample(NamedTuple):
-    """The first rows of a JSON Lines object. Rows may have different columns. But if a column that the job needs in
-    each row is in none of these rows, its name is probably wrong, and the object is refused, because every row would
-    fail. `values`: largest number of values that one row has in the columns of the job, at most MAX_ROW_VALUES.
+    """First rows of a JSON Lines object. `columns`: names of the columns that any of these rows has. If a column that
+    each row needs is not among them, the job probably misspells its name, and the object is refused. `values`: largest
+    number of values that one row has in the columns of the job, at most MAX_ROW_VALUES.
     """
 
     columns: list[str]
@@ -308,8 +308,8 @@ class _JsonSample(NamedTuple):
 
 
 def _first_row(name: str, head: bytes, begin: int, *, is_whole: bool) -> tuple[str, int]:
-    """Return the first row of `head`, and the position of the next row. `begin`: position of `head` in the object.
-    Raises InvalidInput.
+    """Return the first row of `head`, and the position of the next row in the object. `begin`: position of `head` in
+    the object. Raises InvalidInput.
     """
     scanner = Scanner(is_quoted=True, at=begin)
     rows = [*scanner.feed(head), *([scanner.end()] if is_whole else [])]

@@ -1,5 +1,5 @@
-"""Rows of a span (a range of rows of an object). Only the bytes of the span are read. Each row becomes inputs for the
-model, or a fault.
+"""Reads the rows of a span (a range of rows of an object), and no other bytes of the object. A row becomes inputs for
+the model, or an error.
 
 span ──► bytes of its lines | columns of its row groups | files of its images ──► columns ──templates──► InputRow
 """
@@ -37,8 +37,8 @@ _Columns = Mapping[str, Any] | ErrorInfo
 @dataclass(frozen=True)
 class InputRow:
     """Row of the input. A row with a `fault` is not sent to a model. `chunks`, `file`: values of the columns for chunks
-    and documents, not checked yet. `page_starts`: if the text is the Markdown of a document, the first code point and
-    the number of each page; else None.
+    and documents, not checked yet. `page_starts`: position of the first code point and number of each page, if the text
+    is the Markdown of a document; otherwise None.
     """
 
     id: str
@@ -101,14 +101,13 @@ def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
             values += sizes.values_of(raw[name])
             if values > sizes.MAX_ROW_VALUES:
                 return _fault("too_large", f"column {name!r}: the row has more than {sizes.MAX_ROW_VALUES} values")
-        size.add(values - len(read), 0)  # without one value per column, which `_RowMaker` counts
+        size.add(values - len(read), 0)  # less one value for each column, which `_RowMaker` counts
         return {name: sizes.decoded(raw[name]) for name in read}
     except sizes.TooManyValues as error:
         return _fault("too_large", str(error))
     except msgspec.ValidationError:
         return _fault("malformed", "the line is no JSON object")
-    # The message is general, because the decoder's message may repeat a part of the row.
-    except UNDECODABLE:
+    except UNDECODABLE:  # without the decoder's message, which may quote the row
         return _fault("malformed", "the line is no valid JSON")
 
 
@@ -127,17 +126,17 @@ def _fault(reason: str, message: str, param: str = "") -> ErrorInfo:
 
 
 class _RowMaker:
-    """Builds the rows of a span: fills the templates of the job with the values of the columns."""
+    """Builds the rows of a span. It fills the templates of the job with the values of the columns."""
 
     def __init__(self, span: RowSpan, source: JobInput) -> None:
         self._span, self._source = span, source
         self._templates = templates(source)
         columns = {"chunks": source.chunks, "documents": source.documents}
-        # parameter (chunks, documents) -> the column that it names; the values of this column are checked later
+        # parameter (chunks or documents) -> name of its column; `InputRow` has the values of this column unchecked
         self._unchecked = {name: column for name, column in columns.items() if isinstance(column, str) and column}
 
     def all(self, rows: Iterable[_Columns], size: SpanSize) -> list[InputRow]:
-        """Return the rows of a span. Raises InvalidInput if they need too much memory together."""
+        """Return the rows of a span. Raises InvalidInput if all rows together need too much memory."""
         complete = []
         for at, read_columns in enumerate(rows):
             row = self(at, read_columns)
@@ -196,7 +195,7 @@ class _RowMaker:
 
 
 def _bytes_of(row: InputRow) -> int:
-    """Return the bytes of a row's texts and files in memory. The values of lists and maps are counted elsewhere."""
+    """Return the number of bytes of a row's texts and files in memory. Values in lists and maps are not counted."""
     file = row.file.get("data") if isinstance(row.file, dict) else row.file
     texts = (row.text, row.query, row.document, file, *row.images, *row.copied.values())
     return sum(sys.getsizeof(text) for text in texts if isinstance(text, str | bytes))
@@ -233,8 +232,8 @@ async def _images(place: Place, span: RowSpan) -> list[InputRow]:
                 entry.source, fault=_fault("invalid_media", f"the image has more than {MAX_SPAN_BYTES} bytes")
             )
         try:
-            # Read without a check of the tag: some stores (Google's emulator) use other tags in responses than in
-            # listings. The tag of the listing was compared with that of the span above.
+            # The tag is not checked here, because some stores (Google's emulator) return other tags in responses than
+            # in listings. The tag in the listing was compared with the tag of the span above.
             return InputRow(entry.source, images=(await whole(place, replace(entry, tag="")),))
         except InvalidInput as error:
             if error.reason == "not_allowed":

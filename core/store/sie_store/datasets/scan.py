@@ -1,5 +1,5 @@
-"""Positions of the rows in the bytes of JSON Lines and CSV. Values are not decoded, and only one piece of the object is
-in memory at a time.
+"""Finds the positions of rows in the bytes of JSON Lines and CSV. Values are not decoded, and only one piece of the
+object is in memory at a time.
 
     pieces of any size ──Scanner──► (start, end) of each row ──Cutter──► spans of rows
 
@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 Offsets = NDArray[np.int64]
 BOM = b"\xef\xbb\xbf"
-# Bytes that are scanned at a time. The positions of line feeds are int64: if every byte is a line feed, the positions
-# take eight times as many bytes.
+# number of bytes that are scanned at a time; the int64 positions of line feeds may need eight times as many bytes
 STEP_BYTES = 1 << 20
 _LINE_FEED, _QUOTE = 10, 34
 _BLANK = np.zeros(256, bool)
@@ -40,7 +39,7 @@ class Scanner:
             yield self._step(np.frombuffer(piece, np.uint8, min(STEP_BYTES, len(piece) - first), first))
 
     def end(self) -> tuple[Offsets, Offsets]:
-        """Return the start and end of a last row without a line feed; empty arrays if there is none."""
+        """Return the start and end of a last row without a line feed; empty arrays if the text has no such row."""
         count = int(self._has_content)
         return np.full(count, self._start, np.int64), np.full(count, self._at, np.int64)
 
@@ -92,7 +91,7 @@ class Cut(NamedTuple):
 
 class Cutter:
     """Groups rows into spans of at most `max_rows` rows and `max_bytes` bytes; a single row may have more bytes. A span
-    ends with its last row: any number of blank lines may follow.
+    ends with its last row and does not include the blank lines after this row.
     """
 
     def __init__(self, max_rows: int, max_bytes: int) -> None:

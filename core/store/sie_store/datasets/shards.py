@@ -1,5 +1,5 @@
-"""Writing of parts, the files of a job's output. If several processes write a part, the first one succeeds, and the
-others use the part that exists.
+"""Writes parts, the files of a job's output. If several processes write a part, the first process succeeds, and the
+other processes use its part.
 
     shard ──encode──► bytes ──put, create only──┬─► written ──────────────────────► ShardRecord
                                                 └─► exists: read, inspected ──────► ShardRecord of the existing part
@@ -37,13 +37,13 @@ OWNER = ".sie-job"  # object in the output folder that contains the id of the jo
 
 
 class PartDamaged(StoreError):
-    """Error for an object that has the name of a part but is no part. The job continues when a person has moved it."""
+    """Error for an object with the name of a part that is no part. The job continues when the operator has moved it."""
 
 
 async def claim(place: Place, owner: str) -> None:
-    """Mark an output folder as the folder of one job, so that a job never uses the parts of another job. `owner`: a
-    text that all leaders of this job use, and no other job. Raises StoreError, and InvalidInput (reason
-    `output_in_use`) if the folder has another owner, or parts without an owner.
+    """Mark an output folder as the folder of one job, so that a job never uses the parts of another job. `owner`: text
+    that identifies the job. Raises StoreError, and InvalidInput (reason `output_in_use`) if the folder has another
+    owner, or parts without an owner.
     """
     import obstore
 
@@ -58,7 +58,7 @@ async def claim(place: Place, owner: str) -> None:
             put = functools.partial(
                 obstore.put_async, place.store, key, owner.encode(), mode="create", use_multipart=False
             )
-            # an earlier leader of this job, or another job, may write it at the same time
+            # another gateway that ran this job before, or another job, may write the object at the same time
             with contextlib.suppress(WrittenMeanwhile):
                 await place.patience.repeated(lambda: within(PUT_S, put()))
             await claim(place, owner)
@@ -99,17 +99,17 @@ async def put_once(place: Place, name: str, data: bytes, format: OutputFormat) -
                 lambda: within(PUT_S, obstore.put_async(place.store, key, data, mode="create", use_multipart=False))
             )
     except WrittenMeanwhile as error:
-        # written by another leader, or by this one in an attempt whose response was lost
+        # the part is from another gateway that ran this job, or from an earlier attempt whose response was lost
         there = await existing(place, name, format)
         if there is None:
-            raise StoreError("the part was written, and then removed by another process") from error
+            raise StoreError(f"another process has written the part {name} and removed it") from error
         return there
     await sync(place.store, key)
     return record
 
 
 async def existing(place: Place, name: str, format: OutputFormat) -> ShardRecord | None:
-    """Return the record of a part in the store; None if it does not exist. Raises PartDamaged, StoreError."""
+    """Return the record of a part in the store; None if the part does not exist. Raises PartDamaged, StoreError."""
     key = place.folder + name
     try:
         data = await bytes_of(place, name)

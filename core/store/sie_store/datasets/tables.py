@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 KEY = b"sie"  # key of the shard's description (`About`) in the metadata of the file
 ROWS_OF_GROUP = 10_000
-MAX_NESTING = 30  # largest depth of nested lists; each list has two levels in Parquet, and readers allow 100 levels
+MAX_NESTING = 30  # largest depth of nested lists; a list has two levels in Parquet, and readers allow 100 levels
 
 
 def encode(shard: Shard) -> bytes:
@@ -41,7 +41,7 @@ def encode(shard: Shard) -> bytes:
     table = pa.table(columns).replace_schema_metadata({KEY: msgspec.json.encode(shard.about)})
     sink = pa.BufferOutputStream()
     texts = ["id", *shard.copied, *shard.extracted]
-    # vectors get no dictionaries and statistics: these take time to compute, and no reader needs them
+    # only texts get dictionaries and statistics: for vectors they take time, and no reader needs them
     parquet.write_table(
         table,
         sink,
@@ -78,7 +78,7 @@ def outcomes(data: bytes) -> list[dict[str, Any]]:
 
 
 def _chunk_columns(chunks: list[RowChunk | None]) -> dict[str, pa.Array]:
-    """Build the columns of chunks. They are null for a row with an error."""
+    """Build the columns of chunks. A row with an error has null in these columns."""
     import pyarrow as pa
 
     columns = [{} if chunk is None else chunk.columns for chunk in chunks]
@@ -91,8 +91,8 @@ def _chunk_columns(chunks: list[RowChunk | None]) -> dict[str, pa.Array]:
 
 
 def _inferred(values: list[Any]) -> pa.Array:
-    """Return an array whose type follows from the values; JSON if they have several types or a type that `_is_flat`
-    excludes. Without values, the type is null, which is compatible with any type of this column in other files.
+    """Return an array whose type Arrow infers from the values. The array has JSON texts if the values have several
+    types, or a type that `_is_flat` refuses. If all values are None, the type is null, which fits any type for readers.
     """
     import pyarrow as pa
 
@@ -104,8 +104,8 @@ def _inferred(values: list[Any]) -> pa.Array:
 
 
 def _is_flat(kind: pa.DataType) -> bool:
-    """Return whether values are stored in this type and not as JSON. This excludes maps (Arrow structs), because
-    Parquet cannot store an empty one, and lists that are nested deep, because readers of Parquet refuse them.
+    """Return whether values of an Arrow type are stored in this type. Others are stored as JSON: structs, because
+    Parquet cannot store an empty struct, and deeply nested lists, because readers of Parquet refuse them.
     """
     import pyarrow as pa
 
@@ -132,7 +132,7 @@ def _fixed(matrix: Array, absent: Array | None = None) -> pa.Array:
 
 
 def _lists(arrays: list[Array | None]) -> pa.Array:
-    """Return a column of lists from one array per line, each [n] or [n, width]; None becomes null."""
+    """Return a column of lists. `arrays`: an array [n] or [n, width] for each line; None becomes null."""
     import pyarrow as pa
 
     flat = np.concatenate([array for array in arrays if array is not None])

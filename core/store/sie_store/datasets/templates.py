@@ -1,4 +1,4 @@
-"""Templates, which build the texts of a row from its columns, and the check whether the input of a job fits its
+"""Templates, by which jobs build the texts of a row from its columns. Also checks whether the input of a job fits its
 operation.
 
 A template has the names of columns in braces, `{title}: {body}`; `{{` and `}}` are braces. It is never passed to
@@ -29,8 +29,7 @@ ANSWER_COLUMNS = frozenset(
 # columns of the output if texts have chunks; a job must not copy input columns with these names
 CHUNK_COLUMNS = frozenset({"chunk", "start", "end", "text"})
 DOCUMENT_COLUMNS = frozenset({"page", "heading"})  # further columns of the output if rows have documents
-# largest number of times that a template may name the same column: a short template could otherwise make gigabytes of
-# text
+# largest number of times that a template may name a column; without a limit, a short template could produce gigabytes
 MAX_REPEATS = 4
 
 
@@ -61,7 +60,9 @@ class Template:
         named = Counter(name for _, name, _, _ in parts if name is not None)
         for name, times in named.items():
             if times > MAX_REPEATS:
-                raise InvalidInput(f"{param}: {name!r} is named {times} times, at most {MAX_REPEATS}", param=param)
+                raise InvalidInput(
+                    f"{param}: the template names {name!r} {times} times, expected at most {MAX_REPEATS}", param=param
+                )
         return cls(tuple((literal, name) for literal, name, _, _ in parts))
 
     @property
@@ -73,7 +74,7 @@ class Template:
 
 
 def plain(row: Mapping[str, Any], column: str) -> str:
-    """Return the text of a column: a number or a boolean as JSON, a time in ISO 8601. Raises ColumnFault."""
+    """Return a column's value as text: a number or a boolean as in JSON, a time in ISO 8601. Raises ColumnFault."""
     value = row.get(column)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         raise ColumnFault(f"column {column!r} is {'null' if column in row else 'missing'}")
@@ -97,7 +98,7 @@ def templates(source: JobInput) -> dict[str, Template]:
 
 
 def columns(source: JobInput) -> dict[str, str]:
-    """Return the columns that a job reads, each with the parameter that names it first. Raises InvalidInput."""
+    """Return the columns that a job reads, as a map (column -> first parameter that names it). Raises InvalidInput."""
     params: dict[str, str] = {}
     for name, template in templates(source).items():
         for column in template.columns:
@@ -113,13 +114,13 @@ def columns(source: JobInput) -> dict[str, str]:
 
 
 def reads_images(source: JobInput) -> bool:
-    """Return whether the input consists of image files, so that each row is one file."""
+    """Return whether the input is a set of image files. Each file is one row."""
     columns = (source.text, source.image, source.query, source.documents)
     return source.format == "images" or not (source.format or any(columns))
 
 
 def check(source: JobInput, operation: str) -> None:
-    """Raise InvalidInput if the input lacks a field that the operation needs, or has one that it does not read."""
+    """Raise InvalidInput if the input lacks a field that the operation needs, or has a field that it does not read."""
     if bool(source.file) == bool(source.url):
         raise InvalidInput("input: expected exactly one of file and url", param="input")
     parsed = templates(source)
@@ -147,7 +148,7 @@ def check(source: JobInput, operation: str) -> None:
     if source.chunks is None and not source.context:
         raise InvalidInput("input.context: only chunks have a context", param="input.context")
     if source.documents:
-        _refuse(source, ("text", "image"), "the text of a row with a document is that of the document")
+        _refuse(source, ("text", "image"), "a row with a document has the text of the document")
         if source.chunks is None:
             raise InvalidInput("input.chunks: documents need chunks", param="input.chunks")
     else:
@@ -155,7 +156,7 @@ def check(source: JobInput, operation: str) -> None:
     has_text = "text" in parsed or bool(source.documents)
     if source.chunks is not None and (operation != "encode" or not has_text or source.image):
         raise InvalidInput("input.chunks: only encode supports chunks, and only of texts", param="input.chunks")
-    for name in ("text", "document"):  # a query without a column is allowed: then all rows have the same query
+    for name in ("text", "document"):  # a query may name no column, because all rows may have the same query
         if name in parsed and not parsed[name].columns:
             raise InvalidInput(f"input.{name}: the template names no column, such as {{title}}", param=f"input.{name}")
 

@@ -1,3 +1,3 @@
-"""Vector databases. For each kind there is a sink, to which jobs write, and a live collection, whose vectors are
-replaced while it is in use.
+"""Vector databases. Each kind has a sink, to which jobs write, and a live collection. A migration replaces the vectors
+of a live collection while searches and writers use it.
 """

@@ -3,8 +3,8 @@ with the columns `id`, `vector` and `payload` (JSON as text).
 
     rows ──merge_insert(id)──► a new version of the table, whole or not at all
 
-`id` is the primary key of the table. So if two writers insert the same id, their writes conflict, and one of them is
-repeated as an update.
+`id` is the primary key of the table. So if two writers insert the same id at the same time, the writes conflict, and
+LanceDB repeats one write as an update.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sie_store.sinks.sink import (
 T = TypeVar("T")
 ID, VECTOR, PAYLOAD = "id", "vector", "payload"
 MAX_DIMS = 65_536
-STORAGE = {"allow_http": "true"}  # an endpoint of the environment (AWS_ENDPOINT_URL) may be http://
+STORAGE = {"allow_http": "true"}  # the endpoint in AWS_ENDPOINT_URL may begin with http://
 # lowest rate at which the storage must accept rows, in bytes per second; it determines the time limit of a write
 BYTES_PER_S = 1 << 20
 _PRIMARY_KEY = {b"lance-schema:unenforced-primary-key": b"true"}
@@ -52,8 +52,8 @@ class LanceDatabase:
         self._connection: Any = None
 
     async def run(self, work: Callable[[Any], Awaitable[T]], seconds: float = 0.0, *, once: bool = False) -> T:
-        """Return the result of `work`, called with a connection. If another attempt may help, `work` is called again,
-        unless `once`. `seconds`: how much longer than `stall_s` of the policy an attempt may take. Raises StoreError.
+        """Return the result of `work`, called with a connection. Without `once`, `work` is called again if another
+        attempt may help. `seconds`: time that an attempt may take beyond `stall_s` of the policy. Raises StoreError.
         """
         attempt = functools.partial(self._once, work, self._patience.stall_s + seconds)
         return await (attempt() if once else self._patience.repeated(attempt))
@@ -67,10 +67,10 @@ class LanceDatabase:
         except StoreError:
             raise
         except TimeoutError:
-            raise StoreError("the storage of LanceDB did not answer in time") from None
+            raise StoreError(f"the storage of LanceDB did not reply within {bound_s:.3g} s") from None
         except ValueError:
             raise CollectionMismatch(
-                "LanceDB refuses the call: is its URL wrong, or was the table changed meanwhile?"
+                "LanceDB refuses the call: check the URL of the database, and that no other program changes the table"
             ) from None
         except Exception as error:  # noqa: BLE001  the library raises any type; its messages may quote rows
             raise StoreError(f"LanceDB reports an error ({type(error).__name__})") from None
@@ -162,7 +162,7 @@ def _check(schema: Any, collection: str, dims: int) -> None:
         if actual is None or not actual.equals(field.type):
             shown = "no such column" if actual is None else actual
             raise CollectionMismatch(
-                f"the column {field.name} of the table {collection}: it has {shown}, but {field.type} is written"
+                f"the column {field.name} of the table {collection}: the table has {shown}, but {field.type} is written"
             )
     if (schema.field(ID).metadata or {}).items().isdisjoint(_PRIMARY_KEY.items()):
         raise CollectionMismatch(f"the column {ID} of the table {collection} is not its primary key")
@@ -185,6 +185,6 @@ def _table(rows: SinkRows, schema: Any) -> Any:
 
 
 def vectors_array(vectors: NDArray[Any], type: Any) -> Any:
-    """Return vectors as an array of Arrow with lists of a fixed size."""
+    """Return vectors [rows, dimensions] as an Arrow array of `type`, a list type of fixed size."""
     numbers = pyarrow.array(np.ascontiguousarray(vectors).ravel()).cast(type.value_type)
     return pyarrow.FixedSizeListArray.from_arrays(numbers, type=type)

@@ -1,4 +1,4 @@
-"""Live table of LanceDB. For the column `vector` there are, during a migration:
+"""Live table of LanceDB. A migration of the column `vector` uses these columns of the table:
 
     vector                    vectors in use
     vector_next               new vectors before the switch     vector_before    old vectors after the switch
@@ -44,8 +44,7 @@ T = TypeVar("T")
 NEXT, BEFORE, MARKER = "_next", "_before", "_marker_"
 SCAN_ROWS = 2_000
 # An optimization puts written rows into the indexes of the table. It may write the whole table again, and earlier
-# versions stay on the disk. So it runs only after OPTIMIZE_ROWS written rows, or after this share of all rows if that
-# is more.
+# versions stay on the disk. So it runs only when OPTIMIZE_ROWS rows and OPTIMIZE_SHARE of all rows were written.
 OPTIMIZE_ROWS, OPTIMIZE_SHARE = 50_000, 0.25
 INDEX_S = 24 * 3600.0  # seconds that building or optimizing an index may take beyond the usual time limit
 NO_PRUNING = datetime.timedelta(days=36_500)  # keeps all versions of the table: they belong to the application
@@ -54,7 +53,7 @@ NO_PRUNING = datetime.timedelta(days=36_500)  # keeps all versions of the table:
 @dataclass(frozen=True)
 class _LanceShape:
     """Columns of the table. `columns`: Arrow fields by name. `texts`: columns from which the text of a row is made.
-    `distance`: distance function of the index on `vector`; `cosine` if there is none.
+    `distance`: distance function of the index on `vector`; `cosine` if the column has no index.
     """
 
     vector: str
@@ -81,7 +80,7 @@ class _LanceShape:
 
 @dataclass(frozen=True)
 class _LanceRow:
-    """Stored row. `texts`: values of the columns from which its text is made. `vectors`: as bytes."""
+    """Stored row. `texts`: values of the columns from which its text is made. `vectors`: bytes of a vector by side."""
 
     id: Any
     texts: tuple[Any, ...]
@@ -133,8 +132,8 @@ class LanceLive:
         texts = (*(name for name in names if name in columns), *([PAYLOAD] if missing else ()))
         if mixed := [name for name in texts if not _is_plain(columns[name]) or "`" in name]:
             raise CollectionMismatch(
-                f"the column {mixed[0]} of {source.collection} has no texts, numbers or times up to "
-                "microseconds, which --text needs"
+                f"the column {mixed[0]} of {source.collection} has no texts, numbers or times without nanoseconds; "
+                "--text can use only these"
             )
         identity = columns.get(id_column)
         if not (_is_text(identity) or _is_integer(identity)) or "`" in id_column:
@@ -145,7 +144,7 @@ class LanceLive:
         if await table.count_rows(f"{_quoted(id_column)} IS NULL"):
             raise CollectionMismatch(
                 f"the column {id_column} of {source.collection} is null in a row, so it does not identify each row: "
-                "name another one with --id"
+                "name another column with --id"
             )
         marker = next((name for name in columns if name.startswith(vector + MARKER)), self._own_marker(vector))
         distance = "cosine"
@@ -175,8 +174,8 @@ class LanceLive:
             await self.open()
         elif shape.marker != marker:
             raise CollectionMismatch(
-                f"the column {column} of {self._source.collection} has vectors of another model, or of this one before "
-                "it changed: remove them with --step clean-up first"
+                f"the column {column} of {self._source.collection} has vectors of another model, or of this model "
+                "before it changed: remove these vectors with --step clean-up first"
             )
         elif not type.equals(shape.columns[column].type):
             raise CollectionMismatch(
@@ -228,7 +227,7 @@ class LanceLive:
         return values
 
     def _columns(self, row: _LanceRow) -> dict[str, Any]:
-        """Return the values of a row's columns. If the template names fields of the payload, return them too."""
+        """Return the values of the columns of a row, and if the template names fields of the payload, these fields."""
         shape = self._opened()
         values = dict(zip(shape.texts, row.texts, strict=True))
         if all(name in values for name in self._source.text.columns):
@@ -244,8 +243,8 @@ class LanceLive:
         return row.vectors[side] is not None and row.marker in (self._digest(row, *SIDES), self._digest(row, side))
 
     def _digest(self, row: _LanceRow, *sides: Side) -> bytes:
-        """Return the marker of a row whose vectors of these sides were computed from its text. With one side, the
-        vector of the other side may belong to another text.
+        """Return the marker of a row whose vectors of `sides` were computed from its text. If `sides` has one side, the
+        vector of the opposite side may belong to another text.
         """
         digest = hashlib.sha256(msgspec.json.encode(row.texts))
         for side in sides:
@@ -271,17 +270,20 @@ class LanceLive:
         arrays = {name: pyarrow.array(values, shape.columns[name].type) for name, values in fields.items()}
         arrays[shape.column(side)] = array
         if side == shape.in_use:
-            # a writer has changed these rows, so their vectors of the other side belong to earlier texts
+            # Vectors of the side in use are written only to rows that a writer has changed. So their vectors of the
+            # opposite side belong to earlier texts.
             away = shape.column(opposite(side))
             arrays[away] = pyarrow.nulls(len(rows), shape.columns[away].type)
         if len(set(fields[shape.id_column])) < len(rows):
-            raise CollectionMismatch(f"several rows of {self._source.collection} have the same {shape.id_column}")
+            raise CollectionMismatch(
+                f"several rows of {self._source.collection} have the same {shape.id_column}: name another column"
+            )
         if changed := [place for place, row in enumerate(rows) if written[place] != row.stored]:
             schema = pyarrow.schema([shape.columns[name] for name in arrays])
             await self._merge(pyarrow.table([*arrays.values()], schema=schema).take(changed))
 
     async def _merge(self, data: Any) -> None:
-        """Write the columns in `data`, except to rows whose stored text differs from that in `data`."""
+        """Write the columns in `data`. Rows whose stored text differs from the text in `data` are skipped."""
         shape = self._opened()
         same = " AND ".join(
             f"(target.{name} = source.{name} OR (target.{name} IS NULL AND source.{name} IS NULL))"
@@ -289,7 +291,7 @@ class LanceLive:
         )
 
         async def merge(table: Any) -> None:
-            # No index of the ids is used: with an index, the library cannot write only some of the columns.
+            # without an index of the ids, because the library cannot use an index to write only some of the columns
             builder = table.merge_insert(shape.id_column).use_index(False)
             # Without `on_bad_vectors`, the library refuses a column in which all vectors are null.
             await builder.when_matched_update_all(where=same or None).execute(data, on_bad_vectors="null")
@@ -299,22 +301,22 @@ class LanceLive:
         await self._optimize(self._optimize_rows)
 
     def _written(self, row: _LanceRow, side: Side, vector: bytes | None) -> _LanceRow:
-        """Return a row with another vector of a side, and with its marker."""
+        """Return a row with `vector` for a side, and with the marker of the new vectors."""
         in_use = self._opened().in_use
         vectors: dict[Side, bytes | None] = {**row.vectors, side: vector}
         sides: tuple[Side, ...] = SIDES
         if side == in_use:
             vectors[opposite(side)] = None
         elif side == "old" and row.marker not in (self._digest(row, *SIDES), self._digest(row, "new")):
-            # no marker covers the vector in use, which a writer may have computed with the old model: so the new marker
-            # covers only the old vector
+            # The marker does not prove that the vector in use is from the new model: a writer may have computed it with
+            # the old model. So the new marker covers only the old vector.
             sides = ("old",)
         changed = _LanceRow(row.id, row.texts, vectors, None)
         return _LanceRow(row.id, row.texts, vectors, self._digest(changed, *sides))
 
     async def _optimize(self, rows: int) -> None:
-        """Put written rows into the indexes if at least `rows` rows were written since the last time. An error is
-        ignored, because searches also find rows that are in no index, only slower.
+        """Put written rows into the indexes if at least `rows` rows were written since the last optimization. An error
+        is ignored, because searches also find rows that are in no index, but more slowly.
         """
         if self._unindexed >= rows:
             self._unindexed = 0
@@ -354,7 +356,7 @@ class LanceLive:
                 return
             for index in (index for index in indexes if index.columns == [shape.column("old")]):
                 config = getattr(lancedb.index, index.index_type)(distance_type=shape.distance)
-                # a name of its own: an index of the same name would be replaced
+                # a unique name, because `create_index` replaces an index of the same name
                 await table.create_index(column, config=config, name=f"{shape.marker}_idx")
 
         await self._table(build, INDEX_S)
@@ -368,7 +370,7 @@ class LanceLive:
         await self._change_columns(
             {shape.vector, away, shape.marker},
             lambda table: table.alter_columns(
-                # rows that are written from now on have no vector of the side that is not in use
+                # rows that a writer inserts after the switch have no vector in this column
                 {"path": shape.vector, "rename": away, "nullable": True},
                 {"path": shape.column(side), "rename": shape.vector},
             ),
@@ -391,8 +393,8 @@ class LanceLive:
         return self._shape
 
     async def _table(self, work: Callable[[Any], Awaitable[T]], seconds: float = 0.0, *, once: bool = False) -> T:
-        """Return the result of `work` with the newest version of the table. Raises CollectionMismatch if another
-        command has changed the columns of vectors.
+        """Return the result of `work`, called with the newest version of the table. Raises CollectionMismatch if a
+        concurrent command has changed the columns of vectors.
         """
 
         async def checked(connection: Any) -> T:
@@ -403,8 +405,8 @@ class LanceLive:
         return await self._database.run(checked, seconds, once=once)
 
     async def _change_columns(self, after: set[str], change: Callable[[Any], Awaitable[Any]]) -> None:
-        """Change the columns of vectors and of the marker, so that the table has those named in `after`. Raises
-        CollectionMismatch if another command has changed them.
+        """Call `change`, after which the table has exactly the vector and marker columns in `after`. Raises
+        CollectionMismatch if another command has changed these columns.
         """
         is_repeat = False
 
@@ -435,7 +437,7 @@ class LanceLive:
         if names != self._opened().columns.keys() & self._migrated():
             raise CollectionMismatch(
                 f"another command has switched {self._source.collection} meanwhile, or begun or cleaned up a "
-                "migration: run one at a time"
+                "migration: run one command at a time"
             )
 
 
@@ -464,13 +466,13 @@ def _is_plain(field: Any) -> bool:
         or pyarrow.types.is_integer(type)
         or pyarrow.types.is_floating(type)
         or pyarrow.types.is_decimal(type)
-        # Python has no times with nanoseconds, and a write compares the value with the stored one
+        # nanoseconds are refused: Python drops them, so a write would find that the stored value differs
         or (pyarrow.types.is_temporal(type) and getattr(type, "unit", "") != "ns")
     )
 
 
 def _vector_bytes(array: Any) -> list[bytes | None]:
-    """Return the numbers of each vector as bytes."""
+    """Return the numbers of each vector as bytes; None for a null."""
     present = array.drop_null()
     rows = iter(present.flatten().to_numpy(zero_copy_only=False).reshape(len(present), array.type.list_size))
     return [next(rows).tobytes() if is_valid else None for is_valid in array.is_valid().to_pylist()]

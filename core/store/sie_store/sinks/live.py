@@ -1,13 +1,13 @@
-"""Interface of live collections. A live collection is in use while vectors of a new model are written beside the old
-ones. A side is one of the two models with its vectors (`Side`).
+"""Interface of live collections. Searches and writers use a live collection while a migration writes the vectors of a
+new model beside the old vectors. A side (`Side`) is the old or the new model with its vectors.
 
     rows ──pending(side)──► rows without a vector of their present text ──write──► the vectors of that side
                                  switch ──► searches and writers use the vectors of that side
 
-Each store keeps the progress itself, beside the vectors, so that a migration that was killed continues. A vector counts
-only if it was computed from the present text of its row, whoever wrote the row.
+The database stores the progress beside the vectors, so that a migration that was killed can continue. A vector is
+current only if it was computed from the present text of its row, even if another program has written the row.
 
-The errors are those of sinks.
+Methods raise the errors of sinks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def opposite(side: Side) -> Side:
 @dataclass(frozen=True)
 class LiveSource:
     """Description of a live collection. `text`: template of a row's text. `vector`: name of the vector or of its
-    column. `id_column`: column of ids. Both are empty for the store's default. `fingerprints`: of each side's model.
+    column, empty for the default of the database. `id_column`: column of ids, empty for the default of the database.
+    `fingerprints`: digest that identifies the model, by side.
     """
 
     collection: str
@@ -46,7 +47,7 @@ class LiveSource:
     id_column: str = ""
 
     def salt(self, side: Side) -> str:
-        """Return a text that identifies the template and the model of this side: its vectors depend on both."""
+        """Return a text that identifies the template and the model of this side. The vectors depend on these two."""
         pieces = "".join(literal + (f"{{{name}}}" if name is not None else "") for literal, name in self.text.pieces)
         return f"{self.fingerprints[side]}\0{pieces}".replace("\0", "\n")
 
@@ -67,8 +68,8 @@ class LiveState:
 @dataclass(frozen=True)
 class LiveRow:
     """A row of a live collection. `columns`: values of the columns that the template names. `version`: digest of these
-    columns as they were read; a write skips the row if they have changed since. It is empty if the store compares
-    `stored` instead. `stored`: the row in the form of its store.
+    values when they were read, empty if the database compares `stored` instead. A write skips a row whose values have
+    changed since. `stored`: the row in the form of its database.
     """
 
     id: str
@@ -79,7 +80,7 @@ class LiveRow:
 
 @dataclass(frozen=True)
 class ScannedPage:
-    """Some rows of a scan. `scanned`: number of rows read. `rows`: those without a vector of their present text."""
+    """Some rows of a scan. `scanned`: number of rows read. `rows`: rows without a vector of their present text."""
 
     scanned: int
     rows: Sequence[LiveRow]
@@ -97,17 +98,17 @@ class LiveCollection(Protocol):
         """Create the column or collection for new vectors of `dims` numbers, or check the existing one."""
 
     def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
-        """Scan all rows, and yield those without a vector of their present text. Rows that can be brought up to date
-        without the model are updated at once.
+        """Scan all rows, and yield the rows without a vector of their present text. A row that needs only a new marker,
+        and no new vector, is updated at once.
         """
 
     async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> None:
-        """Write the vectors of rows. Rows that have changed since they were read stay pending. With `vectors` None the
-        rows have no text; then their vectors of this side are removed, unless this side is in use.
+        """Write the vectors of rows. Rows that have changed since they were read stay pending. `vectors` is None for
+        rows without a text: their vectors of this side are removed if this side is not in use.
         """
 
     async def sample(self, count: int) -> Sequence[LiveRow]:
-        """Return rows that are chosen at random."""
+        """Return at most `count` rows, chosen at random."""
 
     async def nearest(self, side: Side, vector: Vector, count: int) -> Sequence[str]:
         """Return the ids of the nearest rows by the vectors of one side, the nearest first."""
@@ -116,7 +117,7 @@ class LiveCollection(Protocol):
         """Build for the new vectors the indexes that the old vectors have."""
 
     async def switch(self, side: Side) -> None:
-        """Let searches and writers use the vectors of this side from now on. Those of the other side stay."""
+        """Let searches and writers use the vectors of this side. The vectors of the opposite side stay stored."""
 
     async def clean_up(self) -> None:
         """Remove the vectors that are not in use, and everything else that the migration has created."""

@@ -73,7 +73,7 @@ def _scheme(url: str, setting: str) -> str:
     try:
         pieces = urlsplit(url)
         _ = pieces.port
-        # This refuses names that no resolver accepts; UnicodeError is a ValueError.
+        # raises UnicodeError, which is a ValueError, for a host name that no resolver accepts
         (pieces.hostname or "").encode("idna")
     except ValueError:
         raise SettingError(setting, "the URL of a database has no valid host and port") from None
@@ -88,12 +88,16 @@ def _scheme(url: str, setting: str) -> str:
     elif pieces.scheme in LANCE_SCHEMES:
         is_folder = pieces.scheme == "lancedb"
         if is_folder == bool(pieces.netloc) or (is_folder and not pieces.path.strip("/")) or "@" in pieces.netloc:
-            raise SettingError(setting, "a LanceDB URL is lancedb:///folder or lancedb+s3://bucket/prefix (or gs, az)")
+            raise SettingError(
+                setting, "the URL of LanceDB is lancedb:///folder or lancedb+s3://bucket/prefix (or gs or az for s3)"
+            )
         if pieces.query or pieces.fragment:
             raise SettingError(setting, "the URL of LanceDB must not contain ? or #")
         _need("lancedb", "LanceDB", "lancedb", setting)
     else:
-        raise SettingError(setting, "the URL of a database begins with qdrant://, qdrants://, postgresql:// or lancedb")
+        raise SettingError(
+            setting, "the URL of a database begins with qdrant://, qdrants://, postgresql://, lancedb:// or lancedb+"
+        )
     return pieces.scheme
 
 
@@ -130,5 +134,5 @@ def outputs(url: str) -> tuple[Output, ...]:
 
 
 def reserved(url: str) -> frozenset[str]:
-    """Return the payload fields that SIE itself uses in the database at `url`; rows must not have them."""
+    """Return the payload fields that SIE itself uses in the database at `url`. Rows must not have these fields."""
     return frozenset({ROW_ID} if url.partition("://")[0] in ("qdrant", "qdrants") else ())

@@ -1,10 +1,10 @@
 """PostgreSQL with pgvector. The rows of a job are in the table `collection (id text primary key, embedding vector(d),
-sparse sparsevec(n), payload jsonb)`. Of `embedding` and `sparse`, the table has the columns of the job's outputs.
+sparse sparsevec(n), payload jsonb)`. The table has only the vector columns that the job writes.
 
     rows ──binary COPY──► temporary table ──INSERT ... ON CONFLICT DO UPDATE──► table, all in one transaction
 
-The table has no distance function: each query and index names its own (`<=>` is the cosine distance). The operator
-creates an index after a job, because updating the index for each row would be much slower.
+A table of pgvector has no distance function: each query and each index names one (`<=>` is the cosine distance). The
+operator creates an index after a job, because updating the index for each row would be much slower.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ FROM (VALUES ('hnsw.ef_search', 40, 1000), ('ivfflat.probes', 1, 32768)) AS sett
 
 
 class PostgresDatabase:
-    """Transactions in the database at a URL. Each opens a new connection, so that a broken one is never used again.
-    This is cheap, because a transaction reads or writes thousands of rows.
+    """Transactions in the database at a URL. Each transaction opens a new connection, so that a broken connection is
+    never used again. This is cheap, because a transaction reads or writes thousands of rows.
     """
 
     def __init__(self, url: str, patience: RetryPolicy) -> None:
@@ -87,14 +87,14 @@ class PostgresDatabase:
 
     async def transaction(self, work: Callable[[Any], Awaitable[T]], size: int = 0) -> T:
         """Return the result of `work` in one transaction, which is repeated if another attempt may help. `size`: bytes
-        that it transfers. Raises StoreError.
+        that the transaction transfers. Raises StoreError.
         """
         bound_s = self._patience.stall_s + size / BYTES_PER_S
         return await self._patience.repeated(functools.partial(self._once, work, bound_s, True))
 
     async def alone(self, work: Callable[[Any], Awaitable[T]], bound_s: float) -> T:
-        """Return the result of `work`, outside of a transaction, because PostgreSQL refuses its statements in one.
-        `work` is called again if another attempt may help. Raises StoreError.
+        """Return the result of `work`, whose statements PostgreSQL refuses in a transaction. `bound_s`: seconds that an
+        attempt may take. `work` is called again if another attempt may help. Raises StoreError.
         """
         return await self._patience.repeated(functools.partial(self._once, work, bound_s, False))
 
@@ -103,8 +103,8 @@ class PostgresDatabase:
             async with asyncio.timeout(bound_s), self._connection() as connection:
                 if is_transaction:
                     await connection.execute("BEGIN")
-                # This is the server's own limit: without it, the server would continue a statement after its client
-                # has disconnected.
+                # Without a time limit of its own, the server would continue a statement after its client has
+                # disconnected.
                 local = "LOCAL " if is_transaction else ""
                 await connection.execute(f"SET {local}statement_timeout = {int(bound_s * 1000)}")
                 result = await work(connection)
@@ -112,15 +112,15 @@ class PostgresDatabase:
                     await connection.execute("COMMIT")
                 return result
         except TimeoutError:
-            raise StoreError("PostgreSQL did not answer in time") from None
+            raise StoreError(f"PostgreSQL did not reply within {bound_s:.3g} s") from None
         except asyncpg.PostgresError as error:
             raise _failure(error) from None
         except (asyncpg.exceptions.ClientConfigurationError, FileNotFoundError):
             # FileNotFoundError: a file that the URL names is missing
             raise SinkUnsuitable(
-                "the URL of the database has options that cannot be used: correct what follows the ?; "
-                "sslmode=verify-ca and verify-full need a certificate file: the one of sslrootcert, or "
-                "~/.postgresql/root.crt"
+                "the URL of the database has options that cannot be used: correct the options after the ?; "
+                "sslmode=verify-ca and sslmode=verify-full need a certificate file, which sslrootcert names or which "
+                "is ~/.postgresql/root.crt"
             ) from None
         except (asyncpg.InterfaceError, asyncpg.InternalClientError, OSError) as error:
             raise StoreError(f"PostgreSQL cannot be reached ({type(error).__name__})") from None
@@ -133,7 +133,7 @@ class PostgresDatabase:
             yield connection
             await connection.close()
         finally:
-            # `terminate` closes the socket without waiting for the server, which then rolls back
+            # `terminate` closes the socket without waiting for the server; the server then rolls the transaction back
             connection.terminate()
 
 
@@ -142,7 +142,7 @@ class PgvectorSink(Sink):
         self._database = PostgresDatabase(url, patience)
         self._widths: Widths = {}
         self._table = ""  # quoted name of the table, with its schema
-        self._extension = ""  # schema of the types of vectors
+        self._extension = ""  # name of the SQL schema that has the types of pgvector
 
     async def prepare(self, collection: str, widths: Widths, kinds: Mapping[str, Kind]) -> None:
         """Create or check the table. `kinds` is unused: jsonb stores types, and the operator creates indexes."""
@@ -165,7 +165,7 @@ class PgvectorSink(Sink):
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
         search = functools.partial(_searched, collection=checked_name(collection), vector=vector, limit=limit)
         rows = await self._database.transaction(search)
-        # rows without a vector, or with one of zeros, have no similarity; they come last
+        # a row whose vector is NULL or zero has no similarity: the database returns it last, and it is left out here
         near = (row for row in rows if row["score"] is not None and math.isfinite(row["score"]))
         return [NearRow(row["id"], row["score"], payload_object(row["payload"])) for row in near]
 
@@ -260,7 +260,8 @@ async def _searched(connection: Any, collection: str, vector: NDArray[np.float32
     if _types(columns).get("embedding") != kind or extension is None:
         raise CollectionMismatch(f"the table {collection} has no column embedding of the type {kind}")
     await connection.set_type_codec("vector", schema=extension, encoder=bytes, decoder=bytes, format="binary")
-    # an HNSW scan returns at most `hnsw.ef_search` rows; an IVFFlat scan reads only `ivfflat.probes` lists
+    # Without larger limits, the search may return too few rows: an HNSW scan returns at most `hnsw.ef_search` rows, and
+    # an IVFFlat scan reads only `ivfflat.probes` lists.
     await connection.execute(_SEARCH_WIDTHS, limit)
     distance = f"embedding OPERATOR({quoted(extension)}.<=>) $1::{quoted(extension)}.vector"
     rows: list[Any] = await connection.fetch(
@@ -285,8 +286,8 @@ def binary(vector: NDArray[np.float32]) -> bytes:
 
 
 def vector_binary(vector: NDArray[np.float32] | SparseRow, dims: int) -> bytes:
-    """Return a vector in pgvector's binary form. A sparse one has its number of dimensions, the count of its numbers,
-    four zero bytes, the indices and the float32 numbers, all big-endian.
+    """Return a vector in pgvector's binary form. A sparse vector has the number of dimensions, the number of values,
+    four zero bytes, the int32 indices and the float32 values, all big-endian.
     """
     if not isinstance(vector, SparseRow):
         return binary(vector)
@@ -316,7 +317,7 @@ def quoted(name: str) -> str:
 
 
 def _failure(error: asyncpg.PostgresError) -> StoreError:
-    """Return the StoreError for an error of PostgreSQL, without PostgreSQL's message, because that quotes rows."""
+    """Return the StoreError for an error of PostgreSQL. PostgreSQL's message is left out, because it quotes rows."""
     state = error.sqlstate if _STATE.fullmatch(error.sqlstate or "") else "no SQLSTATE"
     error_name = f"{type(error).__name__}, {state}"
     if state[:2] == "28" or state == "42501":
@@ -327,10 +328,10 @@ def _failure(error: asyncpg.PostgresError) -> StoreError:
         return StoreError(f"another writer has created the same table at the same time ({error_name})")
     if state in ("42P01", "3F000"):
         return CollectionMissing(
-            f"the table does not exist in PostgreSQL any more ({error_name}): the next start creates it again"
+            f"PostgreSQL no longer has the table ({error_name}): the next start of the job creates it again"
         )
     if state[:2] == "42":
-        return CollectionMismatch(f"the table was changed meanwhile ({error_name})")
+        return CollectionMismatch(f"the columns of the table were changed meanwhile ({error_name})")
     if state[:2] in ("22", "23", "54"):
         return RowsRefused(f"PostgreSQL refuses the rows ({error_name})")
     return StoreError(f"PostgreSQL reports an error ({error_name})")

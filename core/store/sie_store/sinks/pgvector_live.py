@@ -1,12 +1,12 @@
-"""Live table of PostgreSQL with pgvector. For the column `embedding` there are, during a migration:
+"""Live table of PostgreSQL with pgvector. A migration of the column `embedding` uses these columns of the table:
 
     embedding           vectors in use
     embedding_next      new vectors before the switch        embedding_before    old vectors after the switch
     embedding_marker    digest of the row's text, the model, and the vector that was computed from this text
 
 A row is pending if it has no vector, or if its marker differs from the digest of its present text, model and vector. So
-no clock, trigger or change log is needed, and no change by a writer is missed. A write locks a row, and then compares
-its text with the text that was read. A write of vectors skips rows that other transactions have locked.
+the migration notices each change by a writer without a clock, a trigger or a change log. A write locks a row, and then
+compares its text with the text that was read. A write of vectors skips rows that other transactions have locked.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from sie_store.sinks.sink import (
 
 DEFAULT_VECTOR, PAYLOAD = "embedding", "payload"  # columns of a table that a job has created
 NEXT, BEFORE, MARKER = "_next", "_before", "_marker"
-MAX_NAME = 63  # bytes of a name in PostgreSQL
+MAX_NAME = 63  # largest number of bytes of a name in PostgreSQL
 SCAN_ROWS = 2_000
-LOCK_S = 3  # seconds for which a change of the table waits for its lock; later readers and writers wait behind it
+LOCK_S = 3  # seconds for which a change of the table waits for its lock; later readers and writers wait meanwhile
 INDEX_S = 24 * 3600.0  # time limit of one statement that builds or drops an index, in seconds
 _TYPE = re.compile(r"(?:.*\.)?(vector|halfvec|sparsevec)(?:\((\d+)\))?")
 _OPERATORS = {
@@ -96,7 +96,7 @@ class _TableShape:
         return self.vector + (NEXT if side == "new" else BEFORE)
 
     def field(self, name: str) -> str:
-        """Return the SQL expression for a column that the template names, or for a field of the column `payload`."""
+        """Return the SQL expression for the column `name`; if the table lacks it, for the field `name` of `payload`."""
         return f"t.{quoted(name)}" if name in self.columns else f"t.{quoted(PAYLOAD)} -> {_literal(name)}"
 
     @property
@@ -109,12 +109,12 @@ class _TableShape:
 
     @property
     def type(self) -> str:
-        """Return the type of vectors, with its schema."""
+        """Return the SQL type of the vectors, qualified by its schema."""
         return f"{quoted(self.extension)}.{self.kind}"
 
     @property
     def copied_type(self) -> str:
-        """Return the type in which vectors are sent: a halfvec as a vector."""
+        """Return the type in which vectors are sent: sparsevec or vector. The database converts a vector to halfvec."""
         return "sparsevec" if self.output == "sparse" else "vector"
 
     @property
@@ -122,14 +122,14 @@ class _TableShape:
         return "sparse" if self.kind == "sparsevec" else "dense"
 
     def dims(self, side: Side) -> int:
-        """Return the declared width of the vectors of a side; 0 if there is none."""
+        """Return the width that the column of a side declares; 0 if the column is missing or declares no width."""
         declared = _TYPE.fullmatch(self.columns.get(self.column(side), ""))
         return int(declared[2] or 0) if declared else 0
 
 
 class _MarkerRecord(msgspec.Struct, frozen=True):
-    """Comment of the marker column. `new`: fingerprint of the new model. `not_null`: whether the column of vectors was
-    NOT NULL before the migration.
+    """JSON in the SQL comment of the marker column. `new`: fingerprint of the new model. `not_null`: whether the column
+    of vectors was NOT NULL before the migration.
     """
 
     new: str
@@ -168,7 +168,7 @@ class PgvectorLive:
         extension = await connection.fetchval(SCHEMA_OF_EXTENSION)
         if extension is None:
             raise SinkUnsuitable(
-                "the database has no extension vector, so it has no vectors: is it the right database?"
+                "the database has no extension vector, so it has no vectors: does the URL name the right database?"
             )
         table = await connection.fetchrow(_TABLE, self._table)
         if table is None:
@@ -179,7 +179,7 @@ class PgvectorLive:
         columns = {row["name"]: row["type"] for row in rows}
         vector = source.vector or DEFAULT_VECTOR
         if len(vector.encode()) + len(MARKER) > MAX_NAME:
-            raise CollectionRefused("the name of the vector column is too long: a migration adds _marker to it")
+            raise CollectionRefused("the name of the vector column is too long: a migration adds _marker. Rename it")
         kind = _TYPE.fullmatch(columns.get(vector, ""))
         if kind is None:
             vectors = [name for name, type_name in columns.items() if _TYPE.fullmatch(type_name)]
@@ -212,8 +212,8 @@ class PgvectorLive:
             )
         if id_column not in unique:
             raise CollectionMismatch(
-                f"the table {source.collection} needs a column that alone is its primary key or unique: "
-                f"{id_column or 'it has none'}. Name one with --id"
+                f"the table {source.collection} needs a column that alone is its primary key or unique, and "
+                f"{f'{id_column} is not' if id_column else 'has no such column'}. Name such a column with --id"
             )
         if not table["is_owner"]:
             raise SinkUnsuitable(
@@ -224,8 +224,8 @@ class PgvectorLive:
         is_not_null = next(row["not_null"] for row in rows if row["name"] == vector)
         in_use: Side = "new" if vector + BEFORE in columns else "old"
         indexes = await connection.fetch(_INDEXES, self._table, vector)
-        # Without an index, vectors are compared by their cosine, and sparse ones by the inner product, because sparse
-        # models are trained with it.
+        # If no index determines the distance, dense vectors are compared by the cosine, and sparse vectors by the inner
+        # product, because sparse models are trained with it.
         default = INNER_PRODUCT if kind[1] == "sparsevec" else COSINE
         operator = next((_OPERATORS.get(index["operators"], COSINE) for index in indexes), default)
         return _TableShape(
@@ -245,7 +245,7 @@ class PgvectorLive:
     async def begin(self, dims: int) -> None:
         shape = self._opened()
         check_dims(dims, MAX_WIDTHS[shape.output], "pgvector")
-        # checked before rows are embedded: `build_indexes` would fail only afterwards
+        # checked here, because `build_indexes` would fail only after all rows were embedded
         if shape.in_use == "old" and shape.indexes and dims > (most := INDEX_DIMS.get(shape.kind, dims)):
             raise SinkUnsuitable(
                 f"the new model has vectors of {dims} numbers, and the index {shape.indexes[0]} of the column "
@@ -279,8 +279,8 @@ class PgvectorLive:
             )
         if self._record().new != fingerprint:
             raise CollectionMismatch(
-                f"the column {column} of {self._source.collection} has vectors of another model, or of this one before "
-                "it changed: remove them with --step clean-up first"
+                f"the column {column} of {self._source.collection} has vectors of another model, or of this model "
+                "before it changed: remove these vectors with --step clean-up first"
             )
 
     async def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
@@ -298,8 +298,8 @@ class PgvectorLive:
     async def _page(
         self, connection: Any, side: Side, after: str | None
     ) -> tuple[int, str | None, list[LiveRow], list[str]]:
-        """Read the next rows. Returns their number, the last id, the pending rows, and the ids of rows whose vector
-        was computed earlier from the same text.
+        """Read the next rows. Returns (number of rows, last id, pending rows, ids of rows that need only a new marker,
+        because their vector of this side was computed from their present text).
         """
         shape = self._opened()
         identity, column = f"t.{quoted(shape.id_column)}", f"t.{quoted(shape.column(side))}"
@@ -367,12 +367,13 @@ class PgvectorLive:
         ]
         away = shape.column(opposite(side))
         if side == shape.in_use and away in shape.columns:
-            # a writer has changed this row, so its vector of the other side belongs to an earlier text
+            # Vectors of the side in use are written only to rows that a writer has changed. So the vector of the
+            # opposite side belongs to an earlier text.
             changes.append(f"{quoted(away)} = NULL")
         await connection.execute(
             f"WITH fresh AS (SELECT t.{identity} AS id, r.embedding FROM pg_temp.sie_rows r JOIN {self._table} t "  # noqa: S608
             f"ON t.{identity} = r.id::{shape.id_type} WHERE {self._version()} = r.version "
-            # a row that another transaction has locked is taken by the next scan, so there are no deadlocks
+            # rows that another transaction has locked stay pending: a write that waits for a lock could deadlock
             f"FOR UPDATE OF t SKIP LOCKED) "
             f"UPDATE {self._table} t SET {', '.join(changes)} FROM fresh WHERE t.{identity} = fresh.id"
         )
@@ -427,12 +428,12 @@ class PgvectorLive:
             await self._database.alone(functools.partial(self._built, like=index), INDEX_S)
 
     async def _built(self, connection: Any, like: Any) -> None:
-        """Build an index of the new vectors like an index of the old ones, unless there is one. Writers are not blocked
-        (CONCURRENTLY). Indexes that a failed build has left invalid are removed first.
+        """Build an index of the new vectors with the method and operators of `like`, an index of the old vectors, if it
+        does not exist. Writers are not blocked (CONCURRENTLY). Invalid indexes of failed builds are removed first.
         """
         column = self._opened().column("new")
-        # A build whose connection was lost goes on at the server and holds this lock. A second build beside it would
-        # deadlock with it, or build the index twice.
+        # If the connection of an earlier build was lost, the server continues that build and holds this lock. A second
+        # build at the same time would deadlock with the first build, or build the index twice.
         await connection.execute(f"BEGIN; LOCK TABLE {self._table} IN SHARE UPDATE EXCLUSIVE MODE; COMMIT")
         present = await connection.fetch(_INDEXES, self._table, column)
         for index in present:
@@ -457,7 +458,7 @@ class PgvectorLive:
             return (
                 f"ALTER TABLE {self._table} RENAME COLUMN {quoted(shape.vector)} TO {away}",
                 f"ALTER TABLE {self._table} RENAME COLUMN {quoted(shape.column(side))} TO {quoted(shape.vector)}",
-                # rows that are written from now on have no vector of the side that is not in use
+                # rows that a writer inserts after the switch have no vector in this column
                 f"ALTER TABLE {self._table} ALTER COLUMN {away} DROP NOT NULL",
             )
 
@@ -483,7 +484,7 @@ class PgvectorLive:
         return bool(await self._database.transaction(lambda connection: connection.fetchval(gaps)))
 
     async def close(self) -> None:
-        """Do nothing: there is no open connection between calls."""
+        """Do nothing: the database has no open connection between calls."""
 
     def _opened(self) -> _TableShape:
         assert self._shape is not None, "open comes first"
@@ -494,18 +495,18 @@ class PgvectorLive:
             return msgspec.json.decode(self._opened().comment, type=_MarkerRecord)
         except UNDECODABLE:
             raise CollectionMismatch(
-                f"the comment of the column {self._opened().marker} is not one of a migration: drop the column"
+                f"no migration has written the comment of the column {self._opened().marker}: drop the column"
             ) from None
 
     async def _alter(self, statements: Callable[[_TableShape], Sequence[str]]) -> None:
         """Run statements that change the table, in one transaction, and read its columns again. `statements`: function
-        that returns them for the table's present columns; none if an earlier attempt, whose reply was lost, has already
-        changed the table.
+        that returns the statements for the present columns. If an earlier attempt, whose reply was lost, has already
+        changed the table, the function returns no statement.
         """
 
         async def run(connection: Any) -> None:
             await connection.execute(f"SET LOCAL lock_timeout = '{LOCK_S}s'")
-            # locked before the columns are read: the transaction of an earlier attempt may still run
+            # locked before the columns are read, because an earlier attempt may still run at the server and change them
             await connection.execute(f"LOCK TABLE {self._table} IN ACCESS EXCLUSIVE MODE")
             for statement in statements(await self._read_shape(connection)):
                 await connection.execute(statement)
@@ -514,9 +515,9 @@ class PgvectorLive:
         self._shape = await self._database.transaction(self._read_shape)
 
     def _fresh_marker(self, side: Side, vector: str) -> str:
-        """Return the SQL expression for the marker of a row whose vector of a side is written. A scan for the new side
-        accepts the new vector of a row that has the marker of the old side. If the new vectors are in use and this
-        row's new vector has no valid marker, the digest is hashed twice, so that the scan does not accept it.
+        """Return the SQL expression for the marker of a row to which `vector` of a side is written. A scan for the new
+        side accepts the new vector of a row with the old side's marker. If the new vectors are in use, and no marker
+        proves that the new vector is current, the digest is hashed once more, so that this scan does not accept it.
         """
         shape, digest = self._opened(), self._digest(side, vector)
         if side == shape.in_use or side == "new":
@@ -525,8 +526,8 @@ class PgvectorLive:
         return f"CASE WHEN {valid} THEN {digest} ELSE sha256({digest}) END"
 
     def _digest(self, side: Side, vector: str = "") -> str:
-        """Return the SQL expression for the marker of a row whose vector of this side is current. `vector`: expression
-        for this vector, by default the stored one.
+        """Return the SQL expression for the marker of a row whose vector of this side is current. `vector`: SQL
+        expression for this vector, by default the stored vector.
         """
         shape = self._opened()
         send = f"{quoted(shape.extension)}.{shape.kind}_send"

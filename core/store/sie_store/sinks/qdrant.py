@@ -56,7 +56,7 @@ ANSWER_BYTES = 4 << 20
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})[\w.+-]{0,32}", re.ASCII)
 BODY_BYTES = 8 << 20  # largest number of bytes of a request body with several points
 # largest number of bytes of a point; a large point has a request body of its own. Qdrant's default limit for a body is
-# 32 MiB, of which 1 MiB is for the filter that some writes have
+# 32 MiB, of which 1 MiB is kept free for the filter of a conditional write
 POINT_BYTES = 31 << 20
 NUMBER_BYTES = 17  # largest number of bytes of a float32 in JSON, with its comma
 
@@ -99,11 +99,11 @@ class QdrantConnection:
         await self._client.aclose()
 
     async def check_version(self, needed: tuple[int, int], purpose: str) -> None:
-        """Raise SinkUnsuitable if the server is older than `needed`. `purpose`: what needs it, for the error text."""
+        """Raise SinkUnsuitable if the server is older than `needed`. `purpose`: operation that the error text names."""
         reply = await self._patience.repeated(functools.partial(self._once, "GET", "/", None, False))
         version = _VERSION.match(reply.version)
         if version is None:
-            raise SinkUnsuitable("the server does not answer as Qdrant does: it has no version")
+            raise SinkUnsuitable("the server does not reply as Qdrant does: its reply has no version")
         if (int(version[1]), int(version[2])) < needed:
             raise SinkUnsuitable(f"Qdrant is {version[0]}, and {purpose} needs {needed[0]}.{needed[1]} or later")
 
@@ -117,7 +117,7 @@ class QdrantConnection:
         exists: bool = False,
         completed: bool = False,
     ) -> Any:
-        """Send a request and return its result. It is repeated if another attempt may help. `body`: bytes in JSON, or a
+        """Send a request, repeated if another attempt may help, and return its result. `body`: JSON as bytes, or a
         value to encode. `missing`: return None if the collection does not exist. `exists`: return None if it already
         exists. `completed`: raise StoreError if Qdrant does not confirm that the rows are applied.
         """
@@ -139,7 +139,7 @@ class QdrantConnection:
         try:
             return msgspec.convert(result, type)
         except msgspec.ValidationError:
-            raise SinkUnsuitable("the server does not answer as Qdrant does") from None
+            raise SinkUnsuitable("the server does not reply as Qdrant does: check its URL") from None
 
     async def _once(self, method: str, path: str, content: bytes | None, completed: bool) -> _QdrantReply:
         try:
@@ -193,8 +193,7 @@ class QdrantSink:
         latest = rows.latest(self._widths)
         bodies = point_bodies((self._point(latest, number) for number in range(len(latest.ids))), self._body_bytes)
         path = f"/collections/{self._collection}/points?wait=true"
-        # Bodies are encoded in a thread, because this takes as long as some requests to a model and would block the
-        # event loop.
+        # encoded in a thread, because encoding takes long and would block the event loop
         while body := await asyncio.to_thread(next, bodies, b""):
             await self._server.send("PUT", path, body, completed=True)
 
@@ -216,7 +215,7 @@ class QdrantSink:
     def refusals(self, rows: SinkRows) -> Mapping[int, str]:
         refused = {}
         for number, multivector in enumerate(rows.multivectors):
-            if multivector.size * NUMBER_BYTES > POINT_BYTES:  # only `upsert` encodes smaller ones
+            if multivector.size * NUMBER_BYTES > POINT_BYTES:  # a smaller multivector need not be encoded here
                 size = len(_encoded_vector(multivector))
                 if size > POINT_BYTES:
                     refused[number] = _oversize("the multivector", size)
@@ -240,14 +239,14 @@ class QdrantSink:
 
 
 def json_vector(vector: NDArray[np.float32] | SparseRow) -> Any:
-    """Return a vector as Qdrant reads it."""
+    """Return a vector in Qdrant's JSON form."""
     if isinstance(vector, SparseRow):
         return {"indices": vector.indices.tolist(), "values": msgspec.Raw(_encoded_vector(vector.values))}
     return msgspec.Raw(_encoded_vector(vector))
 
 
 def _encoded_vector(numbers: NDArray[np.float32]) -> bytes:
-    """Return numbers in JSON, each with the fewest digits that a float32 needs: half of those of a float64."""
+    """Return float32 numbers as JSON, with the fewest digits that identify each number."""
     return orjson.dumps(np.ascontiguousarray(numbers), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
@@ -257,7 +256,7 @@ def _oversize(name: str, size: int) -> str:
 
 def point_bodies(points: Iterable[Mapping[str, Any]], body_bytes: int = BODY_BYTES) -> Iterator[bytes]:
     """Yield request bodies with points, each of at most `body_bytes`. A larger point is alone in its body. Raises
-    RowsRefused for one of more than POINT_BYTES.
+    RowsRefused for a point of more than POINT_BYTES.
     """
     batch: list[bytes] = []
     size = empty = len(b'{"points":[]}')
@@ -283,7 +282,7 @@ async def _body(response: httpx.Response, answer_bytes: int) -> bytes:
         data += piece
         if len(data) > answer_bytes:
             raise AnswerTooLarge(
-                f"an answer has more than {answer_bytes} bytes: ask for fewer rows, or store less in each payload"
+                f"a reply of Qdrant has more than {answer_bytes} bytes: ask for fewer rows, or store smaller payloads"
             )
     return bytes(data)
 
@@ -292,7 +291,7 @@ def _reply(body: bytes) -> _QdrantReply:
     try:
         return msgspec.json.decode(body, type=_QdrantReply)
     except UNDECODABLE:
-        raise SinkUnsuitable("the server does not answer as Qdrant does") from None
+        raise SinkUnsuitable("the server does not reply as Qdrant does: check its URL") from None
 
 
 class AnswerTooLarge(SinkUnsuitable):
@@ -315,9 +314,9 @@ def _refusal(response: httpx.Response, rows: bool) -> StoreError:
     if status in (400, 413, 422):
         return (RowsRefused if rows else CollectionRefused)(f"Qdrant refuses the request (status {status})")
     if 300 <= status < 500 and status not in (408, 409, 425, 429):
-        return SinkUnsuitable(f"the server does not answer as Qdrant does (status {status})")
+        return SinkUnsuitable(f"the server does not reply as Qdrant does (status {status}): check its URL")
     after = response.headers.get("retry-after", "")
-    return StoreError(f"Qdrant answers with status {status}", float(after) if after.isdecimal() else 0.0)
+    return StoreError(f"Qdrant replies with status {status}", float(after) if after.isdecimal() else 0.0)
 
 
 def _settings(widths: Widths) -> dict[str, Any]:
@@ -330,15 +329,15 @@ def _settings(widths: Widths) -> dict[str, Any]:
 
 
 def vector_settings(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of dense vectors and multivectors by name (empty for a vector without a name), and those of
-    sparse vectors. `settings`: the body that creates a collection, or the server's description of a collection.
+    """Return the settings of dense vectors and multivectors, and the settings of sparse vectors, by name (empty for a
+    vector without a name). `settings`: body that creates a collection, or the server's description of a collection.
     """
     try:
         params = settings["config"]["params"] if "config" in settings else settings
         vectors, sparse = params.get("vectors") or {}, params.get("sparse_vectors") or {}
         return ({"": vectors} if "size" in vectors else dict(vectors)), dict(sparse)
     except (TypeError, KeyError, ValueError, AttributeError):
-        raise SinkUnsuitable("the server does not answer as Qdrant does") from None
+        raise SinkUnsuitable("the server does not reply as Qdrant does: check its URL") from None
 
 
 def _check(collection_info: Any, collection: str, settings: dict[str, Any]) -> None:
@@ -346,7 +345,7 @@ def _check(collection_info: Any, collection: str, settings: dict[str, Any]) -> N
     vectors, sparse = vector_settings(collection_info)
     expected, expected_sparse = vector_settings(settings)
     if vectors.keys() != expected.keys() or sparse.keys() != expected_sparse.keys():
-        shown = ", ".join(name or "one without a name" for name in (*expected, *expected_sparse))
+        shown = ", ".join(name or "a vector without a name" for name in (*expected, *expected_sparse))
         raise CollectionMismatch(f"the collection {collection} does not have the vectors that are written: {shown}")
     for name, params in expected.items():
         _check_vector(vectors[name], collection, name, params)
@@ -360,9 +359,9 @@ def _check_vector(actual: Any, collection: str, name: str, expected: Mapping[str
         size, distance = actual["size"], actual.get("distance")
         comparator = (actual.get("multivector_config") or {}).get("comparator")
     except (TypeError, KeyError, AttributeError):
-        raise SinkUnsuitable("the server does not answer as Qdrant does") from None
+        raise SinkUnsuitable("the server does not reply as Qdrant does: check its URL") from None
     if not isinstance(size, int) or distance not in DISTANCES or comparator not in (None, COMPARATOR):
-        raise SinkUnsuitable("the server does not answer as Qdrant does")
+        raise SinkUnsuitable("the server does not reply as Qdrant does: check its URL")
     place = f"the collection {collection}" + (f", vector {name}," if name else "")
     if (comparator is None) != ("multivector_config" not in expected):
         raise CollectionMismatch(f"{place} is no {'multivector' if comparator is None else 'single vector'}")

@@ -1,19 +1,19 @@
-"""Live collection of Qdrant: its texts are embedded by a new model into a second collection, while the first one is in
-use. The name that searches and writers use is an alias of Qdrant, here `docs`:
+"""Live collection of Qdrant. A migration embeds its texts with a new model into a second collection, while searches and
+writers use the first collection. Their name for a collection is an alias of Qdrant, here `docs`:
 
     docs          ──► the collection in use
     docs--1f0c9a2b        the new collection: 8 hexadecimal digits of the new model's fingerprint
     docs--before  ──► the old collection, after the switch
 
-The new collection has copies of the points of the old one, with the same ids and payloads, and the same vectors except
-the migrated one. The marker of a point is the field `_sie` of its payload. A point is pending if its copy is missing,
-has another payload, or has a marker of another text or model. A writer that replaces a point removes its marker.
+The new collection has copies of the points of the old collection. A copy has the same id and payload, and the same
+vectors except the migrated vector. The marker of a point is the field `_sie` of its payload. A point is pending if its
+copy is missing, has another payload, or has a marker of another text or model. A writer's replacement has no marker.
 
     _sie: TEXT.PAYLOAD    TEXT     digest of the text and model of the vector; empty for a vector of the application
                           PAYLOAD  digest of the payload when both collections last had the same payload
 
-So a point with a valid PAYLOAD has not changed since it was copied. After the switch, this shows which of the two
-points is newer. If a point has no counterpart, it shows whether the point is new or the counterpart was deleted.
+So a point with a valid PAYLOAD has not changed since it was copied. After the switch, PAYLOAD shows whether a point or
+its copy is newer. If a point without a copy has a valid PAYLOAD, its copy was deleted. If not, the point is new.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, 
 
 MARKER = "_sie"
 NO_VECTOR, CLAIM = "none", "claim"  # values that a marker may have instead of the text's digest
-CONDITIONS_SINCE = (1, 16)  # versions of Qdrant before this ignore `update_filter`, the condition of a write
+CONDITIONS_SINCE = (1, 16)  # older versions of Qdrant ignore `update_filter`, the condition of a write
 SCAN_POINTS = 256  # points that are read at a time; halved if the reply is too large
-COPIED_POINTS = 64  # points whose other vectors (not migrated) are read at a time; halved if the reply is too large
-ANSWER_BYTES = 64 << 20  # largest number of bytes of a reply with points; a single point has at most half of that
-# settings that the new collection gets too; _CONFIGS: name in a collection's description -> name in a request
+COPIED_POINTS = 64  # points whose copied vectors are read at a time; halved if the reply is too large
+ANSWER_BYTES = 64 << 20  # largest number of bytes of a reply with points; a point alone has at most 32 MiB
+# settings that are copied to the new collection; _CONFIGS: name in a collection's description -> name in a request
 _PARAMS = ("shard_number", "replication_factor", "write_consistency_factor", "on_disk_payload")
 _CONFIGS = {
     "hnsw_config": "hnsw_config",
@@ -97,8 +97,8 @@ class _AliasListing(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _CollectionPair:
-    """Collections of a migration. `vector`: name of the migrated vector, empty if it has no name. `params`: its
-    settings, empty if it is sparse. `more_vectors`: names of the other vectors.
+    """Old and new collection of a migration. `vector`: name of the migrated vector, empty if the vector has no name.
+    `params`: settings of this vector, empty if it is sparse. `more_vectors`: names of the vectors that are only copied.
     """
 
     names: Mapping[Side, str]
@@ -112,8 +112,8 @@ class _CollectionPair:
 
 @dataclass(frozen=True)
 class _LateWrite:
-    """Point that was written to the collection not in use after it was copied. `marker`: marker of its copy, empty if
-    it has no copy.
+    """Point of the collection that is not in use, changed by a writer after the point was copied. `marker`: marker of
+    the copy in the collection in use, empty if there is no copy.
     """
 
     point: _Point
@@ -148,7 +148,7 @@ class QdrantLive:
         if in_use == "old" and self._before in aliases:
             raise CollectionMismatch(
                 f"an earlier migration of {self._alias} is not cleaned up: the alias {self._before} still names the "
-                f"collection {aliases[self._before]}. Remove both, or run the command of that migration with "
+                f"collection {aliases[self._before]}. Remove the alias, or run the command of that migration with "
                 "--step clean-up"
             )
         info = await self._server.read("GET", _path(target), _CollectionInfo)
@@ -169,13 +169,13 @@ class QdrantLive:
         """
         named, sparse = vector_settings(info.config.params)
         sizes = {name: params.get("size") for name, params in named.items() if isinstance(params, dict)}
-        # if there is exactly one dense vector, it is the default, even if there are sparse vectors too
+        # by default the only dense vector is migrated, even if there are sparse vectors too
         default = named if len(named) == 1 else {**named, **sparse}
         vector = self._source.vector or (next(iter(default)) if len(default) == 1 else "")
         if vector not in sparse and not isinstance(sizes.get(vector), int):
             raise CollectionMismatch(
                 f"the collection {self._alias} has the vectors "
-                f"{', '.join(name or '(no name)' for name in (*named, *sparse))}: --vector names the one to migrate"
+                f"{', '.join(name or '(no name)' for name in (*named, *sparse))}: choose one with --vector"
             )
         more_vectors = tuple(name for name in (*named, *sparse) if name != vector)
         return vector, {} if vector in sparse else named[vector], more_vectors
@@ -236,20 +236,21 @@ class QdrantLive:
                 yield page
 
     def _is_current(self, side: Side, point: _Point, copy: _Point | None) -> bool:
-        """Return whether the copy of a point has its payload, and a vector of this payload's text."""
+        """Return whether the copy of a point has the point's payload, and a vector of the text in this payload."""
         if copy is None or _plain(copy) != _plain(point):
             return False
         marker = _marker(copy)
         text = marker.partition(".")[0]
         if text == self._text_digest(side, point):
             return True
-        # a vector without TEXT is from the application: an old one, unless the point was written after the switch
+        # A vector without TEXT comes from the application. It is a vector of the old model if the point has not changed
+        # since it was copied, or if the point has no marker and the old collection is not in use.
         return side == "old" and not text and (_is_agreed(copy) or (not marker and side != self._opened().in_use))
 
     async def _late_writes(self, away: str, source: str) -> AsyncIterator[ScannedPage]:
-        """Yield the points of `away` (the collection not in use) that were written after they were copied, unless the
-        copy in `source` (the one in use) is newer. Delete from `source` the copies of points that were deleted from
-        `away`.
+        """Yield the points of `away` (the collection not in use) if a writer has changed them after they were copied. A
+        point is skipped if its copy in `source` (the collection in use) is newer. Points that were deleted from `away`
+        are deleted from `source`.
         """
         async for points in self._scroll(away):
             changed = [point for point in points if not _is_agreed(point)]
@@ -273,7 +274,7 @@ class QdrantLive:
                 await self._server.send("POST", _path(source, "/points/delete?wait=true"), {"filter": unchanged})
 
     async def _agree(self, collection: str, points: Sequence[_Point]) -> None:
-        """Set PAYLOAD in the markers of points to the digest of their payload, now that both collections have it."""
+        """Set PAYLOAD in the markers of points to the digest of their payload, which both collections now have."""
         operations = [
             {
                 "set_payload": {
@@ -306,7 +307,7 @@ class QdrantLive:
             return
         late = [(write, vector) for write, vector in pairs if isinstance(write, _LateWrite)]
         if late:
-            # a copy that the application has changed meanwhile has another marker, and stays as it is
+            # the filter skips a copy that the application has changed meanwhile: such a copy has another marker
             unchanged = _with_marker(*(write.marker for write, _ in late))
             await self._put(side, [(write.point, vector) for write, vector in late], unchanged)
             await self._agree(layout.names[opposite(side)], [write.point for write, _ in late])
@@ -321,28 +322,27 @@ class QdrantLive:
         update_filter: Mapping[str, Any] | None = None,
     ) -> None:
         """Write copies of points to the collection of a side (the old or the new model). `update_filter`: filter for
-        existing points that may be replaced; None: all.
+        the existing points that may be replaced; None if all may be replaced.
         """
         await self._check_in_use()
         condition = b',"update_filter":' + msgspec.json.encode(update_filter) + b"}"
         first = 0
         while first < len(points):
-            # the other vectors are read here and not in the scan, where those of all pending points would be in memory
+            # the scan does not read the vectors that are only copied: those of all pending points would be in memory
             stored = await self._more_vectors(opposite(side), [point.id for point, _ in points[first:]])
             copied = points[first : first + len(stored)]
             bodies = point_bodies(
                 self._copy(point, side, vector, more) for (point, vector), more in zip(copied, stored, strict=True)
             )
-            # Bodies are encoded in a thread, because this takes as long as some requests to a model and would block the
-            # event loop.
+            # encoded in a thread, because encoding takes long and would block the event loop
             while body := await asyncio.to_thread(next, bodies, b""):
                 content = body.removesuffix(b"}") + condition
                 await self._server.send("PUT", self._points_path(side, "?wait=true"), content, completed=True)
             first += len(stored)
 
     async def _more_vectors(self, side: Side, ids: Sequence[int | str]) -> list[dict[str, Any]]:
-        """Return the other named vectors (all but the migrated one) of the first points of `ids`, of as many points as
-        one reply can hold.
+        """Return the vectors that are only copied, by name, for the first points of `ids`. The size of a reply limits
+        the number of these points.
         """
         layout = self._opened()
         if not layout.more_vectors:
@@ -362,7 +362,7 @@ class QdrantLive:
             return [vector if isinstance(vector, dict) else {} for vector in vectors]
 
     def _copy(self, point: _Point, side: Side, vector: Vector | None, more_vectors: dict[str, Any]) -> dict[str, Any]:
-        """Return a point's copy for a side's collection. `vector`: the migrated vector. `more_vectors`: the others."""
+        """Return the copy of a point for a side's collection. `vector`: migrated vector, None if the text is empty."""
         name = self._opened().vector
         content: Any = more_vectors
         payload = _plain(point)
@@ -374,8 +374,8 @@ class QdrantLive:
         return {"id": point.id, "vector": content, "payload": payload}
 
     async def _replace_vectors(self, points: Sequence[tuple[_Point, Vector]]) -> None:
-        """Write vectors and markers to the collection in use. First a random claim is written to the markers; each
-        later write requires it. A writer that replaces a point removes the claim, so the writer's vector stays.
+        """Write vectors and markers to the collection in use. The first write sets the markers to a random claim, and
+        each later write requires the claim. A writer that replaces a point removes the claim, so its vector stays.
         """
         layout = self._opened()
         name, ids = layout.names[layout.in_use], [point.id for point, _ in points]
@@ -396,12 +396,12 @@ class QdrantLive:
             try:
                 await self._change(name, operations)
             except CollectionMissing:
-                # the point was deleted meanwhile, or the whole collection: then the next scan raises an error
+                # The point was deleted meanwhile. If the collection was deleted, the next scan raises an error.
                 continue
 
     async def sample(self, count: int) -> Sequence[LiveRow]:
         layout = self._opened()
-        # payloads are read separately, because those of all points may be larger than the limit of one reply
+        # payloads are read by `_points`, because the payloads of all points may be too large for one reply
         body = {"query": {"sample": "random"}, "limit": count, "with_payload": False}
         page = await self._server.read("POST", self._points_path(layout.in_use, "/query"), _PointPage, body)
         points = await self._points(layout.names[layout.in_use], [point.id for point in page.points])
@@ -440,8 +440,8 @@ class QdrantLive:
         body = {"keys": [MARKER], "filter": {}}
         await self._server.send("POST", self._points_path(layout.in_use, "/payload/delete?wait=true"), body)
         if layout.is_begun:
-            # This collection is deleted last: if the clean-up is interrupted before, the next clean-up still finds the
-            # collection by its name or its alias. The alias ends with the collection.
+            # Deleted last: if the clean-up is interrupted earlier, the next clean-up still finds this collection by its
+            # name or its alias. Qdrant deletes the alias with the collection.
             await self._server.send("DELETE", _path(layout.names[opposite(layout.in_use)]), missing=True)
 
     async def close(self) -> None:
@@ -466,12 +466,12 @@ class QdrantLive:
         return {alias.alias_name: alias.collection_name for alias in listed.aliases}
 
     async def _check_in_use(self) -> None:
-        """Raise CollectionMismatch if another command has switched the alias: then this command would write its copies
-        to the collection in use.
+        """Raise CollectionMismatch if another command has switched the alias. This command would otherwise write its
+        copies to the collection in use.
         """
         layout = self._opened()
         if (await self._aliases()).get(self._alias) != layout.names[layout.in_use]:
-            raise CollectionMismatch(f"another command has switched {self._alias} meanwhile: run one at a time")
+            raise CollectionMismatch(f"another command has switched {self._alias} meanwhile: run one command at a time")
 
     async def _scroll(self, collection: str, *, with_payload: bool = True) -> AsyncIterator[tuple[_Point, ...]]:
         """Yield all points, ordered by id."""
@@ -495,7 +495,7 @@ class QdrantLive:
     async def _points(
         self, collection: str, ids: Sequence[int | str], *, with_payload: bool = True
     ) -> dict[int | str, _Point]:
-        """Read points by id, in several requests if one reply cannot hold them. Missing ones are left out."""
+        """Read points by id, in several requests if one reply cannot hold them. Missing points are left out."""
         points: dict[int | str, _Point] = {}
         first, limit = 0, len(ids)
         while first < len(ids):
@@ -518,7 +518,7 @@ class QdrantLive:
         with_payload: bool = True,
         with_vector: Sequence[str] = (),
     ) -> dict[int | str, _Point]:
-        """Read points by id in one request. Missing ones are left out. Raises AnswerTooLarge."""
+        """Read points by id in one request. Missing points are left out. Raises AnswerTooLarge."""
         body = {"ids": list(ids), "with_payload": with_payload, "with_vector": list(with_vector) or False}
         points = await self._server.read("POST", _path(collection, "/points"), tuple[_Point, ...], body)
         return {point.id: point for point in points}
@@ -540,7 +540,7 @@ def _plain(point: _Point) -> dict[str, Any]:
 
 
 def _marker(point: _Point) -> str:
-    """Return the marker of a point, empty if it has none."""
+    """Return the marker of a point, empty if the point has no marker."""
     marker = (point.payload or {}).get(MARKER)
     return marker if isinstance(marker, str) else ""
 
@@ -550,12 +550,12 @@ def _payload_digest(point: _Point) -> str:
 
 
 def _is_agreed(point: _Point) -> bool:
-    """Return whether a point has not changed since both collections had it."""
+    """Return whether the payload of a point is the same as when both collections last had the same payload."""
     return _marker(point).partition(".")[2] == _payload_digest(point)
 
 
 def _with_marker(*markers: str, ids: Sequence[int | str] = ()) -> dict[str, Any]:
-    """Return the filter for points with one of `markers` and one of `ids`. A condition without values is left out."""
+    """Return the filter for points that have one of `markers` and one of `ids`. Empty `markers` or `ids` accept all."""
     conditions: list[dict[str, Any]] = [{"has_id": list(ids)}] if ids else []
     if markers:
         conditions.append({"key": MARKER, "match": {"any": list(markers)}})

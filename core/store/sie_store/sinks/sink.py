@@ -1,10 +1,10 @@
 """Interface of sinks (vector databases to which jobs write), and code that all of them use.
 
     rows ──SinkRows.latest──► rows with distinct ids ──Sink.upsert──► database
-                                                          └── RetryPolicy: repeated while the database is away
+                                                          └── RetryPolicy: repeated if the database cannot be reached
 
-Errors are StoreError, after which another attempt may help, AccessRefused, and the classes below. No message has a
-credential or the contents of a row. Errors of libraries quote rows, so they never become the cause of an exception.
+Methods raise StoreError, after which another attempt may help, AccessRefused, or a class below. No message has a
+credential or the contents of a row. Errors of libraries quote rows, so no exception has such an error as its cause.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class RowsRefused(StoreError):
 
 @dataclass(frozen=True)
 class SparseRow:
-    """Sparse vector of a row. `indices`: dimensions in which it is not zero, in ascending order."""
+    """Sparse vector of a row. `indices`: dimensions of the values, in ascending order. No value is zero."""
 
     indices: NDArray[np.integer[Any]]
     values: NDArray[np.float32]
 
     @classmethod
     def from_arrays(cls, indices: NDArray[np.integer[Any]], values: NDArray[np.floating[Any]]) -> SparseRow:
-        """Return the sparse vector with `values[i]` at `indices[i]`, in any order of indices. Zeros are left out."""
+        """Return the sparse vector with `values[i]` at `indices[i]`. `indices` may be unsorted. Zeros are left out."""
         order = np.argsort(indices)
         order = order[values[order] != 0]
         return cls(indices[order], values[order].astype(np.float32, copy=False))
@@ -79,8 +79,8 @@ class SinkRows:
     multivectors: Sequence[NDArray[np.float32]] = ()
 
     def latest(self, widths: Widths) -> SinkRows:
-        """Return the rows. If several rows have the same id, only the last one is returned. Raises RowsRefused for rows
-        that no database can store.
+        """Return the rows. If several rows have the same id, only the last of these rows is returned. Raises
+        RowsRefused for rows that no database can store.
         """
         count, dims = len(self.ids), widths.get("dense", 0)
         if self.vectors.shape != (count, dims) or len(self.payloads) != count:
@@ -129,12 +129,14 @@ class NearRow:
 
 
 class Sink(Protocol):
-    """Vector database. Methods limit the time of an attempt, repeat it if that may help, and raise StoreError."""
+    """Vector database. Methods limit the time of an attempt, repeat a failed attempt if this may help, and raise
+    StoreError.
+    """
 
     async def prepare(self, collection: str, widths: Widths, kinds: Mapping[str, Kind]) -> None:
-        """Create or check the collection to which `upsert` will write, for vectors of these widths: dense ones and
-        multivectors with cosine distance, sparse ones with the dot product. `kinds`: kind of value of each payload
-        field by which searches filter; the fields get an index if the database needs one.
+        """Create or check the collection to which `upsert` writes. Dense vectors and multivectors have the cosine
+        distance, and sparse vectors the dot product. `kinds`: kind of value of each payload field by which searches
+        filter. These fields get an index if the database needs an index.
         """
 
     async def upsert(self, rows: SinkRows) -> None:
@@ -142,13 +144,13 @@ class Sink(Protocol):
 
     def refusals(self, rows: SinkRows) -> Mapping[int, str]:
         """Return why the database can never store a row, by the number of the row. A job counts these rows as failed
-        and does not write them, because `upsert` would refuse all rows of the call. Only multivectors can be too large:
-        by default, none is refused.
+        and does not write them, because `upsert` would refuse all rows of the call. By default no row is refused: only
+        databases of multivectors have rows that are too large.
         """
         return {}
 
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
-        """Return the rows of a collection that are nearest to a vector, the nearest first. It writes nothing."""
+        """Return the rows of a collection that are nearest to a vector, the nearest first. A search writes nothing."""
 
     async def close(self) -> None:
         """Close the connections to the database."""
@@ -168,9 +170,7 @@ def check_dims(dims: int, most: int, database: str) -> None:
 
 
 def payload_object(payload: str | None) -> dict[str, Any]:
-    """Return a stored payload as a dict; an empty one if it is NULL or no JSON object, which other writers may have
-    stored.
-    """
+    """Return a stored payload as a dict. The dict is empty if another writer has stored NULL or no JSON object."""
     try:
         value = None if payload is None else msgspec.json.decode(payload)
     except UNDECODABLE:

@@ -2,7 +2,7 @@
 StoreError or FetchFailed.
 
     models--org--name/COMMIT/path/of/a/file      the files, as in the local cache
-    models--org--name/COMMIT/sie-manifest.json   written last: a snapshot without it is not complete
+    models--org--name/COMMIT/sie-manifest.json   written last: a snapshot without a manifest is not complete
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 MAX_OBJECTS = 100_000  # largest number of objects of one snapshot
-GLANCE_S, GLANCES = 10.0, 3  # seconds of one attempt to read a manifest; number of attempts
+GLANCE_S, GLANCES = 10.0, 3  # time limit in seconds of one attempt to read a manifest; number of attempts
 _FOLDER = re.compile(r"models--(.+)")
 
 
@@ -36,8 +36,8 @@ def place(repository: str, revision: str) -> str:
 
 @dataclass(frozen=True)
 class CommitState:
-    """State of one snapshot in the bucket. `wrong`: its faults, one line each, by file name; a missing manifest is a
-    fault too. `sizes`: bytes of each object except the manifest, by name.
+    """State of one snapshot in the bucket. `wrong`: a line for each fault, by file name; a missing manifest is a fault
+    too. `sizes`: number of bytes of each object except the manifest, by name.
     """
 
     repository: str
@@ -54,12 +54,12 @@ class CommitState:
 class WeightBucket:
     def __init__(self, url: str, store: ObjectStore, limits: DownloadLimits) -> None:
         self.url, self.store, self.limits = url, store, limits
-        # short limits for the manifest: the load of a model waits for it before it tries the next source
+        # short limits, because the load of a model tries its next source only after the read of the manifest
         self._glance = RetryPolicy(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
-        """Return the manifest of a snapshot (None if the snapshot is not complete), and obstore's put mode for a write
-        that replaces this manifest: with it, the write fails if another writer was faster.
+        """Return the manifest of a snapshot (None if the snapshot is not complete), and obstore's put mode by which a
+        write of the manifest fails if another writer has written it meanwhile. Raises FetchFailed for a wrong manifest.
         """
         key, snapshot = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
 
@@ -79,13 +79,13 @@ class WeightBucket:
             return None, "create"
         except ManifestError as error:
             raise FetchFailed(
-                "INCOMPATIBLE", f"{snapshot}: {error}; `sie weights push --force` writes another one"
+                "INCOMPATIBLE", f"{snapshot}: {error}; `sie weights push --force` writes another manifest"
             ) from error
         if (manifest.repository, manifest.revision) != (repository, revision):
             other_snapshot = f"{manifest.repository}@{manifest.revision}"
             raise FetchFailed(
                 "INCOMPATIBLE",
-                f"{snapshot} has the manifest of {other_snapshot}: `sie weights push --force` writes its own",
+                f"{snapshot} has the manifest of {other_snapshot}: `sie weights push --force` writes the right one",
             )
         return manifest, version
 
@@ -118,7 +118,7 @@ class WeightBucket:
         try:
             manifest, _ = await self.manifest(repository, revision)
             if manifest is None:
-                wrong[MANIFEST] = "it has no manifest: a push is under way, or did not end"
+                wrong[MANIFEST] = "the snapshot has no manifest: a push still runs, or did not finish"
         except FetchFailed as error:
             wrong[MANIFEST] = error.message
         for name, fact in manifest.files.items() if manifest is not None else ():
@@ -135,7 +135,7 @@ class WeightBucket:
 
         folders = [name for name in await self.below(None) if _FOLDER.fullmatch(name)]
         listed = await object_stores.gather(states, folders, self.limits.parts_at_once)
-        # an empty object can stand for a folder, which is not a snapshot
+        # some tools write an empty object for a folder; such an object alone is no snapshot
         return [stored for stored in itertools.chain(*listed) if stored.bytes or stored.manifest is not None]
 
     async def removed(self, repository: str, revision: str) -> int:
@@ -146,7 +146,7 @@ class WeightBucket:
         with contextlib.suppress(ObjectMissing):
             await self.limits.call(lambda: obstore.delete_async(self.store, f"{prefix}/{MANIFEST}"))
         for name, size in (await self.sizes(repository, revision)).items():
-            with contextlib.suppress(ObjectMissing):  # another process has already removed it
+            with contextlib.suppress(ObjectMissing):  # another process has already removed the object
                 await self.limits.call(functools.partial(obstore.delete_async, self.store, f"{prefix}/{name}"))
             removed_bytes += size
         return removed_bytes

@@ -1,15 +1,15 @@
 """Local cache: snapshots (the weights of a model at one commit) on this node's disk. The folders are the same as in
-HF_HOME, so that other programs find them too.
+HF_HOME, so that other programs find the snapshots too.
 
     hub/models--org--name/snapshots/COMMIT/     a snapshot, complete with a manifest, or written by the hub's own client
     hub/models--org--name/partial/COMMIT/       files of an unfinished fetch; the next fetch resumes there
     hub/.locks/models--org--name/COMMIT.fetch   exclusive lock of the one process of the node that fetches the snapshot;
-                                                it contains the progress
+                                                the file contains the progress
     hub/.locks/models--org--name/COMMIT.use     shared lock of processes that load, use or fetch the snapshot;
                                                 exclusive lock of a process that removes it. The file's mtime: last use
 
-A fetch fills the partial folder. The manifest is written last, and then the folder is renamed into place. If the
-snapshot exists already, the new files are moved into it before its manifest is written.
+A fetch fills the partial folder. The manifest is written last, and then the folder is renamed to the snapshot's folder.
+If the snapshot exists already, the new files are moved into its folder before its manifest is written.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from sie_store.weights.selection import LORA_FILES, Wanted, common
 _logger = logging.getLogger("sie.store")
 
 POLL_S = 0.2
-# a fetch by another process counts as failed after this many seconds without progress; the time-outs within a fetch are
-# shorter, so a fetch that still retries is not given up
+# seconds without progress after which a fetch by another process counts as failed; longer than the time-outs within a
+# fetch, so that a fetch that still retries does not count as failed
 STALLED_S = 180.0
-REMOVAL_S = 60.0  # seconds for which a process waits until another one has removed a snapshot
+REMOVAL_S = 60.0  # seconds for which a process waits while another process removes snapshots
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REMOVED = ".removed"
 
@@ -63,10 +63,10 @@ _note_decoder = msgspec.json.Decoder(tuple[Fetched, float])
 class Fetch(Protocol):
     """Function that fetches the files of one snapshot into a folder and returns the manifest.
 
-    It uses files that earlier attempts have left in the folder. An incomplete file has the suffix PART; it is renamed
-    when its digest is correct. A file without the suffix may be a hard link to a file of another program: it is
-    checked, and replaced if it is wrong, but never written to. Every file is synced to the disk. `progress.expect` is
-    called before the first byte is fetched. Raises FetchFailed, OSError.
+    The function uses files that earlier attempts have left in the folder. An incomplete file has the suffix PART until
+    its digest is correct. A file without the suffix may be a hard link to a file of another program. So a wrong file
+    is replaced, but never written to. Every file is synced to the disk. `progress.expect` is called before the first
+    byte is fetched. Raises FetchFailed, OSError.
     """
 
     def __call__(self, folder: Path, progress: FetchProgress) -> Manifest: ...
@@ -88,8 +88,8 @@ class Candidate:
 class LocalCache:
     """Snapshots below `folder`. Methods are safe for use by several threads and processes.
 
-    `room`: called with a number of bytes before a fetch; frees this space on the disk, or raises FetchFailed.
-    `relieve`: removes snapshots until the disk is below its threshold, and returns whether the disk is below it.
+    `room`: function that frees a number of bytes on the disk before a fetch, or raises FetchFailed. `relieve`: function
+    that removes snapshots until the disk is below its threshold, and returns whether the disk is below it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -106,7 +106,7 @@ class LocalCache:
     def find(self, repository: str, revision: str, select: Wanted | None = None) -> Path | None:
         """Return the folder of a snapshot; None if it is missing or incomplete. Raises ManifestError.
 
-        With a manifest, the snapshot must have all files in it, and `select` must accept none of the files that the
+        With a manifest, the snapshot must have all files of the manifest, and `select` must accept no file that the
         manifest left out. Without a manifest, the snapshot must have the files that `select` (by default `common`)
         accepts in the listing of the hub's own client.
         """
@@ -154,7 +154,7 @@ class LocalCache:
 
     def lease(self, repository: str, revision: str) -> Lock:
         """Return a lease on a snapshot, which need not exist yet. No process removes the snapshot during the lease.
-        Raises FetchFailed if another process is removing the snapshot and does not finish, or if the lock file cannot
+        Raises FetchFailed if another process removes the snapshot for longer than REMOVAL_S, or if the lock file cannot
         be written. Raises ManifestError.
         """
         check_names(repository, revision)
@@ -182,11 +182,10 @@ class LocalCache:
         select: Wanted | None = None,
         progress: FetchProgress | None = None,
     ) -> Path:
-        """Return the folder of a snapshot; fetch the snapshot first if it is not complete. Only one process of the node
-        fetches it; others wait.
+        """Return the folder of a snapshot. Fetch the snapshot first if it is not complete; other processes of the node
+        wait until this fetch ends. `label`: name of the snapshot in logs and errors. Raises FetchFailed, ManifestError.
 
-        `label`: name of the snapshot in logs and errors. Raises FetchFailed, ManifestError. A caller that uses the
-        files later must have a lease before this call.
+        A caller that uses the files later must have a lease before this call.
         """
         progress = progress or FetchProgress(label)
 
@@ -199,7 +198,7 @@ class LocalCache:
                     self._folder_of(repository) / "partial" / revision,
                 )
                 while not partial.is_dir():
-                    with contextlib.suppress(FileNotFoundError):  # `clean` may remove a folder above it meanwhile
+                    with contextlib.suppress(FileNotFoundError):  # `clean` may remove a parent folder meanwhile
                         partial.mkdir(parents=True, exist_ok=True)
                 _link_files(place, partial)
                 progress.on_expect, progress.on_step = self.room, functools.partial(_note, lock)
@@ -214,8 +213,8 @@ class LocalCache:
             return self._with_room(fetched, label)
 
     def _with_room(self, act: Callable[[], T], label: str) -> T:
-        """Call `act`. If the disk is full, free space and call it once more: even a lock file or a folder needs a
-        block. `label`: name of the written files in error texts. Raises FetchFailed.
+        """Call `act`. If the disk is full, free space and call `act` once more. `label`: name of the written files in
+        error texts. Raises FetchFailed.
         """
         try:
             try:
@@ -229,8 +228,8 @@ class LocalCache:
             raise _disk_failed(label, self.folder, error) from error
 
     def used_s(self, repository: str, revision: str) -> float:
-        """Return the time when a lease on a snapshot last began or ended, in seconds since 1970; the time of the last
-        change of its folder if it never had a lease; 0 if it does not exist.
+        """Return the time when a lease on a snapshot last began or ended, in seconds since 1970. Return the time of the
+        last change of its folder if it never had a lease, and 0 if it does not exist.
         """
         for path in (self._lock_file(repository, revision, "use"), self.place(repository, revision)):
             with contextlib.suppress(OSError):
@@ -254,7 +253,7 @@ class LocalCache:
             repository, revision = manifest.repository, manifest.revision
             is_own = manifest.origin != "found" and self.place(repository, revision) == path.parent
             if is_own and not self._is_used(repository, revision):
-                with contextlib.suppress(FileNotFoundError):  # a file was removed while the size was computed
+                with contextlib.suppress(FileNotFoundError):  # another process removes the snapshot at the same time
                     used_s, size = self.used_s(repository, revision), _bytes_in(path.parent)
                     going.append(Candidate(repository, revision, used_s, is_partial=False, bytes=size))
         for path in self.hub.glob("models--*/partial/*"):
@@ -262,18 +261,18 @@ class LocalCache:
                 path.parents[1].name.removeprefix("models--").replace("--", "/"),
                 path.name.removesuffix(REMOVED),
             )
-            # skip a folder whose name is not that of a snapshot, and one that was moved in the meantime
+            # skip a folder without the name of a snapshot, and a folder that was moved meanwhile
             with contextlib.suppress(ManifestError, FileNotFoundError):
                 check_names(repository, revision)
                 if not self._is_used(repository, revision):
                     used_s = self.used_s(repository, revision)
-                    size = _bytes_in(path, linked=False)  # a link to a file of the snapshot frees nothing
+                    size = _bytes_in(path, linked=False)  # the removal of a hard link frees no space
                     going.append(Candidate(repository, revision, used_s, is_partial=True, bytes=size))
         return sorted(going, key=lambda copy: (copy.used_s, not copy.is_partial, copy.repository, copy.revision))
 
     def _is_used(self, repository: str, revision: str) -> bool:
         path = self._lock_file(repository, revision, "use")
-        # without a lock file, the snapshot was never used; creating the file would change the time of the last use
+        # a snapshot without a lock file was never used; `try_lock` would create the file, whose mtime is the last use
         if not path.exists():
             return False
         try:
@@ -286,10 +285,10 @@ class LocalCache:
         return False
 
     def discard(self, candidate: Candidate) -> bool:
-        """Remove a candidate. Return False if a process uses or fetches it, and it stays. Raises OSError.
+        """Remove a candidate. Return False, and remove nothing, if a process uses or fetches it. Raises OSError.
 
-        The hub's own client stores files in `blobs`, and a snapshot has links to them. A file is removed with the last
-        snapshot that has a link to it.
+        The hub's own client stores files in `blobs`, and a snapshot has links to these files. A file in `blobs` is
+        removed with the last snapshot that has a link to it.
         """
         repository, revision = candidate.repository, candidate.revision
         lock = try_lock(self._lock_file(repository, revision, "use"), shared=False)
@@ -303,7 +302,7 @@ class LocalCache:
             if place.exists() and not candidate.is_partial:
                 blobs |= self._blobs(repository, place)
                 partial.mkdir(parents=True, exist_ok=True)
-                os.rename(place, removed)  # renaming is atomic, so that no process sees a part of the snapshot
+                os.rename(place, removed)  # atomic, so that no process sees only a part of the files
             for folder in (removed, partial / revision):
                 _remove(folder)
             for blob in blobs - self._blobs(repository, place.parent):
@@ -311,8 +310,8 @@ class LocalCache:
         return True
 
     def clean(self, repository: str, revision: str) -> None:
-        """Remove the lock files and the empty folders of a snapshot that was not found, because clients may name any
-        number of LoRAs. Do nothing while a process uses or fetches the snapshot. A started download stays.
+        """Remove the lock files and the empty folders of a snapshot that does not exist, because clients may name any
+        number of LoRAs. Do nothing while a process uses or fetches the snapshot. Files of a started download stay.
         """
         use, folder = self._lock_file(repository, revision, "use"), self._folder_of(repository)
         with contextlib.suppress(OSError):  # a folder is not empty, or belongs to another user
@@ -323,7 +322,7 @@ class LocalCache:
                     return
                 with contextlib.suppress(FileNotFoundError):
                     (folder / "partial" / revision).rmdir()
-                # every fetch has a lease, so no process has this lock
+                # no process has the lock of the fetch, because every fetch also has a lease
                 self._lock_file(repository, revision, "fetch").unlink(missing_ok=True)
                 use.unlink()
             use.parent.rmdir()
@@ -332,7 +331,7 @@ class LocalCache:
                 empty.rmdir()
 
     def outstanding_bytes(self) -> int:
-        """Return the bytes that the running fetches of all processes of this node have yet to write."""
+        """Return the number of bytes that the running fetches of all processes of this node have yet to write."""
         due = 0
         for path in self.hub.glob(".locks/*/*.fetch"):
             # skip a lock file that this user cannot read, or that was removed meanwhile
@@ -349,7 +348,7 @@ class LocalCache:
         return self.hub / f"models--{repository.replace('/', '--')}"
 
     def _blobs(self, repository: str, folder: Path) -> set[Path]:
-        """Return the files of the hub's own client to which links below `folder` point."""
+        """Return the files in `blobs` of the hub's own client to which links below `folder` point."""
         blobs = (self._folder_of(repository) / "blobs").resolve()
         targets = (path.resolve() for path in folder.rglob("*") if path.is_symlink())
         return {target for target in targets if target.parent == blobs}
@@ -359,8 +358,8 @@ class LocalCache:
 
     @contextlib.contextmanager
     def _sole_fetch(self, repository: str, revision: str, label: str, progress: FetchProgress) -> Iterator[Lock]:
-        """Acquire the lock that allows this process alone to fetch a snapshot. While another process has it, wait and
-        report its progress. Raises FetchFailed if it makes no progress for STALLED_S.
+        """Acquire the lock that allows this process alone to fetch a snapshot. While another process has the lock, wait
+        and report the progress of its fetch. Raises FetchFailed if that fetch makes no progress for STALLED_S.
         """
         path = self._lock_file(repository, revision, "fetch")
         last, last_s, is_logged = b"", time.monotonic(), False
@@ -381,9 +380,8 @@ class LocalCache:
             yield lock
 
     def _merged(self, repository: str, revision: str, manifest: Manifest) -> Manifest:
-        """Return the manifest of the fetched files, joined with that of the existing snapshot. A snapshot without a
-        manifest is not from SIE: then `origin` of the result is `found`, and the snapshot is never removed to free
-        space.
+        """Return the manifest of the fetched files, joined with the manifest of the existing snapshot. If that snapshot
+        has no manifest, another program has written it. So `origin` is `found`, and no eviction removes the snapshot.
         """
         place, before = self.place(repository, revision), self.manifest(repository, revision)
         if before is None:
@@ -416,24 +414,24 @@ class LocalCache:
 
 
 def _disk_failed(label: str, folder: Path, error: OSError) -> FetchFailed:
-    """Return the error for a failed write; a retry may help for a full disk, but not for a missing permission."""
+    """Return the error for a failed write. Its class allows a retry for a full disk, but not for other errors."""
     if error.errno in FULL:
         return FetchFailed(
-            "NETWORK", f"{label} could not be written: no space is left on the disk of {folder}; make room there"
+            "NETWORK", f"{label} could not be written: no space is left on the disk of {folder}; free space on it"
         )
-    fix = "SIE_LOCAL_CACHE has to name a folder that this user may write to"
+    fix = "set SIE_LOCAL_CACHE to a folder that this user may write to"
     return FetchFailed(
         "UNKNOWN", f"{label} could not be written to {folder}: {error.strerror or type(error).__name__}; {fix}"
     )
 
 
 def _note(lock: Lock, fetched: Fetched) -> None:
-    # the time makes each note differ: waiting processes then see that work continues
+    # the time makes each note differ, so that waiting processes see that the fetch continues
     lock.write(msgspec.json.encode((fetched, time.time())))
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder if it exists. Of a link to a folder, for example on another disk, only the link is removed."""
+    """Remove a folder, or a link to a folder (for example on another disk) without that folder, if it exists."""
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():
@@ -441,8 +439,8 @@ def _remove(folder: Path) -> None:
 
 
 def _bytes_in(folder: Path, *, linked: bool = True) -> int:
-    """Return the bytes of all files below a folder; without `linked`, only of those without a further hard link. Raises
-    FileNotFoundError if one is removed meanwhile.
+    """Return the number of bytes of all files below a folder; without `linked`, only of files with a single hard link.
+    Raises FileNotFoundError if a file is removed meanwhile.
     """
     files = [path.stat() for path in folder.rglob("*") if path.is_file()]
     return sum(file.st_size for file in files if linked or file.st_nlink == 1)
@@ -456,7 +454,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def _noted(note: bytes) -> Fetched:
-    """Return the progress in the lock file of the fetching process; an empty `Fetched` if the file is incomplete."""
+    """Return the progress in `note`, the content of a lock file; an empty `Fetched` if the note is incomplete."""
     try:
         return _note_decoder.decode(note)[0]
     except UNDECODABLE:
@@ -464,8 +462,8 @@ def _noted(note: bytes) -> Fetched:
 
 
 def _link_files(place: Path, partial: Path) -> None:
-    """Hard-link the files of a snapshot into the partial folder, if the disk can: then they are not fetched again. A
-    file with the suffix PART is not linked, because the fetch would continue it.
+    """Hard-link the files of a snapshot into the partial folder, if the file system can, so that they are not fetched
+    again. A file with the suffix PART is not linked, because the fetch would append to it.
     """
     for path in place.rglob("*") if place.exists() else ():
         target = partial / path.relative_to(place)

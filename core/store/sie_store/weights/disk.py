@@ -1,5 +1,5 @@
-"""Disk space for weights. Before a fetch, least recently used snapshots are evicted (removed) if space is needed. While
-the process serves, `DiskWatch` does the same, because other programs fill the disk too.
+"""Disk space for weights. Before a fetch, least recently used snapshots are evicted (removed) if space is needed.
+Between fetches, `DiskWatch` evicts snapshots while the disk is too full, because other programs fill the disk too.
 
 Only data of SIE is removed: snapshots whose manifest SIE wrote, and partial folders of fetches that no process
 continues. Files that the hub's own client or another program wrote into the same cache stay. A snapshot that a process
@@ -26,7 +26,7 @@ from sie_store.weights.manifest import FetchFailed
 _logger = logging.getLogger("sie.store")
 _POLL_S = 0.2
 LOOK_S = 30.0  # seconds between two checks of the disk while the process serves
-SPARE_BYTES = 16 << 20  # bytes that must stay free, because a file system needs some for itself
+SPARE_BYTES = 16 << 20  # bytes that must stay free, because a file system stores data of its own, such as folders
 
 
 class DiskUsage(NamedTuple):
@@ -53,8 +53,8 @@ def usage(folder: Path, limit_bytes: int | None = None) -> DiskUsage:
 
 
 def _size(path: str) -> tuple[tuple[int, int], int]:
-    """Return the identity of a file, which all its hard links share, and its bytes: 0 for a symbolic link, and for a
-    file that was removed meanwhile.
+    """Return the identity of a file, which all its hard links share, and its number of bytes. The number is 0 for a
+    symbolic link, and for a file that was removed meanwhile.
     """
     try:
         status = os.lstat(path)
@@ -65,8 +65,8 @@ def _size(path: str) -> tuple[tuple[int, int], int]:
 
 def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage) -> LocalCache:
     """Return the local cache in `folder`. It evicts snapshots while its disk is fuller than `threshold_percent`
-    (SIE_DISK_PRESSURE_THRESHOLD_PERCENT); with None (SIE_DISK_CACHE_ENABLED is off), it removes none. A fetch that does
-    not fit on the disk is refused before it begins.
+    (SIE_DISK_PRESSURE_THRESHOLD_PERCENT); None (SIE_DISK_CACHE_ENABLED is off): it evicts no snapshot. A fetch that
+    does not fit on the disk is refused before it begins.
     """
     cache = LocalCache(folder)
     cache.room = functools.partial(make_room, cache, threshold_percent, probe)
@@ -76,9 +76,9 @@ def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage)
 
 
 def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, needed_bytes: int) -> None:
-    """Evict snapshots until the disk would stay below the threshold with `needed_bytes` more, plus the bytes that other
-    fetches of this node have yet to write. Raises FetchFailed if these bytes do not fit on the disk. Removes nothing if
-    these bytes would not fit even after all evictions.
+    """Evict snapshots until the disk will stay below the threshold with `needed_bytes` more, plus the bytes that other
+    fetches of this node have yet to write. Raises FetchFailed if these bytes do not fit on the disk. Evicts no snapshot
+    if the bytes would not fit even after all evictions.
     """
     with _sole_removal(cache):
         going = cache.candidates() if threshold_percent is not None else []
@@ -107,7 +107,7 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
 
 
 def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
-    """Evict snapshots while the disk is fuller than the threshold. Returns whether this was enough."""
+    """Evict snapshots while the disk is fuller than the threshold. Returns whether the disk is then below it."""
 
     def is_above() -> bool:
         used, free = probe(cache.folder)
@@ -158,7 +158,7 @@ def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[C
         name = cache.log_name(candidate.repository, candidate.revision)
         try:
             is_removed = cache.discard(candidate)
-        except OSError as error:  # for example, the snapshot belongs to another user; the next one may be removable
+        except OSError as error:  # for example, the snapshot belongs to another user; other snapshots may be removable
             cause = error.strerror or type(error).__name__  # without the path, which contains the snapshot's name
             _logger.warning("%s could not be removed from the local cache: %s", name, cause)
             continue
@@ -170,8 +170,8 @@ def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[C
 def _no_room(
     cache: LocalCache, threshold_percent: float | None, needed_bytes: int, others_bytes: int, free: int
 ) -> FetchFailed:
-    """Return the error for a fetch for which the disk has no space. The load may be tried again, because space may
-    become free. `others_bytes`: the part of `needed_bytes` that other fetches need.
+    """Return the error for a fetch for which the disk has no space. Its class NETWORK lets the load be tried again,
+    because space may become free. `others_bytes`: the part of `needed_bytes` that other fetches need.
     """
     shared = f" ({others_bytes / 2**20:.1f} of them by other fetches)" if others_bytes else ""
     needs = (
@@ -179,14 +179,14 @@ def _no_room(
         " are free"
     )
     if threshold_percent is None:
-        return FetchFailed("NETWORK", f"{needs}; make room there, or set SIE_DISK_CACHE_ENABLED=true")
-    return FetchFailed("NETWORK", f"{needs}, and not enough files there may be removed; make room there")
+        return FetchFailed("NETWORK", f"{needs}; free space on it, or set SIE_DISK_CACHE_ENABLED=true")
+    return FetchFailed("NETWORK", f"{needs}, and SIE may not remove enough of its files; free space on it")
 
 
 def _sole_removal(cache: LocalCache) -> Lock:
     """Acquire the lock that allows one process of the node to remove snapshots: two processes would remove twice as
-    much as necessary. If the process with the lock hangs, or if the lock file cannot be written, continue without the
-    lock.
+    much as necessary. Return an object without a lock if another process holds the lock for longer than REMOVAL_S, or
+    if the lock file cannot be written.
     """
     deadline_s = time.monotonic() + REMOVAL_S
     try:

@@ -1,8 +1,8 @@
 """Download engine: it fetches the files of a snapshot (weights of a model at one commit) into a folder. It continues a
 file where an earlier attempt ended.
 
-    files ──► existing files are checked ──► the others are requested from the end of their PART file on ──►
-    appended and digested ──► renamed when the digest is right
+    files ──► existing files are checked ──► missing bytes are requested, from the end of the PART file on ──►
+    appended to the PART file and digested ──► the PART file is renamed if the digest is right
 
 An incomplete file has the suffix PART and only grows at its end, so its length is the progress, and any process can
 continue it. A `Source`, the hub (`hub.py`) or a bucket (`bucket.py`), returns ranges of a file. If a response ends
@@ -34,21 +34,21 @@ Piece = bytes | bytearray
 
 FILES_AT_ONCE = 8
 PIECE_BYTES = 1 << 18
-# bytes that must arrive within `stall_s`; a response with at least this number resets the count of failed attempts
+# number of bytes that must arrive within `stall_s`; a response with this number resets the count of failed attempts
 MIN_BYTES = 1 << 14
-# no more bytes of a file are read while this number of its bytes wait in memory to be written
+# largest number of bytes of a file that wait in memory to be written; while there are as many, no more bytes are read
 MAX_WAITING_BYTES = 1 << 20
-# number of times that a file with a wrong digest is fetched; the second time from its start, because the bytes that
-# were already on the disk may be damaged
+# number of times that a file with a wrong digest is fetched; the second fetch begins at byte 0, because bytes of the
+# PART file may be damaged
 ROUNDS = 2
 
 
 @dataclass(frozen=True)
 class DownloadLimits(RetryPolicy):
-    """Limits of a download. `stall_s`: longest time in which fewer than MIN_BYTES arrive. `tries`: after this number of
-    successive attempts with fewer than MIN_BYTES each, the download fails. `part_bytes`: bytes of one request; 0: one
-    request reads the whole rest of the file, which is written as it arrives. `parts_at_once`: number of parts, of all
-    files, that are requested ahead and kept in memory.
+    """Limits of a download. `stall_s`: longest time in which fewer than MIN_BYTES may arrive. `tries`: number of
+    successive attempts with fewer than MIN_BYTES each after which the download fails. `part_bytes`: bytes of one
+    request; with 0, one request reads the whole rest of a file. `parts_at_once`: number of parts, of all files, that
+    are requested ahead and kept in memory.
     """
 
     part_bytes: int = 8 << 20
@@ -57,7 +57,7 @@ class DownloadLimits(RetryPolicy):
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """File of a snapshot. `sha256` and `blob` (digest that git uses): in hex, empty if the source does not have it."""
+    """File of a snapshot. `sha256` and `blob` (git's digest of the file): in hex, empty if the source lacks it."""
 
     path: str
     size: int
@@ -72,8 +72,8 @@ class Source(Protocol):
     limits: DownloadLimits
 
     def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
-        """Yield the bytes from `start` to before `end` of a file. The response may end early. Raises StoreError if
-        another attempt may help, otherwise FetchFailed.
+        """Yield the bytes of a file from `start` to before `end`, or fewer bytes if the response ends early. Raises
+        StoreError if another attempt may help, otherwise FetchFailed.
         """
         ...
 
@@ -97,7 +97,7 @@ class Reader:
                 yield piece
 
     async def _parts(self, file: RemoteFile, start: int) -> AsyncGenerator[Piece, None]:
-        """Yield a file part by part. Up to `parts_at_once` parts are requested ahead, until the caller takes them."""
+        """Yield a file part by part. Up to `parts_at_once` parts that the caller has not taken yet are requested."""
         step = self._limits.part_bytes
         starts = iter(range(start, file.size, step))
         ahead = deque[asyncio.Task[bytearray]]()
@@ -134,15 +134,15 @@ class Reader:
                         yield piece
                         if at == end:
                             return
-                raise StoreError(f"the source's answer ended early, at byte {at} of {end}")
+                raise StoreError(f"the source's response ended early, at byte {at} of {end}")
             except StoreError as error:
                 tries = 1 if at - before >= MIN_BYTES else tries + 1
                 await self._limits.pause(error, tries, f"{self._source.label}: {file.path}", at)
 
 
 async def _brisk(answer: AsyncGenerator[Piece, None], stall_s: float) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of a response. Raises StoreError if fewer than MIN_BYTES arrive within `stall_s`, not counting
-    time that the caller needs for a piece.
+    """Yield the pieces of a response. Raises StoreError if fewer than MIN_BYTES arrive within `stall_s`. The time that
+    the caller needs for a piece does not count.
     """
     waited_s, brought = 0.0, 0
     async with contextlib.aclosing(answer):
@@ -161,7 +161,7 @@ async def _brisk(answer: AsyncGenerator[Piece, None], stall_s: float) -> AsyncGe
 
 
 class Digests:
-    """Digests of a file, computed from the bytes that were added so far."""
+    """Digests of a file, computed from the bytes that `add` and `add_file` have added."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file, self._bytes = file, 0
@@ -187,7 +187,7 @@ class Digests:
         return self._sha256.hexdigest()
 
     def fact(self) -> FileFact | None:
-        """Return (size, SHA-256) of the added bytes; None if their size or digest is not that of the file."""
+        """Return (size, SHA-256) of the added bytes; None if the size or the digest differs from that of the file."""
         is_right = self._file.sha256 in ("", self.sha256) and self._file.blob in ("", self._blob.hexdigest())
         return FileFact(self._bytes, self.sha256) if is_right and self._bytes == self._file.size else None
 
@@ -209,8 +209,8 @@ class SnapshotDownload:
         return complete | {file.path: fact for file, fact in zip(missing, fetched, strict=True)}
 
     def _present(self, file: RemoteFile) -> FileFact | None:
-        """Return size and SHA-256 of a file that is already complete and correct, otherwise None. A wrong file, or a
-        partial file that is too long, is removed. The file is not written to, because it may be a hard link to a file
+        """Return size and SHA-256 of a file that is already complete and correct. Otherwise remove a wrong file and a
+        too long PART file, and return None. The wrong file is not written to, because it may be a hard link to a file
         of another program.
         """
         path, part = self._folder / file.path, self._part(file)
@@ -269,8 +269,8 @@ class _Appending:
         self._writing: asyncio.Task[None] | None = None
 
     async def add(self, piece: Piece) -> None:
-        """Append a piece. Wait if MAX_WAITING_BYTES are unwritten. Raises OSError if the write of this or of an earlier
-        piece failed.
+        """Append a piece. Wait if MAX_WAITING_BYTES are unwritten. Raises OSError if the write of this piece or of an
+        earlier piece failed.
         """
         self._waiting += piece
         if self._writing is not None and self._writing.done():

@@ -1,7 +1,5 @@
-"""Headers of safetensors files.
-
-Source: the safetensors format. A file has an unsigned 64-bit little-endian length, a JSON object of that many bytes
-with the dtype, shape and offsets of each tensor, then the tensors.
+"""Headers of safetensors files. A safetensors file has an unsigned 64-bit little-endian length, a JSON object of that
+many bytes with the dtype, shape and offsets of each tensor, then the tensors.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ class StoredTensor(msgspec.Struct):
 
 
 class DamagedFile(Exception):
-    """Raised for a file that is no complete safetensors file. The message is the reason, a sentence about "it"."""
+    """Error for a file that is no complete safetensors file. The message is a sentence, which calls the file "it"."""
 
 
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by name, from its header. Raises DamagedFile, also if the file does not
-    end where its last tensor ends, and OSError.
+    """Return the tensors of a safetensors file by name, from its header. Raises OSError, and DamagedFile for a wrong
+    header or if the file does not end where its last tensor ends.
     """
     size = file.stat().st_size
     with file.open("rb") as opened:

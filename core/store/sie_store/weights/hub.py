@@ -27,9 +27,9 @@ from sie_store.weights.progress import FetchProgress
 from sie_store.weights.selection import Wanted, check_size
 
 # part_bytes=0: one request reads all missing bytes of a file, because the hub limits the number of requests and
-# redirects each of them to a new signed URL
+# redirects each request to a new signed URL
 LIMITS = DownloadLimits(tries=3, part_bytes=0)
-LISTING_S = 30.0  # seconds in which the hub must have sent the whole listing
+LISTING_S = 30.0  # seconds within which the hub must send the whole listing
 
 
 class _Lfs(msgspec.Struct):
@@ -37,7 +37,7 @@ class _Lfs(msgspec.Struct):
 
 
 class _Sibling(msgspec.Struct):
-    """File in the hub's listing of a repository, where it is called a sibling."""
+    """File of a repository; the hub's listing calls each file a sibling."""
 
     rfilename: str
     size: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -130,13 +130,13 @@ async def _listing(session: Any, repository: str, revision: str | None) -> _List
     except TimeoutError as error:
         raise StoreError(f"the hub's listing of files was not complete within {LISTING_S:g} s") from error
     except UNDECODABLE as error:
-        raise StoreError(f"the hub's answer is not the listing of a repository: {str(error)[:200]}") from error
+        raise StoreError(f"the hub's reply is not the listing of a repository: {str(error)[:200]}") from error
 
 
 async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> RemoteFile:
-    """Return the size and the digest of a file in the listing. If a mirror's listing has no sizes, they are read from
-    the headers of a HEAD request. The digest is a SHA-256 for a file in LFS, else the digest of the git blob; a mirror
-    may send neither.
+    """Return the size and the digest of a file in the listing. If a mirror's listing has no sizes, both are read from
+    the headers of a HEAD request. The digest is a SHA-256 for a file in LFS, and the digest of the git blob for another
+    file. A mirror may send no digest.
     """
     name = sibling.rfilename
     if sibling.size is not None:
@@ -144,8 +144,8 @@ async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> Remote
         return RemoteFile(name, sibling.size, sha256, blob)
 
     async def headers() -> tuple[str, str]:
-        """Return (size, ETag), "" if unknown: each from the header X-Linked-* of the hub or of a server to which it
-        redirects, else from the last server, because the usual headers of a redirection describe the redirection.
+        """Return (size, ETag), each "" if unknown. Any response of a chain of redirections may have the headers
+        X-Linked-*. The usual headers are read only from the last response: in others they describe a redirection.
         """
         async with _answered(session, f"{url}/{quote(name)}", method="HEAD") as response:
 
@@ -164,7 +164,7 @@ async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> Remote
 
 
 def _session() -> Any:
-    """Return an HTTP session of the hub's client, without its response hook, which reads error bodies of any length."""
+    """Return an HTTP session of the hub's client. Its response hook is removed: it reads error bodies of any length."""
     from huggingface_hub import get_async_session
 
     session = get_async_session()
@@ -174,8 +174,8 @@ def _session() -> Any:
 
 @contextlib.asynccontextmanager
 async def _answered(session: Any, url: str, *, method: str = "GET", start: int = 0) -> AsyncIterator[Any]:
-    """Send a request and yield its response. The body is not read yet; it begins at byte `start` if the server supports
-    ranges. Raises StoreError and the exceptions of the hub's client.
+    """Send a request, and yield its response before the body is read. If the server supports ranges, the body begins at
+    byte `start` of the file. Raises StoreError and the exceptions of the hub's client.
     """
     from huggingface_hub import constants, get_token, hf_raise_for_status
 
@@ -191,7 +191,7 @@ async def _answered(session: Any, url: str, *, method: str = "GET", start: int =
         async with session.stream(method, url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
             hf_raise_for_status(response)
             if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-                raise StoreError("the hub's answer is compressed, although compression was not requested")
+                raise StoreError("the hub's reply is compressed, although compression was not requested")
             yield response
 
 
@@ -220,9 +220,9 @@ class _Hub:
 
 @contextlib.contextmanager
 def _passing() -> Iterator[None]:
-    """Convert a failure that may not occur at the next attempt (no connection, time-out, status 408, 425, 429, 5xx) to
-    StoreError. Only the text of the StoreError may be logged: the original text contains the URL, which may be signed
-    or contain a password.
+    """Convert an error after which another attempt may help (no connection, time-out, status 408, 425, 429, 5xx) to a
+    StoreError. Only the text of the StoreError may be logged: the text of the original error contains the URL, which
+    may be signed or contain a password.
     """
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -264,7 +264,7 @@ def _classed(label: str) -> Iterator[None]:
         raise FetchFailed("NETWORK", f"{label} was not downloaded: HF_HUB_OFFLINE is set; {fix}") from error
     except HfHubHTTPError as error:
         if (status := error.response.status_code) in (401, 403):
-            fix = "set HF_TOKEN to one that may read it"
+            fix = "set HF_TOKEN to a token that may read the repository"
             raise FetchFailed("GATED", f"{label}: the hub refuses this token, status {status}; {fix}") from error
         if status == 404:
             raise FetchFailed("NOT_FOUND", f"{label} is not known to the hub (HF_ENDPOINT)") from error

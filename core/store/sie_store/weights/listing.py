@@ -1,5 +1,5 @@
-"""Checks whether all files of a snapshot are in the cache, if SIE did not download it: any version of the hub's own
-client may have downloaded it, or a person may have copied it.
+"""Checks whether the cache has all files of a snapshot that SIE did not download. Any version of the hub's own client
+may have downloaded the snapshot, or a person may have copied it.
 
     is_listed_whole   compare the files with the listing that the hub's client keeps of a commit (trees/COMMIT.json):
                       each file must exist with its size
@@ -29,7 +29,7 @@ def is_listed_whole(cache: Path, repository: str, folder: Path, select: Wanted) 
 
     try:
         listing = get_cached_repo_tree(repository, revision=folder.name, cache_dir=cache)
-    # the hub's client raises the last three for a file that is not a listing
+    # the hub's client raises AttributeError, TypeError or RecursionError for a file that is not a listing
     except (CachedRepoTreeNotFoundError, OSError, AttributeError, TypeError, RecursionError):
         return False
     files = [file for file in listing if select(file.path)]
@@ -59,7 +59,9 @@ def contradiction(folder: Path) -> str:
 
 
 def _missing(path: Path, stored: object) -> str:
-    """Return the first missing file or folder that an index of shards or a list of modules names; empty if none."""
+    """Return the first file or folder that an index of shards or a list of modules names and that is missing; empty if
+    all exist.
+    """
     named: list[str] = []
     if (
         path.name.endswith(".safetensors.index.json")

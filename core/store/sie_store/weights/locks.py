@@ -16,13 +16,13 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Lock:
-    """Lock that is held until `close`, or until the object is destroyed. Its file may be removed only by the holder of
-    the exclusive lock: `try_lock` never returns the lock of a removed file.
+    """Lock that is held until `close`, or until the object is destroyed. Only the holder of the exclusive lock may
+    remove the lock's file. `try_lock` never returns the lock of a removed file.
     """
 
     def __init__(self, descriptor: int | None, *, is_use: bool = False) -> None:
-        """Hold the lock on `descriptor`; None makes a dummy without a lock. With `is_use`, the file's mtime is set when
-        the lock begins and ends, so that it shows the last use.
+        """Hold the lock on `descriptor`; None creates an object without a lock. With `is_use`, the file's mtime is set
+        when the lock begins and ends, so that it shows the last use.
         """
         self._descriptor = descriptor
         self._is_use = is_use
@@ -64,12 +64,12 @@ class Lock:
 
 
 def try_lock(path: Path, *, shared: bool, is_use: bool = False) -> Lock | None:
-    """Acquire the lock at `path` without waiting; return None if another lock excludes it, or its file was removed
+    """Acquire the lock at `path` without waiting. Return None if another lock excludes it, or if its file was removed
     meanwhile. Raises OSError.
 
     A file that this process may not write to is opened for reading; a network file system may refuse an exclusive lock
-    on it. If this process may neither open nor create the file, the returned shared lock is a dummy, so that a snapshot
-    in a read-only folder can be used.
+    on such a file. If this process may neither open nor create the file, a shared lock is returned as an object without
+    a lock, so that a snapshot in a read-only folder can be used.
     """
     refused: OSError | None = None
     try:

@@ -1,7 +1,7 @@
 """Manifest of a snapshot of weights: the files of one commit of a repository, with their sizes and SHA-256.
 
-It is written last, so a snapshot without a manifest is not complete. It is the same file in a local cache, a bucket and
-an archive: MANIFEST, in the folder of the snapshot.
+The manifest is written last, so a snapshot without a manifest is not complete. A local cache, a bucket and an archive
+have the same file, MANIFEST, in the folder of the snapshot.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ MANIFEST = "sie-manifest.json"
 VERSION = 1
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_FILES = 10_000  # largest number of files of one snapshot
-# longest name of a file or folder, in bytes: a disk allows 255, and a file has PART at its end during the download
+# longest name of a file or folder, in bytes: file systems allow 255, and a name ends with PART during the download
 MAX_NAME_BYTES = 255 - len(PART)
 _PIECE_BYTES = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-# largest number of characters in a repository's name: its folder in a cache may have a name of at most 255 bytes
+# largest number of characters of a repository's name, so that the name of its folder has at most 255 bytes
 MAX_REPOSITORY_CHARS = 200
 
 Origin = Literal["hub", "cluster", "archive", "found"]
@@ -42,7 +42,7 @@ class ManifestError(ValueError):
 
 class FetchFailed(Exception):
     """Error of a source of weights that could not deliver a snapshot. `error_class` becomes the error class of the
-    model's load; after NETWORK, the load may be retried.
+    model's load. A load with the class NETWORK may be retried.
     """
 
     def __init__(self, error_class: FetchErrorClass, message: str) -> None:
@@ -57,11 +57,10 @@ class FileFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Files of a snapshot, by their path below its folder, with `/`.
-
-    `revision` is the commit. `left_out`: files of the repository that were not selected for this copy; for a model that
-    needs one of them, the snapshot is not complete. `origin`: the source of this copy. A copy with the origin `found`
-    was written by another program, and is never removed to free space.
+    """Files of a snapshot, by their path below its folder, with `/`. `revision`: commit. `left_out`: files of the
+    repository that were not selected for this snapshot; for a model that needs such a file, the snapshot is not
+    complete. `origin`: source of the snapshot. Another program has written a snapshot with the origin `found`; SIE
+    never removes it to free space.
     """
 
     repository: str
@@ -82,13 +81,13 @@ _manifest = msgspec.json.Decoder(Manifest)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Encode a manifest as JSON, equal for equal manifests. Raises ManifestError if `decode` would refuse it."""
+    """Encode a manifest as JSON; equal manifests give equal bytes. Raises ManifestError for an invalid manifest."""
     _check(manifest)
     return msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=1) + b"\n"
 
 
 def decode(data: bytes) -> Manifest:
-    """Decode and check a manifest. Raises ManifestError, which describes the fault."""
+    """Decode a manifest from JSON and check it. Raises ManifestError."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"a manifest has at most {MAX_MANIFEST_BYTES} bytes, this one has {len(data)}")
     try:
@@ -100,7 +99,7 @@ def decode(data: bytes) -> Manifest:
 
 
 def check_names(repository: str, revision: str) -> None:
-    """Raise ManifestError unless both names are safe in a path: entries, buckets and archives may contain any name."""
+    """Raise ManifestError if `repository` or `revision` is unsafe in a path. Archives and buckets may have any name."""
     is_long = len(repository) > MAX_REPOSITORY_CHARS
     if is_long or not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
         raise ManifestError(f"{repository[:200]!r} is not the name of a repository: expected organisation/name")
@@ -110,7 +109,7 @@ def check_names(repository: str, revision: str) -> None:
 
 def is_safe(name: str) -> bool:
     """Return whether a file name is safe: below the folder of its snapshot, printable, not too long for a disk, and not
-    a name of the manifest or of an incomplete file.
+    the name of the manifest or of an incomplete file.
     """
     parts = name.split("/")
     if not name.isprintable() or len(name) > 1024 or "\\" in name or name == MANIFEST or name.endswith(PART):
@@ -119,7 +118,7 @@ def is_safe(name: str) -> bool:
 
 
 def check_paths(names: Collection[str]) -> None:
-    """Raise ManifestError for unsafe names, for a file that is also a folder, and for more than MAX_FILES names."""
+    """Raise ManifestError for an unsafe name, for a file that is also a folder, or for more than MAX_FILES names."""
     if len(names) > MAX_FILES:
         raise ManifestError(f"a snapshot has at most {MAX_FILES} files, this one has {len(names)}")
     files = frozenset(names)
@@ -128,7 +127,7 @@ def check_paths(names: Collection[str]) -> None:
             raise ManifestError(f"the snapshot names the file {name[:200]!r}: expected a path below its folder, with /")
         for folder in PurePosixPath(name).parents:
             if str(folder) in files:
-                raise ManifestError(f"{str(folder)[:200]!r} is a file and a folder")
+                raise ManifestError(f"the snapshot has {str(folder)[:200]!r} as a file and as a folder")
 
 
 def _check(manifest: Manifest) -> None:
@@ -165,7 +164,7 @@ def describe(
     read: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
     """Build a manifest of the files in `folder`, without hidden files and the manifest itself. Files that `select`
-    accepts are read for their digests; the names of all other files go into `left_out`. Raises OSError, ManifestError.
+    accepts are read for their digests. `left_out` names all other files. Raises OSError, ManifestError.
     """
     files, left_out = {}, []
     for path in sorted(folder.rglob("*")):

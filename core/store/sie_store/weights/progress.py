@@ -1,4 +1,4 @@
-"""Progress of a fetch of weights: reported while it runs, read by any thread, logged every few seconds."""
+"""Progress of a fetch of weights. It is reported to a callback, logged every few seconds, and read by any thread."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class FetchProgress:
     """Progress of one fetch. Every method may be called from any thread. `label` names the fetch in the log; `clock` is
     in seconds.
 
-    `on_expect` is called before the first byte with the number of missing bytes, and may raise FetchFailed. `on_step`
-    is called with the progress in `expect`, and then at most once per second, also while files are only checked.
+    `expect` calls `on_expect` with the number of missing bytes. This call may raise FetchFailed. Then `expect` calls
+    `on_step` with the progress. Later calls follow at most once per second, also while files are only checked.
     """
 
     def __init__(self, label: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,13 +32,13 @@ class FetchProgress:
         self._arrived_bytes = 0
         self._followed_per_s = 0.0
         self._started_s = self._logged_s = clock()
-        self._stepped_s = -STEP_EVERY_S  # time of the last report; this value makes the first step due at once
+        self._stepped_s = -STEP_EVERY_S  # time of the last call of `on_step`; the first call is due at once
         self.on_expect: Callable[[int], None] = lambda _: None
         self.on_step: Callable[[Fetched], None] = lambda _: None
 
     def expect(self, total_bytes: int, had_bytes: int = 0) -> None:
-        """Set the bytes of the whole snapshot, and the bytes that exist already. Calls `on_expect`, which frees space
-        for the missing bytes. Raises FetchFailed.
+        """Set the number of bytes of the whole snapshot, and the number of bytes that are already stored. Calls
+        `on_expect`, which frees space for the missing bytes. Raises FetchFailed.
         """
         with self._lock:
             self._total_bytes, self._had_bytes, self._stepped_s = total_bytes, had_bytes, -STEP_EVERY_S
@@ -51,7 +51,7 @@ class FetchProgress:
         self.add(0)
 
     def follow(self, fetched: Fetched) -> None:
-        """Use the figures of another process that fetches this snapshot, so that `state` returns them."""
+        """Set the figures to those of another process that fetches this snapshot; `state` returns these figures."""
         with self._lock:
             self._total_bytes, self._had_bytes, self._followed_per_s = (
                 fetched.total_bytes,
@@ -60,7 +60,7 @@ class FetchProgress:
             )
 
     def add(self, count: int) -> None:
-        """Count bytes that arrived. A negative `count`: bytes that must be fetched again."""
+        """Add `count` received bytes. A negative `count` subtracts bytes that must be fetched again."""
         with self._lock:
             self._arrived_bytes += count
             now_s = self._clock()
@@ -81,7 +81,7 @@ class FetchProgress:
         _logger.info("fetched %s: %s", self.label, summary)
 
     def state(self) -> Fetched:
-        """Return the bytes that are present, the bytes of the whole snapshot, and the bytes per second."""
+        """Return the number of stored bytes, the number of bytes of the whole snapshot, and the bytes per second."""
         with self._lock:
             return self._state(self._clock())
 

