@@ -39,8 +39,8 @@ TOKENIZED_BYTES = 48  # bytes of a token in a result: its id, its text and its p
 SPARSE_IDS_PER_TOKEN = 32  # estimated weights of a sparse vector for each token of a text
 # encoded options of at most this many bytes are not counted in the size of a message
 BARE_OPTIONS_BYTES = 64
-# largest number of bytes of the inputs of a chunk whose query takes more than half of a message: query and inputs are
-# then stored in the payload store
+# largest number of bytes of the inputs of a chunk if the query takes more than half of a message: the query and the
+# inputs are then stored in the payload store
 STORED_CHUNK_BYTES = 8 << 20
 MAX_RESULT_BYTES = 1 << 30  # largest number of bytes of all results of a request
 MAX_PIXELS = 400_000_000  # largest number of pixels in all images of a request
@@ -48,8 +48,8 @@ PIXELS_STEP = 16  # number of image headers that are read before the event loop 
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Inputs from `start` to before `stop` of a request. `cost`: estimated tokens in all rows (sequences) that the
-    model runs for them. `squares`: sum of the squared token counts of the rows.
+    """Inputs `start` to `stop - 1` of a request. `cost`: estimated tokens of all rows (token sequences) that the model
+    runs for these inputs. `squares`: sum of the squared token counts of the rows.
     """
 
     start: int
@@ -59,9 +59,9 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class ItemFiles(NamedTuple):
-    """Files of an input. `images`: number of images and sounds that the model reads for the input, with the files of
-    the query. `own_bytes`: bytes of the input's own files, which are part of its size. `document`: cost of the input's
-    document in tokens.
+    """Files of an input. `images`: number of images and sounds that the model reads for the input, including the files
+    of the query. `own_bytes`: bytes of the input's own files, which are part of its size. `document`: cost of the
+    input's document in tokens.
     """
 
     images: int = 0
@@ -70,8 +70,8 @@ class ItemFiles(NamedTuple):
 
 
 class TextParts(NamedTuple):
-    """Work that the text of an input causes. `longest`: upper bound of the tokens of the text. `vectors`: number of
-    results for the text, more than one for a text with chunks.
+    """Tokens and vectors of the text of an input. `longest`: upper bound of the tokens of the text. `vectors`: number
+    of vectors for the text: the number of its chunks, or 1.
     """
 
     longest: int
@@ -248,7 +248,7 @@ async def check_pixels(items: Sequence[RequestItem], query: RequestItem | None, 
             await asyncio.sleep(0)
     if total > MAX_PIXELS:
         message = (
-            f"{name}: their images have {total} pixels in all, at most {MAX_PIXELS} are allowed: send fewer in a "
+            f"{name}: the images have {total} pixels in all, at most {MAX_PIXELS} are allowed: send fewer images in a "
             "request"
         )
         raise PayloadTooLarge(message, param=name, extras={"limit": MAX_PIXELS})

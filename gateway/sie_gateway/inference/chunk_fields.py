@@ -37,7 +37,7 @@ def read(item: Mapping[str, Any], text: str | None, path: str) -> TextChunks | N
     if not text:
         raise _bad(where, "only an item with a text can have chunks")
     if len(text) > MAX_TEXT:
-        message = f"it has {len(text)} code points, a text with chunks at most {MAX_TEXT}"
+        message = f"it has {len(text)} code points, a text with chunks may have at most {MAX_TEXT}"
         raise InvalidInput.at(f"{path}.text", message, reason="too_long", extras={"limit": MAX_TEXT})
     if isinstance(value, list):
         return TextChunks(spans=_spans(value, len(text), where), context=context)

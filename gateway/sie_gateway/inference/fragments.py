@@ -1,6 +1,6 @@
 """Results that are larger than a message and arrive in parts.
 
-part ──► Fragments: held until all parts are there ──► put_together, in a thread: checks the digest
+part ──► Fragments: stored until all parts have arrived ──► put_together, in a thread: checks the digest
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from sie_contracts.wire.messages import Fragment, WorkResult
 MAX_HELD_BYTES = 512 << 20  # largest number of bytes of all incomplete results
 MAX_REQUEST_BYTES = 256 << 20  # largest number of bytes of the incomplete results of one request
 MAX_PARTS = 1 << 16  # largest number of parts of one result
-# seconds without a part, after which a result counts as abandoned; several times as long as a worker waits for a
-# confirmation
+# an incomplete result may be dropped after this number of seconds without a new part: several times as long as a worker
+# waits for a confirmation
 MAX_SILENCE_S = 30.0
 _SLOT_BYTES = 64  # bytes of memory that a part occupies in addition to its data: a list slot and an object
 
 
 class InboxFull(Exception):
-    """Raised for a part of a result for which this gateway has no memory: a limit of bytes would be exceeded."""
+    """Raised if the bytes of a part would exceed a limit for incomplete results."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Fragments:
         self._all[key] = assembly
         assembly.touched_s = now_s
         if assembly.parts[part.index] is None:
-            # a new list has a slot for each part that has not arrived
+            # with the first part, count the list too, which has a slot for every part
             size = len(part.data) + (0 if assembly.held_bytes else _SLOT_BYTES * part.count)
             self._find_room(assembly, size, now_s)
             assembly.parts[part.index] = part.data

@@ -3,8 +3,8 @@
     answer: resolve name ─► read body ─► the handler of an API format, which calls
     run:    choose lane ─► merge options ─► Runner: check items ─► split ─► admit ─► publish ─► collect
 
-A lane is a pool, a machine profile and a bundle. All checks of the gateway run before `publish`, so a request that they
-refuse never causes the load of a model.
+A lane is a pool, a machine profile and a bundle. All checks of the gateway run before `publish`, so a refused request
+never causes the load of a model.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Inference:
         # default model by capability, for requests that name no model
         self.default_models: Mapping[str, str] = dict(settings.default_models or ())
         self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
-        self.remotes: Remotes | None = None  # remote servers that answer when this cluster has no room
+        self.remotes: Remotes | None = None  # remote servers that run requests which this cluster cannot run now
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away = Attachments()
         self.watch_after_s = WATCH_AFTER_S
@@ -133,10 +133,10 @@ class Inference:
         return min(most, call.grant.limits.items or most)
 
     def resolve(self, spec: str, call: Call | None = None, able: Able = any_model) -> Resolved:
-        """Return the model that a request names. The key of the call selects the target of an alias. The error for an
-        unknown name suggests models for which `able` returns True: loaded models if the name begins like that of a
-        model that only a company serves, otherwise models with similar names. Raises NotReady before the catalogue is
-        loaded, InvalidInput, ModelNotFound, BundleConflict.
+        """Return the model that a request names. The route key of the call selects the target of an alias. The error
+        for an unknown name suggests models for which `able` returns True: loaded models if the name looks like a model
+        that only a company serves (`_FOREIGN`), otherwise models with similar names. Raises NotReady before the
+        catalogue is loaded, InvalidInput, ModelNotFound, BundleConflict.
         """
         catalogue = self.catalogue
         if ".." in spec.split("/"):
@@ -229,8 +229,8 @@ class Inference:
             loop.call_later(self.watch_after_s, self._watch)
 
     async def _handled(self, call: Call, route: InferenceRoute) -> EncodedReply:
-        """Run the handler of the route with one entry of the model; if the entry changes meanwhile, start again. Raises
-        NotReady if the entry changes after MAX_ATTEMPTS restarts or at the end of the budget.
+        """Run the handler of the route. If the model's entry changes during the run, run the handler again with the new
+        entry. Raises NotReady if the entry changes after MAX_ATTEMPTS restarts or at the end of the budget.
         """
         body = await decode_body(call) if route.body is not None and FORM not in route.body.media else {}
         restarts = 0
@@ -300,7 +300,7 @@ class Inference:
         )
 
     def fault_of(self, request: PlannedRequest) -> ErrorInfo | None:
-        """Return the error of the first item that the model cannot run, so far as the gateway can check it, or None."""
+        """Return the error of the first item that the model cannot run; None if the gateway finds no fault."""
         failure = next(iter(self._runner.refused(request).values()), None)
         return None if failure is None else failure.error
 
@@ -363,7 +363,7 @@ class Inference:
         return resolved, cached[1]
 
     def _on_catalogue(self) -> None:
-        """Drop what is stored by name, because a new catalogue may lack the name."""
+        """Drop the cached options, and the measurements of aliases that the new catalogue does not have."""
         self._plain.clear()
         self.shadows.drop_deleted()
 

@@ -1,5 +1,5 @@
-"""Files in request bodies: images, sounds and documents. Also the headers of image files, which are read without
-decoding a pixel, to limit the pixels of a request and to describe images in replies.
+"""Read images, sounds and documents from request bodies. Also read the width, height and format of image files from
+their headers, to limit the pixels of a request and to describe images in replies. No pixel is decoded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def pixels(data: bytes) -> int:
         image = _header(data)
     except _UNREADABLE:
         return 0
-    except _TooManySegments:  # a worker may decode the file
+    except _TooManySegments:  # a worker may still decode the file, so assume the largest image
         return MAX_DECODED_PIXELS
     return image.width * image.height if image is not None else 0
 
@@ -146,8 +146,8 @@ class Link(NamedTuple):
 
 
 class Images(NamedTuple):
-    """Image files of one input, in order. `fault`: why the input cannot be run; then there are no files. `links`:
-    images at URLs; each has an empty file until it is fetched.
+    """Image files of one input, in order. `fault`: error of the first image that is not valid; `files` is then empty.
+    `links`: images at URLs; each has an empty file until it is fetched.
     """
 
     files: tuple[bytes, ...] = ()
@@ -169,8 +169,8 @@ def read(value: Any, path: str) -> Images:
 
 
 def read_sound(value: Any, path: str) -> tuple[bytes, ErrorInfo | None]:
-    """Return the bytes of a sound; or no bytes, and why the input cannot be run. Raises InvalidInput with the reason
-    `schema`, or `invalid_media` for a URL.
+    """Return the bytes of a sound and None; or, if they cannot be decoded, empty bytes and the error of the input.
+    Raises InvalidInput with the reason `schema`, or `invalid_media` for a URL.
     """
     if isinstance(value, dict):
         rate = value.get("sample_rate")  # only the type is checked, because the rate in the sound file is used
@@ -180,8 +180,8 @@ def read_sound(value: Any, path: str) -> tuple[bytes, ErrorInfo | None]:
 
 
 def read_document(value: Any, path: str) -> tuple[DocumentFile | None, ErrorInfo | None]:
-    """Return a document, with the format that the client names; or None, and why the input cannot be run. Raises the
-    exceptions of `read_sound`.
+    """Return a document with the format that the client names, and None; or, if it cannot be decoded, None and the
+    error of the input. Raises the exceptions of `read_sound`.
     """
     data, fault = _single(value, path, "documents", EXPECTED_DOCUMENT, "the document as a file")
     if fault is not None:

@@ -7,9 +7,9 @@ the same request arrives again, it gets the result of this run.
                              run and gets its reply (without a token: from the same address)
 
 Only a run whose client has disconnected can be joined. Two clients with the same request at the same time are two
-requests, each with its own work in the queue. The reply of a run is bytes and headers, which are never changed
-afterwards; a client that joins gets nothing else of the run. `Inference` watches a client only after its run has taken
-a while, so short runs never reach this module.
+requests, each with its own work in the queue. A client that joins a run gets only the reply of the run (bytes and
+headers), which is never changed afterwards. `Inference` watches a client only after its run has taken WATCH_AFTER_S, so
+short runs never reach this module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_AWAY = 256  # largest number of runs whose client has disconnected
 MAX_AWAY_BYTES = 256 << 20  # largest number of bytes of the bodies of all runs whose client has disconnected
 # headers that distinguish requests, in addition to path, body and all headers of SIE but _ID_HEADER
 _HEADERS = ("authorization", "content-type", "accept")
-_ID_HEADER = "x-sie-request-id"  # each attempt has another id
+_ID_HEADER = "x-sie-request-id"  # not compared, because a client sends another id with each attempt
 Identity = tuple[str, str, int, tuple[tuple[str, str], ...]]
 _logger = logging.getLogger("sie.gateway.attach")
 
@@ -101,7 +101,7 @@ def _identity(call: Call) -> Identity:
         for name, value in call.headers.items()
         if name in _HEADERS or (name.startswith("x-sie-") and name != _ID_HEADER)
     )
-    # without a credential, the address selects the target of an alias
+    # without an API key, the client's address distinguishes requests, because it selects the target of an alias
     return call.path, "" if call.key else call.client, len(call.body), tuple(headers)
 
 
@@ -113,7 +113,7 @@ class Run:
         self._table = table
         self._task = task
         self._is_given_up = False
-        self._window: asyncio.TimerHandle | None = None  # end of the window; None while the run has a client
+        self._window: asyncio.TimerHandle | None = None  # timer that cancels the run; None while the run has a client
         self._outcome: asyncio.Future[EncodedReply] | None = (
             None  # created when the client that started the run disconnects
         )

@@ -6,8 +6,8 @@
     all chunks arrived ──► RequestResult: the outcome of each input, in order, usage, timing, errors, headers
 
 A gateway has one subscription, which decodes results, passes them on and confirms them. Each request has its own
-subject below the subject of the inbox, so that the subject of a message that the NATS client library drops still names
-the request.
+subject below the subject of the inbox. So if the NATS client library drops a message, its subject still names the
+request.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ class RequestResult:
 
     def __init__(self, request: PlannedRequest, refused: Mapping[int, Failed]) -> None:
         self.request = request
-        self.served_by = "local"  # or the name of the remote server that answered
+        self.served_by = "local"  # "local", or the name of the remote server that computed the results
         self.publish_ms = 0.0  # milliseconds from the admission until the first messages were stored in the queue
         self.last: WorkResult | None = None  # result of the last chunk that finished
         self.reported_times: Mapping[str, float] = {}  # times of the stages as the reply reports them
-        # hit, partial, miss or off; empty at a gateway without a cache, if all inputs were refused, and in an answer of
-        # a remote server
+        # hit, partial, miss or off; empty if the gateway has no cache, if all inputs were refused, or if a remote
+        # server computed the results
         self.cache_status = ""
-        self.cached_items = 0  # inputs that this request did not compute
+        self.cached_items = 0  # number of inputs whose answers came from the cache or from another request
         self.cached_tokens = 0  # tokens of these inputs
         self.written_ms = 0.0  # milliseconds in which the reply was built; part of the stage `postprocess_time`
         # by chunk, the milliseconds from the admission of the request to the arrival of the chunk's result
@@ -152,8 +152,8 @@ class RequestResult:
 
     @cached_property
     def usage(self) -> dict[str, Any]:
-        """Return the usage: tokens of all inputs, also of cached answers; positions of truncated inputs; and if there
-        are any, the number of images, and the numbers of cached inputs and of their tokens.
+        """Return the usage: tokens of all inputs, cached ones included; positions of truncated inputs; number of
+        images; number of cached inputs and of their tokens. The last two are absent if they are zero.
         """
         tokens, images, truncated = 0, 0, []
         for result, places in zip(self._results, self._positions, strict=True):
@@ -191,9 +191,9 @@ class RequestResult:
         """Raise FailedRequest if all inputs failed, or if one failed and the client set the mode fail.
 
         `name`: name of the field of inputs in an API format whose replies cannot report the error of a single input.
-        With `name`, any failed input fails the request, and the error names the input. `names`: by SIE's name of a
-        parameter, the field of the API format that sets it. An error about one of these parameters names the field in
-        place of the input.
+        With `name`, any failed input fails the request, and the error names the input. `names` maps a parameter of SIE
+        to the field of the API format that sets the parameter. An error about such a parameter names this field, not
+        the input.
         """
         any_fails = bool(name) or self.request.options.on_item_error == "fail"
         failure = failure_of(self.request.items, self.outcomes, any_fails=any_fails)
@@ -235,8 +235,8 @@ class RequestResult:
         return max(self._waits_ms.values(), default=0.0)
 
     def timing(self, received_s: float) -> dict[str, float]:
-        """Return the milliseconds by stage until now. They are stored, so that the log and the trace report the same
-        values as the reply.
+        """Return the milliseconds of each stage until now. The values are stored, so that the log and the trace report
+        the same values as the reply.
         """
         wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
         total_ms = (time.perf_counter() - received_s) * 1000
@@ -298,8 +298,8 @@ class RequestResult:
         return [f"images: {count} of {total} inputs have a file of several images, of which only the first was read"]
 
     def headers(self, received_s: float) -> dict[str, str]:
-        """Return the headers of the reply. If the body is sent in pieces, the times in the headers lack the time to
-        write it, because headers are sent before it.
+        """Return the headers of the reply. The headers are sent before a body in pieces is written, so their times then
+        do not include the time to write the body.
         """
         timing = self.reported_times or self.timing(received_s)
         resolved, truncated = self.request.resolved, len(self.usage["truncated_items"])
@@ -331,7 +331,7 @@ def tokens_of(result: WorkResult) -> int:
 
 
 def device_seconds(results: Sequence[WorkResult]) -> float:
-    """Return the device seconds of chunks: a chunk's share of its batch's time is its share of the batch's tokens."""
+    """Return the device seconds of chunks. The time of a batch is divided among its chunks by their tokens."""
     total_ms = 0.0
     for result in results:
         tokens = tokens_of(result)
@@ -342,7 +342,7 @@ def device_seconds(results: Sequence[WorkResult]) -> float:
 
 
 class InvalidOutcomeCount(Exception):
-    """Raised if a result has more or fewer outcomes than its chunk has inputs: then no outcome can be trusted."""
+    """Raised if a result has more or fewer outcomes than its chunk has inputs, so no outcome can be assigned."""
 
     def __init__(self, got: int, expected: int) -> None:
         super().__init__(f"the result of a chunk of {expected} inputs has {got} outcomes")
@@ -507,7 +507,7 @@ class ResultInbox:
         self._open: dict[str, OutcomeCollector] = {}
         self._subscription: Subscription | None = None
         self._fragments = Fragments() if fragments is None else fragments
-        # `on_failure` does nothing, because each check handles its own errors
+        # the callback for failed tasks does nothing, because each check handles its own errors
         self._checks = Tasks(_logger, lambda: None)
         self._pool = ThreadPoolExecutor(CHECKING_THREADS, "results")
 
@@ -565,7 +565,7 @@ class ResultInbox:
         )
 
     def _fail(self, request: str, error: SIEError) -> Verdict:
-        """End a request with an error if it is open. Return the verdict for the sender of its result."""
+        """End a request with an error if it is open. Return the verdict to send to the sender of its result."""
         if (collector := self._open.get(request)) is not None:
             collector.fail(error)
         return "unknown"
@@ -601,8 +601,8 @@ class ResultInbox:
     # results that are sent in several parts
 
     def _keep(self, part: Fragment, reply: str) -> Verdict | None:
-        """Store a part and return the verdict to reply to its sender; None if the result is complete and its check has
-        begun: then the reply follows after the check.
+        """Store a part of a result and return the verdict to send to its sender. Return None if the result is complete:
+        `_check` then sends the verdict.
         """
         collector = self._open.get(part.request)
         if collector is None:
@@ -619,8 +619,8 @@ class ResultInbox:
             return self._fail(
                 part.request,
                 ResourceExhausted(
-                    f"there is no room for the results of this request: {error}; send fewer inputs or ask "
-                    "for fewer outputs"
+                    f"the gateway has no memory for the results of this request: {error}; send fewer inputs or "
+                    "request fewer outputs"
                 ),
             )
         if assembly.missing:
@@ -655,6 +655,6 @@ class ResultInbox:
         if reply:
             try:
                 await self._bus.send(reply, _CONFIRMATIONS[verdict])
-            # without a confirmation, the sender repeats the last part, and the reply to it is the confirmation
+            # without a confirmation, the sender repeats the last part, and the inbox confirms the repeated part
             except BrokerError as error:
                 _logger.warning("request %s: a result could not be confirmed: %s", assembly.request, error)
