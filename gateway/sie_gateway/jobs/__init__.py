@@ -1,4 +1,4 @@
-"""Jobs: work on whole files that outlives a request, and the files that jobs read and write.
+"""Jobs: work on whole files, which continues after the request that submitted it, and the files of jobs.
 
     POST /v1/jobs, /v1/batches ──► JobService ──► JobLedger: a record in the broker ──► JobScheduler of every gateway
     JobScheduler: acquires the lease of a job ──► JobRun: plan ─► shards ─► manifest
@@ -7,8 +7,8 @@
 
 A shard is a number of consecutive rows of the input whose answers are written as one object. The name of the object
 follows from the number of the shard. The object is created once and never replaced. So each row is in the output
-exactly once, even if gateways died while they led the job. The record of a shard is written after its object: a leader
-that finds the object without a record reads it and writes the record.
+exactly once, even if a gateway was killed while it led the job. The record of a shard is written after its object: a
+leader that finds the object without a record reads the object and writes the record.
 
 records.py, ledger.py        the buckets of jobs, files and shards
 files.py, file_routes.py     files: bytes in the payload store, uploaded as forms

@@ -20,7 +20,7 @@ from sie_gateway.jobs.values import ModelInput, RowValues, unique
 from sie_store.datasets.answers import RowAnswer
 from sie_store.datasets.rows import InputRow
 
-PARAMS = {"tree": False}  # the tree of a document has many times the bytes of its text
+PARAMS = {"tree": False}  # without the tree of a document, which has many times the bytes of its text
 REQUESTS_AT_ONCE = 16  # largest number of requests at a time: a whole reply is in memory until its text is checked
 _FIELD = "input.documents"
 
@@ -33,9 +33,9 @@ class DocumentReply(msgspec.Struct):
 
 
 class DocumentTexts(RowValues):
-    """Parser of the documents of one job. Its answers are checked and reduced as soon as they arrive. `spec`: the name
-    of the model that parses, with its profile. `fingerprint`: fingerprint of the parser in the job's earlier answers;
-    empty before the first.
+    """Texts of the documents of one job, from the parser model. Each answer is reduced to its DocumentReply when it
+    arrives. `spec`: name of the parser model, with its profile. `fingerprint`: fingerprint of the parser in the job's
+    earlier answers; empty before the first answer.
     """
 
     def __init__(self, client: JobClient, spec: str, fingerprint: str) -> None:

@@ -54,7 +54,7 @@ class FileDescription(NamedTuple):
 
 
 def new_id() -> str:
-    """Return a new id. An id that is created later sorts after earlier ones."""
+    """Return a new id of a file. Ids sort by the time of their creation."""
     return f"file-{uuid7().replace('-', '')}"
 
 
@@ -62,8 +62,8 @@ class FileStore:
     """The files of all owners. `wall_clock` returns seconds since 1970.
 
     All methods except `content`, `clean` and `run` raise NotReady if there is no payload store, or while the records
-    have not been read. They raise QueueUnavailable if a call of the broker or the store fails, except when `remove`
-    erases the bytes.
+    have not been read. They raise QueueUnavailable if a call of the broker or the store fails. `remove` raises nothing
+    if only the removal of the bytes fails.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class FileStore:
     def page(
         self, owns: Callable[[str], bool], *, purpose: str = "", after: str = "", limit: int, newest_first: bool
     ) -> tuple[list[FileRecord], bool]:
-        """Return at most `limit` files in order of creation, beginning with the file that follows `after`, and whether
-        more files follow. Raises InvalidInput.
+        """Return at most `limit` files in the order of their creation, and True if more files follow. `after`: id of
+        the file before the first one of the page; empty for the first page. Raises InvalidInput.
         """
         self._required()
         if after and not _ID.fullmatch(after):
@@ -146,8 +146,8 @@ class FileStore:
     # creation and removal
 
     async def create(self, owner: str, about: FileDescription, data: AsyncIterator[bytes], file: str) -> FileRecord:
-        """Store an output, of any length, as the file `file`. If that file exists, return its record without reading
-        `data`.
+        """Store an output of a batch, of any length, as the file with the id `file`. If that file exists, return its
+        record without reading `data`.
         """
         self._required()
         with _unavailable():
@@ -198,7 +198,7 @@ class FileStore:
                     return await self._write(objects, draft, _Read(data, limit, grow), about)
             except Exception:
                 now = self._records.get(draft.id)
-                if now is None or now == draft:  # otherwise another gateway is writing the file
+                if now is None or now == draft:  # any other record is of another gateway that writes the same file
                     await self._forsake(draft.id)
                 raise
         finally:

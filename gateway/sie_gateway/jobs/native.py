@@ -51,15 +51,16 @@ from sie_store.sinks.sink import (
 )
 
 PARSED_BY = "+"  # separates the fingerprints of the model and of the parser
-SPAN_TOKENS = 16  # assumed tokens per chunk, for the limits of shards, if a column of the input has the chunks
+SPAN_TOKENS = 16  # assumed tokens of a chunk if a column of the input has the chunks; limits the rows of a shard
 UNTRIMMED = 0.1  # after writing this share of the cache's size limit, a job removes old segments
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class AnsweredShard(NamedTuple):
-    """Shard (rows written together) that is answered, but not written. `reused`: number of answers that were copied
-    from an equal row or from the cache. `unsent`: rows not in the database yet.
+    """Shard (rows that are written as one object) whose rows are answered, but not written. `data`: bytes of the
+    object. `reused`: number of answers that were copied from an equal row or from the cache. `unsent`: rows that are
+    not in the database yet; None if there are none.
     """
 
     data: bytes
@@ -86,7 +87,7 @@ class JobPlaces(NamedTuple):
 
 
 class NativeJob:
-    """Work of one job. `cache_bytes`: limit of the cache of all jobs. `policy`: rule by which answers are cached."""
+    """Run of one native job. `cache_bytes`: limit of the cache of all jobs. `policy`: which answers are cached."""
 
     def __init__(
         self,
@@ -180,7 +181,7 @@ class NativeJob:
             earlier = plan.again[number].parts if plan.again else ()
             rows = shard.failed if shard.error is None else shard.rows
             again.append(Again((*earlier, (before.job.id, shard.name)), rows))
-        # raises NotFound for a deleted job: without its part, a shard could never run
+        # raises NotFound for a deleted job: without the part that this job wrote, the shard could never run
         for job_id in sorted({job_id for rows_again in again for job_id, part in rows_again.parts if part}):
             await self._before(job_id)
         return Plan(tuple(plan.spans[number] for number in failed), again=tuple(again))
@@ -236,8 +237,8 @@ class NativeJob:
             self._documents.check(parser)
 
     async def _answer_shard(self, number: int, name: str, span: RowSpan) -> ShardRecord:
-        """Answer a shard, then send it to the database and write it. After an error, the next call for this shard
-        continues at the step that failed.
+        """Compute the answers of a shard, write their vectors into the database, then write the part. After an error,
+        the next call for this shard continues at the step that failed.
         """
         answered = self._unwritten.get(number)
         if answered is None:
@@ -250,7 +251,7 @@ class NativeJob:
             self._unwritten[number] = answered._replace(unsent=None)
         record = await shards.put_once(self._places.output, name, answered.data, self._request.output.format)
         del self._unwritten[number]
-        # a part in JSON Lines does not say how many answers were copied
+        # a part in JSON Lines does not store `reused`
         return msgspec.structs.replace(record, reused=answered.reused)
 
     async def _answered(self, number: int, span: RowSpan) -> AnsweredShard:
@@ -341,8 +342,8 @@ class NativeJob:
             await self._trim()
 
     async def _opened(self, once: Unique) -> StoredAnswers | None:
-        """Return the cache that the model's fingerprint selects. If no answer has shown the fingerprint yet, the first
-        input is answered here. Return None if the job must not use a cache, or if this first input fails.
+        """Return the cache that the model's fingerprint selects. If no answer has reported the fingerprint yet, compute
+        the first input to get it. Return None if the job must not use a cache, or if this first input fails.
         """
         if not self._cache_bytes or not once.inputs:
             return None
@@ -396,7 +397,7 @@ class NativeJob:
             await self._places.sink.close()
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Write the manifest of the shards that exist (see `run.JobWork`). A completed output always has one."""
+        """Write the manifest of the shards that exist (see `run.JobWork`). A completed job always gets a manifest."""
         if not shards and state != "completed":
             return {}
         plan = await self._workplace.plan()
@@ -455,8 +456,8 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread:
 def _for_sink(
     sink: Sink, rows: Sequence[InputRow], answers: Sequence[RowAnswer]
 ) -> tuple[SinkRows | None, dict[int, str]]:
-    """Return the rows to write into the database, None if there are none. Also return, by index in `rows`, why the
-    database cannot store a row. Rows with an error are in neither.
+    """Return the rows to write into the database, None if there are none. Also return, by index in `rows`, the reason
+    why the database cannot store a row. A row whose answer is an error is omitted from both results.
     """
     places: list[int] = []
     lines: list[OutputLine] = []
@@ -490,7 +491,7 @@ def _sink_rows(lines: Sequence[OutputLine]) -> SinkRows:
 
 
 def _widths(rows: SinkRows, outputs: Mapping[str, int]) -> Widths:
-    """Return the widths of the vectors of rows. `outputs`: the model's widths, because sparse vectors show no width."""
+    """Return the widths of the vectors of rows. `outputs`: widths of the model, for sparse vectors without a width."""
     widths: dict[Output, int] = {}
     if rows.vectors.shape[1]:
         widths["dense"] = rows.vectors.shape[1]

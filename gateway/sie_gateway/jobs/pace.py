@@ -19,7 +19,8 @@ STEP_S = 5.0
 STEPS = 60  # number of steps in which the rate is measured: five minutes
 MIN_S = 2 * STEP_S  # seconds of progress before a rate is known
 MIN_SPREAD = 0.02
-# least time in seconds for the remaining rows, even of a late job: new workers take about this long to start
+# least number of seconds that are planned for the remaining rows, even if the deadline is earlier: new workers take
+# about this long to start
 MIN_LEFT_S = 300.0
 
 

@@ -36,9 +36,9 @@ class UseBound(NamedTuple):
 
 
 class OwnerUsage:
-    """Number and bytes of records by owner. A record of this gateway counts from the start of its write, and a record
-    of another gateway when the watch has delivered it. So the total may exceed a limit by the records not yet
-    delivered.
+    """Number and bytes of records by owner. A record of this gateway counts from the start of its write. A record of
+    another gateway counts after the watch has delivered it, so the total may exceed a limit by the records that the
+    watch has not delivered yet.
 
     The error that is raised above a limit is built from `kinds` (words for the two counts in its message), `remedy`
     (advice in its message) and `reason` (its field `reason`).
@@ -113,7 +113,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
         return len(self._values)
 
     async def change(self, id_: str, make: Callable[[T | None], T | None]) -> T | None:
-        """Change a record like `Record.change`. Long texts of the new value are shortened (`bounded`)."""
+        """Replace a record by `make(record)`, as `Record.change` does. Long texts of the new value are shortened."""
 
         def changed(before: T | None) -> T | None:
             after = make(before)
@@ -123,7 +123,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
         return cast("T | None", stored)
 
     async def refresh(self, id_: str) -> T | None:
-        """Read a record from the bucket again, replace the known one, and return it. Raises BrokerError."""
+        """Read a record from the bucket again, store its value here, and return it. Raises BrokerError."""
         await self._record.refresh(self._prefix + id_)
         return self.get(id_)
 
@@ -154,7 +154,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
             listener(id_, value)
 
     def clear(self) -> None:
-        """Discard all records, because the bucket was lost."""
+        """Discard all records after the broker has lost the bucket."""
         removed = list(self._values)
         self._values.clear()
         self._revisions.clear()

@@ -52,8 +52,8 @@ _BATCH_STATES: dict[str, batches_api.BatchState] = {
 @dataclass(eq=False)
 class JobService:
     """Operations on the jobs of all owners. `check` returns a job with its model resolved, or refuses the job.
-    `workers` counts the workers for a job. `forget` removes the objects of a job. `content` returns the name and the
-    digest of an input file; None if the file was removed.
+    `workers` returns the number of workers in the lane of a job. `forget` removes the objects of a job. `content`
+    returns the name and the digest of an input file; None if the file was removed.
     """
 
     ledger: JobLedger
@@ -66,8 +66,8 @@ class JobService:
     # jobs
 
     async def submit(self, call: Call, request: api.JobRequest, *, retry_of: str = "", **fields: str) -> api.JobInfo:
-        """Store a new job; for a repeated Idempotency-Key, return the earlier job. `retry_of`: the job whose failed
-        rows it retries. `fields`: further fields of its record. Raises SIEError.
+        """Store a new job; for a repeated Idempotency-Key, return the earlier job. `retry_of`: id of the job whose
+        failed rows the new job retries. `fields`: further fields of the new record. Raises SIEError.
         """
         job_id = self._new_id(call, "job-")
         stored = self._existing(call, job_id)
@@ -86,7 +86,9 @@ class JobService:
         return request == previous
 
     def page(self, call: Call, limit: int, after: str, states: Collection[str]) -> api.JobPage:
-        """Return up to `limit` of the caller's jobs in `states` after `after`, newest first. Raises NotFound."""
+        """Return up to `limit` of the caller's jobs in `states`, newest first. `after`: id of the last job of the
+        previous page; empty for the first page. Raises NotFound for `after`.
+        """
         jobs, more = self._page(call, limit, after, lambda job: job.request is not None and job.state in states)
         return api.JobPage(data=[self.as_info(job) for job in jobs], next=jobs[-1].id if more else None)
 
@@ -125,9 +127,8 @@ class JobService:
             raise ContentConflict(f"the job is {job.state}: only a job that has ended can be retried", param="job")
         if not job.failed:
             raise ContentConflict("no row of the job failed", param="job")
-        # The new job keeps the model of the answers that exist: the alias in the request may lead to another model now,
-        # and vectors of two models do not fit together. The model's entry may have changed since, so rows that failed
-        # may succeed.
+        # The new job uses the model of the existing answers. The alias in the request may name another model now, and
+        # vectors of two models cannot be compared. Failed rows may succeed if the entry of the model has changed.
         return await self.submit(call, job.request, retry_of=job.id, model=job.model, parser=job.parser)
 
     async def delete(self, call: Call, job_id: str) -> api.JobDeleted:
@@ -203,7 +204,9 @@ class JobService:
         return job
 
     async def cancel_batch(self, call: Call, batch_id: str) -> batches_api.BatchObject:
-        """End a batch; its files have the answered requests. Raises NotFound, ContentConflict, QueueUnavailable."""
+        """Cancel a batch. Its output files get the requests that are answered already. Raises NotFound,
+        ContentConflict, QueueUnavailable.
+        """
         self.find_batch(call, batch_id)
 
         def changed(job: JobRecord) -> JobRecord:
@@ -323,7 +326,7 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 @dataclass(eq=False)
 class Sweeper:
-    """Task that deletes jobs `keep_s` seconds after their end. Without a store (`has_store`) it deletes none."""
+    """Task that deletes jobs `keep_s` seconds after their end. Without a payload store, it deletes no job."""
 
     jobs: JobService
     lease: LeaderLease
