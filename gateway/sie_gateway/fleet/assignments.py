@@ -56,8 +56,8 @@ def lacking(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> tuple[di
 
 
 def is_met(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> bool:
-    """Return whether these workers have the requested number of GPUs of each machine profile, and are at least the
-    minimum number of workers.
+    """Return True if these workers have the requested number of GPUs of each machine profile, and if there are at least
+    `minimum_worker_count` workers.
     """
     short, workers = lacking(spec, held)
     return not short and not workers
@@ -68,11 +68,11 @@ def assign(
 ) -> dict[str, str]:
     """Return the reservation of each reserved worker, as a map of worker id to pool. `before`: the previous map.
 
-    A reservation keeps its workers while they match its spec and it needs them: a client may replace the spec by a
-    smaller one. If it lacks workers, it gets new ones only when all missing ones are free. So no reservation gets
-    workers that it cannot use yet, and no two reservations each take a part of the free workers and wait for the rest.
-    The oldest reservation is served first. One worker of each bundle stays unreserved, unless the reservation may use
-    the last one (`takes_last`).
+    A reservation keeps the workers that match its spec and that it needs. It may need fewer workers after a client has
+    replaced the spec. A reservation that lacks workers gets new workers only when all missing workers are free. So no
+    reservation gets workers that it cannot use yet, and two reservations cannot block each other with a part of the
+    free workers each. The oldest reservation is served first. One worker of each bundle stays unreserved, except if
+    the reservation may use the last worker (`takes_last`).
     """
     order = sorted(reservations, key=lambda reservation: (reservation.created_s, reservation.spec.name))
     held: dict[str, Sequence[str]] = {}  # workers by reservation
@@ -89,14 +89,14 @@ def assign(
         addition = _addition(spec, present, workers, reserved, takes_last=reservation.takes_last)
         held[spec.name] = _needed(spec, [*held[spec.name], *addition], workers)
     assigned = {name: pool for pool, names in held.items() for name in names}
-    # a new worker may make another worker of its reservation unnecessary, which an older reservation may need
+    # repeat until nothing changes: a new worker of a reservation may make another of its workers free for others
     return assigned if assigned == before else assign(order, workers, assigned)
 
 
 def is_held_back(
     reservation: Reservation, workers: Mapping[str, AssignableWorker], assigned: Mapping[str, str]
 ) -> bool:
-    """Return whether a reservation lacks workers only because the last worker of a bundle must stay unreserved."""
+    """Return True if a reservation lacks workers only because the last worker of a bundle must stay unreserved."""
     held = [workers[name] for name, pool in assigned.items() if pool == reservation.spec.name and name in workers]
     if reservation.takes_last or is_met(reservation.spec, held):
         return False
@@ -125,8 +125,8 @@ def _needed(spec: ReservationSpec, names: Sequence[str], workers: Mapping[str, A
 
 
 def _preference(spec: ReservationSpec, name: str, worker: AssignableWorker) -> tuple[int, int, str]:
-    """Return the sort key of a worker for a reservation: those with most of its pinned models come first, then the
-    least busy ones.
+    """Return the sort key of a worker for a reservation. Workers that have loaded most of its pinned models come first;
+    among these, the least busy workers.
     """
     return -len(worker.models.intersection(spec.pinned_models)), worker.busy, name
 
@@ -145,7 +145,7 @@ def _addition(
     if not all(worker.is_heard for worker in held):
         return []
     free = [name for name, worker in workers.items() if name not in assigned and worker.fits(spec)]
-    # checked first, because this check is fast, and most pending reservations end here
+    # checked first, because this check is fast and fails for most pending reservations
     if not is_met(spec, itertools.chain(held, map(workers.__getitem__, free))):
         return []
     short, count = lacking(spec, held)

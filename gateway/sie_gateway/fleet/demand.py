@@ -6,9 +6,9 @@ held until the time ends ──► a worker has loaded the model: go on waiting,
                          ──► no worker of the lane is ready: PROVISIONING (202 to clients that expect it)
                          ──► a worker is ready and has not begun to load: go on waiting
 
-The record of demand has one key per lane (pool, machine profile and bundle). All gateways read it. It is valid for
-DEMAND_LIFE_S seconds. It is needed because the work of a request that has ended is withdrawn from the queue: without
-the record, no autoscaler would start a worker for the client's next attempt.
+The record of demand has one key per lane (pool, machine profile and bundle). All gateways read the record. It is valid
+for DEMAND_LIFE_S seconds. The work of a request that has ended is withdrawn from the queue. Without the record, no
+autoscaler would then start a worker for the client's next attempt.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DemandRecords:
         self._bucket = RecordBucket(
             broker, topology.DEMAND_BUCKET, storage=storage, replicas=replicas, max_age_s=2 * DEMAND_LIFE_S
         )
-        # time of the last request by lane, not written yet; needs no limit: a request cannot name a new lane
+        # time of the last request by lane, not written yet; the map stays small: a request cannot name a new lane
         self._noted: dict[Lane, float] = {}
         self._written: dict[Lane, float] = {}
         self._wake = asyncio.Event()
@@ -97,7 +97,7 @@ class DemandRecords:
                 del self._noted[lane]
 
     async def is_wanted(self, lane: Lane) -> bool:
-        """Return whether the lane has a valid record of demand, written by any gateway. Raises BrokerError."""
+        """Return True if the lane has a valid record of demand, written by any gateway. Raises BrokerError."""
         entry = await self._bucket.get(topology.lane_key(lane))
         if entry is None or entry.value is None:
             return False
@@ -135,7 +135,7 @@ class ColdStarts:
         self._metrics = metrics
         self._pending_reason = pending_reason
         self._clock = clock
-        # lanes whose first worker is awaited; needs no limit: a request cannot name a new lane
+        # lanes for whose first worker requests wait; the map stays small: a request cannot name a new lane
         self._starts: dict[Lane, _ColdStart] = {}
         self._took_s: dict[Lane, float] = {}
 
@@ -158,12 +158,12 @@ class ColdStarts:
                 del entries[lane]
 
     def check(self, lane: Lane, residency: str, *, was_hosted: bool = False) -> bool:
-        """Check that a request may wait on after SIE_LOAD_HOLD_S, and return `was_hosted` for the next check. Raises
-        ModelLoading while a worker loads the model, NotProvisioned while the lane has no ready worker.
+        """Check that a request may continue to wait after SIE_LOAD_HOLD_S, and return `was_hosted` for the next check.
+        Raises ModelLoading while a worker loads the model, NotProvisioned while the lane has no ready worker.
 
-        `was_hosted`: a worker had the model when the request arrived, or at an earlier check. Then the work of the
-        request is in the queue or at a worker. So the request also waits while this worker is started again, loads the
-        model again, or finishes its work after a move to another pool.
+        `was_hosted`: a worker had the model loaded when the request arrived, or at an earlier check, so the worker may
+        have work of the request. The request then also waits while this worker restarts, loads the model again, or
+        finishes its work after a move to another pool.
         """
         if self._fleet.hosts(lane, residency) or (was_hosted and self._fleet.is_lane_alive(lane)):
             return True

@@ -192,8 +192,8 @@ class Placer:
         self._hosts = frozenset(beat.worker for beats in (*live.values(), *silent.values()) for beat in beats)
         await independently(
             functools.partial(self._update_lane, lane, live.get(lane, []), silent.get(lane, []), workers)
-            # workers of an ended reservation report its pool until they have left it
             for lane in live.keys() | self._planners.keys() | self._noted.keys()
+            # after the end of a reservation, its workers may still report its pool
             if self._serves(lane.pool)
         )
 
@@ -214,7 +214,7 @@ class Placer:
         if change is not None:
             await self._write(stored, change)
         elif not live and not planner.models:
-            self._planners.pop(lane, None)  # `drop_pool` may have dropped it during the step
+            self._planners.pop(lane, None)  # without an error: `drop_pool` may have removed the planner in the meantime
             if stored.table is None:
                 self._tables.pop(stored.key, None)
 
@@ -224,7 +224,7 @@ class Placer:
         return stored.change(placement, self._broker.max_payload) if placement is not None else None
 
     async def _write(self, stored: StoredTable, change: TableChange) -> None:
-        """Write a changed table. If another gateway has written first, read its table: the next step begins with it."""
+        """Write a changed table. If another gateway has written first, read its table for the next step."""
         bucket = self._record.bucket
         failpoint("gateway.before_placement")
         try:

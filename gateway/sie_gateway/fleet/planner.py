@@ -104,13 +104,13 @@ class Planner:
         # models that every worker without a load in progress already has, so no further worker could take them
         self._alone: set[str] = set()
         self._cost: dict[str, float] = {}  # mean tokens of a message, by model
-        # since the last step, by model: number of measurements, of published messages, and of their tokens
+        # since the last step, by model: number of calls of `note` and `want` of the Placer, messages, tokens
         self._noted: dict[str, tuple[int, int, int]] = {}
         self._dropped = False  # whether a model was dropped from the layout after the table was computed
         self._hosting: tuple[Placement | None, frozenset[str]] = (None, frozenset())
 
     def note(self, published: Mapping[str, tuple[int, int, int]]) -> None:
-        """Record published work by model: number of measurements, of messages, and of their tokens."""
+        """Record published work. `published`: by model, the number of calls that reported work, messages, tokens."""
         for model, (calls, messages, cost) in published.items():
             calls_before, count, tokens = self._noted.get(model, (0, 0, 0))
             self._noted[model] = calls_before + calls, count + messages, tokens + cost

@@ -86,7 +86,7 @@ class PoolReconciler:
                     self._since_s = None
                 if trouble.lasting or self._record.is_stale:
                     await self._record.follow()
-                if math.isinf(self._clock.margin_s):  # leases end by the broker's time: measure its offset first
+                if math.isinf(self._clock.margin_s):  # leases end by the broker's clock: measure its offset first
                     await self._clock.measure()
                 await self.step()
         if self._is_leader:
@@ -159,7 +159,7 @@ class PoolReconciler:
 
     async def _assign(self) -> None:
         live, before = self._record.live(), self._record.assigned.workers
-        # in a thread, because with many reservations and workers it would block the event loop for too long
+        # in a thread, because the computation for many reservations and workers would block the event loop
         assigned = await asyncio.to_thread(assignments.assign, live.values(), self._candidates(), before)
         if assigned != before:
             if not await self._record.assign(assigned):
@@ -169,7 +169,7 @@ class PoolReconciler:
             ):
                 self._count("assigned" if worker in assigned else "released")
                 _logger.info("worker %s serves %s", worker, assigned.get(worker, "its own pool again"))
-                # the message may be lost: the worker reads its assignment every few seconds
+                # the message may be lost, because the worker also reads its assignment every few seconds
                 await self._broker.send(topology.assigned_subject(worker), b"")
         active = frozenset(name for name, reservation in live.items() if self._pools.is_active(reservation))
         self._count("active", len(active - self._active))

@@ -47,7 +47,7 @@ def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: fl
     name = spec.name
     present = record.pools.get(name)
     if present is not None and not grant.owns(present.owner):
-        # the error reveals nothing else of a reservation of another key
+        # the error shows only that the name is taken, because the other key's reservation is private
         raise PoolConflict(f"name: {name!r} is taken by a reservation of another key", param="name")
     if name in record.ended or (present is not None and now_s >= present.expires_s):
         raise QueueUnavailable(f"an earlier pool {name!r} is being removed: try again")
@@ -85,8 +85,8 @@ def expired(record: Reservations, name: str, over_s: float, now_s: float) -> Res
 
 
 def without(record: Reservations, name: str, ended_s: float | None) -> Reservations:
-    """Return the record without a reservation. `ended_s`: time of its end, which the record keeps until its stream is
-    removed; None: keep nothing.
+    """Return the record without a reservation. `ended_s`: time of the end, which stays in the record until the stream
+    of the reservation is removed; None if no stream must be removed.
     """
     pools = {pool: reservation for pool, reservation in record.pools.items() if pool != name}
     return Reservations(pools, record.ended if ended_s is None else {**record.ended, name: ended_s})

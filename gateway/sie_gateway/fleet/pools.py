@@ -73,11 +73,11 @@ class PoolRecord(Collection[str]):
 
     @property
     def is_stale(self) -> bool:
-        """Return whether the bucket may have been lost, so that `follow` must be called."""
+        """Return True if the broker may have lost the bucket, so that `follow` must be called."""
         return self._record.is_stale
 
     async def follow(self) -> None:
-        """Read the bucket, created if necessary, and watch it. May be called again. Raises BrokerError."""
+        """Create the bucket if it does not exist, read it and watch it. May be called again. Raises BrokerError."""
         await self._record.follow()
         self._is_read = True
         self.woken.set()
@@ -159,8 +159,8 @@ class PoolRecord(Collection[str]):
         return stored if isinstance(stored, Reservations) else Reservations()
 
     async def assign(self, workers: dict[str, str]) -> bool:
-        """Write `workers`, a map of worker to pool, in place of the known assignments. If another gateway has changed
-        them, read them again and return False. Raises BrokerError.
+        """Replace the stored assignments by `workers`, a map of worker to pool. If another gateway has changed the
+        stored assignments in the meantime, read them again and return False. Raises BrokerError.
         """
         write = Write(_ASSIGNED, messages.encode(Assigned(workers)), self._assigned_revision)
         try:
@@ -232,8 +232,8 @@ class PoolDirectory:
         return record.pools[name]
 
     async def _undo(self, name: str, *, removes: bool) -> None:
-        """Remove a reservation whose stream could not be created, or let it end with its lease if that fails too.
-        `removes`: the stream may exist after all, and must be removed as well.
+        """Remove a reservation whose stream could not be created. If this fails too, the reservation ends with its
+        lease. `removes`: the stream may exist in spite of the error, so it must be removed as well.
         """
         ended_s = self.clock.now_s() if removes else None
         with contextlib.suppress(BrokerError):
@@ -275,7 +275,7 @@ class PoolDirectory:
         ]
 
     def is_active(self, reservation: Reservation) -> bool:
-        """Return whether a reservation has as many healthy GPUs and workers as it requests."""
+        """Return True if a reservation has as many healthy GPUs and workers as it requests."""
         return assignments.is_met(
             reservation.spec, map(AssignableWorker.from_heartbeat, self.serving(reservation.spec.name))
         )
@@ -326,7 +326,7 @@ class PoolDirectory:
         }
 
     def _has_no_lease(self, name: str) -> bool:
-        """Return whether this is a pool of this gateway's settings or of the settings of a worker."""
+        """Return True if the pool is in the settings of this gateway or of a worker, so that it is no reservation."""
         return name in self.record.own or name in self._worker_pools()
 
     def _worker_pools(self) -> set[str]:

@@ -33,7 +33,7 @@ OPEN_S = 2.0
 MAX_FRAME_BYTES = 8 << 20
 WATCH_S = 60  # seconds for which the API server keeps a watch open
 MIN_PAUSE_S = 1.0  # shortest time between two lists of endpoints, in seconds
-# workers are reached directly, without a proxy; the package websockets has this parameter since version 15
+# workers are reached without a proxy; the package websockets has the parameter `proxy` since version 15
 _DIRECT: dict[str, Any] = {} if version.startswith("14.") else {"proxy": None}
 API = "https://kubernetes.default.svc"
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # folder with the credentials of a pod
@@ -257,7 +257,7 @@ class Endpoints:
         self._account = account
         if not (account / "token").is_file():
             raise SettingError(
-                "SIE_GATEWAY_KUBERNETES", f"no service account at {account}: the gateway needs a pod that has one"
+                "SIE_GATEWAY_KUBERNETES", f"no service account at {account}: run the gateway in a pod that has one"
             )
 
     async def run(self, on_found: Callable[[tuple[str, ...]], None]) -> None:
@@ -299,7 +299,7 @@ class Endpoints:
         answer = await client.get(self._path, params=self._selected, headers=self._headers())
         answer.raise_for_status()
         slices = _slices.decode(answer.content)
-        addresses: dict[str, str] = {}  # by pod: a service of both address families lists a pod once for each
+        addresses: dict[str, str] = {}  # by pod, because a dual-stack service lists a pod once for each address family
         for piece in sorted(slices.items, key=lambda piece: piece.address_type):
             for endpoint in piece.endpoints or ():
                 if endpoint.addresses and not endpoint.conditions.terminating:
