@@ -268,7 +268,7 @@ def has_links(items: Sequence[RequestItem], query: RequestItem | None) -> bool:
 
 
 def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[str, ...]:
-    """Return a warning for each unknown field whose name is similar to a known field, each name once. All other unknown
+    """Return one warning for each name of unknown fields that is similar to the name of a known field. Other unknown
     fields belong to the client and cause no warning.
     """
     places = ((f"items[{index}]", item) for index, item in enumerate(items) if item.unknown)
@@ -282,7 +282,7 @@ def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[st
 
 
 def unread_texts(items: Sequence[RequestItem], model: str) -> tuple[str, ...]:
-    """Return a warning about texts that are ignored, because the model reads only the files of these inputs."""
+    """Return a warning if the model ignores texts because it reads only the files of their inputs; otherwise empty."""
     texts = [item for item in items if item.text]
     counts = {
         "images": sum(bool(item.images) for item in texts),

@@ -360,5 +360,5 @@ def _is_of_input(failed: Failed) -> bool:
 
 
 def not_cached(count: int) -> NotFound:
-    """Return the error for a request with `X-SIE-Cache: only` of which `count` inputs have no cached answer."""
+    """Return the error for a request with `X-SIE-Cache: only` in which `count` inputs have no cached answer."""
     return NotFound(f"{CACHE}: only, but {count} inputs have no cached answer", reason="not_cached", param=CACHE)

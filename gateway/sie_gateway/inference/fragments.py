@@ -48,8 +48,8 @@ class Assembly:
 
 @dataclass
 class Fragments:
-    """All incomplete results of a gateway. `held_bytes`: memory that they occupy. The time is an argument, so the class
-    has no clock.
+    """All incomplete results of a gateway. `held_bytes`: bytes of memory of these results. `now_s` of the methods is
+    the time of any monotonic clock.
 
     The bytes of each request, and of all requests together, are limited. When a new assembly begins or memory is
     needed, assemblies that have received no part for `silence_s` seconds are dropped. If the sender of a dropped

@@ -73,8 +73,8 @@ _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 
 
 class Inference:
-    """Answers inference requests. `shadows` copies some of them to a second model. `away` continues the runs of clients
-    that have disconnected, for a while.
+    """Handles inference requests. `shadows` copies some requests to a second model. `away` continues a run for some
+    seconds after its client has disconnected.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Inference:
         read: Callable[[], Awaitable[bytes]],
         send: Callable[[EncodedReply], Awaitable[None]],
     ) -> None:
-        """Answer a request of an inference route. A model in the path is resolved first, so an unknown model is refused
+        """Handle a request of an inference route. A model in the path is resolved first, so an unknown model is refused
         before the body is read.
 
         The request counts as in progress until its reply is sent, because its results are in memory until then. The
@@ -182,7 +182,7 @@ class Inference:
             self._enter(-1)
 
     async def answered(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """Return the reply to a line of a batch, a body without an HTTP connection. Raises SIEError, FailedRequest."""
+        """Return the reply to a line of a batch. `raw`: the body in this line. Raises SIEError, FailedRequest."""
         call.body, call.shape = raw, route.shape
         self._resolve(call, route)
         call.budget_s = self.max_budget_s
@@ -347,8 +347,8 @@ class Inference:
     def _options(
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
-        """Call `run_options`. The result is cached for bodies without parameters: it is the same for all these bodies,
-        and computing it takes a tenth of the time of a request.
+        """Call `run_options`. The result is cached for bodies without parameters, because it is the same for all these
+        bodies, and the computation takes a tenth of the time of a request.
         """
         body = request.parameters
         if any(

@@ -220,7 +220,7 @@ class ImageUrls:
         try:
             files = dict(zip(urls, await asyncio.gather(*tasks.values()), strict=True))
             items_read = [_with(item, files) for item in items]
-            # a file that two inputs name is sent twice, so it counts twice
+            # a file that two inputs name is fetched once, but counts twice, because messages contain it twice
             pairs = zip(items, items_read, strict=True)
             _check_total(sum(item_read.file_bytes for item, item_read in pairs if item.links), name)
             yield items_read
@@ -272,7 +272,7 @@ class ImageUrls:
 
     @contextlib.asynccontextmanager
     async def _answer(self, target: httpx.URL, slots: contextlib.ExitStack) -> AsyncIterator[httpcore.Response]:
-        """Send a GET and yield the response. The connection is new, so the host's present address is checked."""
+        """Send a GET over a new connection and yield the response. A new connection checks the host's address again."""
         url = httpcore.URL(scheme=target.raw_scheme, host=target.raw_host, port=target.port, target=target.raw_path)
         headers = [(b"host", target.netloc), *_HEADERS]
         public = _Public(self._network, slots)
@@ -315,7 +315,7 @@ def _check_total(nbytes: int, name: str) -> None:
 
 
 def _with(item: RequestItem, fetched: dict[str, bytes | _Unfetched]) -> RequestItem:
-    """Return the item with its files, or with the fault of the first file that was not fetched."""
+    """Return the item with its fetched files; or with the error of the first failed URL in `unfit`."""
     if item.unfit is not None or not item.links:
         return item
     files = list(item.images)

@@ -208,7 +208,7 @@ def gather(entries: Sequence[tuple[str, Any]], path: str) -> Images:
     files: list[bytes] = []
     links: list[Link] = []
     fault = None
-    for where, entry in entries:  # the loop goes on after a fault, because a later entry may fail the whole request
+    for where, entry in entries:  # the loop continues after a fault, because a later entry may fail the whole request
         try:
             file = _file(entry, where, len(files))
         except _Undecodable as error:

@@ -26,7 +26,7 @@ from sie_runtime.process import Tasks
 REATTACH_WINDOW_S = 10.0  # seconds for which a run continues without a client
 MAX_AWAY = 256  # largest number of runs whose client has disconnected
 MAX_AWAY_BYTES = 256 << 20  # largest number of bytes of the bodies of all runs whose client has disconnected
-# headers that distinguish requests, in addition to path, body and all headers of SIE but _ID_HEADER
+# headers that distinguish requests, in addition to the path, the body, and all x-sie-* headers except _ID_HEADER
 _HEADERS = ("authorization", "content-type", "accept")
 _ID_HEADER = "x-sie-request-id"  # not compared, because a client sends another id with each attempt
 Identity = tuple[str, str, int, tuple[tuple[str, str], ...]]
@@ -87,8 +87,8 @@ class Attachments:
         self._bytes -= len(run.call.body)
 
     def close(self) -> None:
-        """Cancel the runs of clients that have disconnected, and from now on the run of each client that disconnects:
-        these clients try again at another gateway.
+        """Cancel the runs whose clients have disconnected. From now on, a run is also cancelled when its client
+        disconnects. These clients try again at another gateway.
         """
         self._closed = True
         for run in [run for runs in self._away.values() for run in runs]:
@@ -121,7 +121,7 @@ class Run:
 
     def end(self, error: BaseException | None, answer: EncodedReply | None) -> bool:
         """Record the end of the run. Return True if the client that started the run has disconnected. Raises ClientGone
-        if the run was cancelled because of that.
+        if the run was cancelled because no client joined it.
         """
         if self._watcher is not None:
             self._watcher.cancel()
@@ -178,8 +178,8 @@ class Run:
         self._task.cancel()
 
     async def join(self, call: Call, timeout_s: float) -> EncodedReply:
-        """Wait for the result of the run, in place of the client that disconnected. Raises the exceptions of the run,
-        GatewayTimeout, and ClientGone if this client disconnects too.
+        """Wait for the result of the run on behalf of `call`, which repeats the request. Raises the exceptions of the
+        run, GatewayTimeout, and ClientGone if the client of `call` disconnects too.
         """
         outcome = self._outcome
         assert outcome is not None

@@ -245,8 +245,8 @@ def slot_error(info: ErrorInfo) -> dict[str, Any]:
 
 
 def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
-    """Return one output of an input as an array, without a copy of the bytes in the worker's result. Raises ValueError
-    if the array lies outside these bytes or has Python objects; `numpy.ndarray` is faster, but does not check this.
+    """Return one output of an input as a view of the bytes in the worker's result. Raises ValueError for an array
+    outside these bytes and for a dtype of Python objects. `numpy.ndarray` would be faster, but makes neither check.
     """
     piece = outcome.outputs[name]
     return np.frombuffer(result.block, dtype=piece.dtype, count=math.prod(piece.shape), offset=piece.offset).reshape(

@@ -103,7 +103,7 @@ class RequestResult:
         # server computed the results
         self.cache_status = ""
         self.cached_items = 0  # number of inputs whose answers came from the cache or from another request
-        self.cached_tokens = 0  # tokens of these inputs
+        self.cached_tokens = 0  # number of tokens of the inputs in `cached_items`
         self.written_ms = 0.0  # milliseconds in which the reply was built; part of the stage `postprocess_time`
         # by chunk, the milliseconds from the admission of the request to the arrival of the chunk's result
         self._waits_ms: dict[int, float] = {}
@@ -205,8 +205,8 @@ class RequestResult:
             error.message = names[error.param] + error.message.removeprefix(error.param)
             error.param = names[error.param]
             raise FailedRequest(error, listed)
-        # The error may name a field of the input. Fields of images and chunks are omitted for other API formats,
-        # because their names differ.
+        # An error may name a field of the input. A field of images or chunks is named only in native replies, because
+        # its name differs in other API formats.
         own = error.param.startswith(("images[", "chunks"))
         field = error.param if error.param == "text" or (not name and own) else ""
         place = f"{name or 'items'}[{listed[0]['index']}]" + (f".{field}" if is_input and field else "")
@@ -428,7 +428,7 @@ class FailedRequest(Exception):
 # largest number of messages that wait in the NATS client until the event loop handles them: the results of more than
 # ten seconds at 5,000 per second
 HELD_MESSAGES = 1 << 16
-HELD_BYTES = 256 << 20  # largest number of bytes of these messages
+HELD_BYTES = 256 << 20  # largest number of bytes of the messages that wait in the NATS client
 CHECKING_THREADS = 2  # threads that join results from their parts
 Verdict = Literal["taken", "duplicate", "unknown", "part"]
 _CONFIRMATIONS: dict[Verdict, bytes] = {
@@ -583,9 +583,9 @@ class ResultInbox:
             await self._bus.send(message.reply, _CONFIRMATIONS[verdict])
 
     def _unreadable(self, request: str, error: Exception) -> Verdict:
-        """Fail the request of a result that cannot be read. Its sender would only send the same bytes again."""
+        """Fail the request of a result that cannot be decoded: its sender could only send the same bytes again."""
         self._metrics.outcomes.labels("undecodable").inc()
-        _logger.error("request %s: a result from a worker could not be read: %s", request, error)
+        _logger.error("request %s failed, because a worker's result could not be decoded: %s", request, error)
         return self._fail(request, InternalFailure("the gateway could not read a result"))
 
     def _offer(self, result: WorkResult) -> Verdict:
@@ -597,8 +597,6 @@ class ResultInbox:
         if verdict == "taken":
             self._metrics.deliveries.observe(result.batch.deliveries)
         return verdict
-
-    # results that are sent in several parts
 
     def _keep(self, part: Fragment, reply: str) -> Verdict | None:
         """Store a part of a result and return the verdict to send to its sender. Return None if the result is complete:
@@ -644,7 +642,10 @@ class ResultInbox:
         except Damaged as error:
             self._metrics.outcomes.labels("damaged").inc()
             _logger.error(
-                "request %s: a result of %d parts is damaged: %s", assembly.request, len(assembly.parts), error
+                "request %s: the worker must send a damaged result of %d parts again: %s",
+                assembly.request,
+                len(assembly.parts),
+                error,
             )
             verdict = "part"
         except Exception:  # outermost handler of a task: the waiting request must get a reply

@@ -217,7 +217,7 @@ class Runner:
 
 class _Sending:
     """Publisher of the chunks of one request, in the order in which their permits are granted. `build` builds the
-    message of a chunk when it is published, so that the message has the time budget that is left then.
+    message of a chunk when the chunk is published, so that the message has the remaining time budget.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class _Sending:
             self._collector.fail(InternalFailure("the gateway failed while it queued this request"))
 
     async def finish(self) -> None:
-        """Wait until the last message is stored: its result may arrive before the broker's acknowledgement."""
+        """Wait until the broker has acknowledged the last message: the result of the message may arrive earlier."""
         if self._rest is not None:
             await self._rest
 

@@ -76,8 +76,8 @@ class Mean:
 
 @dataclass
 class ShadowStatistics:
-    """Measurements of a shadow since the start of this gateway. They are separate for each alias; the metrics
-    put all aliases beyond a certain number under one label.
+    """Measurements of the shadow of one alias since the start of this gateway. Metrics are less exact: they count all
+    aliases beyond a certain number under one label.
     """
 
     model: str
@@ -283,8 +283,8 @@ def _has_room(beat: Heartbeat) -> bool:
 
 
 def cosines(finished: RequestResult, copied: RequestResult) -> list[float]:
-    """Return the cosine of each input's two dense vectors, if both are floats of the same width. An input with chunks
-    is omitted: the two models may split it at different places.
+    """Return the cosine of the two dense vectors of each input, if both vectors are floats of the same width. Inputs
+    with chunks are omitted, because the two models may split them at different places.
     """
     runs = [result.request.options.run for result in (finished, copied)]
     if any("dense" not in run.outputs or run.dtype not in _COMPARED for run in runs):
