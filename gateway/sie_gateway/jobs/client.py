@@ -127,8 +127,8 @@ class Room:
 class Throttle:
     """Limit of the mean rate of a job, in tokens per second (0: no limit). A request with n tokens delays the next one
     by n / rate seconds. Until the tokens of a request are known, they are estimated from the mean of earlier inputs.
-    `until_open` waits for the time of day at which the job may run. Only one request at a time waits for this, so that
-    the requests do not all start at once when that time begins.
+    `until_open` waits for the time of day at which the job may run. Only one request at a time calls `until_open`, so
+    that the waiting requests do not all start at the same moment.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class JobClient:
         items: Sequence[RequestItem],
         query: RequestItem | None = None,
     ) -> tuple[Call, PlannedRequest]:
-        """Return the call and the plan of one request of the job, built as for a client's request. Raises SIEError."""
+        """Return the call and the planned request of some items, as for a request of a client. Raises SIEError."""
         call = self.call()
         resolved = self.inference.resolve(spec, call)
         body = {"params": dict(params)} if params else {}

@@ -169,8 +169,6 @@ class JobEngine:
     def _sinks(self) -> Mapping[str, Secret]:
         return dict(self.settings.jobs_sinks or ())
 
-    # work of a job that runs
-
     def work(self, job: JobRecord, progress: JobRun) -> JobWork:
         """Build the JobWork of a job for the gateway that leads the job. Raises SIEError."""
         workplace = self.workplace(job)

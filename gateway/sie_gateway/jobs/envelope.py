@@ -155,7 +155,7 @@ def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> LineR
     if not custom_id:
         raise BadLine("missing_required_parameter", f"{where}: custom_id: expected a string")
     if is_repeated:
-        raise BadLine("duplicate_custom_id", f"{where}: custom_id: an earlier line has the same")
+        raise BadLine("duplicate_custom_id", f"{where}: custom_id: an earlier line has the same custom_id")
     if bytes(request.method) and _text(request.method) != "POST":
         raise BadLine("invalid_method", f"{where}: method: expected POST")
     if url is None or not (url == endpoint or url.startswith(f"{endpoint}/")):
@@ -172,7 +172,7 @@ def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> LineR
 
 
 def answer(custom_id: str, request_id: str, status: int, body: bytes, tokens: int = 0) -> BatchRow:
-    """Return the output line of a request that was answered. `body` is JSON."""
+    """Return the output line of a request with a reply: its status and its JSON body, which may be an error."""
     head = orjson.dumps({"id": _new_id(), "custom_id": custom_id})
     response = orjson.dumps({"status_code": status, "request_id": request_id})
     text = head[:-1] + b',"response":' + response[:-1] + b',"body":' + body + b'},"error":null}'
@@ -180,7 +180,7 @@ def answer(custom_id: str, request_id: str, status: int, body: bytes, tokens: in
 
 
 def failure(custom_id: str | None, code: str, message: str) -> BatchRow:
-    """Return the output line of a request that was not answered."""
+    """Return the output line of a request without a reply: the code and the message of the error."""
     line = {"custom_id": custom_id, "response": None, "error": {"code": code, "message": message}}
     return BatchRow(orjson.dumps({"id": _new_id(), **line}), code)
 

@@ -87,8 +87,6 @@ class FileStore:
         self._uploads = KeySlots(UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY, "uploads", "uploads")
         self._outputs = asyncio.Semaphore(OUTPUTS_AT_ONCE)
 
-    # records of files
-
     async def find(self, file: str, owns: Callable[[str], bool]) -> FileRecord:
         """Return the record of a file. `owns(owner)`: the caller may read this owner's files. Raises NotFound."""
         self._required()
@@ -131,19 +129,15 @@ class FileStore:
     def _is_expired(self, record: FileRecord) -> bool:
         return bool(record.expires_s) and record.expires_s <= self._wall_clock()
 
-    # bytes of files
-
     async def open(self, record: FileRecord) -> AsyncIterator[bytes]:
         """Open a file and return its bytes in pieces. Raises NotFound before the first piece."""
         with _unavailable():
             return await self._required().open(record.id)
 
     async def range(self, record: FileRecord, start: int, end: int) -> bytes:
-        """Return the bytes of a file from `start` to before `end`. Raises NotFound."""
+        """Return the bytes `start` to `end - 1` of a file. Raises NotFound."""
         with _unavailable():
             return await self._required().range(record.id, start, end)
-
-    # creation and removal
 
     async def create(self, owner: str, about: FileDescription, data: AsyncIterator[bytes], file: str) -> FileRecord:
         """Store an output of a batch, of any length, as the file with the id `file`. If that file exists, return its
@@ -254,11 +248,9 @@ class FileStore:
         await self._objects.remove(file)
         await self._records.remove(file)
 
-    # clean-up
-
     async def clean(self) -> int:
-        """Remove expired, half-removed and abandoned files if this gateway acquires the lease for clean-up, and return
-        their number. Raises BrokerError, StoreError.
+        """Remove files that have expired, whose upload was not completed, or whose removal was not completed. Only the
+        gateway with the lease removes files. Return their number. Raises BrokerError, StoreError.
         """
         due = [record for record in self._records.values() if self._is_due(record)]
         if self._objects is None or not due or not await self._lease.acquire():
@@ -284,7 +276,7 @@ class FileStore:
         while not await stop.wait_for(CLEAN_S * random.uniform(0.5, 1.0)):  # noqa: S311  no secret
             with trouble.logged(BrokerError, StoreError):
                 if removed := await self.clean():
-                    _logger.info("removed %d files that had expired, were not completed, or were half removed", removed)
+                    _logger.info("removed %d files that had expired or whose upload or removal had failed", removed)
         with contextlib.suppress(BrokerError):  # if the release fails, the lease expires by itself
             await self._lease.release()
 

@@ -241,9 +241,6 @@ async def rows(gateway: Gateway, request: Request) -> Response:
     return json_response(await gateway.results.rows(call_of(request).key, job, limit, only_failed=only_failed))
 
 
-# batches
-
-
 async def submit_batch(gateway: Gateway, request: Request) -> Response:
     batch_request = converted(await json_of(request), batches_api.BatchRequest)
     return json_response(await gateway.jobs.batch(call_of(request), batch_request))

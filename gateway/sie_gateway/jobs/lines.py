@@ -69,7 +69,7 @@ class BatchJob:
         return await self._place.keep_plan(cut.plan())
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
-        """Answer the lines of one shard, store the answers, and return the record of the shard."""
+        """Run the requests of one shard, store their output lines, and return the record of the shard."""
         data = await self._place.existing(_part(number))
         if data is not None:
             return await asyncio.to_thread(_record, number, span, data)

@@ -211,7 +211,7 @@ class NativeJob:
         return rows
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
-        """Answer the rows of one shard, write its part of the output, and return the record of the shard."""
+        """Compute the answers of one shard, write its part of the output, and return the record of the shard."""
         name = parts.part_name(number, self._count, self._request.output.format)
         record = await shards.existing(self._places.output, name, self._request.output.format)
         if record is not None:  # an earlier leader wrote the part, and died before it wrote the record
@@ -333,7 +333,7 @@ class NativeJob:
         return [every[place] for place in range(len(once.inputs))]
 
     async def _keep(self, cache: StoredAnswers, number: int, good: dict[bytes, RowAnswer]) -> None:
-        """Write answers to the cache for later jobs. A failure is only logged: later jobs compute the answers."""
+        """Write answers to the cache for later jobs. A failure is only logged, because later jobs can compute them."""
         try:
             self._kept_bytes += await cache.keep(f"{self._job.id}-{number:06}", good)
         except StoreError as error:
@@ -367,12 +367,14 @@ class NativeJob:
         return self._cache
 
     async def _sent(self, rows: SinkRows) -> None:
-        """Write the vectors into the database; create a missing collection again, once. Raises Halted, StoreError."""
+        """Write the vectors into the database. If the collection is missing, create it again and write the vectors once
+        more. Raises Halted, StoreError.
+        """
         try:
             try:
                 await self._upserted(rows)
             except CollectionMissing as error:
-                _logger.warning("job %s: the collection is created again: %s", self._job.id, error)
+                _logger.warning("job %s: a collection is missing and is created again: %s", self._job.id, error)
                 self._is_prepared = False
                 await self._upserted(rows)
         except REFUSALS as error:

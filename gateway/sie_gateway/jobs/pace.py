@@ -25,7 +25,7 @@ MIN_LEFT_S = 300.0
 
 
 class JobPace:
-    """Meter of a job's rows a second over the last minutes, and of their variation."""
+    """Meter of the rows per second of a job in the last minutes, and of the variation of this rate."""
 
     def __init__(self) -> None:
         # pairs: time in seconds, and number of rows done at that time

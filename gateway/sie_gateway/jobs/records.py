@@ -215,7 +215,7 @@ class JobsBucket:
 
 
 def _decode(entry: Entry) -> _Kept:
-    """Decode an entry. Raises ValueError if it is no record, or if the id in the record does not fit its key."""
+    """Decode an entry. Raises ValueError if it is no record, or if the id in the record differs from its key."""
     if entry.value is None:
         raise ValueError("the record was removed")
     value: _Kept = _decoder.decode(entry.value)

@@ -46,7 +46,7 @@ LEADERS_LOST = "LEADERS_LOST"
 # seconds for which writing the output of a failed, cancelled or expired job is retried; the job ends only after that
 LAST_TRIES_S = 60.0
 OUTSIDE_WINDOW = "OUTSIDE_WINDOW"
-# reason why the work of a job was stopped -> final state of the job
+# final state of a job whose work was stopped, by the reason of the stop
 ENDS: dict[str, JobState] = {"cancel": "cancelled", "expired": "expired"}
 _INTERNAL = ErrorInfo("INTERNAL_ERROR", "the gateway failed; its log has the details under the id of this job")
 _T = TypeVar("_T")
@@ -84,7 +84,7 @@ class JobWork(Protocol):
         """Return the stored plan of the input, or create it. Raises SIEError for unreadable input, StoreError."""
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
-        """Answer and store the rows of a shard, and return its record. Raises ShardBroken, SIEError, StoreError."""
+        """Compute and store the answers of a shard, and return its record. Raises ShardBroken, SIEError, StoreError."""
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         """Complete the output, also of a job that ends early, and add shards that are completed here to `shards`.
@@ -190,7 +190,7 @@ class JobRun:
             return error.info
         if isinstance(error, SIEError):
             return error.info()
-        _logger.error("job %s failed", self._id, exc_info=error)
+        _logger.error("job %s failed with an unexpected error", self._id, exc_info=error)
         return _INTERNAL
 
     def _left(self, error: Exception) -> None:
@@ -206,7 +206,7 @@ class JobRun:
         self._trouble = error
 
     async def until_open(self) -> None:
-        """Wait until the time of day is inside the windows of the job. Until then, set its trouble OUTSIDE_WINDOW."""
+        """Wait until the time of day is inside the windows of the job. Until then, its `trouble` is OUTSIDE_WINDOW."""
         request = self._job.request
         while request is not None and (wait_s := pace.opens_in_s(request.windows, request.time_zone, self._now_s())):
             message = f"the job works from {' and '.join(request.windows)} {request.time_zone}"
@@ -343,8 +343,8 @@ class JobRun:
             raise errors.exceptions[0] from errors
 
     async def _isolated(self, work: JobWork, plan: Plan, numbers: list[int], done: dict[int, ShardRecord]) -> None:
-        """Answer one by one the shards that may have killed a leader, then reset the count of deaths. The progress is
-        written after each shard: if this leader dies, the cause is the first shard without a record.
+        """Run the shards that may have killed a leader one after the other, then reset the count of deaths. The
+        progress is written after each shard. So if this leader dies, the first shard without a record is the cause.
         """
         for number in numbers:
             await self._answer(work, plan, iter((number,)), done)
@@ -365,7 +365,7 @@ class JobRun:
                 shard = await self._patiently(lambda: self._attempted(work, number, span))  # noqa: B023
             except ShardBroken as error:
                 shard = ShardRecord("", plan.rows[number], error=error.info, source=span.source)
-                _logger.warning("job %s: %s: %s", self._id, span.source, error)
+                _logger.warning("job %s skips a part of %s that it cannot read: %s", self._id, span.source, error)
             await self._patiently(lambda: self._ledger.keep_shard(self._id, number, shard))  # noqa: B023
             self._live.pop(number, None)
             done[number] = shard
@@ -414,7 +414,7 @@ class JobRun:
                 if time.monotonic() + pause_s > last_s:
                     raise
                 if not met:
-                    _logger.warning("job %s waits: %s", self._id, error)
+                    _logger.warning("job %s waits and tries again after an error: %s", self._id, error)
                 met = True
                 self.trouble(_public_error(error))
             else:

@@ -63,8 +63,6 @@ class JobService:
     content: Callable[[str], tuple[str, str] | None]
     now_s: Callable[[], float]
 
-    # jobs
-
     async def submit(self, call: Call, request: api.JobRequest, *, retry_of: str = "", **fields: str) -> api.JobInfo:
         """Store a new job; for a repeated Idempotency-Key, return the earlier job. `retry_of`: id of the job whose
         failed rows the new job retries. `fields`: further fields of the new record. Raises SIEError.
@@ -100,7 +98,7 @@ class JobService:
         return job
 
     async def set_command(self, call: Call, job_id: str, command: str) -> api.JobInfo:
-        """Set the last command of the owner of a job: run, pause or cancel. Raises NotFound, QueueUnavailable,
+        """Store a command of the owner in the record of a job: run, pause or cancel. Raises NotFound, QueueUnavailable,
         and ContentConflict if the job has ended.
         """
         self.find(call, job_id)
@@ -110,8 +108,8 @@ class JobService:
                 raise ContentConflict(f"the job is {job.state} and cannot be changed any more", param="job")
             if command == "run" and job.state == "paused":
                 job = replace(job, state="queued", error=None)
-                # an administrator who resumes a job becomes its owner: the owner's key may have been removed, and the
-                # job could not run with it
+                # An administrator who resumes a job becomes its owner. The key of the earlier owner may have been
+                # removed, and a job cannot run with a removed key.
                 if "admin" in call.grant.scopes:
                     job = replace(job, owner=call.grant.key, owner_name=call.grant.name)
             cancelling_s = self.now_s() if command == "cancel" else job.cancelling_s
@@ -173,8 +171,6 @@ class JobService:
             forecast=forecast(job, self.workers(job), self.now_s()) if job.state == "running" else None,
             request=job.request,
         )
-
-    # batches
 
     async def batch(self, call: Call, request: batches_api.BatchRequest) -> batches_api.BatchObject:
         """Store a new batch and return it; for a repeated Idempotency-Key, the earlier batch. Raises SIEError."""
@@ -343,7 +339,7 @@ class Sweeper:
 
     async def sweep(self) -> int:
         """Delete the jobs that ended at least `keep_s` seconds ago, under a lease, and return their number. Raises
-        BrokerError. If a job cannot be deleted, the others are tried too, and its SIEError is raised at the end.
+        BrokerError. If some jobs cannot be deleted, the other jobs are deleted, then the first SIEError is raised.
         """
         if not self.has_store:
             return 0
