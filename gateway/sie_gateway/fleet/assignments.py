@@ -75,7 +75,7 @@ def assign(
     the reservation may use the last worker (`takes_last`).
     """
     order = sorted(reservations, key=lambda reservation: (reservation.created_s, reservation.spec.name))
-    held: dict[str, Sequence[str]] = {}  # workers by reservation
+    held: dict[str, Sequence[str]] = {}  # ids of workers by the name of their reservation
     for reservation in order:
         spec = reservation.spec
         retained = [
@@ -105,8 +105,8 @@ def is_held_back(
 
 
 def _needed(spec: ReservationSpec, names: Sequence[str], workers: Mapping[str, AssignableWorker]) -> Sequence[str]:
-    """Return the workers `names` without those that the reservation does not need; all of them while the GPUs of one
-    worker are unknown.
+    """Return the workers in `names` that the reservation needs. While the GPUs of one worker are unknown, return all
+    workers in `names`.
     """
     if not all(workers[name].is_heard for name in names):
         return names
@@ -139,8 +139,8 @@ def _addition(
     *,
     takes_last: bool,
 ) -> list[str]:
-    """Return free workers that complete a reservation; empty if there are too few, or while the GPUs of one of its
-    workers are unknown.
+    """Return the free workers that a reservation still lacks; empty if too few workers are free, or while the GPUs of a
+    worker of the reservation are unknown.
     """
     if not all(worker.is_heard for worker in held):
         return []

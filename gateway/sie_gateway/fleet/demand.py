@@ -41,7 +41,7 @@ _logger = logging.getLogger("sie.gateway.demand")
 
 
 def is_live(at_s: float, now_s: float) -> bool:
-    """Return whether a record from `at_s` (broker's clock, possibly in the future) is still valid."""
+    """Return True if a record of the time `at_s` is still valid. `at_s` may be in the future, because clocks differ."""
     return now_s - at_s < DEMAND_LIFE_S
 
 
@@ -109,7 +109,7 @@ class DemandRecords:
 
 
 class _ColdStart:
-    """A lane's wait for its first worker: times of the first and of the last request for the lane."""
+    """Times of the first and of the last request for a lane that has no worker yet."""
 
     __slots__ = ("first_s", "last_s")
 
@@ -195,7 +195,7 @@ class ColdStarts:
         return False
 
     def start_left_s(self, lane: Lane) -> float:
-        """Return the seconds, at least 1, until a worker of the lane should be ready, by the last measured start."""
+        """Return the seconds, at least 1, until a worker of the lane should be ready, from the last measured start."""
         start = self._starts.get(lane)
         waited_s = self._clock() - start.first_s if start is not None else 0.0
         return max(1.0, self._took_s.get(lane, USUAL_START_S) - waited_s)

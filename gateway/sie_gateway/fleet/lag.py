@@ -99,8 +99,8 @@ class Lag:
         busiest = [lane for lane, _ in busy.most_common()]
         self._known |= dict.fromkeys(busiest)
         reported = dict.fromkeys([*busiest, *(lane for lane in self._known if lane.pool == pool)])
-        # (subject filter, labels of its lane and priority); the labels are None if the filter is the subject of one
-        # model
+        # pairs of a subject filter and the labels of its lane and priority; the labels are None if the filter is the
+        # subject of one model
         questions: list[tuple[str, Labels | None]] = []
         for lane in list(reported)[:MAX_LANES]:
             for priority in PRIORITIES:
@@ -115,7 +115,7 @@ class Lag:
         answers = await self._backlog.oldest(pool, [question for question, _ in questions])
         answered: set[str] = set()
         for (_, of_lane), first in zip(questions, answers, strict=True):
-            if first is None:  # no message is left: the work was done in the meantime
+            if first is None:  # workers have taken all messages of this filter in the meantime
                 continue
             oldest_s = self._age_s(first)
             if of_lane is not None:

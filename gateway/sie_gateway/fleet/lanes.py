@@ -30,7 +30,7 @@ from sie_contracts.wire.topology import Lane
 STATES = ("loading", "unloading", "loaded", "failed", "available")
 LOADS = ("loading", "failed")  # states of a model that also count if the worker is not ready yet
 ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
-NO_DISK_S = 0.5  # seconds before this list is computed again while it is empty, for example when a cluster starts
+NO_DISK_S = 0.5  # seconds before an empty list of models on disks is computed again, for example at a cluster's start
 # Seconds by which the heartbeats of a live worker may be late if the NATS server of the worker or of this gateway
 # freezes: up to 15 s until the connection counts as lost (three pings), and the time to open a new one.
 LOST_S = 20.0
@@ -141,7 +141,7 @@ class Fleet:
         self._on_disk: tuple[float, frozenset[str]] = (-math.inf, frozenset())
         # last time at which `is_lane_alive` saw no connection to the broker
         self._disconnected_s = -math.inf
-        self.version = 0  # number of heartbeats so far: admission.py looks up the workers again if it has changed
+        self.version = 0  # number of heartbeats; if it has changed, the admission looks up the workers again
         self.listeners: list[Callable[[], None]] = []  # called at every heartbeat
         self._own_pools = frozenset({topology.DEFAULT_POOL, settings.pool})
         self._spec = spec

@@ -83,12 +83,12 @@ class Placer:
         self._first_s: float | None = None
         self._hosts: frozenset[str] = frozenset()  # workers that could host models at the last step
         self._tables: dict[str, StoredTable] = {}  # placement tables by the key of the lane
-        # changes of stored tables that arrived during the running step and are applied after it; None while no step
-        # runs
+        # changes of stored tables that arrive while a step runs, and that are applied after the step; None while no
+        # step runs
         self._held: list[Callable[[], object]] | None = None
         self._planners: dict[Lane, Planner] = {}
-        # since the last step, by lane and model: number of calls of `note` and `want`, of published messages, of their
-        # tokens
+        # by lane and model, three counts since the last step: calls of `note` and `want`, published messages, tokens of
+        # these messages
         self._noted: dict[Lane, dict[str, tuple[int, int, int]]] = {}
         self._cold = asyncio.Event()
         # a table that cannot be decoded counts as removed: it is computed and written again
@@ -102,7 +102,7 @@ class Placer:
         broker.on_reconnect(self._record.reconnected)
 
     async def start(self) -> None:
-        """Read all tables from the bucket (created if missing), and watch it. Can be repeated. Raises BrokerError."""
+        """Create the bucket if it does not exist, read all tables and watch it. Can be repeated. Raises BrokerError."""
         await self._record.follow()
 
     def _on_value(self, key: str, value: Placement | PlacementPart | None, revision: int) -> None:
@@ -147,13 +147,11 @@ class Placer:
             del self._tables[key]
 
     def note(self, lane: Lane, items: Sequence[WorkItem]) -> None:
-        """Record work of one model that is being published. If workers exist but none hosts it, a step runs at once."""
+        """Record published work of one model. If workers exist, but none hosts the model, a step runs at once."""
         self._note(lane, items[0].model, len(items), sum(item.cost for item in items))
 
     def want(self, lane: Lane, model: str) -> None:
-        """Request a worker for a model that has no work yet. If workers exist but none has the model, the table is
-        computed at once.
-        """
+        """Request a host for a model without work. If workers exist, but none hosts the model, a step runs at once."""
         self._note(lane, model, 0, 0)
 
     def _note(self, lane: Lane, model: str, count: int, cost: int) -> None:
@@ -176,7 +174,7 @@ class Placer:
 
     async def step(self) -> None:
         """Update the table of every lane once. Raises BrokerError."""
-        self._held = []  # the step reads the stored tables in a thread, so changes wait until it has ended
+        self._held = []  # the step reads the stored tables in a thread, so changes are applied after the step
         try:
             await self._refresh()
         finally:
@@ -193,7 +191,7 @@ class Placer:
         await independently(
             functools.partial(self._update_lane, lane, live.get(lane, []), silent.get(lane, []), workers)
             for lane in live.keys() | self._planners.keys() | self._noted.keys()
-            # after the end of a reservation, its workers may still report its pool
+            # lanes of an ended reservation are skipped: its workers may still report its pool
             if self._serves(lane.pool)
         )
 
@@ -219,7 +217,7 @@ class Placer:
                 self._tables.pop(stored.key, None)
 
     def _changed(self, stored: StoredTable, look: Callable[[], Placement | None]) -> TableChange | None:
-        """Compute the change of the table after a step; None if it does not change. Runs in a thread."""
+        """Run a step of the planner. Return the change of the table, or None without a change. Runs in a thread."""
         placement = look()
         return stored.change(placement, self._broker.max_payload) if placement is not None else None
 
@@ -243,8 +241,8 @@ class Ages:
     """Waiting messages of each model, and the age of the oldest one. Counts are read from `Backlog`, ages from the
     oldest messages.
 
-    The age is read only if the model's NATS subject had work in two consecutive steps: work that is served at once
-    needs no age. In each step, at most MAX_ASKED ages of a lane are read: those that were read longest ago.
+    The age is read only if the model's NATS subject had work in two consecutive steps: until then, the age is small. In
+    each step, at most MAX_ASKED ages of a lane are read: the ages that were read longest ago.
     """
 
     def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:

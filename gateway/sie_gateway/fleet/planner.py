@@ -101,12 +101,12 @@ class Planner:
         self._resident_s: dict[str, float] = {}  # time since which all hosts of a model have it loaded
         self._moved: set[str] = set()  # models whose hosts, or whose state at a host, changed since the last step
         self._spare_s: float | None = None  # time since which at least one worker loads no model
-        # models that every worker without a load in progress already has, so no further worker could take them
+        # models that all workers without a load in progress host already, so that no further worker can load them
         self._alone: set[str] = set()
         self._cost: dict[str, float] = {}  # mean tokens of a message, by model
         # since the last step, by model: number of calls of `note` and `want` of the Placer, messages, tokens
         self._noted: dict[str, tuple[int, int, int]] = {}
-        self._dropped = False  # whether a model was dropped from the layout after the table was computed
+        self._dropped = False  # true if a model was dropped from the layout after the table was computed
         self._hosting: tuple[Placement | None, frozenset[str]] = (None, frozenset())
 
     def note(self, published: Mapping[str, tuple[int, int, int]]) -> None:
@@ -147,7 +147,7 @@ class Planner:
         demand = self._scale(backlog, now_s)
         changes = self._layout.settle(demand)
         self._moved |= changes.keys()
-        # an empty table is written too: sidecars do not pull the work of models that are missing in the table
+        # an empty table is written too, because sidecars without a table pull the work of all models
         if table is None or changes or self._dropped:
             hosts = {model: row.before for model, row in self._layout.rows.items()}
         elif backlog and now_s - table.at_s >= REFRESH_S:
@@ -163,7 +163,7 @@ class Planner:
     def _served(
         self, silent: Sequence[Heartbeat], table: Placement | None, backlog: Mapping[str, ModelBacklog]
     ) -> list[Heartbeat]:
-        """Return the silent workers that are hosts, except hosts of a model whose work waits over `adopt_after_s`."""
+        """Return the silent workers that host models, but no host of a model with work older than `adopt_after_s`."""
         hosts = table.hosts if table is not None else {}
         if self._hosting[0] is not table:
             self._hosting = table, frozenset(name for names in hosts.values() for name in names)
@@ -269,7 +269,7 @@ class Planner:
         self._dropped = True
 
     def _sync_table(self, table: Placement | None, now_s: float) -> None:
-        """Adopt a table that this planner did not compute, or the absence of a table."""
+        """Update the layout from a table that this planner did not compute; without a table, models have no hosts."""
         hosts = table.hosts if table is not None else {}
         for number, (model, row) in enumerate(self._layout.rows.items()):
             if number % 64 == 0:
@@ -332,7 +332,7 @@ class Planner:
         elif self._spare_s is None:
             self._spare_s = now_s
         alone: set[str] = set()
-        # the 1 is for a leaving worker, which may still serve a model beside the hosts of this model
+        # 1 is added because a leaving worker may still have the model in addition to the model's hosts
         if 0 < idle <= 1 + int(self._counts.max(initial=1)):
             names = layout.workers.keys() - layout.loading
             alone = {model for model in layout.workers[min(names)].models if names.issubset(layout.rows[model].before)}
@@ -402,21 +402,21 @@ class Planner:
         return tokens_s / rate if rate else np.zeros(layout.size)
 
     def _cut(self, model: str, count: int) -> None:
-        """Reduce the hosts of a model to `count`. Hosts that do not have it loaded are removed first."""
+        """Reduce the hosts of a model to `count`. Hosts that have not loaded the model are removed first."""
         row, workers = self._layout.rows[model], self._layout.workers
         hosts = sorted(row.before, key=lambda name: name not in workers or model not in workers[name].holdings.loaded)
         self._layout.set_before(model, tuple(hosts[:count]))
 
 
 def model_of(status: ModelStatus) -> str:
-    """Return the model of a status: the status may name a profile of the model that has other weights
-    (`model:profile`). All profiles of a model share one queue.
+    """Return the model of a status without the profile that the status may name (`model:profile`). All profiles of a
+    model share one queue.
     """
     return status.model.partition(":")[0]
 
 
 def in_order(statuses: Sequence[ModelStatus]) -> Sequence[ModelStatus]:
-    """Sort statuses, loaded ones last, so that a dict by model keeps the loaded status if a model has several."""
+    """Sort statuses, loaded ones last, so that a dict by model keeps the loaded status of a model with several."""
     if not any(":" in status.model for status in statuses):
         return statuses
     return sorted(statuses, key=lambda status: (status.state == "loaded", status.state == "loading"))

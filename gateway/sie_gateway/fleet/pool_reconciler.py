@@ -67,10 +67,10 @@ class PoolReconciler:
         self._tables = RecordBucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas)
         self._is_leader = False
         self._renewed_s = -math.inf
-        self._known: dict[str, float] = {}  # live reservations at the last step, and when each was created
+        self._known: dict[str, float] = {}  # creation time of each reservation that was live at the last step
         self._active: frozenset[str] = frozenset()
         self._unready_s: dict[str, float] = {}
-        self._since_s: float | None = None  # time since which this gateway can receive heartbeats
+        self._since_s: float | None = None  # time since which heartbeats can arrive; None without the broker
         fleet.listeners.append(self._on_heartbeat)
 
     def _on_heartbeat(self) -> None:
@@ -98,7 +98,7 @@ class PoolReconciler:
         live = self._record.live()
         self._metrics.active_lease_gpus.set(sum(sum(reservation.spec.gpus.values()) for reservation in live.values()))
         created_s = {name: reservation.created_s for name, reservation in live.items()}
-        # a reservation that began and ended between two steps is not in `_known`, but its stream may be followed
+        # `_known` lacks a reservation that began and ended between two steps; the queue may still follow its stream
         reservations = {*self._known, *self._queue.consumers.pools} - self._record.own
         # between two steps, a reservation may have ended, and a new one with the same name may have begun
         replaced = {name for name in created_s.keys() & self._known.keys() if created_s[name] != self._known[name]}
@@ -118,7 +118,7 @@ class PoolReconciler:
             await self._remove()
 
     async def _leads(self) -> bool:
-        """Return whether this gateway leads; False while the leader would have nothing to do. Raises BrokerError."""
+        """Return True if this gateway is the leader; False while no reservation needs a leader. Raises BrokerError."""
         record = self._record
         if not (record.reservations.pools or record.reservations.ended or record.assigned.workers):
             return False
@@ -139,7 +139,7 @@ class PoolReconciler:
             # count only an end that this gateway has written: another gateway may have ended the reservation
             if (await self._record.change(expired)).ended.get(name) == now_s:
                 self._count("expired")
-                _logger.info("the lease of reservation %s has ended", name)
+                _logger.info("reservation %s is removed, because its lease has ended", name)
 
     async def _remove(self) -> None:
         """Remove the streams and placement tables of ended reservations, so that their names can be used again."""
@@ -168,7 +168,7 @@ class PoolReconciler:
                 name for name in assigned.keys() | before.keys() if assigned.get(name) != before.get(name)
             ):
                 self._count("assigned" if worker in assigned else "released")
-                _logger.info("worker %s serves %s", worker, assigned.get(worker, "its own pool again"))
+                _logger.info("worker %s is assigned to the pool %s", worker, assigned.get(worker, "of its settings"))
                 # the message may be lost, because the worker also reads its assignment every few seconds
                 await self._broker.send(topology.assigned_subject(worker), b"")
         active = frozenset(name for name, reservation in live.items() if self._pools.is_active(reservation))

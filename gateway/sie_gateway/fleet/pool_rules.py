@@ -38,8 +38,8 @@ def not_found(name: str) -> PoolNotFound:
 
 
 def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: float) -> Reservations:
-    """Return the record with a reservation of this spec: a new reservation, or an existing one with a new lease and
-    this spec.
+    """Return the record with a reservation of this spec. A reservation of this name that exists already gets this spec
+    and a new lease.
 
     Raises PoolConflict if another key has a reservation of this name, QueueUnavailable while an earlier reservation of
     this name is being removed, PoolOperationForbidden if all keys together, or this key, have too many reservations.
@@ -73,13 +73,13 @@ def renewed(record: Reservations, name: str, grant: Grant, now_s: float) -> Rese
 
 
 def deleted(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservations:
-    """Return the record after the end of a reservation. Raises PoolNotFound, also if it belongs to another key."""
+    """Return the record after the end of a reservation. Raises PoolNotFound, also for a reservation of another key."""
     live(record, name, grant, now_s)
     return without(record, name, now_s)
 
 
 def expired(record: Reservations, name: str, over_s: float, now_s: float) -> Reservations:
-    """Return the record, without the reservation if its lease ended at or before `over_s`."""
+    """Return the record without the reservation if its lease ended at or before `over_s`, otherwise unchanged."""
     present = record.pools.get(name)
     return without(record, name, now_s) if present is not None and over_s >= present.expires_s else record
 
@@ -93,7 +93,7 @@ def without(record: Reservations, name: str, ended_s: float | None) -> Reservati
 
 
 def removed(record: Reservations, name: str) -> Reservations:
-    """Return the record after the stream of an ended reservation was removed: its name is free."""
+    """Return the record after the stream of an ended reservation was removed, so that its name can be used again."""
     return Reservations(record.pools, {pool: at_s for pool, at_s in record.ended.items() if pool != name})
 
 

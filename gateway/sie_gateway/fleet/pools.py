@@ -63,7 +63,7 @@ class PoolRecord(Collection[str]):
         self.woken = asyncio.Event()
         self._clock = clock
         self._reservations_revision = self._assigned_revision = 0
-        self._changed = asyncio.Event()  # set and replaced at each change of the reservations
+        self._changed = asyncio.Event()  # set at each change of the reservations, then replaced by a new event
         self._is_read = False
         bucket = RecordBucket(
             broker, topology.POOLS_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas
@@ -281,8 +281,8 @@ class PoolDirectory:
         )
 
     def visible(self, grant: Grant) -> Callable[[str], bool]:
-        """Return a function that checks whether a credential may read the name of a pool. Without the scope admin, it
-        may read only names of the installation's pools and of its own reservations.
+        """Return a function that checks whether a credential may read the name of a pool. A credential without the
+        scope admin may read only the names of the installation's pools and of its own reservations.
         """
         if not grant.key or "admin" in grant.scopes:
             return lambda name: True

@@ -98,7 +98,7 @@ class WorkerSocket:
 
     @property
     def status(self) -> WorkerFrame | None:
-        """Return the status in the last frame; None if there was no frame, or if the frame is no status."""
+        """Return the status in the last frame; None without a recent frame, or if the frame cannot be decoded."""
         frame = self.frame
         if frame is None:
             return None
@@ -268,7 +268,7 @@ class Endpoints:
         is_https, authorities = self._api.startswith("https:"), str(self._account / "ca.crt")
         while True:
             try:
-                # read each time, because the kubelet replaces the file
+                # the file is read for each list, because the kubelet replaces it
                 verify = ssl.create_default_context(cafile=authorities) if is_https else False
                 async with httpx.AsyncClient(base_url=self._api, verify=verify, trust_env=False, timeout=5.0) as client:
                     addresses, version = await self._list(client)
@@ -277,7 +277,7 @@ class Endpoints:
                     await self._change(client, version)
             except (httpx.HTTPError, *UNDECODABLE, OSError) as error:
                 trouble.met(error)
-            await asyncio.sleep(MIN_PAUSE_S)  # limits the requests while pods change fast
+            await asyncio.sleep(MIN_PAUSE_S)  # limits the rate of requests while pods change fast
 
     @property
     def _path(self) -> str:
