@@ -217,7 +217,7 @@ class Placer:
                 self._tables.pop(stored.key, None)
 
     def _changed(self, stored: StoredTable, look: Callable[[], Placement | None]) -> TableChange | None:
-        """Run a step of the planner. Return the change of the table, or None without a change. Runs in a thread."""
+        """Run a step of the planner in a thread. Return the change of the table, None if the table does not change."""
         placement = look()
         return stored.change(placement, self._broker.max_payload) if placement is not None else None
 

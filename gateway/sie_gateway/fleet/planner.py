@@ -247,7 +247,9 @@ class Planner:
         self._workers[beat.worker] = _PlannedWorker(beat, statuses_read, taking, beat.rate, sum(rates), load_s)
 
     def _forget_unused(self, now_s: float) -> None:
-        """Drop models that no worker has and that were unused for FORGET_S; above MAX_MODELS, the longest unused."""
+        """Drop models that no worker has if they were unused for FORGET_S. Above MAX_MODELS models, drop the longest
+        unused models of these earlier.
+        """
         for _ in range(len(self._wanted_s)):
             model, wanted_s = next(iter(self._wanted_s.items()))
             if now_s - wanted_s <= FORGET_S and len(self._wanted_s) <= MAX_MODELS:
@@ -342,7 +344,9 @@ class Planner:
         self._alone = alone
 
     def _resident(self, model: str) -> float | None:
-        """Return the time since which all hosts have the model loaded and one more worker could load it, or None."""
+        """Return the time since which all hosts have the model loaded and one more worker could load the model; None
+        while this is not so.
+        """
         since_s = self._resident_s.get(model)
         if since_s is None or self._spare_s is None or model in self._alone:
             return None

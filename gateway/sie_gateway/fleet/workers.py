@@ -98,7 +98,7 @@ class WorkerSocket:
 
     @property
     def status(self) -> WorkerFrame | None:
-        """Return the status in the last frame; None without a recent frame, or if the frame cannot be decoded."""
+        """Return the status in the last frame; None if there is no recent frame, or if the frame cannot be decoded."""
         frame = self.frame
         if frame is None:
             return None

@@ -85,7 +85,7 @@ class Call:
     resolved: Resolved | None = None  # entry and profile that the model's name in the path or the body resolves to
     client: str = ""  # address of the client
     body: bytes = b""  # body of an inference request
-    # reader of the body; None for routes without inference, and for calls without an HTTP connection (lines of batches)
+    # reader of the body; None for routes without inference, and for calls without an HTTP connection (batch lines)
     reader: BodyReader | None = None
     infer_request: InferRequest | None = None  # request to the model, as parsed at the last attempt
     attempt: int = 0  # number of earlier attempts of this call

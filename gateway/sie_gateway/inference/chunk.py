@@ -32,9 +32,9 @@ from sie_gateway.inference.images import pixels
 # bytes of a token of English text in UTF-8: an estimate only for the split of requests; the sidecar counts the tokens
 BYTES_PER_TOKEN = 4
 SPECIAL_TOKENS = 2
-ITEM_RESULT_OVERHEAD_BYTES = 64  # bytes of a result beside its values
+ITEM_RESULT_OVERHEAD_BYTES = 64  # bytes of a result in addition to its values
 EXTRACTED_TOKEN_BYTES = 64  # estimated bytes that an extraction returns for each token of a text
-LABEL_RESULT_BYTES = 48  # bytes of a class in a result beside its name
+LABEL_RESULT_BYTES = 48  # bytes of a class in a result in addition to the name of the class
 TOKENIZED_BYTES = 48  # bytes of a token in a result: its id, its text and its position
 SPARSE_IDS_PER_TOKEN = 32  # estimated weights of a sparse vector for each token of a text
 # encoded options of at most this many bytes are not counted in the size of a message

@@ -128,7 +128,7 @@ class Inference:
         return [beat for beat in self._fleet.healthy() if beat.bundle == bundle]
 
     def max_items(self, call: Call) -> int:
-        """Return the largest number of inputs of a request: the limit of its key, but at most the gateway's limit."""
+        """Return the largest number of inputs of a request: the lower one of the limits of its key and the gateway."""
         most = self._settings.max_items_per_request
         return min(most, call.grant.limits.items or most)
 
@@ -442,8 +442,8 @@ def _pool_name(value: str) -> str:
 
 
 def _error_mode(call: Call) -> str:
-    """Return the mode for errors of single inputs if the body names none: the mode of the header, otherwise the default
-    of the SDK version that the client reports. Raises InvalidInput.
+    """Return the mode for errors of single inputs if the body names no mode: the mode of the header; without this
+    header, the default of the SDK version that the client reports. Raises InvalidInput.
     """
     mode = call.headers.get("x-sie-on-item-error") or call.dialect.on_item_error
     if mode not in ("slot", "fail"):

@@ -98,8 +98,8 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # prefix by which an IPv6-only n
 
 
 class _Unfetched(Exception):
-    """Reason why an image has no file: a refused URL or a failed server. `extras`: values that the error reports beside
-    its message, such as the limit.
+    """Reason why an image has no file: a refused URL or a failed server. `extras`: values that the error reports in
+    addition to its message, such as the limit.
     """
 
     def __init__(self, message: str, result: Literal["refused", "failed"] = "refused", **extras: float) -> None:

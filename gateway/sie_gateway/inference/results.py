@@ -270,7 +270,7 @@ class RequestResult:
         return [timings.get(result.chunk, none) for result, _ in self.outcomes]
 
     def shared(self, *, explain: bool) -> dict[str, Any]:
-        """Return the fields that replies have beside their results, except `timing`, which is written last."""
+        """Return the fields that replies have in addition to their results, except `timing`, which is written last."""
         fields: dict[str, Any] = {"usage": self.usage, "fingerprint": self.fingerprint}
         if warnings := [*self.request.options.warnings, *self._half_read()]:
             fields["warnings"] = warnings
@@ -467,7 +467,7 @@ class OutcomeCollector:
         return True
 
     def fail(self, error: Exception) -> None:
-        """End the request with an error, unless it is complete."""
+        """End the request with an error. A complete request is not changed."""
         if not self._done.done():
             self._done.set_exception(error)
 

@@ -43,8 +43,8 @@ class DocumentTexts(RowValues):
         self._turns = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
     async def parsed(self, rows: Sequence[InputRow]) -> list[InputRow]:
-        """Return the rows with the texts of their documents. A row whose document cannot be parsed gets a fault. Raises
-        SIEError for an error that every document would get; Halted.
+        """Return the rows with the texts of their documents. If a document cannot be parsed, the `fault` of its row has
+        the error. Raises SIEError for an error that every document would get; Halted.
         """
         parsed = list(rows)
         inputs = await asyncio.to_thread(_read, parsed)
@@ -60,7 +60,7 @@ class DocumentTexts(RowValues):
 
 
 def _read(rows: list[InputRow]) -> dict[int, ModelInput]:
-    """Return the parser's inputs by the index of the row. A row without a readable file gets a fault instead."""
+    """Return the parser's inputs by the index of the row. Set `fault` of each row without a readable file."""
     inputs: dict[int, ModelInput] = {}
     for place, row in enumerate(rows):
         if row.fault is not None:

@@ -27,7 +27,7 @@ _NATIVE = ("/v1/encode", "/v1/score", "/v1/extract", "/v1/redact")  # endpoints 
 
 
 class LineRequest(NamedTuple):
-    """Request of a line: `path` is the path of the route, `body` the JSON body."""
+    """Request of a line: `path` is the path of its URL, with the model for native endpoints; `body` is JSON."""
 
     custom_id: str
     path: str

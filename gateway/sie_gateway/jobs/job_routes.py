@@ -89,7 +89,7 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
     for name, named, place in (("connection", job.connection, src), ("sink_connection", job.sink_connection, job.sink)):
         if named and named != _authority(place):
             raise InvalidInput.at(
-                name, "leave it out: SIE_JOBS_URLS and the gateway's own credentials give access to places"
+                name, "leave it out: a job uses the gateway's credentials for the URLs that SIE_JOBS_URLS allows"
             )
     params: dict[str, Any] = {"output_types": list(job.output_types)} if job.output_types else {}
     options = dict(job.options)

@@ -103,7 +103,7 @@ def zone(name: str) -> zoneinfo.ZoneInfo:
 
 
 def check(windows: Sequence[str]) -> None:
-    """Raise InvalidInput unless each window has the form 22:00-06:00."""
+    """Raise InvalidInput if a window does not have the form 22:00-06:00."""
     for number, window in enumerate(windows):
         if not _WINDOW.fullmatch(window):
             raise InvalidInput.at(f"windows[{number}]", "expected two times of the day, such as 22:00-06:00")

@@ -113,7 +113,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
         return len(self._values)
 
     async def change(self, id_: str, make: Callable[[T | None], T | None]) -> T | None:
-        """Replace a record by `make(record)`, as `Record.change` does. Long texts of the new value are shortened."""
+        """Replace a record by `make(record)` (see `Record.change`). Long texts of the new value are shortened."""
 
         def changed(before: T | None) -> T | None:
             after = make(before)

@@ -185,7 +185,7 @@ class JobRun:
             await (self._pause(info) if self._job.batch is None else self._end("failed", error=info))
 
     def _cause(self, error: Exception) -> ErrorInfo:
-        """Return the error for the record. An unexpected exception is logged, because only operators can fix it."""
+        """Return the error for the job's record. Unexpected exceptions are logged: only operators can fix them."""
         if isinstance(error, Halted):
             return error.info
         if isinstance(error, SIEError):

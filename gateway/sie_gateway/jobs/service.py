@@ -186,7 +186,9 @@ class JobService:
         return self.batch_told(job)
 
     def batch_page(self, call: Call, limit: int, after: str) -> batches_api.BatchPage:
-        """Return at most `limit` of the caller's batches after `after`, newest first. Raises NotFound for `after`."""
+        """Return up to `limit` of the caller's batches, newest first. `after`: id of the last batch of the previous
+        page; empty for the first page. Raises NotFound for `after`.
+        """
         jobs, more = self._page(call, limit, after, lambda job: job.batch is not None)
         data = [self.batch_told(job) for job in jobs]
         ends = (data[0].id, data[-1].id) if data else (None, None)
