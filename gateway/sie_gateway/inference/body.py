@@ -282,7 +282,7 @@ def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[st
 
 
 def unread_texts(items: Sequence[RequestItem], model: str) -> tuple[str, ...]:
-    """Return a warning if the model ignores texts because it reads only the files of their inputs, or no warning."""
+    """Return a warning for inputs with a text and a file: the model reads only the file. Empty without such inputs."""
     texts = [item for item in items if item.text]
     counts = {
         "images": sum(bool(item.images) for item in texts),

@@ -131,8 +131,8 @@ class CachedRuns:
         return await run.results()
 
     def _fingerprint(self, request: PlannedRequest) -> str:
-        """Return the fingerprint that the workers of the lane give to answers of this request; empty if it is unknown,
-        if the workers give different fingerprints, or if answers of the operation are not cached.
+        """Return the fingerprint that the workers of the lane give to answers of this request. It is empty if no worker
+        reports a fingerprint, if the workers report different ones, or if answers of the operation are not cached.
         """
         if request.operation not in CACHED_OPERATIONS:
             return ""
@@ -167,7 +167,7 @@ class CachedRuns:
         return longest_s if expected_s is None else min(longest_s, max(SHORTEST_WAIT_S, expected_s))
 
     def end(self, key: FlightKey) -> None:
-        """Remove a flight. The requests that still wait for it get no outcome."""
+        """Remove a flight. Requests that still wait for its outcome get None."""
         flight = self.flights.pop(key)
         if not flight.done():
             flight.set_result(None)
@@ -208,7 +208,6 @@ class _CachedRun:
         self._until_s: float | None = None
 
     async def results(self) -> RequestResult:
-        """Return the results of the request."""
         self._keys = [self._space.key(digest) for digest in await self._digests()]
         count = len(self._items)
         missing = await self._find(range(count))
@@ -230,7 +229,7 @@ class _CachedRun:
             for key in self._flights:
                 self._runs.end(key)
         if not is_uniform and computed < count:
-            # cached and computed answers differ: a worker has another precision, engine or entry than it reported
+            # fingerprints differ: a worker has another precision, engine or entry than its heartbeat reported
             self._call.again()
             self._finished = RequestResult(self._request, self._refused)
             await self._compute(self._call, self._positions, self._items, self._finished, None)

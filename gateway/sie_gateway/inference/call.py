@@ -204,7 +204,7 @@ class InferRequest(msgspec.Struct, frozen=True):
 
 
 class ClientGone(Exception):
-    """Raised if the client has disconnected, so that it would not read a reply."""
+    """Raised if the client has disconnected, so that no client would read the reply."""
 
 
 class EntryChanged(Exception):
@@ -219,7 +219,7 @@ class EntryChanged(Exception):
 
 
 MAX_HELD_BYTES = 1 << 30
-# copies of each byte of a body while its request runs: one received, one decoded, one in a message of the queue
+# copies of each byte of a body while its request runs: the received body, the decoded values, the queue messages
 COPIES = 3
 # bytes of each body that are not counted as memory; their sum is limited, because at most SIE_MAX_CONCURRENT_REQUESTS
 # bodies exist at a time

@@ -194,8 +194,8 @@ def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, T
 
 
 def _files(items: Sequence[RequestItem], query: RequestItem | None) -> list[ItemFiles]:
-    """Return the files of each input; empty if neither inputs nor query have files. The query's files count for each
-    input, because the model reads them with each input.
+    """Return the files of each input; empty if neither inputs nor query have files. The files of the query count for
+    each input, because the model reads the query with each input.
     """
     shared = len(query.files) if query else 0
     if not shared and not any(item.files for item in items):
@@ -235,9 +235,9 @@ def result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tu
 
 
 async def check_pixels(items: Sequence[RequestItem], query: RequestItem | None, name: str) -> None:
-    """Raise PayloadTooLarge if the images have too many pixels in total: the time to decode depends on the pixels, and
-    a file of some kilobytes may have any number of them. An image that is too large for a worker does not count,
-    because the worker rejects it without decoding it. `name`: name of the field with the inputs.
+    """Raise PayloadTooLarge if the images have too many pixels in total. The time to decode an image depends on its
+    pixels, and even a small file may have many pixels. An image that is too large for a worker does not count, because
+    the worker rejects the image without decoding it. `name`: name of the field with the inputs.
     """
     total = 0
     files = (file for item in (*items, *filter(None, (query,))) for file in item.images)

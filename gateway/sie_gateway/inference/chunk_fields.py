@@ -68,7 +68,7 @@ def _spans(value: list[Any], length: int, path: str) -> bytes:
         raise _bad(path, "expected at least one span")
     if len(value) > MAX_CHUNKS:
         raise _bad(path, f"got {len(value)} spans, at most {MAX_CHUNKS} are allowed", "too_many_chunks", MAX_CHUNKS)
-    # (start, end) of the previous chunk, and the end of the chunk before it, for the checks of order and overlap
+    # (start, end) of the previous chunk, and the end of the chunk before that, for the checks of order and overlap
     before, earlier_end = (-1, 0), 0
     for index, span in enumerate(value):
         where = f"{path}[{index}]"

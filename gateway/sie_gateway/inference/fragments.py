@@ -67,7 +67,7 @@ class Fragments:
     def add(self, part: Fragment, now_s: float) -> Assembly:
         """Store a part once, and return its assembly. Raises InboxFull, and ValueError for an invalid part."""
         if not (0 <= part.index < part.count <= MAX_PARTS and part.data):
-            raise ValueError(f"part {part.index} of {part.count} with {len(part.data)} bytes")
+            raise ValueError(f"part {part.index} of {part.count} with {len(part.data)} bytes is not valid")
         key = (part.request, part.chunk, part.digest)
         assembly = self._all.pop(key, None)
         # the worker split the result again, for a broker with another message limit: drop the parts of the first split
@@ -130,8 +130,8 @@ def put_together(parts: Sequence[bytes], digest: str) -> WorkResult:
     """Join parts, in order, and return the result. Raises Damaged."""
     data = b"".join(parts)
     if hashlib.sha256(data).hexdigest() != digest:
-        raise Damaged("its digest differs")
+        raise Damaged("the digest of the joined parts differs from the digest that the worker sent")
     try:
         return messages.decode_result(data)
     except UNDECODABLE as error:
-        raise Damaged(f"it cannot be read: {error}") from error
+        raise Damaged(f"the result cannot be decoded: {error}") from error

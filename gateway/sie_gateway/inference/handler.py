@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 WATCH_AFTER_S = 1.0  # seconds after which the gateway begins to watch whether the client of a run disconnects
 MAX_ATTEMPTS = 4  # largest number of restarts of a request because the entry of its model has changed
-RENEWED_WITHIN_S = 1.0  # longest wait in seconds for an entry that a worker has and this catalogue lacks
+RENEWED_WITHIN_S = 1.0  # longest wait in seconds for an entry of a model that a worker has and this catalogue lacks
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 
@@ -128,7 +128,7 @@ class Inference:
         return [beat for beat in self._fleet.healthy() if beat.bundle == bundle]
 
     def max_items(self, call: Call) -> int:
-        """Return the largest number of inputs of a request: the lower one of the limits of its key and the gateway."""
+        """Return the largest number of inputs of a request: the smaller limit of its key and of the gateway."""
         most = self._settings.max_items_per_request
         return min(most, call.grant.limits.items or most)
 
@@ -182,7 +182,7 @@ class Inference:
             self._enter(-1)
 
     async def answered(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """Return the reply to a line of a batch. `raw`: the body in this line. Raises SIEError, FailedRequest."""
+        """Return the reply to a request in a batch. `raw`: the body of the request. Raises SIEError, FailedRequest."""
         call.body, call.shape = raw, route.shape
         self._resolve(call, route)
         call.budget_s = self.max_budget_s

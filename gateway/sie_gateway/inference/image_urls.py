@@ -385,8 +385,8 @@ class _Public(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Connect to the host. Raises _Unfetched if it has no address, or if any of its addresses is not public, even
-        one that is not used. Raises httpcore.ConnectError if no address can be reached.
+        """Connect to the host. Raises _Unfetched if the host has no address, or if any address of the host is not
+        public, even an unused address. Raises httpcore.ConnectError if no address can be reached.
         """
         resolution = asyncio.ensure_future(self._network.resolve(host, port))
         try:
@@ -408,8 +408,8 @@ class _Public(httpcore.AsyncNetworkBackend):
         raise httpcore.ConnectError("no address of the host can be reached")
 
     def _count(self, nbytes: int) -> None:
-        """Count bytes of the headers before the response's body. Raises _Unfetched if they are too many: a server may
-        send headers and interim responses without end.
+        """Count bytes that arrive before the body of the response. Raises _Unfetched above MAX_HEAD_BYTES, because a
+        server may send headers and interim responses without end.
         """
         self._head_bytes += 0 if self.is_answered else nbytes
         if self._head_bytes > MAX_HEAD_BYTES:

@@ -42,8 +42,8 @@ class ImageHeader(NamedTuple):
 
 
 def pixels(data: bytes) -> int:
-    """Return the number of pixels of a file by its header: 0 if the header cannot be read or has another format,
-    MAX_DECODED_PIXELS if it has too many segments.
+    """Return the number of pixels of an image file from its header: 0 if the header cannot be read or has another
+    format, MAX_DECODED_PIXELS if the header has too many segments.
     """
     try:
         image = _header(data)
@@ -169,8 +169,8 @@ def read(value: Any, path: str) -> Images:
 
 
 def read_sound(value: Any, path: str) -> tuple[bytes, ErrorInfo | None]:
-    """Return the bytes of a sound and None; or, if they cannot be decoded, empty bytes and the error of the input.
-    Raises InvalidInput with the reason `schema`, or `invalid_media` for a URL.
+    """Return the bytes of a sound, and None. If the base64 of the sound is not valid, return empty bytes and the error
+    of the input. Raises InvalidInput with the reason `schema`, or `invalid_media` for a URL.
     """
     if isinstance(value, dict):
         rate = value.get("sample_rate")  # only the type is checked, because the rate in the sound file is used
@@ -180,8 +180,8 @@ def read_sound(value: Any, path: str) -> tuple[bytes, ErrorInfo | None]:
 
 
 def read_document(value: Any, path: str) -> tuple[DocumentFile | None, ErrorInfo | None]:
-    """Return a document with the format that the client names, and None; or, if it cannot be decoded, None and the
-    error of the input. Raises the exceptions of `read_sound`.
+    """Return a document with the format that the client names, and None. If the base64 of the document is not valid,
+    return None and the error of the input. Raises the exceptions of `read_sound`.
     """
     data, fault = _single(value, path, "documents", EXPECTED_DOCUMENT, "the document as a file")
     if fault is not None:

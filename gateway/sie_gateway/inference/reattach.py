@@ -58,8 +58,8 @@ class Attachments:
         self._watched[task] = Run(self, task, call)
 
     def ended(self, task: asyncio.Task[Any], error: BaseException | None, answer: EncodedReply | None = None) -> bool:
-        """Record the end of a run, watched or not. Return True if the client that started it had disconnected. Raises
-        ClientGone if the run was cancelled because no client joined it.
+        """Record the end of a run, watched or not. Return True if the client that started the run has disconnected.
+        Raises ClientGone if the run was cancelled because no client joined it.
         """
         run = self._watched.pop(task, None)
         return run is not None and run.end(error, answer)
@@ -129,8 +129,8 @@ class Run:
         is_left = self._outcome is not None
         if self._outcome is not None:
             self._settle(self._outcome, error, answer)
-        # Both objects refer to an exception whose traceback refers back to this run: without this line, this cycle
-        # would keep the body of the request in memory until a garbage collection.
+        # Both objects refer to an exception whose traceback refers back to this run. Without this line, this cycle
+        # would stay in memory, with the body of the request, until a garbage collection.
         self._watcher = self._outcome = None
         if self._is_given_up and isinstance(error, asyncio.CancelledError):
             self._task.uncancel()
@@ -154,7 +154,7 @@ class Run:
         self._leave()
 
     def _leave(self) -> None:
-        """Record that the client has left. If no client joins the run, it is cancelled after `window_s` seconds."""
+        """Record that the client has disconnected. If no client joins the run within `window_s` seconds, cancel it."""
         failpoint("reattach.left")
         loop = asyncio.get_running_loop()
         if self._outcome is None:

@@ -45,8 +45,8 @@ Late = Callable[[float], Mapping[str, Any]]
 
 def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
     """Return the format of a reply without an error: the offered format that Accept prefers, or JSON if Accept names no
-    offered format. If Accept is missing or has only wildcards, it is the format of the request's body. `raw`: the route
-    also offers raw bytes and Arrow. `msgpack`: the route also offers msgpack.
+    offered format. If Accept is missing or has only wildcards, return the format of the request's body. `raw`: the
+    route also offers raw bytes and Arrow. `msgpack`: the route also offers msgpack.
     """
     own: Format = "msgpack" if body_is_msgpack else "json"
     if not accept:
@@ -255,8 +255,8 @@ def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
 
 
 def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
-    """Return one output in its msgpack form, as a view of the bytes of the result. Numpy arrays are not built, because
-    that takes longer than to build the rest of the reply.
+    """Return one output in its msgpack form, as a view of the bytes of the result. No numpy arrays are built, because
+    building them takes longer than building the rest of the reply.
     """
     piece = outcome.outputs[name]
     size = math.prod(piece.shape) * int(piece.dtype[2:])
@@ -397,7 +397,9 @@ def chunks_missing() -> InternalFailure:
 
 
 def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:
-    """Return one entry per input, by descending score, then by position; failed inputs last. Ranks begin at 0."""
+    """Return one entry per input, sorted by descending score and by position. Failed inputs are last. The first entry
+    has the rank 0.
+    """
     entries: list[tuple[float, int, dict[str, Any]]] = []
     for index, (item, (_, outcome)) in enumerate(zip(items, outcomes, strict=True)):
         entry = _echo(item)

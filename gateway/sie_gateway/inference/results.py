@@ -152,8 +152,8 @@ class RequestResult:
 
     @cached_property
     def usage(self) -> dict[str, Any]:
-        """Return the usage: tokens of all inputs, cached ones included; positions of truncated inputs; number of
-        images; number of cached inputs and of their tokens. The last two are absent if they are zero.
+        """Return the usage: tokens of all inputs, including cached inputs; positions of truncated inputs; number of
+        images; number of cached inputs and of their tokens. Counts of images and cached inputs are absent if zero.
         """
         tokens, images, truncated = 0, 0, []
         for result, places in zip(self._results, self._positions, strict=True):
@@ -176,7 +176,7 @@ class RequestResult:
 
     @property
     def values(self) -> int:
-        """Return the approximate count of the numbers in the reply. The time to write the reply depends on it."""
+        """Return the approximate count of the numbers in the reply, on which the time to write the reply depends."""
         count = sum(
             len(listed)
             for result in self._results
@@ -260,7 +260,7 @@ class RequestResult:
 
     def item_timings(self) -> list[dict[str, float]]:
         """Return the stage times of each input, from the admission to the arrival of its result. The inputs of a chunk
-        have the same times. An input that the gateway refused, or whose answer this request did not compute, has zeros.
+        have the same times. The times are zero for an input that the gateway refused, and for a cached answer.
         """
         none = stage_times(total_ms=0.0, wait_ms=0.0, last=None)
         timings = {}
@@ -360,8 +360,8 @@ def placed(count: int, results: Sequence[WorkResult], places: Sequence[Sequence[
 def failure_of(
     items: Sequence[RequestItem], outcomes: Sequence[Placed], *, any_fails: bool
 ) -> tuple[SIEError, list[dict[str, Any]]] | None:
-    """Return the error of the whole request, with one entry per failed input, or None. The request fails if all inputs
-    failed, or if any input failed and `any_fails` is true.
+    """Return the error of the whole request and one entry per failed input; None if the request does not fail. It fails
+    if all inputs failed, or if any input failed and `any_fails` is true.
     """
     failed = [(index, outcome) for index, (_, outcome) in enumerate(outcomes) if isinstance(outcome, Failed)]
     if not failed or (len(failed) < len(items) and not any_fails):
@@ -629,14 +629,14 @@ class ResultInbox:
         return None
 
     async def _check(self, assembly: Assembly, reply: str) -> None:
-        """Deliver a complete result to its request. If it is damaged, reply to its sender that parts are missing, so
-        that the sender sends them again.
+        """Deliver a complete result to its request. If the result is damaged, reply to the sender that parts are
+        missing, so that the sender sends all parts again.
         """
         try:
             parts = [part for part in assembly.parts if part is not None]
             result = await asyncio.get_running_loop().run_in_executor(self._pool, put_together, parts, assembly.digest)
             if (result.request, result.chunk) != (assembly.request, assembly.chunk):
-                raise Damaged("it belongs to another request")
+                raise Damaged("the result belongs to another request")
             verdict = self._offer(result)
             failpoint("results.assembled")
         except Damaged as error:
@@ -658,4 +658,4 @@ class ResultInbox:
                 await self._bus.send(reply, _CONFIRMATIONS[verdict])
             # without a confirmation, the sender repeats the last part, and the inbox confirms the repeated part
             except BrokerError as error:
-                _logger.warning("request %s: a result could not be confirmed: %s", assembly.request, error)
+                _logger.warning("request %s: a result was not confirmed to the worker: %s", assembly.request, error)

@@ -406,7 +406,7 @@ def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Fa
 
 
 def _foreign(item: RequestItem, request: PlannedRequest, takers: _Takers) -> ErrorInfo | None:
-    """Return the error for a modality that this model does not accept, with the names of models that do, or None."""
+    """Return the error if the item has a modality that this model does not accept; otherwise None."""
     entry = request.resolved.entry
     accepted = [*entry.inputs]
     if "multivector" in entry.outputs and (request.operation == "score" or request.options.run.muvera):

@@ -206,8 +206,8 @@ class Shadows:
         return "loaded" if any(self._is_loaded(candidate) for candidate in {lane, finished.request.lane}) else None
 
     def _is_loaded(self, lane: Lane) -> bool:
-        """Return True if the lane is too busy for copies: work waits for more than LOADED_S, or the wait is unknown (no
-        worker).
+        """Return True if the lane is too busy for copies: its work waits for more than LOADED_S, or the lane has no
+        worker, so that the wait is unknown.
         """
         waits_s = [self._admission.expected_s(lane, priority) for priority in PRIORITIES]
         return any(each_s is None or each_s > LOADED_S for each_s in waits_s)
