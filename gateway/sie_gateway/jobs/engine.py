@@ -60,9 +60,9 @@ class JobEngine:
     route_of: Callable[[str], InferenceRoute | None]
 
     async def check(self, call: Call, job: JobRecord) -> JobRecord:
-        """Return a native job with its model's alias resolved, so that all rows get the same model. A retry already has
-        the model of the earlier job and keeps it. Return a batch unchanged, because each line names a model. Raises
-        SIEError if the job can never run.
+        """Return a native job with its model's alias resolved, so that all rows get the same model. A retry keeps the
+        model of the earlier job. Return a batch unchanged, because each line of a batch names a model. Raises SIEError
+        if the job can never run.
         """
         self.require_store()
         if job.batch is not None:

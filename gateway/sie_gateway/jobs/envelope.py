@@ -35,7 +35,7 @@ class LineRequest(NamedTuple):
 
 
 class BatchRow(NamedTuple):
-    """A line of the output, without its newline. `code`: the code of an error, None for an answer."""
+    """Line of the output, without the newline. `code`: code of the error in the line, None if the request succeeded."""
 
     text: bytes
     code: str | None
@@ -71,8 +71,8 @@ class BatchCut:
     """Splitter of a file into spans (ranges of lines), one for each shard, while its bytes arrive. It also finds lines
     that repeat the custom_id of an earlier line.
 
-    A byte order mark at the start of the file is left out. A line with only white space is no request: it counts for
-    the line number `RowSpan.first`, but not for the number of requests `RowSpan.rows`.
+    A byte order mark at the start of the file is left out. A line with only white space is no request. Such lines count
+    for the line number `RowSpan.first`, but not for the number of requests `RowSpan.rows`.
     """
 
     def __init__(self, file: str) -> None:

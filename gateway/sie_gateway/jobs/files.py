@@ -35,7 +35,8 @@ from sie_store.object_stores import ObjectMissing, StoreError, StoreFull
 MAX_FILE_BYTES = 512 << 20
 # largest number of uploads at the same time, of all keys and of one key: each upload has a few pieces in memory
 UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY = 16, 4
-# largest number of outputs of batches that are written at the same time; they never wait for uploads
+# largest number of outputs of batches that are written at the same time; uploads do not count, so outputs never wait
+# for uploads
 OUTPUTS_AT_ONCE = 4
 WRITE_S = 3600.0
 # age in seconds of a record `writing` at which no gateway can still be writing its file; clocks may differ by 600 s
@@ -99,7 +100,7 @@ class FileStore:
         return record
 
     def content(self, file: str) -> tuple[str, str] | None:
-        """Return the name that the client gave to a file, and the file's SHA-256; None if it was removed."""
+        """Return the name that the client gave to a file, and the file's SHA-256; None if the file was removed."""
         record = self._records.get(file)
         return None if record is None else (record.name, record.sha256)
 
@@ -165,8 +166,8 @@ class FileStore:
     async def _receive(
         self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription], file: str, *, bounded: bool
     ) -> FileRecord:
-        """Write a file and its record. Without `bounded`, no limit refuses the file, but it still counts towards the
-        owner's usage.
+        """Write a file and its record. If `bounded` is false, no limit refuses the file, but the file still counts
+        in the owner's usage.
         """
         objects = self._required()
         if bounded:

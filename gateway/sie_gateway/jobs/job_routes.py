@@ -206,7 +206,7 @@ async def resume(gateway: Gateway, request: Request) -> Response:
 
 
 async def cancel(gateway: Gateway, request: Request) -> Response:
-    """Cancel a job; its output has the rows that are answered. Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Cancel a job; its output has the finished rows. Raises NotFound, ContentConflict, QueueUnavailable."""
     return _info_reply(request, await gateway.jobs.set_command(call_of(request), request.path_params["job"], "cancel"))
 
 
@@ -257,7 +257,7 @@ async def show_batch(gateway: Gateway, request: Request) -> Response:
 
 
 async def cancel_batch(gateway: Gateway, request: Request) -> Response:
-    """Cancel a batch; its files have the answered requests. Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Cancel a batch; its files have the finished requests. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.cancel_batch(call_of(request), request.path_params["batch"]))
 
 

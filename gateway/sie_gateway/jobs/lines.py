@@ -225,12 +225,12 @@ def _source(span: RowSpan) -> str:
 
 
 def _some(data: bytes, *, failures: bool) -> bytes:
-    """Return the lines of a part that have an error (`failures`), or those that have none."""
+    """Return the lines of a part that have an error (with `failures`), or the lines without an error."""
     return b"".join(row.text + b"\n" for row in envelope.written(data) if (row.code is not None) == failures)
 
 
 def _record(number: int, span: RowSpan, data: bytes, answered: Sequence[BatchRow] | None = None) -> ShardRecord:
-    """Return the record of a stored shard. `answered`: the rows of `data`; without them, `data` is decoded."""
+    """Return the record of a stored shard. `answered`: the rows of `data`; if None, `data` is decoded to rows."""
     rows = envelope.written(data) if answered is None else answered
     codes = Counter(row.code for row in rows if row.code is not None)
     return ShardRecord(

@@ -51,14 +51,14 @@ from sie_store.sinks.sink import (
 )
 
 PARSED_BY = "+"  # separates the fingerprints of the model and of the parser
-SPAN_TOKENS = 16  # assumed tokens of a chunk if a column of the input has the chunks; limits the rows of a shard
+SPAN_TOKENS = 16  # assumed tokens of a chunk, to compute the limits of a shard, if a column of the input has the chunks
 UNTRIMMED = 0.1  # after writing this share of the cache's size limit, a job removes old segments
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class AnsweredShard(NamedTuple):
-    """Shard (rows that are written as one object) whose rows are answered, but not written. `data`: bytes of the
+    """Shard (rows that are written as one object) whose answers are computed, but not written. `data`: bytes of the
     object. `reused`: number of answers that were copied from an equal row or from the cache. `unsent`: rows that are
     not in the database yet; None if there are none.
     """
@@ -115,15 +115,15 @@ class NativeJob:
         self._count = 0  # number of parts that the complete output has
         self._planned_rows: tuple[int, ...] = ()  # planned number of rows of each part
         self._again: tuple[Again, ...] = ()
-        # true after the collection of the database was created, or was found to fit the vectors
+        # true after the job has created the collection of the database, or has checked that it fits the vectors
         self._is_prepared = False
         self._computed: dict[int, int] = {}  # number of inputs that the model answered, by shard
         self._preparing = asyncio.Lock()
-        # answered shards by number, until they are both in the database and in the store
+        # shards with computed answers by number, until these are both in the database and in the store
         self._unwritten: dict[int, AnsweredShard] = {}
         model, _, parser = job.fingerprint.partition(PARSED_BY)
         self._values = RowValues(client, job.model, job.request.operation, job.request.params, model)
-        # the parser may run on other machines, so the job's machine profile does not apply to it
+        # the parser may run on other machines than the model, so the job's machine profile is not used for the parser
         self._documents = (
             DocumentTexts(client.sibling(without="x-sie-machine-profile"), job.parser, parser) if job.parser else None
         )
@@ -152,7 +152,7 @@ class NativeJob:
     def _bounds(self) -> Bounds:
         """Return the limits of a shard: most rows, and most bytes of text. Raises SIEError, Halted."""
         request = self._request
-        # an answer to score or extract is at most as large as its text, so it is enough to limit the rows of a shard
+        # an answer to score or extract is at most as large as its text, so only the rows of a shard need a limit
         if request.operation != "encode":
             return Bounds(request.shard_rows, None)
         reads_images = templates.reads_images(request.input)
@@ -291,7 +291,7 @@ class NativeJob:
 
     def _inputs(self, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], dict[int, ModelInput]]:
         """Return an answer for each row, and the inputs of the rows without a fault, by the index of the row. The
-        answer of a faulty row is its error; the other answers are still empty.
+        answer of a faulty row is the error of the row. The other answers are still empty.
         """
         answers: list[RowAnswer] = []
         inputs: dict[int, ModelInput] = {}
@@ -333,7 +333,7 @@ class NativeJob:
         return [every[place] for place in range(len(once.inputs))]
 
     async def _keep(self, cache: StoredAnswers, number: int, good: dict[bytes, RowAnswer]) -> None:
-        """Write answers to the cache for later jobs. A failure is only logged, because later jobs can compute them."""
+        """Write answers to the cache for later jobs. A failure is only logged: later jobs compute the answers again."""
         try:
             self._kept_bytes += await cache.keep(f"{self._job.id}-{number:06}", good)
         except StoreError as error:
@@ -431,8 +431,8 @@ def _damaged(name: str, why: str) -> ContentConflict:
 
 
 def _owner(job: JobRecord) -> str:
-    """Return the text that marks an output folder as that of this job. The id alone is not unique: if a job was
-    deleted, a new job with the same Idempotency-Key gets the same id.
+    """Return the text that marks an output folder as the folder of this job. The id alone is not unique: a new job with
+    the Idempotency-Key of a deleted job gets the same id.
     """
     return f"{job.id} {job.created_s!r}"
 

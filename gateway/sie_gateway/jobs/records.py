@@ -192,7 +192,7 @@ class JobsBucket:
             raise NotReady("the records of jobs and files have not been read from the broker yet")
 
     async def run(self, stop: Stop) -> None:
-        """Follow the bucket until `stop`. If the broker lost the bucket, it is created again."""
+        """Follow the bucket until `stop`. If the broker has lost the bucket, create the bucket again."""
         trouble = Trouble(_logger, "the records of jobs and files are not updated for now")
         try:
             while not await stop.wait_for(LOOK_S):

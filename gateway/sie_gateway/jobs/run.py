@@ -38,7 +38,7 @@ from sie_runtime.process import cancel_all
 from sie_store.datasets.answers import most_frequent
 from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
 
-SHARDS_AT_ONCE = 3  # shards that are processed at once: while one is read, another can be computed and another written
+SHARDS_AT_ONCE = 3  # number of shards in progress: one shard can be read while a second is computed and a third written
 FLUSH_S = 1.0  # seconds between two writes of the progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # seconds before the first retry; longest pause between retries
 MAX_LOST = 3
@@ -197,7 +197,7 @@ class JobRun:
         _logger.warning("this gateway stops its work on job %s, and the next leader continues it: %s", self._id, error)
 
     def rows(self, shard: int, done: int, failed: int) -> None:
-        """Add `done` answered rows of a shard; `failed` of them have an error."""
+        """Add `done` finished rows of a shard to the progress. `failed`: number of these rows that have an error."""
         before, failed_before = self._live.get(shard, (0, 0))
         self._live[shard] = before + done, failed_before + failed
 
@@ -402,7 +402,9 @@ class JobRun:
             await cancel_all([doing])
 
     async def _patiently(self, attempt: Callable[[], Awaitable[_T]], for_s: float = float("inf")) -> _T:
-        """Return the result of `attempt`. After an error that may disappear, repeat it for at most `for_s` seconds."""
+        """Return the result of `attempt`. After an error that may disappear, call `attempt` again, for at most `for_s`
+        seconds.
+        """
         pause_s, met = FIRST_PAUSE_S, False
         last_s = time.monotonic() + for_s
         while True:
@@ -453,7 +455,7 @@ class JobRun:
         sums = self._sums = self._sums if self._sums.shards is self._shards else _ShardSums(self._shards)
         sums.add()
         broken = broken_parts(sums.broken, self._unread)
-        # if `finish` has just recorded a shard, its rows are still in `_live`; they must not count twice
+        # rows of a shard that `finish` has just recorded are still in `_live`, but must not count twice
         live = [rows for number, rows in self._live.items() if number not in self._shards]
         return {
             "done": sums.rows + sum(done for done, _ in live),

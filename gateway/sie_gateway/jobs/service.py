@@ -140,8 +140,8 @@ class JobService:
         return api.JobDeleted(id=job_id)
 
     async def remove(self, job: JobRecord) -> None:
-        """Remove the objects of a job, and then its records, so that no object is left without a record if a step
-        fails. Raises QueueUnavailable.
+        """Remove the objects of a job, then its records. If a step fails, no object remains without a record. Raises
+        QueueUnavailable.
         """
         async with broker_errors_mapped():
             await self.forget(job)

@@ -28,7 +28,7 @@ GROUP_BYTES = 256 << 10  # largest number of bytes of text in a request of a job
 GROUP_FILES = 16  # largest number of files in a request of a job
 SHARD_BYTES = 256 << 20  # largest number of bytes that the answers of a shard are expected to have
 TEXT_TOKENS, IMAGE_TOKENS = 512, 1024  # assumed tokens of a text, and of an image
-TOKEN_BYTES = 4  # bytes of text for one token, roughly
+TOKEN_BYTES = 4  # assumed bytes of text for one token
 CODE_POINT_BYTES = 4  # largest number of bytes of a code point in memory
 _SIZES = {"float32": 4, "float16": 2}
 
@@ -62,8 +62,8 @@ def bounds(understood: PlannedRequest, *, has_images: bool, chunk_tokens: int = 
     """Return the limits of a shard whose answers have about SHARD_BYTES. The answers stay in memory until the shard is
     written.
 
-    Token vectors are about a hundred times larger than their text. So with token vectors, or a vector for every
-    `chunk_tokens` tokens, the bytes of the texts are limited too.
+    Token vectors are about a hundred times larger than their text. So the bytes of the texts are limited too, if the
+    output has a vector for each token or for each `chunk_tokens` tokens.
     """
     run, outputs = understood.options.run, understood.resolved.entry.outputs
     tokens = IMAGE_TOKENS if has_images else min(TEXT_TOKENS, understood.resolved.entry.max_tokens)
