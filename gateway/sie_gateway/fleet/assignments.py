@@ -89,7 +89,7 @@ def assign(
         addition = _addition(spec, present, workers, reserved, takes_last=reservation.takes_last)
         held[spec.name] = _needed(spec, [*held[spec.name], *addition], workers)
     assigned = {name: pool for pool, names in held.items() for name in names}
-    # repeat until nothing changes: a new worker of a reservation may make another of its workers free for others
+    # repeat until nothing changes: after a reservation got a new worker, another worker of it may be free for others
     return assigned if assigned == before else assign(order, workers, assigned)
 
 
@@ -195,7 +195,7 @@ def assigned(worker: str, workers: Iterable[Heartbeat], reserved: Mapping[str, s
     """Return the pools of a worker: its reservation, otherwise its own pool. `reserved`: map of worker to reservation.
 
     Raises InvalidInput if `worker` is empty. Raises PoolNotFound for a worker without a heartbeat, because its own pool
-    is not known: an empty result would mean that it serves no pool.
+    is not known. An empty result would mean that the worker serves no pool.
     """
     if not worker:
         raise InvalidInput("worker: a worker's id is needed", param="worker")

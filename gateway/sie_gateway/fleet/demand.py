@@ -119,7 +119,7 @@ class _ColdStart:
 
 class ColdStarts:
     """Decides about requests for models that no worker has loaded. `pending_reason` returns why a reservation lacks
-    workers; empty if it lacks none, or if the pool is no reservation.
+    workers; empty for a reservation with all its workers, and for a pool that is no reservation.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from sie_contracts.wire.heartbeats import Fetched, Heartbeat, ModelStatus
 from sie_contracts.wire.records import ReservationSpec
 from sie_contracts.wire.topology import Lane
 
-# states of a model; if workers report several of them, the first one in this order is the state of the model
+# states of a model; if workers report different states, the first of these in this order is the state of the model
 STATES = ("loading", "unloading", "loaded", "failed", "available")
 LOADS = ("loading", "failed")  # states of a model that also count if the worker is not ready yet
 ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
@@ -40,7 +40,7 @@ _logger = logging.getLogger("sie.gateway.fleet")
 
 
 def worker_rate(beats: Iterable[Heartbeat]) -> float:
-    """Return the tokens per second that one worker of a lane runs while it is busy; 0 while no worker has measured it.
+    """Return the tokens per second that one busy worker of a lane runs; 0 while no worker has measured its rate.
 
     Each measured rate is weighted by the share of time for which its worker is busy at its present load. The rate of an
     idle worker is old: it may come from batches of other sizes, and would distort the result. If no worker is busy, the
@@ -107,8 +107,8 @@ _NO_WORKERS = _LaneWorkers()
 class Fleet:
     """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy; after
     ten times this time, it is removed. If no worker is heard for this timeout, for example without the broker, the time
-    to removal begins again at the next heartbeat. Workers are indexed by lane and by model, so that a look-up costs the
-    same with one worker and with a thousand. The argument `residency` is the name of a model with one set of load
+    to removal begins again at the next heartbeat. Workers are indexed by lane and by model, so that the time of a
+    look-up does not grow with their number. The argument `residency` is the name of a model with one set of load
     options, `model` or `model:profile`.
     """
 
@@ -320,10 +320,10 @@ class Fleet:
         return ImageCost(tokens, vectors or tokens) if tokens else ImageCost()
 
     def loading_left_s(self, lane: Lane, residency: str) -> float | None:
-        """Return the expected seconds until a load of the model in the lane ends; None if no worker loads it. The
-        estimate is the longest of the model's last load times on all workers, minus the time that a load in progress
-        has taken, but at least 1. A worker that unloads any model counts as one that is about to load this model,
-        because it frees memory for the load.
+        """Return the expected seconds until a load of the model in the lane ends; None if no worker loads the model.
+        The estimate is the longest of the model's last load times on all workers, minus the time that a load in
+        progress has taken, but at least 1. A worker that unloads another model is expected to load this model next,
+        because the unload frees memory for the load.
         """
         workers = self._workers_of(lane)
         statuses = self._statuses.get(residency, {})
@@ -347,8 +347,9 @@ class Fleet:
         list, that of the configured machine profiles. These are SIE_GATEWAY_CONFIGURED_GPUS, or for a reservation the
         machine profiles of its spec.
 
-        If SIE_MACHINE_PROFILE names a configured machine profile, all work of the bundle `default` without a constraint
-        goes to this machine profile, even while it has no live worker. Work in a reservation does not.
+        If SIE_MACHINE_PROFILE names a configured machine profile, all work of the bundle `default` without a
+        restriction goes to this machine profile, even while the profile has no live worker. This does not apply to
+        reservations.
 
         Raises PoolNotFound, BundleConflict, InvalidInput with the reason `gpu_not_configured` or
         `machine_profile_excluded`. Without configured machine profiles, it also raises NotProvisioned while the pool
@@ -470,10 +471,9 @@ def _type(beat: Heartbeat) -> str:
 
 
 def _named(requested: str, profiles: Mapping[str, Mapping[str, int]], preferred: Iterable[str]) -> str | None:
-    """Return the machine profile that a request names: by the profile's name, by its name without `-spot`, or by a GPU
-    type, if all workers of the profile have this type. If several profiles have this GPU type, a `preferred` one is
-    chosen. `profiles`: number of workers by GPU type, for each machine profile. Returns None if no machine profile
-    matches.
+    """Return the machine profile that a request names; None if no machine profile matches. A request may use the name
+    of a profile, the name without `-spot`, or a GPU type that all workers of the profile have. If several profiles have
+    this GPU type, a profile in `preferred` is chosen. `profiles`: number of workers by GPU type, for each profile.
     """
     for name in (requested, f"{requested}-spot"):
         if name in profiles:

@@ -32,7 +32,7 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 0.5
-# shortest time in seconds between two steps: several models that get their first work together are placed in one step
+# shortest time in seconds between two steps, so that models that get their first work together are placed in one step
 COLD_GAP_S = 0.02
 # seconds that a new gateway waits for the first heartbeat of a host before it moves the models of the host
 UNHEARD_S = 15.0
@@ -41,8 +41,8 @@ _logger = logging.getLogger("sie.gateway.placement")
 
 
 def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Heartbeat]:
-    """Build substitute heartbeats for hosts in the stored placement table that have sent none to this gateway yet, so
-    that the gateway does not move their models.
+    """Build heartbeats for hosts in the stored placement table from which this gateway has received no heartbeat yet,
+    so that the gateway does not move their models.
     """
     models: dict[str, list[ModelStatus]] = {}
     for model, hosts in table.hosts.items():
@@ -71,8 +71,8 @@ class Placer:
         replicas: int = 1,
     ) -> None:
         """`waiting(lane, models)` returns the waiting work of these models. `now_s` returns the broker's time.
-        `serves(pool)`: whether the pool exists; lanes of other pools get no table. `storage` and `replicas` are used if
-        this gateway creates the bucket.
+        `serves(pool)` returns True if the pool exists; lanes of other pools get no table. `storage` and `replicas` are
+        settings of the bucket, used if this gateway creates it.
         """
         self._broker = broker
         self._adopt_after_s = adopt_after_s
@@ -91,7 +91,7 @@ class Placer:
         # these messages
         self._noted: dict[Lane, dict[str, tuple[int, int, int]]] = {}
         self._cold = asyncio.Event()
-        # a table that cannot be decoded counts as removed: it is computed and written again
+        # a stored table that cannot be decoded counts as removed, so that the table is computed and written again
         self._record = Record(
             RecordBucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas),
             stored_tables.decode,
@@ -196,7 +196,9 @@ class Placer:
         )
 
     async def _update_lane(self, lane: Lane, live: list[Heartbeat], silent: list[Heartbeat], workers: set[str]) -> None:
-        """Update the table of one lane. `live`, `silent`: last heartbeats of its healthy and its overdue workers."""
+        """Update the table of one lane. `live`: heartbeats of its healthy workers. `silent`: last heartbeats of workers
+        whose heartbeats are overdue. `workers`: ids of all workers that this gateway knows.
+        """
         if lane not in self._planners:
             self._planners[lane] = Planner(self._adopt_after_s, Slices())
         planner, stored = self._planners[lane], self._stored(topology.lane_key(lane))
@@ -248,7 +250,7 @@ class Ages:
     def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:
         self._backlog = backlog
         self.now_s = now_s
-        self._looks: dict[str, int] = {}  # subject -> steps since its age was read
+        self._looks: dict[str, int] = {}  # subject -> number of steps since the age of its oldest message was read
         self._ages_s: dict[str, float] = {}
         self._names: dict[Lane, dict[str, str]] = {}
 

@@ -26,8 +26,8 @@ from sie_gateway.fleet.lanes import mean_rate
 # seconds after which the table of a lane with work is written again with a new time `at_s`: for sidecars, an old table
 # means that no gateway is alive
 REFRESH_S = 5.0
-# waiting tokens are divided by the age of the oldest message, but at least by this number of seconds: a burst must not
-# count as a high rate
+# waiting tokens are divided by the age of the oldest message, but at least by this number of seconds, so that a burst
+# does not count as a high rate
 MIN_SPAN_S = 5.0
 FORGET_S = 3600.0  # seconds without work after which a model that no worker has is dropped
 UNKNOWN_LOAD_S = 10.0
@@ -42,7 +42,7 @@ SLICE_PAUSE_S = 0.0001
 
 @dataclass(frozen=True)
 class ModelBacklog:
-    """Work of one model in the stream: number of messages, delivered ones too, and age of the oldest in seconds."""
+    """Work of one model in the stream: number of messages, including delivered ones, and seconds since the oldest."""
 
     count: int
     oldest_s: float = 0.0
@@ -98,9 +98,9 @@ class Planner:
         self._raised_s: dict[str, float] = {}
         self._counts = np.ones(1)  # number of hosts that a model needs, by the model's index; 0 while unknown
         self._wanted_s: dict[str, float] = {}  # time of each model's last work; the longest unused model is the first
-        self._resident_s: dict[str, float] = {}  # time since which all hosts of a model have it loaded
+        self._resident_s: dict[str, float] = {}  # by model, time since which all its hosts have it loaded
         self._moved: set[str] = set()  # models whose hosts, or whose state at a host, changed since the last step
-        self._spare_s: float | None = None  # time since which at least one worker loads no model
+        self._spare_s: float | None = None  # time since which at least one worker has no load in progress
         # models that all workers without a load in progress host already, so that no further worker can load them
         self._alone: set[str] = set()
         self._cost: dict[str, float] = {}  # mean tokens of a message, by model
@@ -158,8 +158,6 @@ class Planner:
         self._table = Placement(now_s, hosts, dict(self._raised_s))
         return self._table
 
-    # ---- workers, models and the stored table
-
     def _served(
         self, silent: Sequence[Heartbeat], table: Placement | None, backlog: Mapping[str, ModelBacklog]
     ) -> list[Heartbeat]:
@@ -183,7 +181,7 @@ class Planner:
                     self._touch(model, now_s)
         noted, self._noted = self._noted, {}
         for model, (calls, count, tokens) in noted.items():
-            if not count:  # a host was requested without work, so there are no tokens to measure
+            if not count:  # `Placer.want` requested a host without work, so no tokens can be measured
                 continue
             mean, previous, weight = tokens / count, self._cost.get(model), 0.9**calls
             self._cost[model] = mean if previous is None else weight * previous + (1 - weight) * mean
@@ -191,7 +189,7 @@ class Planner:
             self._touch(model, now_s)
 
     def _touch(self, model: str, now_s: float) -> None:
-        """Record that a model is used now, or is on a worker. If it has no row in the layout, add one."""
+        """Record that a model is used now, or is on a worker. Add a row for a model that the layout does not have."""
         self._wanted_s.pop(model, None)
         self._wanted_s[model] = now_s
         if model not in self._layout.rows:
@@ -247,8 +245,8 @@ class Planner:
         self._workers[beat.worker] = _PlannedWorker(beat, statuses_read, taking, beat.rate, sum(rates), load_s)
 
     def _forget_unused(self, now_s: float) -> None:
-        """Drop models that no worker has if they were unused for FORGET_S. Above MAX_MODELS models, drop the longest
-        unused models of these earlier.
+        """Drop models that no worker has if they were unused for FORGET_S. While there are more than MAX_MODELS models,
+        drop the longest unused of these models earlier.
         """
         for _ in range(len(self._wanted_s)):
             model, wanted_s = next(iter(self._wanted_s.items()))
@@ -285,7 +283,9 @@ class Planner:
         self._table = table
 
     def _replicas(self, model: str, table: Placement | None) -> Replicas | None:
-        """Return the number of hosts of a model as this planner set it, or as another gateway has changed it since."""
+        """Return the number of hosts of a model: the number that another gateway has written to the table since this
+        planner set a number, otherwise the number of this planner.
+        """
         ours = self._scales.get(model)
         if table is None or model not in table.hosts:
             return ours
@@ -311,11 +311,9 @@ class Planner:
         if len(self._counts) < self._layout.size:
             self._counts = np.concatenate([self._counts, np.ones(self._layout.size - len(self._counts))])
 
-    # ---- number of hosts
-
     def _note_residency(self, now_s: float) -> None:
-        """Update, by model, the time since which all its hosts have it loaded, and the time since which a further
-        worker could load it. Without a free worker, one more host would only delay other loads.
+        """Update the time since which all hosts of a model have it loaded, for each changed model, and the time since
+        which a further worker could load it. Without a free worker, one more host would only delay other loads.
         """
         for model in self._moved:
             row = self._layout.rows.get(model)
@@ -385,7 +383,7 @@ class Planner:
                 continue
             previous, since_s = self._scales.get(model), self._resident(model)
             waiting = backlog.get(model, _NOTHING)
-            # waiting time during a load does not count: one more host would not have helped
+            # waiting time during a load does not count, because one more host would not have shortened it
             age_s = 0.0 if since_s is None else min(waiting.oldest_s, now_s - since_s)
             scale = replicas(
                 previous,

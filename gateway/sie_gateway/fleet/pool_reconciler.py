@@ -32,7 +32,7 @@ from sie_runtime.process import Stop, Trouble
 EVERY_S = 1.0
 GAP_S = 0.1  # seconds between two steps, so that heartbeats that arrive together cause one step
 RENEW_S, LEASE_S = 2.0, 6.0
-# seconds for which a worker that is not ready keeps its reservation while it sends heartbeats: its adapter may restart
+# seconds for which a worker that sends heartbeats, but is not ready, keeps its reservation: its adapter may restart
 UNREADY_S = 30.0
 _logger = logging.getLogger("sie.gateway.pools")
 
@@ -136,7 +136,7 @@ class PoolReconciler:
         ]:
             now_s = self._clock.now_s()
             expired = functools.partial(pool_rules.expired, name=name, over_s=over_s, now_s=now_s)
-            # count only an end that this gateway has written: another gateway may have ended the reservation
+            # count the end only if this gateway has written it, because another gateway may have ended the reservation
             if (await self._record.change(expired)).ended.get(name) == now_s:
                 self._count("expired")
                 _logger.info("reservation %s is removed, because its lease has ended", name)
@@ -182,9 +182,9 @@ class PoolReconciler:
     def _candidates(self) -> dict[str, AssignableWorker]:
         """Return the workers of the default pool that may be reserved, or may keep their reservation.
 
-        A reserved worker keeps its reservation while its heartbeats arrive, unless it leaves, or was unready for
-        UNREADY_S. In the first `heartbeat_timeout_ms` after the start of this gateway, or after it has connected to the
-        broker again, a reserved worker keeps its reservation even without a heartbeat.
+        A reserved worker keeps its reservation while its heartbeats arrive. It loses the reservation if it leaves, or
+        if it was not ready for UNREADY_S. In the first `heartbeat_timeout_ms` after this gateway has started or has
+        connected to the broker again, a reserved worker keeps its reservation even without a heartbeat.
         """
         now_s = asyncio.get_running_loop().time()
         if self._since_s is None:

@@ -34,9 +34,6 @@ def not_found(name: str) -> PoolNotFound:
     return PoolNotFound(f"there is no pool {shown(name)[:70]!r}, or its lease has ended", param="name")
 
 
-# ---- changes of the record
-
-
 def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: float) -> Reservations:
     """Return the record with a reservation of this spec. A reservation of this name that exists already gets this spec
     and a new lease.
@@ -109,9 +106,6 @@ def _with(record: Reservations, reservation: Reservation) -> Reservations:
     return msgspec.structs.replace(record, pools={**record.pools, reservation.spec.name: reservation})
 
 
-# ---- Pool objects
-
-
 def own_pool(name: str, workers: Sequence[Heartbeat]) -> api.Pool:
     """Return the Pool object of a pool that is no reservation."""
     status = api.PoolStatus(state="active", assigned_workers=list(map(_worker, workers)))
@@ -119,12 +113,12 @@ def own_pool(name: str, workers: Sequence[Heartbeat]) -> api.Pool:
 
 
 def reserved_pool(reservation: Reservation, workers: Sequence[Heartbeat], pending_reason: str) -> api.Pool:
-    """Return the Pool object of a reservation. `pending_reason`: why it is not active; empty if it is active."""
+    """Return the Pool object of a reservation. `pending_reason`: reason why the reservation is not active, or empty."""
     spec = msgspec.convert(reservation.spec, api.PoolSpec, from_attributes=True)
     spec = msgspec.structs.replace(
         spec,
         bundle=spec.bundle or None,
-        ttl_seconds=reservation.spec.ttl_seconds,  # `convert` would make it a float
+        ttl_seconds=reservation.spec.ttl_seconds,  # set again, because `convert` returns a float
     )
     status = api.PoolStatus(
         state="pending" if pending_reason else "active",

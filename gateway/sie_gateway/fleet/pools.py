@@ -195,14 +195,12 @@ class PoolDirectory:
     clock: BrokerClock
     metrics: Metrics
 
-    # ---- changes by clients
-
     async def create(self, spec: ReservationSpec, grant: Grant) -> Reservation:
         """Create a reservation and its stream. If this key already has a reservation of this name, that reservation
         gets this spec and a new lease.
 
-        Raises PoolConflict if another pool, a reservation of another key, or a stream with other settings has the name;
-        PoolOperationForbidden over a limit, NotReady, QueueUnavailable, BrokerError.
+        Raises PoolConflict if another pool, a reservation of another key, or a stream with other settings has the name.
+        Raises PoolOperationForbidden over a limit, NotReady, QueueUnavailable, BrokerError.
         """
         name = spec.name
         if name in self.record.own or name in self._worker_pools():
@@ -256,8 +254,6 @@ class PoolDirectory:
         with contextlib.suppress(QueueUnavailable):  # the reservation has ended; only its stream still exists
             await self.record.until_removed(name)
 
-    # ---- views of pools
-
     def assigned(self, worker: str) -> tuple[str, ...]:
         """Return the pools that a worker must serve. Raises InvalidInput, PoolNotFound, NotReady."""
         self.record.require_read()
@@ -305,7 +301,7 @@ class PoolDirectory:
         return pool_rules.own_pool(name, [beat for beat in self.fleet.healthy() if beat.pool == name])
 
     def pending_reason(self, name: str) -> str:
-        """Return why a reservation is not active; empty if it is active, and for every other pool."""
+        """Return the reason why a reservation is not active; empty for an active reservation and for other pools."""
         reservation = self.record.reservation(name)
         if reservation is None or self.is_active(reservation):
             return ""
@@ -334,7 +330,9 @@ class PoolDirectory:
         return {beat.own_pool or beat.pool for beat, _ in self.fleet.workers()} - self.record.reservations.pools.keys()
 
     def pools(self, grant: Grant) -> list[api.Pool]:
-        """Return the Pool objects that a credential may see: those without a lease, then its reservations, by name."""
+        """Return the Pool objects that a credential may see: the pools without a lease, then the credential's
+        reservations. Both are sorted by name.
+        """
         live = self.record.live()
         own = (self.record.own | self._worker_pools()) - live.keys()
         reserved = sorted(name for name, reservation in live.items() if grant.owns(reservation.owner))
@@ -357,7 +355,7 @@ class PoolDirectory:
                 reservation.spec, held.get(name, []), gpus
             ).items():
                 counts[name, profile, bundle] += count
-            # request one more worker, so that the last one of a bundle stays unreserved
+            # request one more worker, so that the last worker of a bundle can stay unreserved
             if assignments.is_held_back(reservation, assignable, assigned):
                 counts[name, min(reservation.spec.gpus), reservation.spec.bundle or assignments.DEFAULT_BUNDLE] += 1
         return counts

@@ -49,7 +49,7 @@ class _Wish:
 
 
 class Placed(NamedTuple):
-    """A model in a lane, its state there, and the reports of its workers."""
+    """A model in a lane: its state in this lane, and the reports of the lane's workers about the model."""
 
     name: str
     lane: Lane

@@ -72,11 +72,11 @@ _status = msgspec.json.Decoder(WorkerFrame)
 
 class _Connect(connect):
     def process_redirect(self, exc: Exception) -> Exception | str:
-        return exc  # no redirect is followed: another server must not receive the token
+        return exc  # no redirect is followed, because another server must not receive the token
 
 
 class WorkerSocket:
-    """Status websocket of one worker. `frame`: the last frame; None if older than `stale_s` or without a connection."""
+    """Status websocket of one worker. `frame`: last frame; None if there is no connection or no frame for `stale_s`."""
 
     def __init__(
         self, url: str, token: Secret | None, stale_s: float, clock: Callable[[], float] = time.monotonic
