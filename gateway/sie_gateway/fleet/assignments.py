@@ -164,7 +164,7 @@ def _addition(
 
 
 def _without_last(free: Sequence[str], workers: Mapping[str, AssignableWorker], assigned: Collection[str]) -> list[str]:
-    """Return `free`. If it contains all unreserved workers of a bundle, one worker of this bundle is left out."""
+    """Return the workers in `free`. Of a bundle whose unreserved workers are all in `free`, leave out one worker."""
     stays = {worker.bundle for name, worker in workers.items() if name not in assigned and name not in free}
     remaining = []
     for name in reversed(free):

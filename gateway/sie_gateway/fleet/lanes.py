@@ -105,11 +105,11 @@ _NO_WORKERS = _LaneWorkers()
 
 
 class Fleet:
-    """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy; after
-    ten times this time, it is removed. If no worker is heard for this timeout, for example without the broker, the time
-    to removal begins again at the next heartbeat. Workers are indexed by lane and by model, so that the time of a
-    look-up does not grow with their number. The argument `residency` is the name of a model with one set of load
-    options, `model` or `model:profile`.
+    """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy, and is
+    removed after ten times this time. If no heartbeat of any worker arrives for SIE_HEARTBEAT_TIMEOUT_MS, for example
+    without the broker, the time to removal begins again at the next heartbeat. Workers are indexed by lane and by
+    model, so that the time of a look-up does not grow with their number. The argument `residency` is the name of a
+    model with one set of load options, `model` or `model:profile`.
     """
 
     def __init__(
@@ -248,10 +248,10 @@ class Fleet:
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
     def is_lane_alive(self, lane: Lane) -> bool:
-        """Return True if a live worker may have work of this lane. A worker, ready or not, counts as live until its
-        next heartbeat is LOST_S seconds overdue. A worker that was moved to another pool first finishes its work, so it
-        counts for its earlier lanes as long after its last report of work. The result is also True for this time after
-        a loss of the connection to the broker, because heartbeats may have been lost.
+        """Return True if a live worker may have work of this lane. A worker, ready or not, is live until its next
+        heartbeat is LOST_S seconds overdue. A worker that was moved to another pool first finishes its work, so it may
+        have work of an earlier lane for the same time after its last report of work. The result is also True for this
+        time after a loss of the connection to the broker, because heartbeats may have been lost.
         """
         now_s = self._clock()
         since_s = now_s - self._timeout_s - LOST_S
@@ -352,8 +352,8 @@ class Fleet:
         reservations.
 
         Raises PoolNotFound, BundleConflict, InvalidInput with the reason `gpu_not_configured` or
-        `machine_profile_excluded`. Without configured machine profiles, it also raises NotProvisioned while the pool
-        has no ready worker with the bundle, and NotFound if none of these workers matches the named profile.
+        `machine_profile_excluded`. If no machine profiles are configured, raises NotProvisioned while the pool has no
+        ready worker with the bundle, and NotFound if no such worker has the machine profile that the request names.
         """
         bundle = resolved.bundle
         configured = tuple(name.strip() for name in self._settings.gateway_configured_gpus or ())

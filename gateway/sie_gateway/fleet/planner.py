@@ -418,7 +418,7 @@ def model_of(status: ModelStatus) -> str:
 
 
 def in_order(statuses: Sequence[ModelStatus]) -> Sequence[ModelStatus]:
-    """Sort statuses, loaded ones last, so that a dict by model keeps the loaded status of a model with several."""
+    """Sort statuses, the loaded ones last. If a model has several statuses, a dict by model keeps the loaded one."""
     if not any(":" in status.model for status in statuses):
         return statuses
     return sorted(statuses, key=lambda status: (status.state == "loaded", status.state == "loading"))

@@ -47,7 +47,7 @@ def _decode(entry: Entry) -> Reservations | Assigned:
 
 
 class PoolRecord(Collection[str]):
-    """Names of all pools that exist now: `own`, the pools that the operator configured, and the reservations whose
+    """Names of all pools that exist now: the pools that the operator has configured (`own`), and the reservations whose
     lease has not ended. `woken` is set at each change.
 
     The bucket `sie_pools` has two keys: the reservations, and the assignments of workers. Every gateway watches both.

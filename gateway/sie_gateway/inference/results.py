@@ -385,7 +385,7 @@ def stage_times(
 ) -> dict[str, float]:
     """Return the consecutive stages of the chunk that finished last. `wait_ms`: time from the admission to the arrival
     of its result. `written_ms`: time to build the reply. `load_ms`: longest time that a chunk of the request waited for
-    the load of the model. Up to `load_ms`, the time of the last chunk in the queue counts as load, because this chunk
+    the load of the model. The time of the last chunk in the queue counts as load up to `load_ms`, because this chunk
     waited for the same load.
     """
     worker = last.stages if last else Stages()

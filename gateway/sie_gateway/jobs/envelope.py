@@ -87,7 +87,7 @@ class BatchCut:
         self._repeated: list[int] = []
 
     def feed(self, piece: bytes) -> None:
-        """Read further bytes of the file, and cut off each complete span. Raises InvalidInput."""
+        """Read further bytes of the file, and store each span that is complete. Raises InvalidInput."""
         lines = (self._rest + piece).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
