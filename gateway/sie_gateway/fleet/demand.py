@@ -1,10 +1,10 @@
 """Requests for models that no worker has loaded. The gateway holds such a request for a limited time. The drawing shows
 what happens when this time ends. In addition, the demand is recorded for autoscalers.
 
-held until the time ends ──► a worker has loaded the model: go on waiting, until no worker of the lane is left
+held until the time ends ──► a worker has loaded the model: continue to wait, while the lane has a live worker
                          ──► a worker loads the model: MODEL_LOADING
                          ──► no worker of the lane is ready: PROVISIONING (202 to clients that expect it)
-                         ──► a worker is ready and has not begun to load: go on waiting
+                         ──► a worker is ready and has not begun to load: continue to wait
 
 The record of demand has one key per lane (pool, machine profile and bundle). All gateways read the record. It is valid
 for DEMAND_LIFE_S seconds. The work of a request that has ended is withdrawn from the queue. Without the record, no

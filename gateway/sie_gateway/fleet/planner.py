@@ -246,7 +246,7 @@ class Planner:
 
     def _forget_unused(self, now_s: float) -> None:
         """Drop models that no worker has if they were unused for FORGET_S. While there are more than MAX_MODELS models,
-        drop the longest unused of these models earlier.
+        do not wait for FORGET_S to pass, but drop the longest unused model.
         """
         for _ in range(len(self._wanted_s)):
             model, wanted_s = next(iter(self._wanted_s.items()))

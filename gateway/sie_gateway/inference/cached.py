@@ -40,8 +40,8 @@ from sie_gateway.metrics import Metrics
 CACHED_OPERATIONS = ("encode", "score", "extract")
 STEP = 256  # number of inputs after which the event loop may run other tasks
 MAX_FINGERPRINTS = 1024  # largest number of computed fingerprints that are stored
-SHORTEST_WAIT_S = 0.25  # seconds that a request waits at least for answers that others compute, within LONGEST_WAIT
-LONGEST_WAIT = 0.25  # largest share of its remaining time that a request waits for answers that others compute
+SHORTEST_WAIT_S = 0.25  # least seconds for which a request waits for answers of other requests, if LONGEST_WAIT allows
+LONGEST_WAIT = 0.25  # largest share of its remaining time for which a request waits for answers of other requests
 OnChunk = Callable[[int, WorkResult], None]
 """Function that is called with each result of a chunk: the index of the chunk's first input, and the result."""
 Compute = Callable[

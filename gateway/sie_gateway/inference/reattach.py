@@ -129,8 +129,8 @@ class Run:
         is_left = self._outcome is not None
         if self._outcome is not None:
             self._settle(self._outcome, error, answer)
-        # Both objects refer to an exception whose traceback refers back to this run. Without this line, this cycle
-        # would stay in memory, with the body of the request, until a garbage collection.
+        # `_watcher` and `_outcome` refer to an exception whose traceback refers back to this run. Without this line,
+        # this cycle would stay in memory, with the body of the request, until a garbage collection.
         self._watcher = self._outcome = None
         if self._is_given_up and isinstance(error, asyncio.CancelledError):
             self._task.uncancel()

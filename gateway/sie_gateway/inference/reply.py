@@ -392,7 +392,7 @@ def _chunk_slots(
 
 
 def chunks_missing() -> InternalFailure:
-    """Return the error for a worker's result that has no chunks although its input has chunks."""
+    """Return the error for a worker's result without chunks if the input has chunks."""
     return InternalFailure("the worker is older than the gateway and does not support chunks", reason="not_chunked")
 
 

@@ -1,4 +1,4 @@
-"""Results that workers send, and their description in the reply of a finished request.
+"""Results that workers send, from their arrival to the data of a reply.
 
     part of a result ──► `fragments` ──► whole result
     whole result ──► ResultInbox ──► OutcomeCollector of its request: the first outcome of a chunk counts

@@ -78,7 +78,7 @@ class BatchJob:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for place, line in requests:
-                    # a line in `rows` was answered by an earlier attempt, after which the store failed
+                    # a line in `rows` has the result of an earlier attempt, after which the store failed
                     if place not in rows:
                         tasks.create_task(self._line(number, place, line))
         except* (SIEError, Halted) as errors:

@@ -43,7 +43,7 @@ FLUSH_S = 1.0  # seconds between two writes of the progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # seconds before the first retry; longest pause between retries
 MAX_LOST = 3
 LEADERS_LOST = "LEADERS_LOST"
-# seconds for which writing the output of a failed, cancelled or expired job is retried; the job ends only after that
+# seconds for which writing the output of a failed, cancelled or expired job is retried; then the job ends without it
 LAST_TRIES_S = 60.0
 OUTSIDE_WINDOW = "OUTSIDE_WINDOW"
 # final state of a job whose work was stopped, by the reason of the stop
@@ -143,7 +143,7 @@ class JobRun:
         self._make = work
         self._shards: dict[int, ShardRecord] | None = None  # answered shards; None until their records have been read
         self._sums = _ShardSums({})
-        # numbers of answered and of failed rows, for each shard that is being answered
+        # numbers of finished and of failed rows, for each shard in progress
         self._live: dict[int, tuple[int, int]] = {}
         self._unread: tuple[Unread, ...] = ()
         self._trouble: ErrorInfo | None = None
