@@ -307,8 +307,8 @@ class Fleet:
         return [self._statuses[residency][name] for name in self._workers_of(lane).loaded.get(residency, ())]
 
     def crossover_tokens(self, residency: str) -> int:
-        """Return the length of a text, in tokens, at which attention takes as long as all other layers of the model,
-        from the workers' reports; 0 while no worker reports one.
+        """Return the length of a text, in tokens, at which attention takes as long as all other layers of the model.
+        The length is from the reports of workers, and 0 while no worker reports it.
         """
         return max((status.crossover_tokens for status in self._statuses.get(residency, {}).values()), default=0)
 

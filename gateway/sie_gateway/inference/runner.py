@@ -373,7 +373,7 @@ class _Takers:
         their dense vectors are a mean or a maximum over tokens.
         """
         models = self._first("chunks", _gives_chunks)
-        return f"; models that do: {models}" if models else "; no model here does"
+        return f"; models that support chunks: {models}" if models else "; no model here supports chunks"
 
     def _first(self, kind: str, able: Able) -> str:
         if kind not in self._models:

@@ -207,8 +207,8 @@ class JobClient:
         return call
 
     async def patiently(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `attempt`. After an error that may disappear, `attempt` is called again; after a lack of
-        memory in a worker, at most ATTEMPTS times. Raises SIEError, FailedRequest.
+        """Return the result of `attempt`. After an error that may disappear, call `attempt` again. If workers lack the
+        memory for the request, call it at most ATTEMPTS times. Raises SIEError, FailedRequest.
         """
         tries, exhausted, pause_s, has_trouble = 0, 0, 0.0, False
         try:
