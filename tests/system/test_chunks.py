@@ -114,7 +114,7 @@ def test_wrong_chunks_are_refused_and_nothing_else_suffers(client: SIEClient, it
 
 
 def test_another_pooling_is_refused_with_the_models_that_can(client: SIEClient) -> None:
-    with pytest.raises(InvalidInputError, match="models that do: ") as caught:
+    with pytest.raises(InvalidInputError, match="models that support chunks: ") as caught:
         client.encode(MODEL, TEXT, chunks={"max_tokens": 9}, options={"pooling": "cls"}, on_item_error="fail")
     assert caught.value.details["reason"] == "unsupported_pooling"
 

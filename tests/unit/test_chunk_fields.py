@@ -210,7 +210,7 @@ def test_a_model_that_gives_no_vectors_of_chunks_is_refused_with_those_that_do(
     refused = runner._unusable(read([[0, 5]]), request, runner._Takers(feed, operation))
     assert (refused.error.reason if refused else "") == reason
     if refused and reason != "unsupported_task":
-        assert "models that do: a/a, b/b" in refused.error.message
+        assert "models that support chunks: a/a, b/b" in refused.error.message
 
 
 def test_the_catalogue_is_searched_once_for_all_refused_inputs_of_a_request() -> None:

@@ -342,7 +342,7 @@ async def test_a_result_without_room_is_a_typed_error_at_once() -> None:
     async with sides(1 << 16, Fragments(max_request_bytes=200_000)) as side:
         collector = side.inbox.open("r", 1)
         delivery = await side.answer(result_of("r", 100))
-        with pytest.raises(ResourceExhausted, match="no room"):
+        with pytest.raises(ResourceExhausted, match="no memory for the results"):
             await collector.wait(WAIT_S)
         assert (delivery.acks, side.inbox.unfinished_bytes, side.outcomes("no_room")) == (1, 0, 1)
 

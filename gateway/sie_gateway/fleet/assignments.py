@@ -56,8 +56,8 @@ def lacking(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> tuple[di
 
 
 def is_met(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> bool:
-    """Return whether these workers have the requested number of GPUs of each machine profile, and are at least the
-    minimum number of workers.
+    """Return True if these workers have the requested number of GPUs of each machine profile, and if there are at least
+    `minimum_worker_count` workers.
     """
     short, workers = lacking(spec, held)
     return not short and not workers
@@ -68,14 +68,14 @@ def assign(
 ) -> dict[str, str]:
     """Return the reservation of each reserved worker, as a map of worker id to pool. `before`: the previous map.
 
-    A reservation keeps its workers while they match its spec and it needs them: a client may replace the spec by a
-    smaller one. If it lacks workers, it gets new ones only when all missing ones are free. So no reservation gets
-    workers that it cannot use yet, and no two reservations each take a part of the free workers and wait for the rest.
-    The oldest reservation is served first. One worker of each bundle stays unreserved, unless the reservation may use
-    the last one (`takes_last`).
+    A reservation keeps the workers that match its spec and that it needs. It may need fewer workers after a client has
+    replaced the spec. A reservation that lacks workers gets new workers only when all missing workers are free. So no
+    reservation gets workers that it cannot use yet, and two reservations cannot block each other with a part of the
+    free workers each. The oldest reservation is served first. One worker of each bundle stays unreserved, except if
+    the reservation may use the last worker (`takes_last`).
     """
     order = sorted(reservations, key=lambda reservation: (reservation.created_s, reservation.spec.name))
-    held: dict[str, Sequence[str]] = {}  # workers by reservation
+    held: dict[str, Sequence[str]] = {}  # ids of workers by the name of their reservation
     for reservation in order:
         spec = reservation.spec
         retained = [
@@ -89,14 +89,14 @@ def assign(
         addition = _addition(spec, present, workers, reserved, takes_last=reservation.takes_last)
         held[spec.name] = _needed(spec, [*held[spec.name], *addition], workers)
     assigned = {name: pool for pool, names in held.items() for name in names}
-    # a new worker may make another worker of its reservation unnecessary, which an older reservation may need
+    # repeat until nothing changes: after a reservation got a new worker, another worker of it may be free for others
     return assigned if assigned == before else assign(order, workers, assigned)
 
 
 def is_held_back(
     reservation: Reservation, workers: Mapping[str, AssignableWorker], assigned: Mapping[str, str]
 ) -> bool:
-    """Return whether a reservation lacks workers only because the last worker of a bundle must stay unreserved."""
+    """Return True if a reservation lacks workers only because the last worker of a bundle must stay unreserved."""
     held = [workers[name] for name, pool in assigned.items() if pool == reservation.spec.name and name in workers]
     if reservation.takes_last or is_met(reservation.spec, held):
         return False
@@ -105,8 +105,8 @@ def is_held_back(
 
 
 def _needed(spec: ReservationSpec, names: Sequence[str], workers: Mapping[str, AssignableWorker]) -> Sequence[str]:
-    """Return the workers `names` without those that the reservation does not need; all of them while the GPUs of one
-    worker are unknown.
+    """Return the workers in `names` that the reservation needs. While the GPUs of one worker are unknown, return all
+    workers in `names`.
     """
     if not all(workers[name].is_heard for name in names):
         return names
@@ -125,8 +125,8 @@ def _needed(spec: ReservationSpec, names: Sequence[str], workers: Mapping[str, A
 
 
 def _preference(spec: ReservationSpec, name: str, worker: AssignableWorker) -> tuple[int, int, str]:
-    """Return the sort key of a worker for a reservation: those with most of its pinned models come first, then the
-    least busy ones.
+    """Return the sort key of a worker for a reservation. Workers that have loaded most of its pinned models come first;
+    among these, the least busy workers.
     """
     return -len(worker.models.intersection(spec.pinned_models)), worker.busy, name
 
@@ -139,13 +139,13 @@ def _addition(
     *,
     takes_last: bool,
 ) -> list[str]:
-    """Return free workers that complete a reservation; empty if there are too few, or while the GPUs of one of its
-    workers are unknown.
+    """Return the free workers that a reservation still lacks; empty if too few workers are free, or while the GPUs of a
+    worker of the reservation are unknown.
     """
     if not all(worker.is_heard for worker in held):
         return []
     free = [name for name, worker in workers.items() if name not in assigned and worker.fits(spec)]
-    # checked first, because this check is fast, and most pending reservations end here
+    # checked first, because this check is fast and fails for most pending reservations
     if not is_met(spec, itertools.chain(held, map(workers.__getitem__, free))):
         return []
     short, count = lacking(spec, held)
@@ -164,7 +164,7 @@ def _addition(
 
 
 def _without_last(free: Sequence[str], workers: Mapping[str, AssignableWorker], assigned: Collection[str]) -> list[str]:
-    """Return `free`. If it contains all unreserved workers of a bundle, one worker of this bundle is left out."""
+    """Return the workers in `free`. Of a bundle whose unreserved workers are all in `free`, leave out one worker."""
     stays = {worker.bundle for name, worker in workers.items() if name not in assigned and name not in free}
     remaining = []
     for name in reversed(free):
@@ -195,7 +195,7 @@ def assigned(worker: str, workers: Iterable[Heartbeat], reserved: Mapping[str, s
     """Return the pools of a worker: its reservation, otherwise its own pool. `reserved`: map of worker to reservation.
 
     Raises InvalidInput if `worker` is empty. Raises PoolNotFound for a worker without a heartbeat, because its own pool
-    is not known: an empty result would mean that it serves no pool.
+    is not known. An empty result would mean that the worker serves no pool.
     """
     if not worker:
         raise InvalidInput("worker: a worker's id is needed", param="worker")

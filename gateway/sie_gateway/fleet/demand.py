@@ -1,14 +1,14 @@
 """Requests for models that no worker has loaded. The gateway holds such a request for a limited time. The drawing shows
 what happens when this time ends. In addition, the demand is recorded for autoscalers.
 
-held until the time ends ──► a worker has loaded the model: go on waiting, until no worker of the lane is left
+held until the time ends ──► a worker has loaded the model: continue to wait, while the lane has a live worker
                          ──► a worker loads the model: MODEL_LOADING
                          ──► no worker of the lane is ready: PROVISIONING (202 to clients that expect it)
-                         ──► a worker is ready and has not begun to load: go on waiting
+                         ──► a worker is ready and has not begun to load: continue to wait
 
-The record of demand has one key per lane (pool, machine profile and bundle). All gateways read it. It is valid for
-DEMAND_LIFE_S seconds. It is needed because the work of a request that has ended is withdrawn from the queue: without
-the record, no autoscaler would start a worker for the client's next attempt.
+The record of demand has one key per lane (pool, machine profile and bundle). All gateways read the record. It is valid
+for DEMAND_LIFE_S seconds. The work of a request that has ended is withdrawn from the queue. Without the record, no
+autoscaler would then start a worker for the client's next attempt.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _logger = logging.getLogger("sie.gateway.demand")
 
 
 def is_live(at_s: float, now_s: float) -> bool:
-    """Return whether a record from `at_s` (broker's clock, possibly in the future) is still valid."""
+    """Return True if a record of the time `at_s` is still valid. `at_s` may be in the future, because clocks differ."""
     return now_s - at_s < DEMAND_LIFE_S
 
 
@@ -53,7 +53,7 @@ class DemandRecords:
         self._bucket = RecordBucket(
             broker, topology.DEMAND_BUCKET, storage=storage, replicas=replicas, max_age_s=2 * DEMAND_LIFE_S
         )
-        # time of the last request by lane, not written yet; needs no limit: a request cannot name a new lane
+        # time of the last request by lane, not written yet; the map stays small: a request cannot name a new lane
         self._noted: dict[Lane, float] = {}
         self._written: dict[Lane, float] = {}
         self._wake = asyncio.Event()
@@ -97,7 +97,7 @@ class DemandRecords:
                 del self._noted[lane]
 
     async def is_wanted(self, lane: Lane) -> bool:
-        """Return whether the lane has a valid record of demand, written by any gateway. Raises BrokerError."""
+        """Return True if the lane has a valid record of demand, written by any gateway. Raises BrokerError."""
         entry = await self._bucket.get(topology.lane_key(lane))
         if entry is None or entry.value is None:
             return False
@@ -109,7 +109,7 @@ class DemandRecords:
 
 
 class _ColdStart:
-    """A lane's wait for its first worker: times of the first and of the last request for the lane."""
+    """Times of the first and of the last request for a lane that has no worker yet."""
 
     __slots__ = ("first_s", "last_s")
 
@@ -119,7 +119,7 @@ class _ColdStart:
 
 class ColdStarts:
     """Decides about requests for models that no worker has loaded. `pending_reason` returns why a reservation lacks
-    workers; empty if it lacks none, or if the pool is no reservation.
+    workers; empty for a reservation with all its workers, and for a pool that is no reservation.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ColdStarts:
         self._metrics = metrics
         self._pending_reason = pending_reason
         self._clock = clock
-        # lanes whose first worker is awaited; needs no limit: a request cannot name a new lane
+        # lanes for whose first worker requests wait; the map stays small: a request cannot name a new lane
         self._starts: dict[Lane, _ColdStart] = {}
         self._took_s: dict[Lane, float] = {}
 
@@ -158,12 +158,12 @@ class ColdStarts:
                 del entries[lane]
 
     def check(self, lane: Lane, residency: str, *, was_hosted: bool = False) -> bool:
-        """Check that a request may wait on after SIE_LOAD_HOLD_S, and return `was_hosted` for the next check. Raises
-        ModelLoading while a worker loads the model, NotProvisioned while the lane has no ready worker.
+        """Check that a request may continue to wait after SIE_LOAD_HOLD_S, and return `was_hosted` for the next check.
+        Raises ModelLoading while a worker loads the model, NotProvisioned while the lane has no ready worker.
 
-        `was_hosted`: a worker had the model when the request arrived, or at an earlier check. Then the work of the
-        request is in the queue or at a worker. So the request also waits while this worker is started again, loads the
-        model again, or finishes its work after a move to another pool.
+        `was_hosted`: a worker had the model loaded when the request arrived, or at an earlier check, so the worker may
+        have work of the request. The request then also waits while this worker restarts, loads the model again, or
+        finishes its work after a move to another pool.
         """
         if self._fleet.hosts(lane, residency) or (was_hosted and self._fleet.is_lane_alive(lane)):
             return True
@@ -195,7 +195,7 @@ class ColdStarts:
         return False
 
     def start_left_s(self, lane: Lane) -> float:
-        """Return the seconds, at least 1, until a worker of the lane should be ready, by the last measured start."""
+        """Return the seconds, at least 1, until a worker of the lane should be ready, from the last measured start."""
         start = self._starts.get(lane)
         waited_s = self._clock() - start.first_s if start is not None else 0.0
         return max(1.0, self._took_s.get(lane, USUAL_START_S) - waited_s)

@@ -32,7 +32,7 @@ Labels = tuple[str, ...]
 
 
 class Lag:
-    """Lag of the lanes. A lane that had work stays known while its pool exists, so that its count can become zero."""
+    """Lag of the lanes. A lane that had work is reported while its pool exists, so that metrics show a count of 0."""
 
     def __init__(self, queue: Queue, backlog: Backlog, pools: Iterable[str], now_s: Callable[[], float]) -> None:
         """`now_s` returns the broker's time. `pools` is read again at each refresh."""
@@ -62,8 +62,8 @@ class Lag:
                 await self.refresh()
 
     async def refresh(self) -> None:
-        """Read the lag of all pools from the broker. Raises BrokerError if the lag of a pool cannot be read; it is then
-        unknown, while the lag of the other pools is known.
+        """Read the lag of all pools from the broker. Raises BrokerError if the lag of a pool cannot be read. The lag of
+        this pool is then unknown, and the lag of the other pools is known.
         """
         pools = sorted(self._pools)
         self._known = {lane: None for lane in self._known if lane.pool in pools}
@@ -91,7 +91,7 @@ class Lag:
         """Return the work of a pool by lane and by model, like `lanes` and `models`. Raises BrokerError."""
         lanes: dict[Labels, ModelBacklog] = {}
         models: dict[Labels, ModelBacklog] = {}
-        # any program may publish below `sie.work.`; a subject without a model has no lane and no consumer
+        # subjects without a model are ignored: any program may publish below `sie.work.`, and no consumer reads them
         counts = {subject: count for subject, count in counts.items() if subject.count(".") >= 6}
         busy: Counter[Lane] = Counter()
         for subject, count in counts.items():
@@ -99,8 +99,8 @@ class Lag:
         busiest = [lane for lane, _ in busy.most_common()]
         self._known |= dict.fromkeys(busiest)
         reported = dict.fromkeys([*busiest, *(lane for lane in self._known if lane.pool == pool)])
-        # (subject filter, labels of its lane and priority); the labels are None if the filter is the subject of one
-        # model
+        # pairs of a subject filter and the labels of its lane and priority; the labels are None if the filter is the
+        # subject of one model
         questions: list[tuple[str, Labels | None]] = []
         for lane in list(reported)[:MAX_LANES]:
             for priority in PRIORITIES:
@@ -115,7 +115,7 @@ class Lag:
         answers = await self._backlog.oldest(pool, [question for question, _ in questions])
         answered: set[str] = set()
         for (_, of_lane), first in zip(questions, answers, strict=True):
-            if first is None:  # no message is left: the work was done in the meantime
+            if first is None:  # workers have taken all messages of this filter in the meantime
                 continue
             oldest_s = self._age_s(first)
             if of_lane is not None:

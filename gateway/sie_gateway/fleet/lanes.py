@@ -26,21 +26,21 @@ from sie_contracts.wire.heartbeats import Fetched, Heartbeat, ModelStatus
 from sie_contracts.wire.records import ReservationSpec
 from sie_contracts.wire.topology import Lane
 
-# states of a model; if workers report several of them, the first one in this order is the state of the model
+# states of a model; if workers report different states, the first of these in this order is the state of the model
 STATES = ("loading", "unloading", "loaded", "failed", "available")
 LOADS = ("loading", "failed")  # states of a model that also count if the worker is not ready yet
 ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
-NO_DISK_S = 0.5  # seconds before this list is computed again while it is empty, for example when a cluster starts
+NO_DISK_S = 0.5  # seconds before an empty list of models on disks is computed again, for example at a cluster's start
 # Seconds by which the heartbeats of a live worker may be late if the NATS server of the worker or of this gateway
 # freezes: up to 15 s until the connection counts as lost (three pings), and the time to open a new one.
 LOST_S = 20.0
-MAX_LANES = 16  # number of lanes remembered for a worker: a moved worker finishes the work of its old pool
+MAX_LANES = 16  # largest number of lanes stored for a worker: a moved worker finishes the work of its old lanes
 USUAL_LOAD_S = 10.0  # seconds that a load is assumed to take, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
 
 def worker_rate(beats: Iterable[Heartbeat]) -> float:
-    """Return the tokens per second that one worker of a lane runs while it is busy; 0 while no worker has measured it.
+    """Return the tokens per second that one busy worker of a lane runs; 0 while no worker has measured its rate.
 
     Each measured rate is weighted by the share of time for which its worker is busy at its present load. The rate of an
     idle worker is old: it may come from batches of other sizes, and would distort the result. If no worker is busy, the
@@ -105,10 +105,11 @@ _NO_WORKERS = _LaneWorkers()
 
 
 class Fleet:
-    """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy; after
-    ten times this time, it is removed. If no worker is heard for this timeout, for example without the broker, the time
-    to removal begins again at the next heartbeat. Workers are indexed by lane and by model, so that a look-up costs the
-    same with one worker and with a thousand. `residency`: name of a model with one set of load options.
+    """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy, and is
+    removed after ten times this time. If no heartbeat of any worker arrives for SIE_HEARTBEAT_TIMEOUT_MS, for example
+    without the broker, the time to removal begins again at the next heartbeat. Workers are indexed by lane and by
+    model, so that the time of a look-up does not grow with their number. The argument `residency` is the name of a
+    model with one set of load options, `model` or `model:profile`.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Fleet:
         # in the order of the heartbeats, the oldest first; _healthy has the same order
         self._seen: dict[str, tuple[float, Heartbeat]] = {}
         self._healthy: dict[str, Heartbeat] = {}
-        self._hearing_s = -math.inf  # time of the first heartbeat after the last time in which no worker was heard
+        self._hearing_s = -math.inf  # time of the first heartbeat after the last `_timeout_s` without any heartbeat
         self._lanes: dict[Lane, _LaneWorkers] = {}
         # (pool, bundle) -> machine profile -> workers of the lane
         self._served: dict[tuple[str, str], dict[str, _LaneWorkers]] = {}
@@ -140,7 +141,7 @@ class Fleet:
         self._on_disk: tuple[float, frozenset[str]] = (-math.inf, frozenset())
         # last time at which `is_lane_alive` saw no connection to the broker
         self._disconnected_s = -math.inf
-        self.version = 0  # number of heartbeats so far: admission.py looks up the workers again if it has changed
+        self.version = 0  # number of heartbeats; if it has changed, the admission looks up the workers again
         self.listeners: list[Callable[[], None]] = []  # called at every heartbeat
         self._own_pools = frozenset({topology.DEFAULT_POOL, settings.pool})
         self._spec = spec
@@ -239,18 +240,18 @@ class Fleet:
         return [(self._seen[name][1], name in self._healthy) for name in sorted(self._seen)]
 
     def is_starting(self, worker: str) -> bool:
-        """Return whether a worker is not ready yet, is not leaving, and sends its heartbeats in time."""
+        """Return True if a worker sends its heartbeats in time, and is neither ready nor leaving."""
         return self.is_heard(worker) and not (self._seen[worker][1].ready or self._seen[worker][1].leaving)
 
     def is_heard(self, worker: str) -> bool:
-        """Return whether the last heartbeat of a worker is in time, even if the worker is not ready."""
+        """Return True if the last heartbeat of a worker is not overdue, even if the worker is not ready."""
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
     def is_lane_alive(self, lane: Lane) -> bool:
-        """Return whether a live worker may have work of this lane. A worker, ready or not, counts as live until its
-        next heartbeat is LOST_S seconds overdue. A worker that was moved to another pool first finishes its work, so
-        each earlier lane counts for the same time after the worker's last report of work. After a loss of the
-        connection to the broker, the result is True for this time too.
+        """Return True if a live worker may have work of this lane. A worker, ready or not, is live until its next
+        heartbeat is LOST_S seconds overdue. A worker that was moved to another pool first finishes its work, so it may
+        have work of an earlier lane for the same time after its last report of work. The result is also True for this
+        time after a loss of the connection to the broker, because heartbeats may have been lost.
         """
         now_s = self._clock()
         since_s = now_s - self._timeout_s - LOST_S
@@ -261,8 +262,8 @@ class Fleet:
         )
 
     def listens(self, worker: str) -> bool:
-        """Return whether a worker reports that it subscribes to its assignment subject. Gateways send to this subject
-        when its pool may have changed, and to check that the worker is connected.
+        """Return True if a worker reports that it subscribes to its assignment subject. Gateways send to this subject
+        when the pool of the worker may have changed, and to check that the worker is connected.
         """
         return worker in self._seen and self._seen[worker][1].listens
 
@@ -306,23 +307,23 @@ class Fleet:
         return [self._statuses[residency][name] for name in self._workers_of(lane).loaded.get(residency, ())]
 
     def crossover_tokens(self, residency: str) -> int:
-        """Return the length of a text, in tokens, at which attention takes as long as all other layers of the model,
-        from the workers' reports; 0 while no worker reports one.
+        """Return the length of a text, in tokens, at which attention takes as long as all other layers of the model.
+        The length is from the reports of workers, and 0 while no worker reports it.
         """
         return max((status.crossover_tokens for status in self._statuses.get(residency, {}).values()), default=0)
 
     def image_cost(self, residency: str) -> ImageCost:
-        """Return the cost of an image for a model, as workers report it; the default cost while none does."""
+        """Return the cost of an image for a model, as workers report it; a default cost while no worker reports it."""
         statuses = self._statuses.get(residency, {}).values()
         tokens = max((status.image_tokens for status in statuses), default=0)
         vectors = max((status.image_vectors for status in statuses), default=0)
         return ImageCost(tokens, vectors or tokens) if tokens else ImageCost()
 
     def loading_left_s(self, lane: Lane, residency: str) -> float | None:
-        """Return the expected seconds until a load of the model in the lane ends; None if no worker loads it. The
-        estimate is the longest of the model's last load times on all workers, minus the time that a load in progress
-        has taken, but at least 1. A worker that unloads any model counts as one that is about to load this model,
-        because it frees memory for the load.
+        """Return the expected seconds until a load of the model in the lane ends; None if no worker loads the model.
+        The estimate is the longest of the model's last load times on all workers, minus the time that a load in
+        progress has taken, but at least 1. A worker that unloads another model is expected to load this model next,
+        because the unload frees memory for the load.
         """
         workers = self._workers_of(lane)
         statuses = self._statuses.get(residency, {})
@@ -340,19 +341,19 @@ class Fleet:
     def lane(self, resolved: Resolved, *, pool: str, machine_profile: str, known_pools: Iterable[str]) -> Lane:
         """Return the lane of a request.
 
-        The machine profile or GPU type that the request names is a constraint, and so are the machine profiles of the
-        model's entry. Among the allowed machine profiles, the choice is one where a worker has the model loaded,
-        otherwise one whose workers serve the bundle, otherwise one without a worker, where the work waits. If several
-        qualify, the first one in the order of the entry's list is chosen, or without this list, in the order of the
-        configured machine profiles. These are SIE_GATEWAY_CONFIGURED_GPUS, or for a reservation the machine profiles of
-        its spec.
+        The request and the model's entry may restrict the machine profiles. Of the allowed profiles, those with a
+        worker that has the model loaded come first, then those with workers that serve the bundle, then those without
+        workers, in which the work waits. Among equal profiles, the order is that of the entry's list; without this
+        list, that of the configured machine profiles. These are SIE_GATEWAY_CONFIGURED_GPUS, or for a reservation the
+        machine profiles of its spec.
 
-        If SIE_MACHINE_PROFILE names a configured machine profile, all work of the bundle `default` without a constraint
-        goes to this machine profile, even while it has no live worker. Work in a reservation does not.
+        If SIE_MACHINE_PROFILE names a configured machine profile, all work of the bundle `default` without a
+        restriction goes to this machine profile, even while the profile has no live worker. This does not apply to
+        reservations.
 
         Raises PoolNotFound, BundleConflict, InvalidInput with the reason `gpu_not_configured` or
-        `machine_profile_excluded`. Without configured machine profiles, it also raises NotProvisioned while the pool
-        has no ready worker with the bundle, and NotFound if none of these workers matches the named profile.
+        `machine_profile_excluded`. If no machine profiles are configured, raises NotProvisioned while the pool has no
+        ready worker with the bundle, and NotFound if no such worker has the machine profile that the request names.
         """
         bundle = resolved.bundle
         configured = tuple(name.strip() for name in self._settings.gateway_configured_gpus or ())
@@ -402,9 +403,9 @@ class Fleet:
         return [name for name, of_lane in serving.items() if residency in of_lane.loaded]
 
     def _awaited(self, requested: str, pool: str, bundle: str) -> str:
-        """Return the machine profile that a request names, although it has no ready worker: the request waits in its
-        lane. The name must be the machine profile or GPU type of this installation, or of a worker that has sent a
-        heartbeat. Raises NotFound, NotProvisioned.
+        """Return the machine profile that a request names if the profile has no ready worker. The request then waits in
+        the lane of the profile. The name must be the machine profile or GPU type of this installation, or of a worker
+        that has sent a heartbeat. Raises NotFound, NotProvisioned.
         """
         types: dict[str, Counter[str]] = {self._settings.profile: Counter([gpu_type(self._settings.gpu_type or "")])}
         serving = self._served.get((pool, bundle), {})
@@ -470,10 +471,9 @@ def _type(beat: Heartbeat) -> str:
 
 
 def _named(requested: str, profiles: Mapping[str, Mapping[str, int]], preferred: Iterable[str]) -> str | None:
-    """Return the machine profile that a request names: by the profile's name, by its name without `-spot`, or by a GPU
-    type, if all workers of the profile have this type. If several profiles have this GPU type, a `preferred` one is
-    chosen. `profiles`: number of workers by GPU type, for each machine profile. Returns None if no machine profile
-    matches.
+    """Return the machine profile that a request names; None if no machine profile matches. A request may use the name
+    of a profile, the name without `-spot`, or a GPU type that all workers of the profile have. If several profiles have
+    this GPU type, a profile in `preferred` is chosen. `profiles`: number of workers by GPU type, for each profile.
     """
     for name in (requested, f"{requested}-spot"):
         if name in profiles:
@@ -484,8 +484,8 @@ def _named(requested: str, profiles: Mapping[str, Mapping[str, int]], preferred:
 
 
 def _permits(resolved: Resolved, machine_profile: str) -> bool:
-    """Return whether the model's entry allows a machine profile: it has no list, or the list has this machine profile
-    (for a spot variant, its name without `-spot` is enough).
+    """Return True if the model's entry allows a machine profile. An entry without a list allows all profiles. If the
+    list has a profile, its spot variant (`-spot`) is allowed too.
     """
     allowed = resolved.entry.machine_profiles
     return not allowed or bool({machine_profile, machine_profile.removesuffix("-spot")}.intersection(allowed))

@@ -32,7 +32,7 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 0.5
-# shortest time in seconds between two steps: several models that get their first work together are placed in one step
+# shortest time in seconds between two steps, so that models that get their first work together are placed in one step
 COLD_GAP_S = 0.02
 # seconds that a new gateway waits for the first heartbeat of a host before it moves the models of the host
 UNHEARD_S = 15.0
@@ -41,8 +41,8 @@ _logger = logging.getLogger("sie.gateway.placement")
 
 
 def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Heartbeat]:
-    """Build substitute heartbeats for hosts in the stored placement table that have sent none to this gateway yet, so
-    that the gateway does not move their models.
+    """Build heartbeats for hosts in the stored placement table from which this gateway has received no heartbeat yet,
+    so that the gateway does not move their models.
     """
     models: dict[str, list[ModelStatus]] = {}
     for model, hosts in table.hosts.items():
@@ -71,8 +71,8 @@ class Placer:
         replicas: int = 1,
     ) -> None:
         """`waiting(lane, models)` returns the waiting work of these models. `now_s` returns the broker's time.
-        `serves(pool)`: whether the pool exists; lanes of other pools get no table. `storage` and `replicas` are used if
-        this gateway creates the bucket.
+        `serves(pool)` returns True if the pool exists; lanes of other pools get no table. `storage` and `replicas` are
+        settings of the bucket, used if this gateway creates it.
         """
         self._broker = broker
         self._adopt_after_s = adopt_after_s
@@ -83,15 +83,15 @@ class Placer:
         self._first_s: float | None = None
         self._hosts: frozenset[str] = frozenset()  # workers that could host models at the last step
         self._tables: dict[str, StoredTable] = {}  # placement tables by the key of the lane
-        # changes of stored tables that arrived during the running step and are applied after it; None while no step
-        # runs
+        # changes of stored tables that arrive while a step runs, and that are applied after the step; None while no
+        # step runs
         self._held: list[Callable[[], object]] | None = None
         self._planners: dict[Lane, Planner] = {}
-        # since the last step, by lane and model: number of calls of `note` and `want`, of published messages, of their
-        # tokens
+        # by lane and model, three counts since the last step: calls of `note` and `want`, published messages, tokens of
+        # these messages
         self._noted: dict[Lane, dict[str, tuple[int, int, int]]] = {}
         self._cold = asyncio.Event()
-        # a table that cannot be decoded counts as removed: it is computed and written again
+        # a stored table that cannot be decoded counts as removed, so that the table is computed and written again
         self._record = Record(
             RecordBucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas),
             stored_tables.decode,
@@ -102,7 +102,7 @@ class Placer:
         broker.on_reconnect(self._record.reconnected)
 
     async def start(self) -> None:
-        """Read all tables from the bucket (created if missing), and watch it. Can be repeated. Raises BrokerError."""
+        """Create the bucket if it does not exist, read all tables and watch it. Can be repeated. Raises BrokerError."""
         await self._record.follow()
 
     def _on_value(self, key: str, value: Placement | PlacementPart | None, revision: int) -> None:
@@ -147,13 +147,11 @@ class Placer:
             del self._tables[key]
 
     def note(self, lane: Lane, items: Sequence[WorkItem]) -> None:
-        """Record work of one model that is being published. If workers exist but none hosts it, a step runs at once."""
+        """Record published work of one model. If workers exist, but none hosts the model, a step runs at once."""
         self._note(lane, items[0].model, len(items), sum(item.cost for item in items))
 
     def want(self, lane: Lane, model: str) -> None:
-        """Request a worker for a model that has no work yet. If workers exist but none has the model, the table is
-        computed at once.
-        """
+        """Request a host for a model without work. If workers exist, but none hosts the model, a step runs at once."""
         self._note(lane, model, 0, 0)
 
     def _note(self, lane: Lane, model: str, count: int, cost: int) -> None:
@@ -176,7 +174,7 @@ class Placer:
 
     async def step(self) -> None:
         """Update the table of every lane once. Raises BrokerError."""
-        self._held = []  # the step reads the stored tables in a thread, so changes wait until it has ended
+        self._held = []  # the step reads the stored tables in a thread, so changes are applied after the step
         try:
             await self._refresh()
         finally:
@@ -192,13 +190,15 @@ class Placer:
         self._hosts = frozenset(beat.worker for beats in (*live.values(), *silent.values()) for beat in beats)
         await independently(
             functools.partial(self._update_lane, lane, live.get(lane, []), silent.get(lane, []), workers)
-            # workers of an ended reservation report its pool until they have left it
             for lane in live.keys() | self._planners.keys() | self._noted.keys()
+            # lanes of an ended reservation are skipped: its workers may still report its pool
             if self._serves(lane.pool)
         )
 
     async def _update_lane(self, lane: Lane, live: list[Heartbeat], silent: list[Heartbeat], workers: set[str]) -> None:
-        """Update the table of one lane. `live`, `silent`: last heartbeats of its healthy and its overdue workers."""
+        """Update the table of one lane. `live`: heartbeats of its healthy workers. `silent`: last heartbeats of workers
+        whose heartbeats are overdue. `workers`: ids of all workers that this gateway knows.
+        """
         if lane not in self._planners:
             self._planners[lane] = Planner(self._adopt_after_s, Slices())
         planner, stored = self._planners[lane], self._stored(topology.lane_key(lane))
@@ -214,17 +214,17 @@ class Placer:
         if change is not None:
             await self._write(stored, change)
         elif not live and not planner.models:
-            self._planners.pop(lane, None)  # `drop_pool` may have dropped it during the step
+            self._planners.pop(lane, None)  # without an error: `drop_pool` may have removed the planner in the meantime
             if stored.table is None:
                 self._tables.pop(stored.key, None)
 
     def _changed(self, stored: StoredTable, look: Callable[[], Placement | None]) -> TableChange | None:
-        """Compute the change of the table after a step; None if it does not change. Runs in a thread."""
+        """Run a step of the planner in a thread. Return the change of the table, None if the table does not change."""
         placement = look()
         return stored.change(placement, self._broker.max_payload) if placement is not None else None
 
     async def _write(self, stored: StoredTable, change: TableChange) -> None:
-        """Write a changed table. If another gateway has written first, read its table: the next step begins with it."""
+        """Write a changed table. If another gateway has written first, read its table for the next step."""
         bucket = self._record.bucket
         failpoint("gateway.before_placement")
         try:
@@ -243,14 +243,14 @@ class Ages:
     """Waiting messages of each model, and the age of the oldest one. Counts are read from `Backlog`, ages from the
     oldest messages.
 
-    The age is read only if the model's NATS subject had work in two consecutive steps: work that is served at once
-    needs no age. In each step, at most MAX_ASKED ages of a lane are read: those that were read longest ago.
+    The age is read only if the model's NATS subject had work in two consecutive steps: until then, the age is small. In
+    each step, at most MAX_ASKED ages of a lane are read: the ages that were read longest ago.
     """
 
     def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:
         self._backlog = backlog
         self.now_s = now_s
-        self._looks: dict[str, int] = {}  # subject -> steps since its age was read
+        self._looks: dict[str, int] = {}  # subject -> number of steps since the age of its oldest message was read
         self._ages_s: dict[str, float] = {}
         self._names: dict[Lane, dict[str, str]] = {}
 

@@ -26,8 +26,8 @@ from sie_gateway.fleet.lanes import mean_rate
 # seconds after which the table of a lane with work is written again with a new time `at_s`: for sidecars, an old table
 # means that no gateway is alive
 REFRESH_S = 5.0
-# waiting tokens are divided by the age of the oldest message, but at least by this number of seconds: a burst must not
-# count as a high rate
+# waiting tokens are divided by the age of the oldest message, but at least by this number of seconds, so that a burst
+# does not count as a high rate
 MIN_SPAN_S = 5.0
 FORGET_S = 3600.0  # seconds without work after which a model that no worker has is dropped
 UNKNOWN_LOAD_S = 10.0
@@ -42,7 +42,7 @@ SLICE_PAUSE_S = 0.0001
 
 @dataclass(frozen=True)
 class ModelBacklog:
-    """Work of one model in the stream: number of messages, delivered ones too, and age of the oldest in seconds."""
+    """Work of one model in the stream: number of messages, including delivered ones, and seconds since the oldest."""
 
     count: int
     oldest_s: float = 0.0
@@ -98,19 +98,19 @@ class Planner:
         self._raised_s: dict[str, float] = {}
         self._counts = np.ones(1)  # number of hosts that a model needs, by the model's index; 0 while unknown
         self._wanted_s: dict[str, float] = {}  # time of each model's last work; the longest unused model is the first
-        self._resident_s: dict[str, float] = {}  # time since which all hosts of a model have it loaded
+        self._resident_s: dict[str, float] = {}  # by model, time since which all its hosts have it loaded
         self._moved: set[str] = set()  # models whose hosts, or whose state at a host, changed since the last step
-        self._spare_s: float | None = None  # time since which at least one worker loads no model
-        # models that every worker without a load in progress already has, so no further worker could take them
+        self._spare_s: float | None = None  # time since which at least one worker has no load in progress
+        # models that all workers without a load in progress host already, so that no further worker can load them
         self._alone: set[str] = set()
         self._cost: dict[str, float] = {}  # mean tokens of a message, by model
-        # since the last step, by model: number of measurements, of published messages, and of their tokens
+        # since the last step, by model: number of calls of `note` and `want` of the Placer, messages, tokens
         self._noted: dict[str, tuple[int, int, int]] = {}
-        self._dropped = False  # whether a model was dropped from the layout after the table was computed
+        self._dropped = False  # true if a model was dropped from the layout after the table was computed
         self._hosting: tuple[Placement | None, frozenset[str]] = (None, frozenset())
 
     def note(self, published: Mapping[str, tuple[int, int, int]]) -> None:
-        """Record published work by model: number of measurements, of messages, and of their tokens."""
+        """Record published work. `published`: by model, the number of calls that reported work, messages, tokens."""
         for model, (calls, messages, cost) in published.items():
             calls_before, count, tokens = self._noted.get(model, (0, 0, 0))
             self._noted[model] = calls_before + calls, count + messages, tokens + cost
@@ -147,7 +147,7 @@ class Planner:
         demand = self._scale(backlog, now_s)
         changes = self._layout.settle(demand)
         self._moved |= changes.keys()
-        # an empty table is written too: sidecars do not pull the work of models that are missing in the table
+        # an empty table is written too, because sidecars without a table pull the work of all models
         if table is None or changes or self._dropped:
             hosts = {model: row.before for model, row in self._layout.rows.items()}
         elif backlog and now_s - table.at_s >= REFRESH_S:
@@ -158,12 +158,10 @@ class Planner:
         self._table = Placement(now_s, hosts, dict(self._raised_s))
         return self._table
 
-    # ---- workers, models and the stored table
-
     def _served(
         self, silent: Sequence[Heartbeat], table: Placement | None, backlog: Mapping[str, ModelBacklog]
     ) -> list[Heartbeat]:
-        """Return the silent workers that are hosts, except hosts of a model whose work waits over `adopt_after_s`."""
+        """Return the silent workers that host models, but no host of a model with work older than `adopt_after_s`."""
         hosts = table.hosts if table is not None else {}
         if self._hosting[0] is not table:
             self._hosting = table, frozenset(name for names in hosts.values() for name in names)
@@ -183,7 +181,7 @@ class Planner:
                     self._touch(model, now_s)
         noted, self._noted = self._noted, {}
         for model, (calls, count, tokens) in noted.items():
-            if not count:  # a host was requested without work, so there are no tokens to measure
+            if not count:  # `Placer.want` requested a host without work, so no tokens can be measured
                 continue
             mean, previous, weight = tokens / count, self._cost.get(model), 0.9**calls
             self._cost[model] = mean if previous is None else weight * previous + (1 - weight) * mean
@@ -191,7 +189,7 @@ class Planner:
             self._touch(model, now_s)
 
     def _touch(self, model: str, now_s: float) -> None:
-        """Record that a model is used now, or is on a worker. If it has no row in the layout, add one."""
+        """Record that a model is used now, or is on a worker. Add a row for a model that the layout does not have."""
         self._wanted_s.pop(model, None)
         self._wanted_s[model] = now_s
         if model not in self._layout.rows:
@@ -247,7 +245,9 @@ class Planner:
         self._workers[beat.worker] = _PlannedWorker(beat, statuses_read, taking, beat.rate, sum(rates), load_s)
 
     def _forget_unused(self, now_s: float) -> None:
-        """Drop models that no worker has and that were unused for FORGET_S; above MAX_MODELS, the longest unused."""
+        """Drop models that no worker has if they were unused for FORGET_S. While there are more than MAX_MODELS models,
+        do not wait for FORGET_S to pass, but drop the longest unused model.
+        """
         for _ in range(len(self._wanted_s)):
             model, wanted_s = next(iter(self._wanted_s.items()))
             if now_s - wanted_s <= FORGET_S and len(self._wanted_s) <= MAX_MODELS:
@@ -269,7 +269,7 @@ class Planner:
         self._dropped = True
 
     def _sync_table(self, table: Placement | None, now_s: float) -> None:
-        """Adopt a table that this planner did not compute, or the absence of a table."""
+        """Update the layout from a table that this planner did not compute; without a table, models have no hosts."""
         hosts = table.hosts if table is not None else {}
         for number, (model, row) in enumerate(self._layout.rows.items()):
             if number % 64 == 0:
@@ -283,7 +283,9 @@ class Planner:
         self._table = table
 
     def _replicas(self, model: str, table: Placement | None) -> Replicas | None:
-        """Return the number of hosts of a model as this planner set it, or as another gateway has changed it since."""
+        """Return the number of hosts of a model: the number that another gateway has written to the table since this
+        planner set a number, otherwise the number of this planner.
+        """
         ours = self._scales.get(model)
         if table is None or model not in table.hosts:
             return ours
@@ -309,11 +311,9 @@ class Planner:
         if len(self._counts) < self._layout.size:
             self._counts = np.concatenate([self._counts, np.ones(self._layout.size - len(self._counts))])
 
-    # ---- number of hosts
-
     def _note_residency(self, now_s: float) -> None:
-        """Update, by model, the time since which all its hosts have it loaded, and the time since which a further
-        worker could load it. Without a free worker, one more host would only delay other loads.
+        """Update the time since which all hosts of a model have it loaded, for each changed model, and the time since
+        which a further worker could load it. Without a free worker, one more host would only delay other loads.
         """
         for model in self._moved:
             row = self._layout.rows.get(model)
@@ -332,7 +332,7 @@ class Planner:
         elif self._spare_s is None:
             self._spare_s = now_s
         alone: set[str] = set()
-        # the 1 is for a leaving worker, which may still serve a model beside the hosts of this model
+        # 1 is added because a leaving worker may still have the model in addition to the model's hosts
         if 0 < idle <= 1 + int(self._counts.max(initial=1)):
             names = layout.workers.keys() - layout.loading
             alone = {model for model in layout.workers[min(names)].models if names.issubset(layout.rows[model].before)}
@@ -342,7 +342,9 @@ class Planner:
         self._alone = alone
 
     def _resident(self, model: str) -> float | None:
-        """Return the time since which all hosts have the model loaded and one more worker could load it, or None."""
+        """Return the time since which all hosts have the model loaded and one more worker could load the model; None
+        while this is not so.
+        """
         since_s = self._resident_s.get(model)
         if since_s is None or self._spare_s is None or model in self._alone:
             return None
@@ -381,7 +383,7 @@ class Planner:
                 continue
             previous, since_s = self._scales.get(model), self._resident(model)
             waiting = backlog.get(model, _NOTHING)
-            # waiting time during a load does not count: one more host would not have helped
+            # waiting time during a load does not count, because one more host would not have shortened it
             age_s = 0.0 if since_s is None else min(waiting.oldest_s, now_s - since_s)
             scale = replicas(
                 previous,
@@ -402,21 +404,21 @@ class Planner:
         return tokens_s / rate if rate else np.zeros(layout.size)
 
     def _cut(self, model: str, count: int) -> None:
-        """Reduce the hosts of a model to `count`. Hosts that do not have it loaded are removed first."""
+        """Reduce the hosts of a model to `count`. Hosts that have not loaded the model are removed first."""
         row, workers = self._layout.rows[model], self._layout.workers
         hosts = sorted(row.before, key=lambda name: name not in workers or model not in workers[name].holdings.loaded)
         self._layout.set_before(model, tuple(hosts[:count]))
 
 
 def model_of(status: ModelStatus) -> str:
-    """Return the model of a status: the status may name a profile of the model that has other weights
-    (`model:profile`). All profiles of a model share one queue.
+    """Return the model of a status without the profile that the status may name (`model:profile`). All profiles of a
+    model share one queue.
     """
     return status.model.partition(":")[0]
 
 
 def in_order(statuses: Sequence[ModelStatus]) -> Sequence[ModelStatus]:
-    """Sort statuses, loaded ones last, so that a dict by model keeps the loaded status if a model has several."""
+    """Sort statuses, the loaded ones last. If a model has several statuses, a dict by model keeps the loaded one."""
     if not any(":" in status.model for status in statuses):
         return statuses
     return sorted(statuses, key=lambda status: (status.state == "loaded", status.state == "loading"))

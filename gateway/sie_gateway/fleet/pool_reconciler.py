@@ -32,7 +32,7 @@ from sie_runtime.process import Stop, Trouble
 EVERY_S = 1.0
 GAP_S = 0.1  # seconds between two steps, so that heartbeats that arrive together cause one step
 RENEW_S, LEASE_S = 2.0, 6.0
-# seconds for which a worker that is not ready keeps its reservation while it sends heartbeats: its adapter may restart
+# seconds for which a worker that sends heartbeats, but is not ready, keeps its reservation: its adapter may restart
 UNREADY_S = 30.0
 _logger = logging.getLogger("sie.gateway.pools")
 
@@ -67,10 +67,10 @@ class PoolReconciler:
         self._tables = RecordBucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas)
         self._is_leader = False
         self._renewed_s = -math.inf
-        self._known: dict[str, float] = {}  # live reservations at the last step, and when each was created
+        self._known: dict[str, float] = {}  # creation time of each reservation that was live at the last step
         self._active: frozenset[str] = frozenset()
         self._unready_s: dict[str, float] = {}
-        self._since_s: float | None = None  # time since which this gateway can receive heartbeats
+        self._since_s: float | None = None  # time since which heartbeats can arrive; None without the broker
         fleet.listeners.append(self._on_heartbeat)
 
     def _on_heartbeat(self) -> None:
@@ -86,7 +86,7 @@ class PoolReconciler:
                     self._since_s = None
                 if trouble.lasting or self._record.is_stale:
                     await self._record.follow()
-                if math.isinf(self._clock.margin_s):  # leases end by the broker's time: measure its offset first
+                if math.isinf(self._clock.margin_s):  # leases end by the broker's clock: measure its offset first
                     await self._clock.measure()
                 await self.step()
         if self._is_leader:
@@ -98,7 +98,7 @@ class PoolReconciler:
         live = self._record.live()
         self._metrics.active_lease_gpus.set(sum(sum(reservation.spec.gpus.values()) for reservation in live.values()))
         created_s = {name: reservation.created_s for name, reservation in live.items()}
-        # a reservation that began and ended between two steps is not in `_known`, but its stream may be followed
+        # `_known` lacks a reservation that began and ended between two steps; the queue may still follow its stream
         reservations = {*self._known, *self._queue.consumers.pools} - self._record.own
         # between two steps, a reservation may have ended, and a new one with the same name may have begun
         replaced = {name for name in created_s.keys() & self._known.keys() if created_s[name] != self._known[name]}
@@ -118,7 +118,7 @@ class PoolReconciler:
             await self._remove()
 
     async def _leads(self) -> bool:
-        """Return whether this gateway leads; False while the leader would have nothing to do. Raises BrokerError."""
+        """Return True if this gateway is the leader; False while no reservation needs a leader. Raises BrokerError."""
         record = self._record
         if not (record.reservations.pools or record.reservations.ended or record.assigned.workers):
             return False
@@ -136,10 +136,10 @@ class PoolReconciler:
         ]:
             now_s = self._clock.now_s()
             expired = functools.partial(pool_rules.expired, name=name, over_s=over_s, now_s=now_s)
-            # count only an end that this gateway has written: another gateway may have ended the reservation
+            # count the end only if this gateway has written it, because another gateway may have ended the reservation
             if (await self._record.change(expired)).ended.get(name) == now_s:
                 self._count("expired")
-                _logger.info("the lease of reservation %s has ended", name)
+                _logger.info("reservation %s is removed, because its lease has ended", name)
 
     async def _remove(self) -> None:
         """Remove the streams and placement tables of ended reservations, so that their names can be used again."""
@@ -159,7 +159,7 @@ class PoolReconciler:
 
     async def _assign(self) -> None:
         live, before = self._record.live(), self._record.assigned.workers
-        # in a thread, because with many reservations and workers it would block the event loop for too long
+        # in a thread, because the computation for many reservations and workers would block the event loop
         assigned = await asyncio.to_thread(assignments.assign, live.values(), self._candidates(), before)
         if assigned != before:
             if not await self._record.assign(assigned):
@@ -168,8 +168,8 @@ class PoolReconciler:
                 name for name in assigned.keys() | before.keys() if assigned.get(name) != before.get(name)
             ):
                 self._count("assigned" if worker in assigned else "released")
-                _logger.info("worker %s serves %s", worker, assigned.get(worker, "its own pool again"))
-                # the message may be lost: the worker reads its assignment every few seconds
+                _logger.info("worker %s is assigned to the pool %s", worker, assigned.get(worker, "of its settings"))
+                # the message may be lost, because the worker also reads its assignment every few seconds
                 await self._broker.send(topology.assigned_subject(worker), b"")
         active = frozenset(name for name, reservation in live.items() if self._pools.is_active(reservation))
         self._count("active", len(active - self._active))
@@ -182,9 +182,9 @@ class PoolReconciler:
     def _candidates(self) -> dict[str, AssignableWorker]:
         """Return the workers of the default pool that may be reserved, or may keep their reservation.
 
-        A reserved worker keeps its reservation while its heartbeats arrive, unless it leaves, or was unready for
-        UNREADY_S. In the first `heartbeat_timeout_ms` after the start of this gateway, or after it has connected to the
-        broker again, a reserved worker keeps its reservation even without a heartbeat.
+        A reserved worker keeps its reservation while its heartbeats arrive. It loses the reservation if it leaves, or
+        if it was not ready for UNREADY_S. In the first `heartbeat_timeout_ms` after this gateway has started or has
+        connected to the broker again, a reserved worker keeps its reservation even without a heartbeat.
         """
         now_s = asyncio.get_running_loop().time()
         if self._since_s is None:

@@ -34,12 +34,9 @@ def not_found(name: str) -> PoolNotFound:
     return PoolNotFound(f"there is no pool {shown(name)[:70]!r}, or its lease has ended", param="name")
 
 
-# ---- changes of the record
-
-
 def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: float) -> Reservations:
-    """Return the record with a reservation of this spec: a new reservation, or an existing one with a new lease and
-    this spec.
+    """Return the record with a reservation of this spec. A reservation of this name that exists already gets this spec
+    and a new lease.
 
     Raises PoolConflict if another key has a reservation of this name, QueueUnavailable while an earlier reservation of
     this name is being removed, PoolOperationForbidden if all keys together, or this key, have too many reservations.
@@ -47,7 +44,7 @@ def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: fl
     name = spec.name
     present = record.pools.get(name)
     if present is not None and not grant.owns(present.owner):
-        # the error reveals nothing else of a reservation of another key
+        # the error shows only that the name is taken, because the other key's reservation is private
         raise PoolConflict(f"name: {name!r} is taken by a reservation of another key", param="name")
     if name in record.ended or (present is not None and now_s >= present.expires_s):
         raise QueueUnavailable(f"an earlier pool {name!r} is being removed: try again")
@@ -73,27 +70,27 @@ def renewed(record: Reservations, name: str, grant: Grant, now_s: float) -> Rese
 
 
 def deleted(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservations:
-    """Return the record after the end of a reservation. Raises PoolNotFound, also if it belongs to another key."""
+    """Return the record after the end of a reservation. Raises PoolNotFound, also for a reservation of another key."""
     live(record, name, grant, now_s)
     return without(record, name, now_s)
 
 
 def expired(record: Reservations, name: str, over_s: float, now_s: float) -> Reservations:
-    """Return the record, without the reservation if its lease ended at or before `over_s`."""
+    """Return the record without the reservation if its lease ended at or before `over_s`, otherwise unchanged."""
     present = record.pools.get(name)
     return without(record, name, now_s) if present is not None and over_s >= present.expires_s else record
 
 
 def without(record: Reservations, name: str, ended_s: float | None) -> Reservations:
-    """Return the record without a reservation. `ended_s`: time of its end, which the record keeps until its stream is
-    removed; None: keep nothing.
+    """Return the record without a reservation. `ended_s`: time of the end, which stays in the record until the stream
+    of the reservation is removed; None if no stream must be removed.
     """
     pools = {pool: reservation for pool, reservation in record.pools.items() if pool != name}
     return Reservations(pools, record.ended if ended_s is None else {**record.ended, name: ended_s})
 
 
 def removed(record: Reservations, name: str) -> Reservations:
-    """Return the record after the stream of an ended reservation was removed: its name is free."""
+    """Return the record after the stream of an ended reservation was removed, so that its name can be used again."""
     return Reservations(record.pools, {pool: at_s for pool, at_s in record.ended.items() if pool != name})
 
 
@@ -109,9 +106,6 @@ def _with(record: Reservations, reservation: Reservation) -> Reservations:
     return msgspec.structs.replace(record, pools={**record.pools, reservation.spec.name: reservation})
 
 
-# ---- Pool objects
-
-
 def own_pool(name: str, workers: Sequence[Heartbeat]) -> api.Pool:
     """Return the Pool object of a pool that is no reservation."""
     status = api.PoolStatus(state="active", assigned_workers=list(map(_worker, workers)))
@@ -119,12 +113,12 @@ def own_pool(name: str, workers: Sequence[Heartbeat]) -> api.Pool:
 
 
 def reserved_pool(reservation: Reservation, workers: Sequence[Heartbeat], pending_reason: str) -> api.Pool:
-    """Return the Pool object of a reservation. `pending_reason`: why it is not active; empty if it is active."""
+    """Return the Pool object of a reservation. `pending_reason`: reason why the reservation is not active, or empty."""
     spec = msgspec.convert(reservation.spec, api.PoolSpec, from_attributes=True)
     spec = msgspec.structs.replace(
         spec,
         bundle=spec.bundle or None,
-        ttl_seconds=reservation.spec.ttl_seconds,  # `convert` would make it a float
+        ttl_seconds=reservation.spec.ttl_seconds,  # set again, because `convert` returns a float
     )
     status = api.PoolStatus(
         state="pending" if pending_reason else "active",

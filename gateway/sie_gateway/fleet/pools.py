@@ -47,7 +47,7 @@ def _decode(entry: Entry) -> Reservations | Assigned:
 
 
 class PoolRecord(Collection[str]):
-    """Names of all pools that exist now: `own`, the pools that the operator configured, and the reservations whose
+    """Names of all pools that exist now: the pools that the operator has configured (`own`), and the reservations whose
     lease has not ended. `woken` is set at each change.
 
     The bucket `sie_pools` has two keys: the reservations, and the assignments of workers. Every gateway watches both.
@@ -63,7 +63,7 @@ class PoolRecord(Collection[str]):
         self.woken = asyncio.Event()
         self._clock = clock
         self._reservations_revision = self._assigned_revision = 0
-        self._changed = asyncio.Event()  # set and replaced at each change of the reservations
+        self._changed = asyncio.Event()  # set at each change of the reservations, then replaced by a new event
         self._is_read = False
         bucket = RecordBucket(
             broker, topology.POOLS_BUCKET, storage=settings.stream_storage, replicas=settings.stream_replicas
@@ -73,11 +73,11 @@ class PoolRecord(Collection[str]):
 
     @property
     def is_stale(self) -> bool:
-        """Return whether the bucket may have been lost, so that `follow` must be called."""
+        """Return True if the broker may have lost the bucket, so that `follow` must be called."""
         return self._record.is_stale
 
     async def follow(self) -> None:
-        """Read the bucket, created if necessary, and watch it. May be called again. Raises BrokerError."""
+        """Create the bucket if it does not exist, read it and watch it. May be called again. Raises BrokerError."""
         await self._record.follow()
         self._is_read = True
         self.woken.set()
@@ -159,8 +159,8 @@ class PoolRecord(Collection[str]):
         return stored if isinstance(stored, Reservations) else Reservations()
 
     async def assign(self, workers: dict[str, str]) -> bool:
-        """Write `workers`, a map of worker to pool, in place of the known assignments. If another gateway has changed
-        them, read them again and return False. Raises BrokerError.
+        """Replace the stored assignments by `workers`, a map of worker to pool. If another gateway has changed the
+        stored assignments in the meantime, read them again and return False. Raises BrokerError.
         """
         write = Write(_ASSIGNED, messages.encode(Assigned(workers)), self._assigned_revision)
         try:
@@ -195,14 +195,12 @@ class PoolDirectory:
     clock: BrokerClock
     metrics: Metrics
 
-    # ---- changes by clients
-
     async def create(self, spec: ReservationSpec, grant: Grant) -> Reservation:
         """Create a reservation and its stream. If this key already has a reservation of this name, that reservation
         gets this spec and a new lease.
 
-        Raises PoolConflict if another pool, a reservation of another key, or a stream with other settings has the name;
-        PoolOperationForbidden over a limit, NotReady, QueueUnavailable, BrokerError.
+        Raises PoolConflict if another pool, a reservation of another key, or a stream with other settings has the name.
+        Raises PoolOperationForbidden over a limit, NotReady, QueueUnavailable, BrokerError.
         """
         name = spec.name
         if name in self.record.own or name in self._worker_pools():
@@ -232,8 +230,8 @@ class PoolDirectory:
         return record.pools[name]
 
     async def _undo(self, name: str, *, removes: bool) -> None:
-        """Remove a reservation whose stream could not be created, or let it end with its lease if that fails too.
-        `removes`: the stream may exist after all, and must be removed as well.
+        """Remove a reservation whose stream could not be created. If this fails too, the reservation ends with its
+        lease. `removes`: the stream may exist in spite of the error, so it must be removed as well.
         """
         ended_s = self.clock.now_s() if removes else None
         with contextlib.suppress(BrokerError):
@@ -256,8 +254,6 @@ class PoolDirectory:
         with contextlib.suppress(QueueUnavailable):  # the reservation has ended; only its stream still exists
             await self.record.until_removed(name)
 
-    # ---- views of pools
-
     def assigned(self, worker: str) -> tuple[str, ...]:
         """Return the pools that a worker must serve. Raises InvalidInput, PoolNotFound, NotReady."""
         self.record.require_read()
@@ -275,14 +271,14 @@ class PoolDirectory:
         ]
 
     def is_active(self, reservation: Reservation) -> bool:
-        """Return whether a reservation has as many healthy GPUs and workers as it requests."""
+        """Return True if a reservation has as many healthy GPUs and workers as it requests."""
         return assignments.is_met(
             reservation.spec, map(AssignableWorker.from_heartbeat, self.serving(reservation.spec.name))
         )
 
     def visible(self, grant: Grant) -> Callable[[str], bool]:
-        """Return a function that checks whether a credential may read the name of a pool. Without the scope admin, it
-        may read only names of the installation's pools and of its own reservations.
+        """Return a function that checks whether a credential may read the name of a pool. A credential without the
+        scope admin may read only the names of the installation's pools and of its own reservations.
         """
         if not grant.key or "admin" in grant.scopes:
             return lambda name: True
@@ -305,7 +301,7 @@ class PoolDirectory:
         return pool_rules.own_pool(name, [beat for beat in self.fleet.healthy() if beat.pool == name])
 
     def pending_reason(self, name: str) -> str:
-        """Return why a reservation is not active; empty if it is active, and for every other pool."""
+        """Return the reason why a reservation is not active; empty for an active reservation and for other pools."""
         reservation = self.record.reservation(name)
         if reservation is None or self.is_active(reservation):
             return ""
@@ -326,7 +322,7 @@ class PoolDirectory:
         }
 
     def _has_no_lease(self, name: str) -> bool:
-        """Return whether this is a pool of this gateway's settings or of the settings of a worker."""
+        """Return True if the pool is in the settings of this gateway or of a worker, so that it is no reservation."""
         return name in self.record.own or name in self._worker_pools()
 
     def _worker_pools(self) -> set[str]:
@@ -334,7 +330,9 @@ class PoolDirectory:
         return {beat.own_pool or beat.pool for beat, _ in self.fleet.workers()} - self.record.reservations.pools.keys()
 
     def pools(self, grant: Grant) -> list[api.Pool]:
-        """Return the Pool objects that a credential may see: those without a lease, then its reservations, by name."""
+        """Return the Pool objects that a credential may see: the pools without a lease, then the credential's
+        reservations. Both are sorted by name.
+        """
         live = self.record.live()
         own = (self.record.own | self._worker_pools()) - live.keys()
         reserved = sorted(name for name, reservation in live.items() if grant.owns(reservation.owner))
@@ -357,7 +355,7 @@ class PoolDirectory:
                 reservation.spec, held.get(name, []), gpus
             ).items():
                 counts[name, profile, bundle] += count
-            # request one more worker, so that the last one of a bundle stays unreserved
+            # request one more worker, so that the last worker of a bundle can stay unreserved
             if assignments.is_held_back(reservation, assignable, assigned):
                 counts[name, min(reservation.spec.gpus), reservation.spec.bundle or assignments.DEFAULT_BUNDLE] += 1
         return counts

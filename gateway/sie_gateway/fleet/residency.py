@@ -49,7 +49,7 @@ class _Wish:
 
 
 class Placed(NamedTuple):
-    """A model in a lane, its state there, and the reports of its workers."""
+    """A model in a lane: its state in this lane, and the reports of the lane's workers about the model."""
 
     name: str
     lane: Lane
@@ -88,10 +88,10 @@ class Residencies:
         self._wake = Event()
 
     async def load(self, lane: Lane, resolved: Resolved) -> Placed:
-        """Request that a worker, which may have to be started, loads this model. Raises QueueUnavailable."""
+        """Request that a worker of the lane, which may have to start first, loads a model. Raises QueueUnavailable."""
         reports = self._of_lane(lane, resolved)
         if having := [beat for beat, status in reports if status.state == "loaded"]:
-            # each worker that has the model gets the message, because the worker may be about to unload it
+            # workers that have the model loaded get the message too, because they may be about to unload the model
             for beat in having:
                 await self._publish(beat, "load", resolved.residency)
             return Placed(resolved.canonical, lane, "loaded", reports)
@@ -145,7 +145,7 @@ class Residencies:
                         self._wishes.pop((lane, residency), None)
 
     async def _is_over(self, lane: Lane, residency: str, wish: _Wish) -> bool:
-        """Do the next step of a wish (a requested load). Return whether it has ended. Raises BrokerError."""
+        """Do the next step of a wish (a requested load). Return True if the wish has ended. Raises BrokerError."""
         now_s, workers = self._clock(), self._fleet.of_lane(lane)
         states = {status.state for beat in workers if (status := _status(beat, residency)) is not None}
         since_s = None if wish.sent_s is None else now_s - wish.sent_s
@@ -154,7 +154,7 @@ class Residencies:
         if since_s is not None and since_s >= AGAIN_S and "failed" in states:
             return True
         if now_s >= wish.until_s:
-            _logger.warning("the load of %s is given up: lane %s took over %g s", residency, lane, LIFE_S)
+            _logger.warning("the load of %s is cancelled: no worker of lane %s began in %g s", residency, lane, LIFE_S)
             return True
         self._cold.requested(lane)
         self._placer.want(lane, wish.model)

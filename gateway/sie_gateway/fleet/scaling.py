@@ -51,7 +51,7 @@ def wanted_replicas(
 
 @dataclass(eq=False)
 class Scaling:
-    """Answers to `GET /v1/scaling/{lane}`."""
+    """Computes the replies to `GET /v1/scaling/{lane}`."""
 
     settings: Settings
     feed: CatalogueFeed

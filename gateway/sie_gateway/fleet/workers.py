@@ -33,7 +33,7 @@ OPEN_S = 2.0
 MAX_FRAME_BYTES = 8 << 20
 WATCH_S = 60  # seconds for which the API server keeps a watch open
 MIN_PAUSE_S = 1.0  # shortest time between two lists of endpoints, in seconds
-# workers are reached directly, without a proxy; the package websockets has this parameter since version 15
+# workers are reached without a proxy; the package websockets has the parameter `proxy` since version 15
 _DIRECT: dict[str, Any] = {} if version.startswith("14.") else {"proxy": None}
 API = "https://kubernetes.default.svc"
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # folder with the credentials of a pod
@@ -72,11 +72,11 @@ _status = msgspec.json.Decoder(WorkerFrame)
 
 class _Connect(connect):
     def process_redirect(self, exc: Exception) -> Exception | str:
-        return exc  # no redirect is followed: another server must not receive the token
+        return exc  # no redirect is followed, because another server must not receive the token
 
 
 class WorkerSocket:
-    """Status websocket of one worker. `frame`: the last frame; None if older than `stale_s` or without a connection."""
+    """Status websocket of one worker. `frame`: last frame; None if there is no connection or no frame for `stale_s`."""
 
     def __init__(
         self, url: str, token: Secret | None, stale_s: float, clock: Callable[[], float] = time.monotonic
@@ -98,7 +98,7 @@ class WorkerSocket:
 
     @property
     def status(self) -> WorkerFrame | None:
-        """Return the status in the last frame; None if there was no frame, or if the frame is no status."""
+        """Return the status in the last frame; None if there is no recent frame, or if the frame cannot be decoded."""
         frame = self.frame
         if frame is None:
             return None
@@ -257,7 +257,7 @@ class Endpoints:
         self._account = account
         if not (account / "token").is_file():
             raise SettingError(
-                "SIE_GATEWAY_KUBERNETES", f"no service account at {account}: the gateway needs a pod that has one"
+                "SIE_GATEWAY_KUBERNETES", f"no service account at {account}: run the gateway in a pod that has one"
             )
 
     async def run(self, on_found: Callable[[tuple[str, ...]], None]) -> None:
@@ -268,7 +268,7 @@ class Endpoints:
         is_https, authorities = self._api.startswith("https:"), str(self._account / "ca.crt")
         while True:
             try:
-                # read each time, because the kubelet replaces the file
+                # the file is read for each list, because the kubelet replaces it
                 verify = ssl.create_default_context(cafile=authorities) if is_https else False
                 async with httpx.AsyncClient(base_url=self._api, verify=verify, trust_env=False, timeout=5.0) as client:
                     addresses, version = await self._list(client)
@@ -277,7 +277,7 @@ class Endpoints:
                     await self._change(client, version)
             except (httpx.HTTPError, *UNDECODABLE, OSError) as error:
                 trouble.met(error)
-            await asyncio.sleep(MIN_PAUSE_S)  # limits the requests while pods change fast
+            await asyncio.sleep(MIN_PAUSE_S)  # limits the rate of requests while pods change fast
 
     @property
     def _path(self) -> str:
@@ -299,7 +299,7 @@ class Endpoints:
         answer = await client.get(self._path, params=self._selected, headers=self._headers())
         answer.raise_for_status()
         slices = _slices.decode(answer.content)
-        addresses: dict[str, str] = {}  # by pod: a service of both address families lists a pod once for each
+        addresses: dict[str, str] = {}  # by pod, because a dual-stack service lists a pod once for each address family
         for piece in sorted(slices.items, key=lambda piece: piece.address_type):
             for endpoint in piece.endpoints or ():
                 if endpoint.addresses and not endpoint.conditions.terminating:

@@ -1,4 +1,4 @@
-"""Decoding of request bodies, within limits, to plain Python values, and the items of a request.
+"""Decode request bodies to plain Python values, within limits, and read the items of a request.
 
     bytes ──decode──► map ──items──► tuple[RequestItem]
 
@@ -27,21 +27,21 @@ from sie_gateway.inference.images import Images, Link, read_document, read_sound
 from sie_gateway.inference.images import read as read_images
 
 MAX_BODY_BYTES = 256 << 20
-# largest number of unknown keys that are checked, and of characters of a key that an error shows
+# limits for warnings and errors: unknown keys of a map that are examined, and characters of a key that are shown
 MAX_KEYS, MAX_KEY = 20, 64
-ID_BYTES = 4  # bytes that are assumed for a token id: about as many bytes as the text of a token
+ID_BYTES = 4  # assumed bytes of a token id in a message: about the length of the token's text
 
 
 class RequestItem(msgspec.Struct, frozen=True):
     """Input of a request in the form in which the client sent it: a text, token ids of the model, a multivector
     (float32 [tokens, width]), image files, a sound file or a document file.
 
-    `pair`: second text of a pair. `instead`: if the item has no content for a model, a hint for the error message: an
-    unknown field that the client may have meant as content. `unfit`: reason why no model can run the item. `unknown`:
-    its fields that the API does not define. `mentions`: entities (parts of the text) that the client lists in its
-    metadata, if the model reads them. `links`: its images at URLs that are not fetched yet. `chunks`: parts of its text
-    that get vectors of their own. `size`: approximate bytes of the item in a queue message; computed when the item is
-    created, because the items of a large body are created in a thread, not in the event loop.
+    `pair`: second text of a pair. `instead`: hint for the error about an item without content: an unknown field that
+    the client may have meant as content. `unfit`: reason why no model can run the item. `unknown`: names of fields that
+    the API does not define. `mentions`: entities that the item's metadata lists, for a model that reads entities.
+    `links`: images at URLs that are not fetched yet. `chunks`: parts of the text that get vectors of their own. `size`:
+    approximate bytes of the item in a queue message. The constructor computes `size`, because it runs in a thread for
+    a large body, not in the event loop.
     """
 
     text: str | None
@@ -116,9 +116,9 @@ def count(body: bytes, *, msgpack: bool) -> int:
 
 
 def decode(body: bytes, *, msgpack: bool) -> Mapping[str, Any]:
-    """Return the top-level map of a request body. The caller has called `count`, unless the body is too small for too
-    many values (`plain.SMALL_BYTES`). The values have only the types of JSON, and bytes in msgpack. Raises InvalidInput
-    with reason malformed or schema.
+    """Return the top-level map of a request body. For a body above `plain.SMALL_BYTES`, the caller must first call
+    `count`, which limits the number of values. Values have the types of JSON; msgpack also has bytes. Raises
+    InvalidInput with reason malformed or schema.
     """
     try:
         value = (plain.from_msgpack if msgpack else plain.from_json)(body, is_counted=True)
@@ -130,7 +130,7 @@ def decode(body: bytes, *, msgpack: bool) -> Mapping[str, Any]:
 
 
 def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
-    """Return the inputs, from the field `items` or its aliases `inputs` and `input`. Raises InvalidInput, for example
+    """Return the inputs of a request body from its field `items`, `inputs` or `input`. Raises InvalidInput, for example
     with reason empty_items, too_many_items, too_many_chunks or schema.
     """
     name = next((key for key in ("items", "inputs", "input") if body.get(key) is not None), "items")
@@ -168,9 +168,9 @@ def query(body: Mapping[str, Any]) -> RequestItem:
 
 
 def in_its_place(body: Mapping[str, Any], name: str, fields: Collection[str]) -> str:
-    """Return the end of the error text for the missing field `name`: an unknown field of the body whose name is similar
-    or is the name in another API, for example "; unknown field `content`; did you mean `text`?". No other name is
-    repeated, because an unknown name may be a part of the client's data.
+    """Return a hint for the error about the missing field `name`, for example "; unknown field `content`; did you mean
+    `text`?". The hint shows an unknown field of the body only if its name is similar to `name` or is the name in
+    another API. Any other unknown name may be the client's data.
     """
     unknown = (str(key)[:MAX_KEY] for key in itertools.islice((key for key in body if key not in fields), MAX_KEYS))
     elsewhere = _ELSEWHERE.get(name, {})
@@ -181,7 +181,7 @@ def in_its_place(body: Mapping[str, Any], name: str, fields: Collection[str]) ->
     return next((f"; unknown field `{key}`{hint}" for key, hint in hints if hint), "")
 
 
-# names of a field in other servers and libraries, and its name here
+# for a missing field of this API: names that other servers and libraries use, and the field to use here
 _ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "items": dict.fromkeys(("text", "texts", "documents", "docs", "sentences", "passages"), "items"),
     "text": {
@@ -268,7 +268,7 @@ def has_links(items: Sequence[RequestItem], query: RequestItem | None) -> bool:
 
 
 def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[str, ...]:
-    """Return a warning for each unknown field whose name is similar to a known field, each name once. All other unknown
+    """Return one warning for each name of unknown fields that is similar to the name of a known field. Other unknown
     fields belong to the client and cause no warning.
     """
     places = ((f"items[{index}]", item) for index, item in enumerate(items) if item.unknown)
@@ -282,7 +282,7 @@ def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[st
 
 
 def unread_texts(items: Sequence[RequestItem], model: str) -> tuple[str, ...]:
-    """Return a warning about texts that are ignored, because the model reads only the files of these inputs."""
+    """Return a warning for inputs with a text and a file: the model reads only the file. Empty without such inputs."""
     texts = [item for item in items if item.text]
     counts = {
         "images": sum(bool(item.images) for item in texts),

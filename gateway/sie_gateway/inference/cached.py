@@ -40,8 +40,8 @@ from sie_gateway.metrics import Metrics
 CACHED_OPERATIONS = ("encode", "score", "extract")
 STEP = 256  # number of inputs after which the event loop may run other tasks
 MAX_FINGERPRINTS = 1024  # largest number of computed fingerprints that are stored
-SHORTEST_WAIT_S = 0.25  # see `CachedRuns.patience_s`
-LONGEST_WAIT = 0.25  # largest share of its remaining time that a request waits for answers that others compute
+SHORTEST_WAIT_S = 0.25  # least seconds for which a request waits for answers of other requests, if LONGEST_WAIT allows
+LONGEST_WAIT = 0.25  # largest share of its remaining time for which a request waits for answers of other requests
 OnChunk = Callable[[int, WorkResult], None]
 """Function that is called with each result of a chunk: the index of the chunk's first input, and the result."""
 Compute = Callable[
@@ -82,7 +82,9 @@ requests can use.
 
 
 class CachedRuns:
-    """Runs of requests with the cache of this gateway. `expected_s`: expected wait in a queue, None if unknown."""
+    """Runs requests with the cache of this gateway. `expected_s`: function that returns the expected seconds in a
+    queue, None if unknown. A flight is the future of an input that a request computes now.
+    """
 
     def __init__(
         self,
@@ -129,8 +131,8 @@ class CachedRuns:
         return await run.results()
 
     def _fingerprint(self, request: PlannedRequest) -> str:
-        """Return the fingerprint that the workers of the lane give to answers of this request; empty if it is unknown,
-        if the workers give different fingerprints, or if answers of the operation are not cached.
+        """Return the fingerprint that the workers of the lane give to answers of this request. It is empty if no worker
+        reports a fingerprint, if the workers report different ones, or if answers of the operation are not cached.
         """
         if request.operation not in CACHED_OPERATIONS:
             return ""
@@ -165,7 +167,7 @@ class CachedRuns:
         return longest_s if expected_s is None else min(longest_s, max(SHORTEST_WAIT_S, expected_s))
 
     def end(self, key: FlightKey) -> None:
-        """End a flight. The requests that still wait for it get no outcome."""
+        """Remove a flight. Requests that still wait for its outcome get None."""
         flight = self.flights.pop(key)
         if not flight.done():
             flight.set_result(None)
@@ -206,7 +208,6 @@ class _CachedRun:
         self._until_s: float | None = None
 
     async def results(self) -> RequestResult:
-        """Return the results of the request."""
         self._keys = [self._space.key(digest) for digest in await self._digests()]
         count = len(self._items)
         missing = await self._find(range(count))
@@ -222,13 +223,13 @@ class _CachedRun:
                 is_uniform = await self._computed(own)
                 computed += len(own)
                 if is_uniform:
-                    # another request may have computed the inputs without an outcome in the meantime
+                    # look up the inputs without an outcome: another request may have cached their answers by now
                     missing = await self._find(await self._joined(joined))
         finally:
             for key in self._flights:
                 self._runs.end(key)
         if not is_uniform and computed < count:
-            # cached and computed answers differ: a worker has another precision, engine or entry than it reported
+            # fingerprints differ: a worker has another precision, engine or entry than its heartbeat reported
             self._call.again()
             self._finished = RequestResult(self._request, self._refused)
             await self._compute(self._call, self._positions, self._items, self._finished, None)
@@ -261,7 +262,7 @@ class _CachedRun:
         return missing
 
     def _divide(self, missing: Sequence[int]) -> tuple[list[int], list[tuple[int, Flight]]]:
-        """Return the inputs that this request computes, and those whose answers it awaits, with their flights. If an
+        """Return the inputs that this request computes, and the inputs that it waits for, each with its flight. If an
         input occurs twice in the request, the second occurrence waits for the first.
         """
         own, joined = [], []
@@ -288,7 +289,7 @@ class _CachedRun:
         return self._request.lane, self._request.priority, self._erasures, key
 
     async def _computed(self, places: Sequence[int]) -> bool:
-        """Compute inputs and cache their answers. Return whether all answers have the fingerprint of cached ones."""
+        """Compute inputs and cache their answers. Return True if all answers have the fingerprint `_signed`."""
         if not places:
             return True
 
@@ -316,8 +317,8 @@ class _CachedRun:
         return is_uniform
 
     def _arrived(self, key: bytes, result: WorkResult, outcome: Outcome) -> None:
-        """Give the outcome of an input to the requests that wait for it. Later requests find the outcome in the flight,
-        which ends when the answer is cached. If the outcome is useless for other requests, the flight ends now.
+        """Set the outcome of an input in its flight, for the requests that wait for it. `_computed` removes the flight
+        when the answer is cached. If no other request can use the outcome, the flight is removed now.
         """
         flight_key = self._flight_key(key)
         flight = self._flights.get(flight_key)
@@ -353,10 +354,10 @@ class _CachedRun:
 
 
 def _is_of_input(failed: Failed) -> bool:
-    """Return whether an input failed by its own fault, so that it fails in every request."""
+    """Return True if the input itself caused the failure, so it would fail in every request."""
     return isinstance(SIEError.from_info(failed.error), InvalidInput | PayloadTooLarge)
 
 
 def not_cached(count: int) -> NotFound:
-    """Return the error for a request with `X-SIE-Cache: only` of which `count` inputs have no cached answer."""
+    """Return the error for a request with `X-SIE-Cache: only` in which `count` inputs have no cached answer."""
     return NotFound(f"{CACHE}: only, but {count} inputs have no cached answer", reason="not_cached", param=CACHE)

@@ -5,7 +5,7 @@
 
 The memory of a body is counted when its bytes arrive, not when Content-Length announces them, so a client cannot occupy
 memory by announcements. The values of a body of more than `plain.SMALL_BYTES` are counted before they are decoded. The
-first bytes of each body are not counted, so small requests are admitted even while large bodies occupy all the memory.
+first 256 KiB of each body are not counted, so small requests are admitted even while large bodies occupy all memory.
 While small requests are in progress, large bodies are read at a limited speed, so that the event loop has time for the
 small requests. Large bodies are decoded in a thread.
 """
@@ -77,7 +77,7 @@ class Call:
     path: str = ""
     receive: Receive | None = None  # ASGI receive of the connection; it also reports that the client has disconnected
     grant: Grant = ANYBODY  # rights of the request's credential
-    # what this request uses of its key's quota; None if the key has no quota
+    # part of the key's quota that this request uses; None if the key has no quota
     charge: Charge | None = None
     shape: ErrorShape = native_shape
     dialect: Dialect = NATIVE
@@ -86,21 +86,20 @@ class Call:
     resolved: Resolved | None = None  # entry and profile that the model's name in the path or the body resolves to
     client: str = ""  # address of the client
     body: bytes = b""  # body of an inference request
-    # reader of the body; None for a route without inference, and for a request without a connection, such as a line of
-    # a batch
+    # reader of the body; None for routes without inference, and for calls without an HTTP connection (batch lines)
     reader: BodyReader | None = None
     infer_request: InferRequest | None = None  # request to the model, as parsed at the last attempt
     attempt: int = 0  # number of earlier attempts of this call
     finished: RequestResult | None = None  # result of the last run
     code: str = ""  # code of the error in the reply
     message: str = ""  # message of the error in the reply
-    # trace context for the work of this request: of the gateway's span; without a span, of the client
+    # trace context that workers continue: the gateway's span; the client's context if this gateway does not trace
     context: Context = NONE
     span: Span | None = None  # None if this gateway does not trace
 
     def follow(self, previous: Call) -> None:
-        """Take over from an earlier call: its client disconnected and repeats the request with this call. Logs, metrics
-        and errors of this call then describe the run of the earlier call.
+        """Take over the run of an earlier call. The client disconnected from that call and repeats the request with
+        this call. Logs, metrics and errors of this call then describe the run of the earlier call.
         """
         self.labels.update(previous.labels)
         self.shape, self.infer_request, self.finished = previous.shape, previous.infer_request, previous.finished
@@ -136,7 +135,9 @@ class Call:
 
     @property
     def work_id(self) -> str:
-        """Return the id of the request's work, new for each attempt: no result of an earlier attempt is accepted."""
+        """Return the id of the work of this attempt. It is new for each attempt, so late results of an earlier attempt
+        are not accepted.
+        """
         return f"{self.id}-{self.attempt}" if self.attempt else self.id
 
     @property
@@ -174,7 +175,7 @@ def cache_mode(headers: Mapping[str, str]) -> str:
 
 
 class EncodedReply(msgspec.Struct, frozen=True):
-    """Reply to a request that succeeded. `body` is bytes, or pieces that can be iterated more than once."""
+    """Reply to a request that succeeded. `body` is bytes, or parts in bytes that can be iterated more than once."""
 
     body: Body
     content_type: str
@@ -204,12 +205,12 @@ class InferRequest(msgspec.Struct, frozen=True):
 
 
 class ClientGone(Exception):
-    """Raised if the client has disconnected, so that it would not read a reply."""
+    """Raised if the client has disconnected, so that no client would read the reply."""
 
 
 class EntryChanged(Exception):
-    """Raised if the catalogue or a worker has another entry of the model than the request was parsed with: the request
-    must be parsed again.
+    """Raised if the catalogue or a worker has another entry of the model than the one with which the request was
+    parsed. The request must be parsed again.
     """
 
     def __init__(self, entry: ModelEntry) -> None:
@@ -221,14 +222,14 @@ class EntryChanged(Exception):
 RESERVED = 8  # the last 1/RESERVED of a shared resource is for keys with less than their share of it
 REFUSED_S = 10.0  # seconds for which a key counts as active after a refusal
 MAX_HELD_BYTES = 1 << 30
-# copies of each byte of a body while its request runs: one received, one decoded, one in a message of the queue
+# copies of each byte of a body while its request runs: the received body, the decoded values, the queue messages
 COPIES = 3
 # bytes of each body that are not counted as memory; their sum is limited, because at most SIE_MAX_CONCURRENT_REQUESTS
 # bodies exist at a time
 FREE_BYTES = COPIES * (256 << 10)
 # bytes per second of all large bodies while small requests are in progress: a third of what one core can receive
 PACE_BYTES_S = 128 << 20
-# large bodies wait if their bytes arrive more than this number of seconds earlier than PACE_BYTES_S allows
+# the read of a large body pauses if it is more than this number of seconds ahead of PACE_BYTES_S
 PACE_STEP_S = 0.002
 CONTROL_BYTES = 1 << 20  # largest number of bytes in the body of a route without inference
 CONTROL_S = 30.0
@@ -275,8 +276,8 @@ def body_memory(settings: Settings) -> int:
 
 
 class BodyIntake:
-    """Bodies of all inference requests of a gateway, with `max_bytes` of memory. A body is always read if no other body
-    occupies memory, so the limit does not restrict a single body.
+    """Counter of the memory of all request bodies in a gateway, at most `max_bytes`. While no other body is counted, a
+    body of any size is read, so the limit does not restrict a single body.
     """
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES, clock: Callable[[], float] = time.monotonic) -> None:

@@ -32,15 +32,15 @@ from sie_gateway.inference.images import pixels
 # bytes of a token of English text in UTF-8: an estimate only for the split of requests; the sidecar counts the tokens
 BYTES_PER_TOKEN = 4
 SPECIAL_TOKENS = 2
-ITEM_RESULT_OVERHEAD_BYTES = 64  # bytes of a result beside its values
+ITEM_RESULT_OVERHEAD_BYTES = 64  # bytes of a result in addition to its values
 EXTRACTED_TOKEN_BYTES = 64  # estimated bytes that an extraction returns for each token of a text
-LABEL_RESULT_BYTES = 48  # bytes of a class in a result beside its name
+LABEL_RESULT_BYTES = 48  # bytes of a class in a result in addition to the name of the class
 TOKENIZED_BYTES = 48  # bytes of a token in a result: its id, its text and its position
 SPARSE_IDS_PER_TOKEN = 32  # estimated weights of a sparse vector for each token of a text
 # encoded options of at most this many bytes are not counted in the size of a message
 BARE_OPTIONS_BYTES = 64
-# largest number of bytes of the inputs of a chunk whose query takes more than half of a message: query and inputs are
-# then stored in the payload store
+# largest number of bytes of the inputs of a chunk if the query takes more than half of a message: the query and the
+# inputs are then stored in the payload store
 STORED_CHUNK_BYTES = 8 << 20
 MAX_RESULT_BYTES = 1 << 30  # largest number of bytes of all results of a request
 MAX_PIXELS = 400_000_000  # largest number of pixels in all images of a request
@@ -48,8 +48,8 @@ PIXELS_STEP = 16  # number of image headers that are read before the event loop 
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Inputs from `start` to before `stop` of a request. `cost`: estimated tokens in all rows (sequences) that the
-    model runs for them. `squares`: sum of the squared token counts of the rows.
+    """Inputs `start` to `stop - 1` of a request. `cost`: estimated tokens of all rows (token sequences) that the model
+    runs for these inputs. `squares`: sum of the squared token counts of the rows.
     """
 
     start: int
@@ -59,9 +59,9 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class ItemFiles(NamedTuple):
-    """Files of an input. `images`: number of images and sounds that the model reads for the input, with the files of
-    the query. `own_bytes`: bytes of the input's own files, which are part of its size. `document`: cost of the input's
-    document in tokens.
+    """Files of an input. `images`: number of images and sounds that the model reads for the input, including the files
+    of the query. `own_bytes`: bytes of the input's own files, which are part of its size. `document`: cost of the
+    input's document in tokens.
     """
 
     images: int = 0
@@ -70,8 +70,8 @@ class ItemFiles(NamedTuple):
 
 
 class TextParts(NamedTuple):
-    """Work that the text of an input causes. `longest`: upper bound of the tokens of the text. `vectors`: number of
-    results for the text, more than one for a text with chunks.
+    """Tokens and vectors of the text of an input. `longest`: upper bound of the tokens of the text. `vectors`: number
+    of vectors for the text: the number of its chunks, or 1.
     """
 
     longest: int
@@ -194,8 +194,8 @@ def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, T
 
 
 def _files(items: Sequence[RequestItem], query: RequestItem | None) -> list[ItemFiles]:
-    """Return the files of each input; empty if neither inputs nor query have files. The query's files count for each
-    input, because the model reads them with each input.
+    """Return the files of each input; empty if neither inputs nor query have files. The files of the query count for
+    each input, because the model reads the query with each input.
     """
     shared = len(query.files) if query else 0
     if not shared and not any(item.files for item in items):
@@ -235,9 +235,9 @@ def result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tu
 
 
 async def check_pixels(items: Sequence[RequestItem], query: RequestItem | None, name: str) -> None:
-    """Raise PayloadTooLarge if the images have too many pixels in total: the time to decode depends on the pixels, and
-    a file of some kilobytes may have any number of them. An image that is too large for a worker does not count,
-    because the worker rejects it without decoding it. `name`: name of the field with the inputs.
+    """Raise PayloadTooLarge if the images have too many pixels in total. The time to decode an image depends on its
+    pixels, and even a small file may have many pixels. An image that is too large for a worker does not count, because
+    the worker rejects the image without decoding it. `name`: name of the field with the inputs.
     """
     total = 0
     files = (file for item in (*items, *filter(None, (query,))) for file in item.images)
@@ -248,7 +248,7 @@ async def check_pixels(items: Sequence[RequestItem], query: RequestItem | None, 
             await asyncio.sleep(0)
     if total > MAX_PIXELS:
         message = (
-            f"{name}: their images have {total} pixels in all, at most {MAX_PIXELS} are allowed: send fewer in a "
+            f"{name}: the images have {total} pixels in all, at most {MAX_PIXELS} are allowed: send fewer images in a "
             "request"
         )
         raise PayloadTooLarge(message, param=name, extras={"limit": MAX_PIXELS})

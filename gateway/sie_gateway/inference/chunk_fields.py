@@ -37,7 +37,7 @@ def read(item: Mapping[str, Any], text: str | None, path: str) -> TextChunks | N
     if not text:
         raise _bad(where, "only an item with a text can have chunks")
     if len(text) > MAX_TEXT:
-        message = f"it has {len(text)} code points, a text with chunks at most {MAX_TEXT}"
+        message = f"it has {len(text)} code points, a text with chunks may have at most {MAX_TEXT}"
         raise InvalidInput.at(f"{path}.text", message, reason="too_long", extras={"limit": MAX_TEXT})
     if isinstance(value, list):
         return TextChunks(spans=_spans(value, len(text), where), context=context)
@@ -68,7 +68,7 @@ def _spans(value: list[Any], length: int, path: str) -> bytes:
         raise _bad(path, "expected at least one span")
     if len(value) > MAX_CHUNKS:
         raise _bad(path, f"got {len(value)} spans, at most {MAX_CHUNKS} are allowed", "too_many_chunks", MAX_CHUNKS)
-    # (start, end) of the previous chunk, and the end of the chunk before it, for the checks of order and overlap
+    # (start, end) of the previous chunk, and the end of the chunk before that, for the checks of order and overlap
     before, earlier_end = (-1, 0), 0
     for index, span in enumerate(value):
         where = f"{path}[{index}]"

@@ -9,7 +9,7 @@ from sie_contracts.models.option_values import bad
 from sie_contracts.wire.messages import Mention
 from sie_gateway.inference.body import RequestItem
 
-MAX_MENTIONS = 100  # largest number of entities of an item: every pair of them is scored for every label
+MAX_MENTIONS = 100  # largest number of entities of an item: the model scores each pair of entities for each label
 MAX_LABEL = 1000  # largest number of characters of a label
 _PATH = "metadata.entities"
 

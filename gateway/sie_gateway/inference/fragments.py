@@ -1,6 +1,6 @@
 """Results that are larger than a message and arrive in parts.
 
-part ──► Fragments: held until all parts are there ──► put_together, in a thread: checks the digest
+part ──► Fragments: stored until all parts have arrived ──► put_together, in a thread: checks the digest
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from sie_contracts.wire.messages import Fragment, WorkResult
 MAX_HELD_BYTES = 512 << 20  # largest number of bytes of all incomplete results
 MAX_REQUEST_BYTES = 256 << 20  # largest number of bytes of the incomplete results of one request
 MAX_PARTS = 1 << 16  # largest number of parts of one result
-# seconds without a part, after which a result counts as abandoned; several times as long as a worker waits for a
-# confirmation
+# an incomplete result may be dropped after this number of seconds without a new part: several times as long as a worker
+# waits for a confirmation
 MAX_SILENCE_S = 30.0
 _SLOT_BYTES = 64  # bytes of memory that a part occupies in addition to its data: a list slot and an object
 
 
 class InboxFull(Exception):
-    """Raised for a part of a result for which this gateway has no memory: a limit of bytes would be exceeded."""
+    """Raised if the bytes of a part would exceed a limit for incomplete results."""
 
 
 @dataclass
@@ -48,8 +48,8 @@ class Assembly:
 
 @dataclass
 class Fragments:
-    """All incomplete results of a gateway. `held_bytes`: memory that they occupy. The time is an argument, so the class
-    has no clock.
+    """All incomplete results of a gateway. `held_bytes`: bytes of memory of these results. `now_s` of the methods is
+    the time of any monotonic clock.
 
     The bytes of each request, and of all requests together, are limited. When a new assembly begins or memory is
     needed, assemblies that have received no part for `silence_s` seconds are dropped. If the sender of a dropped
@@ -67,7 +67,7 @@ class Fragments:
     def add(self, part: Fragment, now_s: float) -> Assembly:
         """Store a part once, and return its assembly. Raises InboxFull, and ValueError for an invalid part."""
         if not (0 <= part.index < part.count <= MAX_PARTS and part.data):
-            raise ValueError(f"part {part.index} of {part.count} with {len(part.data)} bytes")
+            raise ValueError(f"part {part.index} of {part.count} with {len(part.data)} bytes is not valid")
         key = (part.request, part.chunk, part.digest)
         assembly = self._all.pop(key, None)
         # the worker split the result again, for a broker with another message limit: drop the parts of the first split
@@ -82,7 +82,7 @@ class Fragments:
         self._all[key] = assembly
         assembly.touched_s = now_s
         if assembly.parts[part.index] is None:
-            # a new list has a slot for each part that has not arrived
+            # with the first part, count the list too, which has a slot for every part
             size = len(part.data) + (0 if assembly.held_bytes else _SLOT_BYTES * part.count)
             self._find_room(assembly, size, now_s)
             assembly.parts[part.index] = part.data
@@ -130,8 +130,8 @@ def put_together(parts: Sequence[bytes], digest: str) -> WorkResult:
     """Join parts, in order, and return the result. Raises Damaged."""
     data = b"".join(parts)
     if hashlib.sha256(data).hexdigest() != digest:
-        raise Damaged("its digest differs")
+        raise Damaged("the digest of the joined parts differs from the digest that the worker sent")
     try:
         return messages.decode_result(data)
     except UNDECODABLE as error:
-        raise Damaged(f"it cannot be read: {error}") from error
+        raise Damaged(f"the result cannot be decoded: {error}") from error

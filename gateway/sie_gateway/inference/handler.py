@@ -3,8 +3,8 @@
     answer: resolve name ─► read body ─► the handler of an API format, which calls
     run:    choose lane ─► merge options ─► Runner: check items ─► split ─► admit ─► publish ─► collect
 
-A lane is a pool, a machine profile and a bundle. All checks of the gateway run before `publish`, so a request that they
-refuse never causes the load of a model.
+A lane is a pool, a machine profile and a bundle. All checks of the gateway run before `publish`, so a refused request
+never causes the load of a model.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ if TYPE_CHECKING:
 
 WATCH_AFTER_S = 1.0  # seconds after which the gateway begins to watch whether the client of a run disconnects
 MAX_ATTEMPTS = 4  # largest number of restarts of a request because the entry of its model has changed
-RENEWED_WITHIN_S = 1.0  # longest wait in seconds for an entry that a worker has and this catalogue lacks
+RENEWED_WITHIN_S = 1.0  # longest wait in seconds for an entry of a model that a worker has and this catalogue lacks
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 
 
 class Inference:
-    """Answers inference requests. `shadows` copies some of them to a second model. `away` continues the runs of clients
-    that have disconnected, for a while.
+    """Handles inference requests. `shadows` copies some requests to a second model. `away` continues a run for some
+    seconds after its client has disconnected.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Inference:
         # default model by capability, for requests that name no model
         self.default_models: Mapping[str, str] = dict(settings.default_models or ())
         self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
-        self.remotes: Remotes | None = None  # remote servers that answer when this cluster has no room
+        self.remotes: Remotes | None = None  # remote servers that run requests which this cluster cannot run now
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away = Attachments()
         self.watch_after_s = WATCH_AFTER_S
@@ -133,15 +133,15 @@ class Inference:
         return [beat for beat in self._fleet.healthy() if beat.bundle == bundle]
 
     def max_items(self, call: Call) -> int:
-        """Return the largest number of inputs of a request: the limit of its key, but at most the gateway's limit."""
+        """Return the largest number of inputs of a request: the smaller limit of its key and of the gateway."""
         most = self._settings.max_items_per_request
         return min(most, call.grant.limits.items or most)
 
     def resolve(self, spec: str, call: Call | None = None, able: Able = any_model) -> Resolved:
-        """Return the model that a request names. The key of the call selects the target of an alias. The error for an
-        unknown name suggests models for which `able` returns True: loaded models if the name begins like that of a
-        model that only a company serves, otherwise models with similar names. Raises NotReady before the catalogue is
-        loaded, InvalidInput, ModelNotFound, BundleConflict.
+        """Return the model that a request names. The route key of the call selects the target of an alias. The error
+        for an unknown name suggests models for which `able` returns True: loaded models if the name looks like a model
+        that only a company serves (`_FOREIGN`), otherwise models with similar names. Raises NotReady before the
+        catalogue is loaded, InvalidInput, ModelNotFound, BundleConflict.
         """
         catalogue = self.catalogue
         if ".." in spec.split("/"):
@@ -169,7 +169,7 @@ class Inference:
         read: Callable[[], Awaitable[bytes]],
         send: Callable[[EncodedReply], Awaitable[None]],
     ) -> None:
-        """Answer a request of an inference route. A model in the path is resolved first, so an unknown model is refused
+        """Handle a request of an inference route. A model in the path is resolved first, so an unknown model is refused
         before the body is read.
 
         The request counts as in progress until its reply is sent, because its results are in memory until then. The
@@ -187,7 +187,7 @@ class Inference:
             self._enter(call.key, -1)
 
     async def answered(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """Return the reply to a line of a batch, a body without an HTTP connection. Raises SIEError, FailedRequest."""
+        """Return the reply to a request in a batch. `raw`: the body of the request. Raises SIEError, FailedRequest."""
         call.body, call.shape = raw, route.shape
         self._resolve(call, route)
         call.budget_s = self.max_budget_s
@@ -234,8 +234,8 @@ class Inference:
             loop.call_later(self.watch_after_s, self._watch)
 
     async def _handled(self, call: Call, route: InferenceRoute) -> EncodedReply:
-        """Run the handler of the route with one entry of the model; if the entry changes meanwhile, start again. Raises
-        NotReady if the entry changes after MAX_ATTEMPTS restarts or at the end of the budget.
+        """Run the handler of the route. If the model's entry changes during the run, run the handler again with the new
+        entry. Raises NotReady if the entry changes after MAX_ATTEMPTS restarts or at the end of the budget.
         """
         body = await decode_body(call) if route.body is not None and FORM not in route.body.media else {}
         restarts = 0
@@ -307,7 +307,7 @@ class Inference:
         )
 
     def fault_of(self, request: PlannedRequest) -> ErrorInfo | None:
-        """Return the error of the first item that the model cannot run, so far as the gateway can check it, or None."""
+        """Return the error of the first item that the model cannot run; None if the gateway finds no fault."""
         failure = next(iter(self._runner.refused(request).values()), None)
         return None if failure is None else failure.error
 
@@ -354,8 +354,8 @@ class Inference:
     def _options(
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
-        """Call `run_options`. The result is cached for bodies without parameters: it is the same for all these bodies,
-        and computing it takes a tenth of the time of a request.
+        """Call `run_options`. The result is cached for bodies without parameters, because it is the same for all these
+        bodies, and the computation takes a tenth of the time of a request.
         """
         body = request.parameters
         if any(
@@ -370,7 +370,7 @@ class Inference:
         return resolved, cached[1]
 
     def _on_catalogue(self) -> None:
-        """Drop what is stored by name, because a new catalogue may lack the name."""
+        """Drop the cached options, and the measurements of aliases that the new catalogue does not have."""
         self._plain.clear()
         self.shadows.drop_deleted()
 
@@ -449,8 +449,8 @@ def _pool_name(value: str) -> str:
 
 
 def _error_mode(call: Call) -> str:
-    """Return the mode for errors of single inputs if the body names none: the mode of the header, otherwise the default
-    of the SDK version that the client reports. Raises InvalidInput.
+    """Return the mode for errors of single inputs if the body names no mode: the mode of the header; without this
+    header, the default of the SDK version that the client reports. Raises InvalidInput.
     """
     mode = call.headers.get("x-sie-on-item-error") or call.dialect.on_item_error
     if mode not in ("slot", "fail"):

@@ -5,11 +5,11 @@
                └───────────────── a redirect, at most MAX_REDIRECTS ◄────────────────────────────────────────┤
                                                                      at most MAX_BYTES, within MAX_S: a file ◄┘
 
-A client chooses the URL. So a fetch must not reach a service that only this gateway can reach: services of the cluster,
-metadata of a cloud. A name is resolved once for a connection, and the connection goes to the address that was checked,
-so a different second answer of the DNS has no effect. A proxy of the environment is not used, because it would resolve
-the name again. The fetch sends nothing from the client's request. No message repeats a URL, because a URL may contain a
-signature.
+A client chooses the URL. So a fetch must not reach a service that only this gateway can reach, for example a service of
+the cluster or the metadata service of a cloud. A host name is resolved once for each connection, and the connection
+goes to the address that was checked, so a later change in the DNS has no effect. Proxy settings of the environment are
+ignored, because a proxy would resolve the name again. The fetch sends no header of the client's request. No error text
+repeats a URL, because a URL may contain a signature.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ MAX_URLS = 256  # largest number of URLs of a request
 MAX_URL = 8192  # largest number of characters of a URL
 # largest number of bytes before the body of a response: interim responses (status 1xx) and headers
 MAX_HEAD_BYTES = 64 << 10
-# a response may have at most MAX_PIECES pieces, plus one for each PIECE_BYTES bytes: each piece takes time of the event
-# loop
+# a response body may arrive in at most MAX_PIECES parts plus one part for each PIECE_BYTES bytes, because each part
+# takes time of the event loop
 MAX_PIECES, PIECE_BYTES = 1000, 64
 MAX_S = 10.0  # seconds for an image, redirects included
 MAX_REDIRECTS = 3
-# largest number of images that are fetched at a time: of all keys, of one key, of one request
+# largest number of images that are fetched at a time: for all API keys, for one key, for one request
 AT_ONCE, AT_ONCE_OF_A_KEY, AT_ONCE_OF_A_REQUEST = 64, 48, 8
 CONNECT_S = 3.0  # seconds to connect to one address of a host
 _ANY = "*"
@@ -63,8 +63,8 @@ _HEADERS = (
     (b"user-agent", f"sie/{sie_contracts.__version__}".encode()),
 )
 # Addresses from which nothing is fetched: all ranges of IANA's special-purpose registries, multicast, and host services
-# of a cloud. Some of these ranges are globally reachable, but have no images. Python's own table differs from version
-# to version, so it is not used.
+# of a cloud. Some of these ranges are globally reachable, but have no images. `is_global` of Python's `ipaddress` is
+# not used, because its ranges differ between Python versions.
 _INSIDE_V4 = tuple(
     map(
         ipaddress.IPv4Network,
@@ -98,8 +98,8 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # prefix by which an IPv6-only n
 
 
 class _Unfetched(Exception):
-    """Reason why an image has no file: a refused URL or a failed server. `extras`: values that the error reports beside
-    its message, such as the limit.
+    """Reason why an image has no file: a refused URL or a failed server. `extras`: values that the error reports in
+    addition to its message, such as the limit.
     """
 
     def __init__(self, message: str, result: Literal["refused", "failed"] = "refused", **extras: float) -> None:
@@ -111,14 +111,14 @@ class _Unfetched(Exception):
 async def resolved(host: str, port: int) -> list[str]:
     """Return the addresses of a host, each once. Raises OSError, UnicodeError.
 
-    A client chooses the host, and its name server may be slow. So each name is resolved in a separate thread: the event
-    loop has only a few threads for all names, including the broker's name.
+    A client chooses the host, and the host's name server may be slow. So each name is resolved in a thread of its own.
+    The few threads of the event loop's executor stay free, for example to resolve the broker's name.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[list[str]] = loop.create_future()
 
     def settle(result: list[str] | Exception) -> None:
-        if answer.done():  # cancelled in the meantime, as at the end of the process
+        if answer.done():  # the waiting task was cancelled, for example at the end of the process
             return
         if isinstance(result, Exception):
             answer.set_exception(result)
@@ -132,7 +132,7 @@ async def resolved(host: str, port: int) -> list[str]:
             result = list(dict.fromkeys(str(address[0]) for *_, address in addresses))
         except (OSError, UnicodeError) as error:
             result = error
-        with contextlib.suppress(RuntimeError):  # the event loop has been closed in the meantime
+        with contextlib.suppress(RuntimeError):  # raised if the event loop was closed in the meantime
             loop.call_soon_threadsafe(settle, result)
 
     threading.Thread(target=resolve, name="resolve", daemon=True).start()
@@ -141,8 +141,8 @@ async def resolved(host: str, port: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Network:
-    """Network of this gateway. `resolve` returns the addresses of a host, `connections` connects to an address, and
-    `tls` builds the context that verifies certificates.
+    """Access of this gateway to the network. `resolve` returns the addresses of a host, `connections` connects to an
+    address, and `tls` builds the context that verifies certificates.
     """
 
     resolve: Callable[[str, int], Awaitable[Sequence[str]]] = resolved
@@ -167,10 +167,10 @@ class ImageUrls:
         self._hosts = tuple(host.strip().lower() for host in hosts or ())
         self._count = count
         self._network = network
-        # built at the first URL, because this reads some hundred certificates
+        # the TLS context is built at the first URL, because the build reads more than a hundred certificates
         self._make_tls = functools.cache(network.tls)
         self._slots = asyncio.Semaphore(AT_ONCE)
-        # slots of each key with a running request: a key whose servers are slow leaves slots to other keys
+        # slots of each API key with a running request: slow image servers of one key cannot occupy all slots
         self._key_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self.held_bytes = 0
 
@@ -195,9 +195,9 @@ class ImageUrls:
     async def fetched(
         self, items: Sequence[RequestItem], until_s: float, key: str = "", name: str = "items"
     ) -> AsyncIterator[list[RequestItem]]:
-        """Yield the items with files in place of their URLs. If a URL of an item failed, the item's `unfit` has the
-        reason. `until_s` is a time of the loop's clock. `key`: key of the request. `name`: field with the inputs,
-        for errors. The memory of the files is counted until the context ends. Raises PayloadTooLarge, QueueFull.
+        """Yield the items with files in place of their URLs. If the fetch of a URL failed, the item's `unfit` has the
+        reason. `until_s`: deadline on the event loop's clock. `key`: API key of the request. `name`: field with the
+        inputs, for errors. The files count in `held_bytes` until the context ends. Raises PayloadTooLarge, QueueFull.
         """
         own_bytes = 0
 
@@ -220,7 +220,7 @@ class ImageUrls:
         try:
             files = dict(zip(urls, await asyncio.gather(*tasks.values()), strict=True))
             items_read = [_with(item, files) for item in items]
-            # a file that two inputs name is sent twice, so it counts twice
+            # a file that two inputs name is fetched once, but counts twice, because messages contain it twice
             pairs = zip(items, items_read, strict=True)
             _check_total(sum(item_read.file_bytes for item, item_read in pairs if item.links), name)
             yield items_read
@@ -248,7 +248,7 @@ class ImageUrls:
             outcome = error
         except httpcore.ConnectError:
             outcome = _Unfetched("the server of the URL cannot be reached", "failed")
-        # httpcore translates errors of TLS only in the handshake, and a server may refuse the client after it
+        # httpcore translates TLS errors only during the handshake, but a server may refuse the client later
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, ssl.SSLError):
             outcome = _Unfetched("the server of the URL sent no complete answer", "failed")
         self._count(outcome.result if isinstance(outcome, _Unfetched) else "fetched")
@@ -272,7 +272,7 @@ class ImageUrls:
 
     @contextlib.asynccontextmanager
     async def _answer(self, target: httpx.URL, slots: contextlib.ExitStack) -> AsyncIterator[httpcore.Response]:
-        """Send a GET over a new connection, because an old one may lead to an old address. Yields the response."""
+        """Send a GET over a new connection and yield the response. A new connection checks the host's address again."""
         url = httpcore.URL(scheme=target.raw_scheme, host=target.raw_host, port=target.port, target=target.raw_path)
         headers = [(b"host", target.netloc), *_HEADERS]
         public = _Public(self._network, slots)
@@ -315,7 +315,7 @@ def _check_total(nbytes: int, name: str) -> None:
 
 
 def _with(item: RequestItem, fetched: dict[str, bytes | _Unfetched]) -> RequestItem:
-    """Return the item with its files, or with the fault of the first file that was not fetched."""
+    """Return the item with its fetched files; or with the error of the first failed URL in `unfit`."""
     if item.unfit is not None or not item.links:
         return item
     files = list(item.images)
@@ -367,8 +367,8 @@ def _too_large() -> _Unfetched:
 
 class _Public(httpcore.AsyncNetworkBackend):
     """Network backend that connects only to public addresses, for one response. TLS still verifies the host name.
-    `slots`: slots of the fetch. If the fetch ends before its name is resolved, they are occupied until the resolution
-    ends, because its thread cannot be stopped.
+    `slots`: slots that the fetch occupies. If the fetch is cancelled while its name is resolved, the slots are released
+    when the resolution ends, because the thread of the resolution cannot be stopped.
     """
 
     def __init__(self, network: Network, slots: contextlib.ExitStack) -> None:
@@ -385,8 +385,8 @@ class _Public(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Connect to the host. Raises _Unfetched if it has no address, or if any of its addresses is not public, even
-        one that is not used. Raises httpcore.ConnectError if no address can be reached.
+        """Connect to the host. Raises _Unfetched if the host has no address, or if any address of the host is not
+        public, even an unused address. Raises httpcore.ConnectError if no address can be reached.
         """
         resolution = asyncio.ensure_future(self._network.resolve(host, port))
         try:
@@ -408,8 +408,8 @@ class _Public(httpcore.AsyncNetworkBackend):
         raise httpcore.ConnectError("no address of the host can be reached")
 
     def _count(self, nbytes: int) -> None:
-        """Count bytes of the headers before the response's body. Raises _Unfetched if they are too many: a server may
-        send headers and interim responses without end.
+        """Count bytes that arrive before the body of the response. Raises _Unfetched above MAX_HEAD_BYTES, because a
+        server may send headers and interim responses without end.
         """
         self._head_bytes += 0 if self.is_answered else nbytes
         if self._head_bytes > MAX_HEAD_BYTES:
@@ -423,7 +423,7 @@ def _release(slots: contextlib.ExitStack, resolution: asyncio.Future[Any]) -> No
 
 
 class _Counted(httpcore.AsyncNetworkStream):
-    """Stream that reads in small parts, between which other tasks can run, and counts their bytes."""
+    """Stream that calls `count` with the bytes of each read. Reads are small, so that other tasks run in between."""
 
     def __init__(self, stream: httpcore.AsyncNetworkStream, count: Callable[[int], None]) -> None:
         self._stream = stream
@@ -450,7 +450,7 @@ class _Counted(httpcore.AsyncNetworkStream):
 
 
 def is_public(address: str) -> bool:
-    """Return True if the address is public; for a translated or mapped address, if its IPv4 address is public."""
+    """Return True if the address is public. A NAT64 or IPv4-mapped address is public if its IPv4 address is public."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

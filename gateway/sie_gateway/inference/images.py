@@ -1,5 +1,5 @@
-"""Files in request bodies: images, sounds and documents. Also the headers of image files, which are read without
-decoding a pixel, to limit the pixels of a request and to describe images in replies.
+"""Read images, sounds and documents from request bodies. Also read the width, height and format of image files from
+their headers, to limit the pixels of a request and to describe images in replies. No pixel is decoded.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class ImageHeader(NamedTuple):
 
 
 def pixels(data: bytes) -> int:
-    """Return the number of pixels of a file by its header: 0 if the header cannot be read or has another format,
-    MAX_DECODED_PIXELS if it has too many segments.
+    """Return the number of pixels of an image file from its header: 0 if the header cannot be read or has another
+    format, MAX_DECODED_PIXELS if the header has too many segments.
     """
     try:
         image = _header(data)
     except _UNREADABLE:
         return 0
-    except _TooManySegments:  # a worker may decode the file
+    except _TooManySegments:  # a worker may still decode the file, so assume the largest image
         return MAX_DECODED_PIXELS
     return image.width * image.height if image is not None else 0
 
@@ -146,8 +146,8 @@ class Link(NamedTuple):
 
 
 class Images(NamedTuple):
-    """Image files of one input, in order. `fault`: why the input cannot be run; then there are no files. `links`:
-    images at URLs; each has an empty file until it is fetched.
+    """Image files of one input, in order. `fault`: error of the first image that is not valid; `files` is then empty.
+    `links`: images at URLs; each has an empty file until it is fetched.
     """
 
     files: tuple[bytes, ...] = ()
@@ -169,8 +169,8 @@ def read(value: Any, path: str) -> Images:
 
 
 def read_sound(value: Any, path: str) -> tuple[bytes, ErrorInfo | None]:
-    """Return the bytes of a sound; or no bytes, and why the input cannot be run. Raises InvalidInput with the reason
-    `schema`, or `invalid_media` for a URL.
+    """Return the bytes of a sound, and None. If the base64 of the sound is not valid, return empty bytes and the error
+    of the input. Raises InvalidInput with the reason `schema`, or `invalid_media` for a URL.
     """
     if isinstance(value, dict):
         rate = value.get("sample_rate")  # only the type is checked, because the rate in the sound file is used
@@ -180,8 +180,8 @@ def read_sound(value: Any, path: str) -> tuple[bytes, ErrorInfo | None]:
 
 
 def read_document(value: Any, path: str) -> tuple[DocumentFile | None, ErrorInfo | None]:
-    """Return a document, with the format that the client names; or None, and why the input cannot be run. Raises the
-    exceptions of `read_sound`.
+    """Return a document with the format that the client names, and None. If the base64 of the document is not valid,
+    return None and the error of the input. Raises the exceptions of `read_sound`.
     """
     data, fault = _single(value, path, "documents", EXPECTED_DOCUMENT, "the document as a file")
     if fault is not None:
@@ -208,7 +208,7 @@ def gather(entries: Sequence[tuple[str, Any]], path: str) -> Images:
     files: list[bytes] = []
     links: list[Link] = []
     fault = None
-    for where, entry in entries:  # the loop goes on after a fault, because a later entry may fail the whole request
+    for where, entry in entries:  # the loop continues after a fault, because a later entry may fail the whole request
         try:
             file = _file(entry, where, len(files))
         except _Undecodable as error:

@@ -7,9 +7,9 @@ the same request arrives again, it gets the result of this run.
                              run and gets its reply (without a token: from the same address)
 
 Only a run whose client has disconnected can be joined. Two clients with the same request at the same time are two
-requests, each with its own work in the queue. The reply of a run is bytes and headers, which are never changed
-afterwards; a client that joins gets nothing else of the run. `Inference` watches a client only after its run has taken
-a while, so short runs never reach this module.
+requests, each with its own work in the queue. A client that joins a run gets only the reply of the run (bytes and
+headers), which is never changed afterwards. `Inference` watches a client only after its run has taken WATCH_AFTER_S, so
+short runs never reach this module.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from sie_runtime.process import Tasks
 REATTACH_WINDOW_S = 10.0  # seconds for which a run continues without a client
 MAX_AWAY = 256  # largest number of runs whose client has disconnected
 MAX_AWAY_BYTES = 256 << 20  # largest number of bytes of the bodies of all runs whose client has disconnected
-# headers that distinguish requests, in addition to path, body and all headers of SIE but _ID_HEADER
+# headers that distinguish requests, in addition to the path, the body, and all x-sie-* headers except _ID_HEADER
 _HEADERS = ("authorization", "content-type", "accept")
-_ID_HEADER = "x-sie-request-id"  # each attempt has another id
+_ID_HEADER = "x-sie-request-id"  # not compared, because a client sends another id with each attempt
 Identity = tuple[str, str, int, tuple[tuple[str, str], ...]]
 _logger = logging.getLogger("sie.gateway.attach")
 
@@ -58,8 +58,8 @@ class Attachments:
         self._watched[task] = Run(self, task, call)
 
     def ended(self, task: asyncio.Task[Any], error: BaseException | None, answer: EncodedReply | None = None) -> bool:
-        """Record the end of a run, watched or not. Return True if the client that started it had disconnected. Raises
-        ClientGone if the run was cancelled because no client joined it.
+        """Record the end of a run, watched or not. Return True if the client that started the run has disconnected.
+        Raises ClientGone if the run was cancelled because no client joined it.
         """
         run = self._watched.pop(task, None)
         return run is not None and run.end(error, answer)
@@ -87,8 +87,8 @@ class Attachments:
         self._bytes -= len(run.call.body)
 
     def close(self) -> None:
-        """Cancel the runs of clients that have disconnected, and from now on the run of each client that disconnects:
-        these clients try again at another gateway.
+        """Cancel the runs whose clients have disconnected. From now on, a run is also cancelled when its client
+        disconnects. These clients try again at another gateway.
         """
         self._closed = True
         for run in [run for runs in self._away.values() for run in runs]:
@@ -101,7 +101,7 @@ def _identity(call: Call) -> Identity:
         for name, value in call.headers.items()
         if name in _HEADERS or (name.startswith("x-sie-") and name != _ID_HEADER)
     )
-    # without a credential, the address selects the target of an alias
+    # without an API key, the client's address distinguishes requests, because it selects the target of an alias
     return call.path, "" if call.key else call.client, len(call.body), tuple(headers)
 
 
@@ -113,7 +113,7 @@ class Run:
         self._table = table
         self._task = task
         self._is_given_up = False
-        self._window: asyncio.TimerHandle | None = None  # end of the window; None while the run has a client
+        self._window: asyncio.TimerHandle | None = None  # timer that cancels the run; None while the run has a client
         self._outcome: asyncio.Future[EncodedReply] | None = (
             None  # created when the client that started the run disconnects
         )
@@ -121,7 +121,7 @@ class Run:
 
     def end(self, error: BaseException | None, answer: EncodedReply | None) -> bool:
         """Record the end of the run. Return True if the client that started the run has disconnected. Raises ClientGone
-        if the run was cancelled because of that.
+        if the run was cancelled because no client joined it.
         """
         if self._watcher is not None:
             self._watcher.cancel()
@@ -129,8 +129,8 @@ class Run:
         is_left = self._outcome is not None
         if self._outcome is not None:
             self._settle(self._outcome, error, answer)
-        # Both objects refer to an exception whose traceback refers back to this run: without this line, this cycle
-        # would keep the body of the request in memory until a garbage collection.
+        # `_watcher` and `_outcome` refer to an exception whose traceback refers back to this run. Without this line,
+        # this cycle would stay in memory, with the body of the request, until a garbage collection.
         self._watcher = self._outcome = None
         if self._is_given_up and isinstance(error, asyncio.CancelledError):
             self._task.uncancel()
@@ -154,7 +154,7 @@ class Run:
         self._leave()
 
     def _leave(self) -> None:
-        """Record that the client has left. If no client joins the run, it is cancelled after `window_s` seconds."""
+        """Record that the client has disconnected. If no client joins the run within `window_s` seconds, cancel it."""
         failpoint("reattach.left")
         loop = asyncio.get_running_loop()
         if self._outcome is None:
@@ -178,8 +178,8 @@ class Run:
         self._task.cancel()
 
     async def join(self, call: Call, timeout_s: float) -> EncodedReply:
-        """Wait for the result of the run, in place of the client that disconnected. Raises the exceptions of the run,
-        GatewayTimeout, and ClientGone if this client disconnects too.
+        """Wait for the result of the run on behalf of `call`, which repeats the request. Raises the exceptions of the
+        run, GatewayTimeout, and ClientGone if the client of `call` disconnects too.
         """
         outcome = self._outcome
         assert outcome is not None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem
 
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
-# by dtype, the fields from which a client computes the original values of a vector
+# by dtype, the additional fields of a vector from which a client computes the original values
 EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 PIECE_VALUES = 50_000  # values (numbers) in one piece of a body: about 5 ms to write as JSON
@@ -37,16 +37,16 @@ _EXTRACTED = ("entities", "relations", "classifications", "objects")
 Format = Literal["json", "msgpack", "raw", "arrow"]
 Row = Callable[[Any], Any]
 Piece = bytes | memoryview
-Placed = tuple[WorkResult, Outcome]  # (result, outcome of one input in it)
-# function that builds the last entry of a reply's map, such as the timings (in msgpack exactly one). Its argument is
-# the number of seconds in which the other entries were written.
+Placed = tuple[WorkResult, Outcome]  # (result of a chunk, outcome of one of its inputs)
+# Function that builds the last entry of a reply's map, such as the timings. Its argument is the number of seconds in
+# which the other entries were written. For msgpack, it must return exactly one entry.
 Late = Callable[[float], Mapping[str, Any]]
 
 
 def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
     """Return the format of a reply without an error: the offered format that Accept prefers, or JSON if Accept names no
-    offered format. If Accept is missing or has only wildcards, it is the format of the request's body. `raw`: the route
-    also offers raw bytes and Arrow. `msgpack`: the route also offers msgpack.
+    offered format. If Accept is missing or has only wildcards, return the format of the request's body. `raw`: the
+    route also offers raw bytes and Arrow. `msgpack`: the route also offers msgpack.
     """
     own: Format = "msgpack" if body_is_msgpack else "json"
     if not accept:
@@ -84,8 +84,9 @@ def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
 
 
 class Streamed:
-    """Body in pieces. Each iteration builds it again. `pieces` builds all pieces but the last. `last` builds the last
-    one from the seconds in which the others were built. The time in which the client reads does not count.
+    """Body in pieces. Each iteration builds all pieces again. `pieces` yields all pieces except the last. `last`
+    returns the last piece. Its argument is the number of seconds in which the other pieces were built, without the time
+    in which the client reads them.
     """
 
     def __init__(self, pieces: Callable[[], Iterator[Piece]], last: Callable[[float], bytes]) -> None:
@@ -105,8 +106,8 @@ class Streamed:
 
 
 def _slices(values: Sequence[Any], numbers: int, row: Row | None) -> Iterator[Sequence[Any]]:
-    """Yield the values of one piece at a time: about PIECE_VALUES of the `numbers` in all values. `row` renders each
-    value.
+    """Yield parts of `values` that have about PIECE_VALUES numbers each. `numbers`: count of the numbers in all values.
+    `row` renders each value.
     """
     step = max(1, PIECE_VALUES * len(values) // max(1, numbers))
     for start in range(0, len(values), step):
@@ -117,10 +118,10 @@ def _slices(values: Sequence[Any], numbers: int, row: Row | None) -> Iterator[Se
 def body_of(
     body: dict[str, Any], values: int, late: Late, *, msgpack: bool, name: str = "items", row: Row | None = None
 ) -> tuple[Body, str]:
-    """Encode a body like `encode`. If it has more than PIECE_VALUES numbers (`values`), the list in its field `name` is
-    encoded in pieces: to encode a large body takes up to 600 ms, which would block the event loop, and the whole
-    encoding would be in memory in addition to the results. `row` renders each element of the list just before it is
-    written. `late` builds the entry that is written last.
+    """Encode a body like `encode`. `values`: count of the numbers in the body. Above PIECE_VALUES, the list in the
+    field `name` is encoded in pieces. Encoding a large body at once takes up to 600 ms, which blocks the event loop,
+    and needs memory for the whole encoding. `row` renders each element of the list just before it is written. `late`
+    builds the entry that is written last.
     """
     if name not in body or values <= PIECE_VALUES:
         began_s = time.perf_counter()
@@ -165,7 +166,7 @@ def _listed(values: Sequence[Any], numbers: int, before: bytes, row: Row | None)
 
 
 def _is_wide(value: Any) -> bool:
-    """Return True if the value has a matrix, or chunks, with more numbers than one piece may have."""
+    """Return True if the value contains a matrix or a list with more than PIECE_VALUES numbers."""
     if isinstance(value, np.ndarray):
         return value.ndim == 2 and value.size > PIECE_VALUES
     if isinstance(value, list):
@@ -181,7 +182,7 @@ def _numbers(value: Any) -> int:
 
 
 def _parts(value: Any) -> Iterator[Piece]:
-    """Yield the JSON of a value in pieces. A piece of a wide matrix has some of its rows."""
+    """Yield the JSON of a value in pieces. A wide matrix is split between rows."""
     if not _is_wide(value):
         yield _json(value)
     elif isinstance(value, dict):
@@ -244,8 +245,8 @@ def slot_error(info: ErrorInfo) -> dict[str, Any]:
 
 
 def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
-    """Return one output of an input as an array, without a copy of the bytes in the worker's result. Raises ValueError
-    for an array outside these bytes, or of Python objects: `numpy.ndarray` is faster, but checks neither.
+    """Return one output of an input as a view of the bytes in the worker's result. Raises ValueError for an array
+    outside these bytes and for a dtype of Python objects. `numpy.ndarray` would be faster, but makes neither check.
     """
     piece = outcome.outputs[name]
     return np.frombuffer(result.block, dtype=piece.dtype, count=math.prod(piece.shape), offset=piece.offset).reshape(
@@ -254,8 +255,8 @@ def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
 
 
 def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
-    """Return one output in its msgpack form, as a view of the bytes of the result: an array for each row would take
-    longer to build than the rest of the reply.
+    """Return one output in its msgpack form, as a view of the bytes of the result. No numpy arrays are built, because
+    building them takes longer than building the rest of the reply.
     """
     piece = outcome.outputs[name]
     size = math.prod(piece.shape) * int(piece.dtype[2:])
@@ -391,12 +392,14 @@ def _chunk_slots(
 
 
 def chunks_missing() -> InternalFailure:
-    """Return the error for a worker's result that has no chunks although its input has chunks."""
+    """Return the error for a worker's result without chunks if the input has chunks."""
     return InternalFailure("the worker is older than the gateway and does not support chunks", reason="not_chunked")
 
 
 def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:
-    """Return one entry per input, by descending score, then by position; failed inputs last. Ranks begin at 0."""
+    """Return one entry per input, sorted by descending score and by position. Failed inputs are last. The first entry
+    has the rank 0.
+    """
     entries: list[tuple[float, int, dict[str, Any]]] = []
     for index, (item, (_, outcome)) in enumerate(zip(items, outcomes, strict=True)):
         entry = _echo(item)

@@ -1,4 +1,4 @@
-"""Results that workers send, and their description in the reply of a finished request.
+"""Results that workers send, from their arrival to the data of a reply.
 
     part of a result ──► `fragments` ──► whole result
     whole result ──► ResultInbox ──► OutcomeCollector of its request: the first outcome of a chunk counts
@@ -6,8 +6,8 @@
     all chunks arrived ──► RequestResult: the outcome of each input, in order, usage, timing, errors, headers
 
 A gateway has one subscription, which decodes results, passes them on and confirms them. Each request has its own
-subject below the subject of the inbox, so that the subject of a message that the NATS client library drops still names
-the request.
+subject below the subject of the inbox. So if the NATS client library drops a message, its subject still names the
+request.
 """
 
 from __future__ import annotations
@@ -95,15 +95,15 @@ class RequestResult:
 
     def __init__(self, request: PlannedRequest, refused: Mapping[int, Failed]) -> None:
         self.request = request
-        self.served_by = "local"  # or the name of the remote server that answered
+        self.served_by = "local"  # "local", or the name of the remote server that computed the results
         self.publish_ms = 0.0  # milliseconds from the admission until the first messages were stored in the queue
         self.last: WorkResult | None = None  # result of the last chunk that finished
         self.reported_times: Mapping[str, float] = {}  # times of the stages as the reply reports them
-        # hit, partial, miss or off; empty at a gateway without a cache, if all inputs were refused, and in an answer of
-        # a remote server
+        # hit, partial, miss or off; empty if the gateway has no cache, if all inputs were refused, or if a remote
+        # server computed the results
         self.cache_status = ""
-        self.cached_items = 0  # inputs that this request did not compute
-        self.cached_tokens = 0  # tokens of these inputs
+        self.cached_items = 0  # number of inputs whose answers came from the cache or from another request
+        self.cached_tokens = 0  # number of tokens of the inputs in `cached_items`
         self.written_ms = 0.0  # milliseconds in which the reply was built; part of the stage `postprocess_time`
         # by chunk, the milliseconds from the admission of the request to the arrival of the chunk's result
         self._waits_ms: dict[int, float] = {}
@@ -152,8 +152,8 @@ class RequestResult:
 
     @cached_property
     def usage(self) -> dict[str, Any]:
-        """Return the usage: tokens of all inputs, also of cached answers; positions of truncated inputs; and if there
-        are any, the number of images, and the numbers of cached inputs and of their tokens.
+        """Return the usage: tokens of all inputs, including cached inputs; positions of truncated inputs; number of
+        images; number of cached inputs and of their tokens. Counts of images and cached inputs are absent if zero.
         """
         tokens, images, truncated = 0, 0, []
         for result, places in zip(self._results, self._positions, strict=True):
@@ -176,7 +176,7 @@ class RequestResult:
 
     @property
     def values(self) -> int:
-        """Return the approximate count of the numbers in the reply. The time to write the reply depends on it."""
+        """Return the approximate count of the numbers in the reply, on which the time to write the reply depends."""
         count = sum(
             len(listed)
             for result in self._results
@@ -191,9 +191,9 @@ class RequestResult:
         """Raise FailedRequest if all inputs failed, or if one failed and the client set the mode fail.
 
         `name`: name of the field of inputs in an API format whose replies cannot report the error of a single input.
-        With `name`, any failed input fails the request, and the error names the input. `names`: by SIE's name of a
-        parameter, the field of the API format that sets it. An error about one of these parameters names the field in
-        place of the input.
+        With `name`, any failed input fails the request, and the error names the input. `names` maps a parameter of SIE
+        to the field of the API format that sets the parameter. An error about such a parameter names this field, not
+        the input.
         """
         any_fails = bool(name) or self.request.options.on_item_error == "fail"
         failure = failure_of(self.request.items, self.outcomes, any_fails=any_fails)
@@ -205,8 +205,8 @@ class RequestResult:
             error.message = names[error.param] + error.message.removeprefix(error.param)
             error.param = names[error.param]
             raise FailedRequest(error, listed)
-        # The error may name a field of the input. Fields of images and chunks are omitted for other API formats,
-        # because their names differ.
+        # An error may name a field of the input. A field of images or chunks is named only in native replies, because
+        # its name differs in other API formats.
         own = error.param.startswith(("images[", "chunks"))
         field = error.param if error.param == "text" or (not name and own) else ""
         place = f"{name or 'items'}[{listed[0]['index']}]" + (f".{field}" if is_input and field else "")
@@ -235,8 +235,8 @@ class RequestResult:
         return max(self._waits_ms.values(), default=0.0)
 
     def timing(self, received_s: float) -> dict[str, float]:
-        """Return the milliseconds by stage until now. They are stored, so that the log and the trace report the same
-        values as the reply.
+        """Return the milliseconds of each stage until now. The values are stored, so that the log and the trace report
+        the same values as the reply.
         """
         wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
         total_ms = (time.perf_counter() - received_s) * 1000
@@ -260,7 +260,7 @@ class RequestResult:
 
     def item_timings(self) -> list[dict[str, float]]:
         """Return the stage times of each input, from the admission to the arrival of its result. The inputs of a chunk
-        have the same times. An input that the gateway refused, or whose answer this request did not compute, has zeros.
+        have the same times. The times are zero for an input that the gateway refused, and for a cached answer.
         """
         none = stage_times(total_ms=0.0, wait_ms=0.0, last=None)
         timings = {}
@@ -270,7 +270,7 @@ class RequestResult:
         return [timings.get(result.chunk, none) for result, _ in self.outcomes]
 
     def shared(self, *, explain: bool) -> dict[str, Any]:
-        """Return the fields that replies have beside their results, except `timing`, which is written last."""
+        """Return the fields that replies have in addition to their results, except `timing`, which is written last."""
         fields: dict[str, Any] = {"usage": self.usage, "fingerprint": self.fingerprint}
         if warnings := [*self.request.options.warnings, *self._half_read()]:
             fields["warnings"] = warnings
@@ -298,8 +298,8 @@ class RequestResult:
         return [f"images: {count} of {total} inputs have a file of several images, of which only the first was read"]
 
     def headers(self, received_s: float) -> dict[str, str]:
-        """Return the headers of the reply. If the body is sent in pieces, the times in the headers lack the time to
-        write it, because headers are sent before it.
+        """Return the headers of the reply. The headers are sent before a body in pieces is written, so their times then
+        do not include the time to write the body.
         """
         timing = self.reported_times or self.timing(received_s)
         resolved, truncated = self.request.resolved, len(self.usage["truncated_items"])
@@ -331,7 +331,7 @@ def tokens_of(result: WorkResult) -> int:
 
 
 def device_seconds(results: Sequence[WorkResult]) -> float:
-    """Return the device seconds of chunks: a chunk's share of its batch's time is its share of the batch's tokens."""
+    """Return the device seconds of chunks. The time of a batch is divided among its chunks by their tokens."""
     total_ms = 0.0
     for result in results:
         tokens = tokens_of(result)
@@ -342,7 +342,7 @@ def device_seconds(results: Sequence[WorkResult]) -> float:
 
 
 class InvalidOutcomeCount(Exception):
-    """Raised if a result has more or fewer outcomes than its chunk has inputs: then no outcome can be trusted."""
+    """Raised if a result has more or fewer outcomes than its chunk has inputs, so no outcome can be assigned."""
 
     def __init__(self, got: int, expected: int) -> None:
         super().__init__(f"the result of a chunk of {expected} inputs has {got} outcomes")
@@ -360,8 +360,8 @@ def placed(count: int, results: Sequence[WorkResult], places: Sequence[Sequence[
 def failure_of(
     items: Sequence[RequestItem], outcomes: Sequence[Placed], *, any_fails: bool
 ) -> tuple[SIEError, list[dict[str, Any]]] | None:
-    """Return the error of the whole request, with one entry per failed input, or None. The request fails if all inputs
-    failed, or if any input failed and `any_fails` is true.
+    """Return the error of the whole request and one entry per failed input; None if the request does not fail. It fails
+    if all inputs failed, or if any input failed and `any_fails` is true.
     """
     failed = [(index, outcome) for index, (_, outcome) in enumerate(outcomes) if isinstance(outcome, Failed)]
     if not failed or (len(failed) < len(items) and not any_fails):
@@ -385,7 +385,7 @@ def stage_times(
 ) -> dict[str, float]:
     """Return the consecutive stages of the chunk that finished last. `wait_ms`: time from the admission to the arrival
     of its result. `written_ms`: time to build the reply. `load_ms`: longest time that a chunk of the request waited for
-    the load of the model. Up to `load_ms`, the time of the last chunk in the queue counts as load, because this chunk
+    the load of the model. The time of the last chunk in the queue counts as load up to `load_ms`, because this chunk
     waited for the same load.
     """
     worker = last.stages if last else Stages()
@@ -428,7 +428,7 @@ class FailedRequest(Exception):
 # largest number of messages that wait in the NATS client until the event loop handles them: the results of more than
 # ten seconds at 5,000 per second
 HELD_MESSAGES = 1 << 16
-HELD_BYTES = 256 << 20  # largest number of bytes of these messages
+HELD_BYTES = 256 << 20  # largest number of bytes of the messages that wait in the NATS client
 CHECKING_THREADS = 2  # threads that join results from their parts
 Verdict = Literal["taken", "duplicate", "unknown", "part"]
 _CONFIRMATIONS: dict[Verdict, bytes] = {
@@ -467,7 +467,7 @@ class OutcomeCollector:
         return True
 
     def fail(self, error: Exception) -> None:
-        """End the request with an error, unless it is complete."""
+        """End the request with an error. A complete request is not changed."""
         if not self._done.done():
             self._done.set_exception(error)
 
@@ -507,7 +507,7 @@ class ResultInbox:
         self._open: dict[str, OutcomeCollector] = {}
         self._subscription: Subscription | None = None
         self._fragments = Fragments() if fragments is None else fragments
-        # `on_failure` does nothing, because each check handles its own errors
+        # the callback for failed tasks does nothing, because each check handles its own errors
         self._checks = Tasks(_logger, lambda: None)
         self._pool = ThreadPoolExecutor(CHECKING_THREADS, "results")
 
@@ -565,7 +565,7 @@ class ResultInbox:
         )
 
     def _fail(self, request: str, error: SIEError) -> Verdict:
-        """End a request with an error if it is open. Return the verdict for the sender of its result."""
+        """End a request with an error if it is open. Return the verdict to send to the sender of its result."""
         if (collector := self._open.get(request)) is not None:
             collector.fail(error)
         return "unknown"
@@ -583,9 +583,9 @@ class ResultInbox:
             await self._bus.send(message.reply, _CONFIRMATIONS[verdict])
 
     def _unreadable(self, request: str, error: Exception) -> Verdict:
-        """Fail the request of a result that cannot be read. Its sender would only send the same bytes again."""
+        """Fail the request of a result that cannot be decoded: its sender could only send the same bytes again."""
         self._metrics.outcomes.labels("undecodable").inc()
-        _logger.error("request %s: a result from a worker could not be read: %s", request, error)
+        _logger.error("request %s failed, because a worker's result could not be decoded: %s", request, error)
         return self._fail(request, InternalFailure("the gateway could not read a result"))
 
     def _offer(self, result: WorkResult) -> Verdict:
@@ -598,11 +598,9 @@ class ResultInbox:
             self._metrics.deliveries.observe(result.batch.deliveries)
         return verdict
 
-    # results that are sent in several parts
-
     def _keep(self, part: Fragment, reply: str) -> Verdict | None:
-        """Store a part and return the verdict to reply to its sender; None if the result is complete and its check has
-        begun: then the reply follows after the check.
+        """Store a part of a result and return the verdict to send to its sender. Return None if the result is complete:
+        `_check` then sends the verdict.
         """
         collector = self._open.get(part.request)
         if collector is None:
@@ -619,8 +617,8 @@ class ResultInbox:
             return self._fail(
                 part.request,
                 ResourceExhausted(
-                    f"there is no room for the results of this request: {error}; send fewer inputs or ask "
-                    "for fewer outputs"
+                    f"the gateway has no memory for the results of this request: {error}; send fewer inputs or "
+                    "request fewer outputs"
                 ),
             )
         if assembly.missing:
@@ -631,20 +629,23 @@ class ResultInbox:
         return None
 
     async def _check(self, assembly: Assembly, reply: str) -> None:
-        """Deliver a complete result to its request. If it is damaged, reply to its sender that parts are missing, so
-        that the sender sends them again.
+        """Deliver a complete result to its request. If the result is damaged, reply to the sender that parts are
+        missing, so that the sender sends all parts again.
         """
         try:
             parts = [part for part in assembly.parts if part is not None]
             result = await asyncio.get_running_loop().run_in_executor(self._pool, put_together, parts, assembly.digest)
             if (result.request, result.chunk) != (assembly.request, assembly.chunk):
-                raise Damaged("it belongs to another request")
+                raise Damaged("the result belongs to another request")
             verdict = self._offer(result)
             failpoint("results.assembled")
         except Damaged as error:
             self._metrics.outcomes.labels("damaged").inc()
             _logger.error(
-                "request %s: a result of %d parts is damaged: %s", assembly.request, len(assembly.parts), error
+                "request %s: the worker must send a damaged result of %d parts again: %s",
+                assembly.request,
+                len(assembly.parts),
+                error,
             )
             verdict = "part"
         except Exception:  # outermost handler of a task: the waiting request must get a reply
@@ -655,6 +656,6 @@ class ResultInbox:
         if reply:
             try:
                 await self._bus.send(reply, _CONFIRMATIONS[verdict])
-            # without a confirmation, the sender repeats the last part, and the reply to it is the confirmation
+            # without a confirmation, the sender repeats the last part, and the inbox confirms the repeated part
             except BrokerError as error:
-                _logger.warning("request %s: a result could not be confirmed: %s", assembly.request, error)
+                _logger.warning("request %s: a result was not confirmed to the worker: %s", assembly.request, error)

@@ -42,7 +42,7 @@ from sie_gateway.streams.publish import StreamPosition, WorkQueue
 from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
 
-CHECK_AGAIN_S = 1.0  # seconds between two checks whether a request may wait on, see `Runner._results`
+CHECK_AGAIN_S = 1.0  # seconds between two checks whether a request may continue to wait, see `Runner._results`
 MAX_TAKERS = 3  # largest number of models that an error names
 CHUNKED_FAMILY = "text-encoder"  # family whose texts may have chunks
 _logger = logging.getLogger("sie.gateway.runner")
@@ -74,7 +74,7 @@ class Runner:
         self._cached = cached
 
     def refused(self, request: PlannedRequest, takers: _Takers | None = None) -> dict[int, Failed]:
-        """Return the failures of the items that the model cannot run, so far as the gateway can check them."""
+        """Return the failures of items that the model cannot run, by index. A worker may reject further items."""
         takers = takers or _Takers(self._feed, request.operation)
         return {
             index: failure
@@ -83,8 +83,8 @@ class Runner:
         }
 
     async def run(self, call: Call, request: PlannedRequest) -> RequestResult:
-        """Publish the items that can be run, wait for their results, and add the failures of the other items. Raises
-        SIEError, and EntryChanged if the catalogue or a worker has another entry of the model than the request.
+        """Publish the items that the model can run, wait for their results, and add the failures of the other items.
+        Raises SIEError, and EntryChanged if the catalogue or a worker has another entry of the model than the request.
         """
         takers = _Takers(self._feed, request.operation)
         if request.query is not None and (failed := _unusable(request.query, request, takers)) is not None:
@@ -198,9 +198,9 @@ class Runner:
         self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float, *, was_hosted: bool
     ) -> None:
         """Wait for all results until the end of the budget. After `load_hold_s`, check every CHECK_AGAIN_S seconds
-        whether the request may wait on. `was_hosted`: a worker had the model when the request was admitted. Raises
-        ModelLoading while a worker loads the model, NotProvisioned while the lane has no worker, GatewayTimeout, and
-        the error that failed the collector.
+        whether the request may continue to wait. `was_hosted`: a worker had the model loaded when the request was
+        admitted. Raises ModelLoading if a worker is loading the model, NotProvisioned if the lane has no worker,
+        GatewayTimeout, and the error that failed the collector.
         """
         until_s = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0)
         while True:
@@ -217,7 +217,7 @@ class Runner:
 
 class _Sending:
     """Publisher of the chunks of one request, in the order in which their permits are granted. `build` builds the
-    message of a chunk when it is published, so that the message has the time budget that is left then.
+    message of a chunk when the chunk is published, so that the message has the remaining time budget.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class _Sending:
         self._rest: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Publish the chunks with permits. A task publishes the other chunks; its failure fails the collector."""
+        """Publish the chunks that have permits. A task publishes the other chunks; its errors fail the collector."""
         granted = self._permits.pop()
         if granted:
             await self._publish(granted)
@@ -268,7 +268,7 @@ class _Sending:
             self._collector.fail(InternalFailure("the gateway failed while it queued this request"))
 
     async def finish(self) -> None:
-        """Wait until the last message is stored: its result may arrive before the broker's acknowledgement."""
+        """Wait until the broker has acknowledged the last message: the result of the message may arrive earlier."""
         if self._rest is not None:
             await self._rest
 
@@ -293,8 +293,9 @@ def _builder(
     reply: str,
     asker: str,
 ) -> Callable[[int], WorkItem]:
-    """Return a function that builds the work item of a chunk from the chunk's number. The budget of the item is the
-    time left until the call's deadline at that moment. `asker`: name of the API key; empty if no worker needs it.
+    """Return a function that builds the work item of a chunk from the chunk's number. The budget of the work item is
+    the time from the call of this function to the deadline of the request. `asker`: name of the API key; empty if no
+    worker needs it.
     """
     resolved = request.resolved
     deadline_s = call.received_s + call.budget_s
@@ -368,11 +369,11 @@ class _Takers:
         return f"; models that take it: {models}" if models else f"; no model here takes it for {self._operation}"
 
     def models_with_chunks(self) -> str:
-        """Return text for the end of an error message: the first few models whose dense vectors are a mean or a maximum
-        over tokens, as vectors of chunks with context must be.
+        """Return text for the end of an error message: the first few models that support chunks with context, because
+        their dense vectors are a mean or a maximum over tokens.
         """
         models = self._first("chunks", _gives_chunks)
-        return f"; models that do: {models}" if models else "; no model here does"
+        return f"; models that support chunks: {models}" if models else "; no model here supports chunks"
 
     def _first(self, kind: str, able: Able) -> str:
         if kind not in self._models:
@@ -386,7 +387,7 @@ def _gives_chunks(entry: ModelEntry) -> bool:
 
 
 def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Failed | None:
-    """Return the failure of an item that this model cannot run, so far as the gateway can check it, or None."""
+    """Return the failure of an item that this model cannot run; None if the gateway finds no fault."""
     if item.modalities and (fault := _foreign(item, request, takers)) is not None:
         return Failed(fault)
     if item.unfit is not None:
@@ -405,7 +406,7 @@ def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Fa
 
 
 def _foreign(item: RequestItem, request: PlannedRequest, takers: _Takers) -> ErrorInfo | None:
-    """Return the error for a modality that this model does not accept, with the names of models that do, or None."""
+    """Return the error if the item has a modality that this model does not accept; otherwise None."""
     entry = request.resolved.entry
     accepted = [*entry.inputs]
     if "multivector" in entry.outputs and (request.operation == "score" or request.options.run.muvera):
@@ -420,8 +421,8 @@ def _foreign(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Err
 
 
 def _fault_of_chunks(chunks: TextChunks, request: PlannedRequest, takers: _Takers) -> ErrorInfo | None:
-    """Return the reason why this model returns no vectors of chunks, with the names of models that return them, or
-    None. Only the worker knows the pooling of an entry without `pooling`.
+    """Return the error of a model that returns no vectors of chunks, with the names of models that return them; None if
+    the gateway finds no fault. For an entry without `pooling`, only the worker knows the pooling.
     """
     entry, run = request.resolved.entry, request.options.run
     if request.operation != "encode":

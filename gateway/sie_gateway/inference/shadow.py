@@ -1,9 +1,9 @@
 """Shadow traffic: a share of the requests of an alias is copied to a second model when their results have arrived. The
 copy is only measured.
 
-    answered ──► in the share? ──► room: few copies in flight, a lane without a queue, a known model
+    request answered ──► in the share? ──► allowed: few copies in flight, a lane without a queue, a known model
     ──► copy runs at priority bulk ──► results are compared, then discarded
-    no room ──► no copy: counted with the reason
+    not allowed ──► no copy: counted with the reason
 
 A lane is a pool, a machine profile and a bundle. No request waits for a copy or is billed for it, and no client sees
 the failure of a copy. If no worker has the second model, one copy at a time may cause its load, and only while a worker
@@ -51,7 +51,7 @@ MAX_BYTES = 4 << 20
 BUDGET_S = 30.0  # seconds until the deadline of a copy
 LOADED_S = 0.25  # seconds: a lane is too busy for copies if its work waits longer
 PAUSE_S, SHORT_PAUSE_S = 60.0, 5.0  # seconds without copies after a permanent failure, and after a temporary one
-KEY = "_shadow"  # key of all copies, so that they share the queue with other keys as one key
+KEY = "_shadow"  # API key of all copies: in the queue, all copies together get the share of one key
 _ROUNDING = 1e-6  # tolerance for the rounding error of share * number of requests
 _COMPARED = ("float32", "float16")
 _logger = logging.getLogger("sie.gateway.shadow")
@@ -76,8 +76,8 @@ class Mean:
 
 @dataclass
 class ShadowStatistics:
-    """Measurements of a shadow since the start of this gateway. They are separate for each alias; the metrics
-    put all aliases beyond a certain number under one label.
+    """Measurements of the shadow of one alias since the start of this gateway. Metrics are less exact: they count all
+    aliases beyond a certain number under one label.
     """
 
     model: str
@@ -164,8 +164,8 @@ class Shadows:
     def _copy(
         self, call: Call, request: InferRequest, finished: RequestResult, alias: Alias, figures: ShadowStatistics
     ) -> None:
-        """Start a copy, or count why none is sent. A copy adds to `figures` only, so if the alias gets another shadow
-        model, a running copy is not counted for the new model.
+        """Start a copy, or count the reason why the request is not copied. The copy is counted in `figures`, even if
+        the alias gets another shadow model while the copy runs.
         """
         try:
             resolved = self._catalogue().resolve(figures.model, follow=False)
@@ -184,7 +184,7 @@ class Shadows:
             return
         if not self._fleet.hosts(lane, resolved.residency):
             self._opening.add(resolved.residency)
-        # the copy has only the error mode of the client's headers, not its identity, budget or machine profile
+        # the copy uses only the error mode from the client's headers, not the identity, budget or machine profile
         headers = {"x-sie-pool": lane.pool, "x-sie-priority": "bulk", "x-sie-cache": "no-store"}
         headers |= {name: value for name, value in call.headers.items() if name == "x-sie-on-item-error"}
         own = Call(uuid7(), self._clock(), headers, grant=Grant(KEY, name=KEY), budget_s=BUDGET_S)
@@ -206,8 +206,8 @@ class Shadows:
         return "loaded" if any(self._is_loaded(candidate) for candidate in {lane, finished.request.lane}) else None
 
     def _is_loaded(self, lane: Lane) -> bool:
-        """Return True if the lane is too busy for copies: work waits for more than LOADED_S, or the wait is unknown (no
-        worker).
+        """Return True if the lane is too busy for copies: its work waits for more than LOADED_S, or the lane has no
+        worker, so that the wait is unknown.
         """
         waits_s = [self._admission.expected_s(lane, priority) for priority in PRIORITIES]
         return any(each_s is None or each_s > LOADED_S for each_s in waits_s)
@@ -230,7 +230,7 @@ class Shadows:
         except SIEError as error:
             result = "cold" if isinstance(error, ModelLoading) else "failed"
             self._pause(alias, canonical, error.code, SHORT_PAUSE_S if error.retryable else PAUSE_S)
-        except EntryChanged:  # a copy is not started again
+        except EntryChanged:  # unlike a client's request, a copy is not run again with the new entry
             self._pause(alias, canonical, CONFIG_CHANGED, SHORT_PAUSE_S)
         except Exception as error:  # outermost handler of the task; no client waits for it
             _logger.exception("a copy of a request of alias %s to model %s failed", alias.id, canonical)
@@ -242,7 +242,7 @@ class Shadows:
     def _pause(self, alias: Alias, canonical: str, why: str, pause_s: float) -> None:
         self._paused_s = {name: until_s for name, until_s in self._paused_s.items() if until_s > self._clock()}
         self._paused_s[canonical] = self._clock() + pause_s
-        _logger.warning("%s gets no copies of requests of the alias %s for %g s: %s", canonical, alias.id, pause_s, why)
+        _logger.warning("model %s gets no shadow traffic of alias %s for %g s: %s", canonical, alias.id, pause_s, why)
 
     def _count(self, alias: Alias, figures: ShadowStatistics, result: Result) -> None:
         self._metrics.shadows.labels(alias.id, figures.model, result).inc()
@@ -251,7 +251,7 @@ class Shadows:
     def _compare(self, finished: RequestResult, copied: RequestResult, alias: Alias, figures: ShadowStatistics) -> None:
         names = alias.id, figures.model
         sides = ("served", finished, figures.served_ms), ("shadow", copied, figures.shadow_ms)
-        for side, values, mean in () if finished.cached_items else sides:  # the cache is faster than either model
+        for side, values, mean in () if finished.cached_items else sides:  # a cached answer has no time of the model
             self._metrics.shadow_seconds.labels(*names, side).observe(values.waited_ms / 1000)
             mean.add(values.waited_ms)
         for value in cosines(finished, copied):
@@ -277,14 +277,14 @@ def _is_large(call: Call, request: InferRequest, finished: RequestResult) -> boo
 
 
 def _has_room(beat: Heartbeat) -> bool:
-    """Return True if a model of the usual size fits into memory beside the models that a worker has or is loading."""
+    """Return True if a worker has memory for one more model of the usual size, without unloading a model."""
     held = sum(status.state in ("loaded", "loading", "unloading") for status in beat.models)
     return held == 0 or held < beat.slots
 
 
 def cosines(finished: RequestResult, copied: RequestResult) -> list[float]:
-    """Return the cosine of each input's two dense vectors, if both are floats of the same width. An input with chunks
-    is omitted: the two models may split it at different places.
+    """Return the cosine of the two dense vectors of each input, if both vectors are floats of the same width. Inputs
+    with chunks are omitted, because the two models may split them at different places.
     """
     runs = [result.request.options.run for result in (finished, copied)]
     if any("dense" not in run.outputs or run.dtype not in _COMPARED for run in runs):

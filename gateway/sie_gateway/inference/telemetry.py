@@ -25,7 +25,7 @@ _TIMED = (*STAGES, "total_time")
 
 
 def begin_trace(tracer: Tracer | None, call: Call, method: str) -> None:
-    """Use the client's trace context, and begin a span if this gateway traces."""
+    """Read the client's trace context from its headers, and begin a span if this gateway traces."""
     own = None if call.path.startswith(_POLLED) else tracer
     call.context, call.span = tracing.begin_request(own, call.headers, method, call.id, call.received_s)
 
@@ -33,8 +33,9 @@ def begin_trace(tracer: Tracer | None, call: Call, method: str) -> None:
 def trace_chunks(
     span: Span, published_s: float, publish_ms: float, results: Sequence[WorkResult], waits_ms: Sequence[float]
 ) -> None:
-    """Add the spans of chunks that were published at `published_s` (perf_counter). The first chunks were stored
-    `publish_ms` later, and each result arrived `waits_ms` after `published_s`.
+    """Add a span for the publishing of chunks, and a span for the time of each chunk in the queue. `published_s`: start
+    of the publishing (perf_counter). `publish_ms`: time until the broker stored the first chunks. `waits_ms`: for each
+    result, time from `published_s` to its arrival.
     """
     if not span.is_recording:
         return

@@ -1,8 +1,8 @@
 """Requests of a job to its model. They wait while there is no capacity. An input whose error may disappear is sent
 again in a request of its own.
 
-    items ──► room (items in flight) ──► Inference.execute, bulk ──► outcome of each item
-                 └ no capacity now: wait for the time in the error, then try again, without a limit
+    items ──► Room: limit of items in flight ──► Inference.execute, bulk ──► outcome of each item
+                 └ no capacity now: wait for the time in the error, then try again, any number of times
 
 A job never ends because the cluster is busy, scaled to zero, or unreachable. It ends with an error only if a request
 can never succeed, for example because the model was removed.
@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 
 class ItemsRefused(Exception):
-    """Raised if a request can never be answered because of its items. A request with fewer of them may succeed."""
+    """Raised if a request can never succeed because of its items. A request with fewer of these items may succeed."""
 
     def __init__(self, error: SIEError) -> None:
         super().__init__(error.message)
@@ -63,8 +63,8 @@ class Halted(Exception):
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """Owner of a job, with whose rights and quota its requests run. `grant` returns the current grant of the key; None
-    if the key is no longer valid. `charge` begins to count the tokens of one call.
+    """Owner of a job. The requests of the job use the owner's rights and quota. `grant` returns the current grant of
+    the key; None if the key is no longer valid. `charge` begins to count the tokens of one call.
     """
 
     key: str
@@ -127,8 +127,8 @@ class Room:
 class Throttle:
     """Limit of the mean rate of a job, in tokens per second (0: no limit). A request with n tokens delays the next one
     by n / rate seconds. Until the tokens of a request are known, they are estimated from the mean of earlier inputs.
-    `until_open` waits for the time of day at which the job may run. Only one request at a time waits for this, so that
-    the requests do not all start at once when that time begins.
+    `until_open` waits for the time of day at which the job may run. Only one request at a time calls `until_open`, so
+    that the waiting requests do not all start at the same moment.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class JobClient:
         self._throttle = Throttle(tokens_per_s, until_open=until_open)
         self._until_open = until_open
         self._identity = identity
-        # answers of jobs are cached in the payload store; in the gateway's memory they would push out other answers
+        # answers of jobs are cached in the payload store; in the gateway's memory they would displace other answers
         self._headers = {"x-sie-priority": "bulk", "x-sie-cache": "no-store", **headers}
         self._on_trouble = on_trouble
 
@@ -207,8 +207,8 @@ class JobClient:
         return call
 
     async def patiently(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `attempt`. After an error that may disappear, `attempt` is called again; after a lack of
-        memory in a worker, at most ATTEMPTS times. Raises SIEError, FailedRequest.
+        """Return the result of `attempt`. After an error that may disappear, call `attempt` again. If workers lack the
+        memory for the request, call it at most ATTEMPTS times. Raises SIEError, FailedRequest.
         """
         tries, exhausted, pause_s, has_trouble = 0, 0, 0.0, False
         try:
@@ -241,7 +241,7 @@ class JobClient:
         items: Sequence[RequestItem],
         query: RequestItem | None = None,
     ) -> tuple[Call, PlannedRequest]:
-        """Return the call and the plan of one request of the job, built as for a client's request. Raises SIEError."""
+        """Return the call and the planned request of some items, as for a request of a client. Raises SIEError."""
         call = self.call()
         resolved = self.inference.resolve(spec, call)
         body = {"params": dict(params)} if params else {}
@@ -289,7 +289,7 @@ class JobClient:
                 raise ItemsRefused(error) from error
             finally:
                 if call.charge is not None:
-                    call.charge.refund()  # refunds the items that did not run; the other items are settled
+                    call.charge.refund()  # refunds the quota of items that did not run; other items are settled already
 
         await self.room.enter(len(items))
         began_s = time.perf_counter()
@@ -312,9 +312,7 @@ class JobClient:
 
 
 def _passes(error: SIEError) -> bool:
-    """Return whether a retry may succeed. This is also true after a failed load whose cause may disappear, like a
-    network error.
-    """
+    """Return True if a retry may succeed, for example after a load that failed because of a network error."""
     return error.retryable or (isinstance(error, ModelLoadFailed) and error.extras.get("permanent") is False)
 
 

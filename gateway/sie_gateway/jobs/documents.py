@@ -20,7 +20,7 @@ from sie_gateway.jobs.values import ModelInput, RowValues, unique
 from sie_store.datasets.answers import RowAnswer
 from sie_store.datasets.rows import InputRow
 
-PARAMS = {"tree": False}  # the tree of a document has many times the bytes of its text
+PARAMS = {"tree": False}  # without the tree of a document, which has many times the bytes of its text
 REQUESTS_AT_ONCE = 16  # largest number of requests at a time: a whole reply is in memory until its text is checked
 _FIELD = "input.documents"
 
@@ -33,9 +33,9 @@ class DocumentReply(msgspec.Struct):
 
 
 class DocumentTexts(RowValues):
-    """Parser of the documents of one job. Its answers are checked and reduced as soon as they arrive. `spec`: the name
-    of the model that parses, with its profile. `fingerprint`: fingerprint of the parser in the job's earlier answers;
-    empty before the first.
+    """Texts of the documents of one job, from the parser model. Each answer is reduced to its DocumentReply when it
+    arrives. `spec`: name of the parser model, with its profile. `fingerprint`: fingerprint of the parser in the job's
+    earlier answers; empty before the first answer.
     """
 
     def __init__(self, client: JobClient, spec: str, fingerprint: str) -> None:
@@ -43,8 +43,8 @@ class DocumentTexts(RowValues):
         self._turns = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
     async def parsed(self, rows: Sequence[InputRow]) -> list[InputRow]:
-        """Return the rows with the texts of their documents. A row whose document cannot be parsed gets a fault. Raises
-        SIEError for an error that every document would get; Halted.
+        """Return the rows with the texts of their documents. If a document cannot be parsed, the `fault` of its row has
+        the error. Raises SIEError for an error that every document would get; Halted.
         """
         parsed = list(rows)
         inputs = await asyncio.to_thread(_read, parsed)
@@ -60,7 +60,7 @@ class DocumentTexts(RowValues):
 
 
 def _read(rows: list[InputRow]) -> dict[int, ModelInput]:
-    """Return the parser's inputs by the index of the row. A row without a readable file gets a fault instead."""
+    """Return the parser's inputs by the index of the row. Set `fault` of each row without a readable file."""
     inputs: dict[int, ModelInput] = {}
     for place, row in enumerate(rows):
         if row.fault is not None:

@@ -47,8 +47,8 @@ SINK_DTYPES = ("float32", "float16")
 
 @dataclass(eq=False)
 class JobEngine:
-    """Builder of jobs. `identity` returns the identity of an owner. `route_of` returns the route that answers POST of a
-    path.
+    """Checks new jobs, and builds the objects that run them. `identity` returns the identity of an owner. `route_of`
+    returns the POST route of a path.
     """
 
     settings: Settings
@@ -60,8 +60,9 @@ class JobEngine:
     route_of: Callable[[str], InferenceRoute | None]
 
     async def check(self, call: Call, job: JobRecord) -> JobRecord:
-        """Return a native job with its model's alias resolved, once for all rows. A job that already has a model (a
-        retry) keeps it. Return a batch as it is: each line names its model. Raises SIEError if the job can never run.
+        """Return a native job with its model's alias resolved, so that all rows get the same model. A retry keeps the
+        model of the earlier job. Return a batch unchanged, because each line of a batch names a model. Raises SIEError
+        if the job can never run.
         """
         self.require_store()
         if job.batch is not None:
@@ -94,8 +95,8 @@ class JobEngine:
         return resolved.canonical
 
     def _pinned(self, call: Call, request: JobRequest, model: str) -> PlannedRequest:
-        """Plan a sample request, in order to check it. `model` is resolved now, and the job keeps the resolved
-        model. Raises SIEError if the model cannot serve such a request.
+        """Plan a sample request of the job, to check the job before it is stored. `model` is resolved now, and the job
+        keeps the resolved model. Raises SIEError if the model cannot serve such a request.
         """
         resolved = self.inference.resolve(model, call)
         reads_images = templates.reads_images(request.input)
@@ -167,8 +168,6 @@ class JobEngine:
     @property
     def _sinks(self) -> Mapping[str, Secret]:
         return dict(self.settings.jobs_sinks or ())
-
-    # work of a job that runs
 
     def work(self, job: JobRecord, progress: JobRun) -> JobWork:
         """Build the JobWork of a job for the gateway that leads the job. Raises SIEError."""

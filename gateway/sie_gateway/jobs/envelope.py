@@ -27,7 +27,7 @@ _NATIVE = ("/v1/encode", "/v1/score", "/v1/extract", "/v1/redact")  # endpoints 
 
 
 class LineRequest(NamedTuple):
-    """Request of a line: `path` is the path of the route, `body` the JSON body."""
+    """Request of a line: `path` is the path of its URL, with the model for native endpoints; `body` is JSON."""
 
     custom_id: str
     path: str
@@ -35,7 +35,7 @@ class LineRequest(NamedTuple):
 
 
 class BatchRow(NamedTuple):
-    """A line of the output, without its newline. `code`: the code of an error, None for an answer."""
+    """Line of the output, without the newline. `code`: code of the error in the line, None if the request succeeded."""
 
     text: bytes
     code: str | None
@@ -71,8 +71,8 @@ class BatchCut:
     """Splitter of a file into spans (ranges of lines), one for each shard, while its bytes arrive. It also finds lines
     that repeat the custom_id of an earlier line.
 
-    A byte order mark at the start of the file is left out. A line with only white space is no request: it counts for
-    the line number `RowSpan.first`, but not for the number of requests `RowSpan.rows`.
+    A byte order mark at the start of the file is left out. A line with only white space is no request. Such lines count
+    for the line number `RowSpan.first`, but not for the number of requests `RowSpan.rows`.
     """
 
     def __init__(self, file: str) -> None:
@@ -87,7 +87,7 @@ class BatchCut:
         self._repeated: list[int] = []
 
     def feed(self, piece: bytes) -> None:
-        """Read further bytes of the file, and cut off each complete span. Raises InvalidInput."""
+        """Read further bytes of the file, and store each span that is complete. Raises InvalidInput."""
         lines = (self._rest + piece).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
@@ -155,7 +155,7 @@ def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> LineR
     if not custom_id:
         raise BadLine("missing_required_parameter", f"{where}: custom_id: expected a string")
     if is_repeated:
-        raise BadLine("duplicate_custom_id", f"{where}: custom_id: an earlier line has the same")
+        raise BadLine("duplicate_custom_id", f"{where}: custom_id: an earlier line has the same custom_id")
     if bytes(request.method) and _text(request.method) != "POST":
         raise BadLine("invalid_method", f"{where}: method: expected POST")
     if url is None or not (url == endpoint or url.startswith(f"{endpoint}/")):
@@ -172,7 +172,7 @@ def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> LineR
 
 
 def answer(custom_id: str, request_id: str, status: int, body: bytes, tokens: int = 0) -> BatchRow:
-    """Return the output line of a request that was answered. `body` is JSON."""
+    """Return the output line of a request with a reply: its status and its JSON body, which may be an error."""
     head = orjson.dumps({"id": _new_id(), "custom_id": custom_id})
     response = orjson.dumps({"status_code": status, "request_id": request_id})
     text = head[:-1] + b',"response":' + response[:-1] + b',"body":' + body + b'},"error":null}'
@@ -180,7 +180,7 @@ def answer(custom_id: str, request_id: str, status: int, body: bytes, tokens: in
 
 
 def failure(custom_id: str | None, code: str, message: str) -> BatchRow:
-    """Return the output line of a request that was not answered."""
+    """Return the output line of a request without a reply: the code and the message of the error."""
     line = {"custom_id": custom_id, "response": None, "error": {"code": code, "message": message}}
     return BatchRow(orjson.dumps({"id": _new_id(), **line}), code)
 

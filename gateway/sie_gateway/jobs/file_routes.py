@@ -129,8 +129,6 @@ def _shown(record: FileRecord) -> api.FileObject:
     )
 
 
-# table of the routes
-
 _ONE = Parameter("file", "path", str, "The id of the file.", api.FileObject.EXAMPLE["id"])
 
 

@@ -35,7 +35,8 @@ from sie_store.object_stores import ObjectMissing, StoreError, StoreFull
 MAX_FILE_BYTES = 512 << 20
 # largest number of uploads at the same time, of all keys and of one key: each upload has a few pieces in memory
 UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY = 16, 4
-# largest number of outputs of batches that are written at the same time; they never wait for uploads
+# largest number of outputs of batches that are written at the same time; uploads do not count, so outputs never wait
+# for uploads
 OUTPUTS_AT_ONCE = 4
 WRITE_S = 3600.0
 # age in seconds of a record `writing` at which no gateway can still be writing its file; clocks may differ by 600 s
@@ -54,7 +55,7 @@ class FileDescription(NamedTuple):
 
 
 def new_id() -> str:
-    """Return a new id. An id that is created later sorts after earlier ones."""
+    """Return a new id of a file. Ids sort by the time of their creation."""
     return f"file-{uuid7().replace('-', '')}"
 
 
@@ -62,8 +63,8 @@ class FileStore:
     """The files of all owners. `wall_clock` returns seconds since 1970.
 
     All methods except `content`, `clean` and `run` raise NotReady if there is no payload store, or while the records
-    have not been read. They raise QueueUnavailable if a call of the broker or the store fails, except when `remove`
-    erases the bytes.
+    have not been read. They raise QueueUnavailable if a call of the broker or the store fails. `remove` raises nothing
+    if only the removal of the bytes fails.
     """
 
     def __init__(
@@ -87,8 +88,6 @@ class FileStore:
         self._uploads = KeySlots(UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY, "uploads", "uploads")
         self._outputs = asyncio.Semaphore(OUTPUTS_AT_ONCE)
 
-    # records of files
-
     async def find(self, file: str, owns: Callable[[str], bool]) -> FileRecord:
         """Return the record of a file. `owns(owner)`: the caller may read this owner's files. Raises NotFound."""
         self._required()
@@ -101,15 +100,15 @@ class FileStore:
         return record
 
     def content(self, file: str) -> tuple[str, str] | None:
-        """Return the name that the client gave to a file, and the file's SHA-256; None if it was removed."""
+        """Return the name that the client gave to a file, and the file's SHA-256; None if the file was removed."""
         record = self._records.get(file)
         return None if record is None else (record.name, record.sha256)
 
     def page(
         self, owns: Callable[[str], bool], *, purpose: str = "", after: str = "", limit: int, newest_first: bool
     ) -> tuple[list[FileRecord], bool]:
-        """Return at most `limit` files in order of creation, beginning with the file that follows `after`, and whether
-        more files follow. Raises InvalidInput.
+        """Return at most `limit` files in the order of their creation, and True if more files follow. `after`: id of
+        the file before the first one of the page; empty for the first page. Raises InvalidInput.
         """
         self._required()
         if after and not _ID.fullmatch(after):
@@ -131,23 +130,19 @@ class FileStore:
     def _is_expired(self, record: FileRecord) -> bool:
         return bool(record.expires_s) and record.expires_s <= self._wall_clock()
 
-    # bytes of files
-
     async def open(self, record: FileRecord) -> AsyncIterator[bytes]:
         """Open a file and return its bytes in pieces. Raises NotFound before the first piece."""
         with _unavailable():
             return await self._required().open(record.id)
 
     async def range(self, record: FileRecord, start: int, end: int) -> bytes:
-        """Return the bytes of a file from `start` to before `end`. Raises NotFound."""
+        """Return the bytes `start` to `end - 1` of a file. Raises NotFound."""
         with _unavailable():
             return await self._required().range(record.id, start, end)
 
-    # creation and removal
-
     async def create(self, owner: str, about: FileDescription, data: AsyncIterator[bytes], file: str) -> FileRecord:
-        """Store an output, of any length, as the file `file`. If that file exists, return its record without reading
-        `data`.
+        """Store an output of a batch, of any length, as the file with the id `file`. If that file exists, return its
+        record without reading `data`.
         """
         self._required()
         with _unavailable():
@@ -171,8 +166,8 @@ class FileStore:
     async def _receive(
         self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription], file: str, *, bounded: bool
     ) -> FileRecord:
-        """Write a file and its record. Without `bounded`, no limit refuses the file, but it still counts towards the
-        owner's usage.
+        """Write a file and its record. If `bounded` is false, no limit refuses the file, but the file still counts
+        in the owner's usage.
         """
         objects = self._required()
         if bounded:
@@ -198,7 +193,7 @@ class FileStore:
                     return await self._write(objects, draft, _Read(data, limit, grow), about)
             except Exception:
                 now = self._records.get(draft.id)
-                if now is None or now == draft:  # otherwise another gateway is writing the file
+                if now is None or now == draft:  # any other record is of another gateway that writes the same file
                     await self._forsake(draft.id)
                 raise
         finally:
@@ -254,11 +249,9 @@ class FileStore:
         await self._objects.remove(file)
         await self._records.remove(file)
 
-    # clean-up
-
     async def clean(self) -> int:
-        """Remove expired, half-removed and abandoned files if this gateway acquires the lease for clean-up, and return
-        their number. Raises BrokerError, StoreError.
+        """Remove files that have expired, whose upload was not completed, or whose removal was not completed. Only the
+        gateway with the lease removes files. Return their number. Raises BrokerError, StoreError.
         """
         due = [record for record in self._records.values() if self._is_due(record)]
         if self._objects is None or not due or not await self._lease.acquire():
@@ -284,7 +277,7 @@ class FileStore:
         while not await stop.wait_for(CLEAN_S * random.uniform(0.5, 1.0)):  # noqa: S311  no secret
             with trouble.logged(BrokerError, StoreError):
                 if removed := await self.clean():
-                    _logger.info("removed %d files that had expired, were not completed, or were half removed", removed)
+                    _logger.info("removed %d files that had expired or whose upload or removal had failed", removed)
         with contextlib.suppress(BrokerError):  # if the release fails, the lease expires by itself
             await self._lease.release()
 

@@ -43,8 +43,8 @@ _STATES = {
     "completed": "succeeded",
     "expired": "failed",
 }
-"""State of a job -> its name in the SDKs of the open-source SIE project, if it differs. These SDKs poll until a state
-that they know as final."""
+"""States of jobs whose names differ in the SDKs of the open-source SIE project, with these names. The SDKs poll until a
+job has a state that they know as final."""
 
 
 class _FieldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,7 +71,7 @@ class _SubmittedJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def is_public(body: Mapping[str, Any]) -> bool:
-    """Return whether a body is a job in the format of SIE's published SDKs."""
+    """Return True if a body is a job in the format of SIE's published SDKs."""
     return "input" not in body and not body.keys().isdisjoint(("src", "source", "items"))
 
 
@@ -89,7 +89,7 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
     for name, named, place in (("connection", job.connection, src), ("sink_connection", job.sink_connection, job.sink)):
         if named and named != _authority(place):
             raise InvalidInput.at(
-                name, "leave it out: SIE_JOBS_URLS and the gateway's own credentials give access to places"
+                name, "leave it out: a job uses the gateway's credentials for the URLs that SIE_JOBS_URLS allows"
             )
     params: dict[str, Any] = {"output_types": list(job.output_types)} if job.output_types else {}
     options = dict(job.options)
@@ -112,7 +112,7 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _input(job: _SubmittedJob, src: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the field `input` of a JobRequest. The query of a score is moved from `options` into it."""
+    """Return the field `input` of a JobRequest. The query of a score is moved from `options` into this field."""
     fields = job.field_map
     if fields.input_type != "text":
         raise InvalidInput.at("field_map.input_type", "expected text: a job reads a column of texts")
@@ -206,7 +206,7 @@ async def resume(gateway: Gateway, request: Request) -> Response:
 
 
 async def cancel(gateway: Gateway, request: Request) -> Response:
-    """End a job; its output has the rows that were answered. Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Cancel a job; its output has the finished rows. Raises NotFound, ContentConflict, QueueUnavailable."""
     return _info_reply(request, await gateway.jobs.set_command(call_of(request), request.path_params["job"], "cancel"))
 
 
@@ -241,9 +241,6 @@ async def rows(gateway: Gateway, request: Request) -> Response:
     return json_response(await gateway.results.rows(call_of(request).key, job, limit, only_failed=only_failed))
 
 
-# batches
-
-
 async def submit_batch(gateway: Gateway, request: Request) -> Response:
     batch_request = converted(await json_of(request), batches_api.BatchRequest)
     return json_response(await gateway.jobs.batch(call_of(request), batch_request))
@@ -260,7 +257,7 @@ async def show_batch(gateway: Gateway, request: Request) -> Response:
 
 
 async def cancel_batch(gateway: Gateway, request: Request) -> Response:
-    """End a batch; its files have the answered requests. Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Cancel a batch; its files have the finished requests. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.cancel_batch(call_of(request), request.path_params["batch"]))
 
 

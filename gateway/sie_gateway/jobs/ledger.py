@@ -22,8 +22,8 @@ from sie_runtime.metrics import Scrape
 class JobLedger:
     """Records of all jobs that this gateway knows. Another task keeps `bucket` up to date.
 
-    While a job runs, its record grows by less than 20 KiB. The growth counts in `usage`, but is never refused, even if
-    it takes the owner above a limit.
+    While a job runs, its record grows by less than 20 KiB. The growth counts in `usage`. It is never refused, even if
+    the owner then exceeds a limit.
     """
 
     def __init__(self, bucket: JobsBucket, broker: Store, replicas: int, usage: OwnerUsage) -> None:
@@ -59,7 +59,7 @@ class JobLedger:
 
     async def create(self, job: JobRecord) -> JobRecord:
         """Store a new job, or return the job that has its id already. Raises RateLimited above a limit, BrokerError."""
-        # an id in `_usage` belongs to a job that exists or is being stored: it is counted against the limits already
+        # an id in `_usage` belongs to a job that exists or is being stored, so the job counts in the limits already
         if job.id not in self._usage:
             size = len(records.encode(job))
             self._usage.check(job.owner, RecordUse(1, size))

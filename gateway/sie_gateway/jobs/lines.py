@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class BatchJob:
-    """The work of one batch. `route_of` finds the route that answers POST of a path."""
+    """Run of one batch. `route_of` returns the POST route of a path, None if the path has no such route."""
 
     def __init__(
         self,
@@ -53,7 +53,8 @@ class BatchJob:
         self._route_of = route_of
         # numbers of the lines that repeat the custom_id of an earlier line
         self._repeated: frozenset[int] = frozenset()
-        self._rows: dict[int, dict[int, BatchRow]] = {}  # rows of shards that are not stored yet: shard -> line -> row
+        # output lines of shards that are not stored yet, by number of the shard and number of the input line
+        self._rows: dict[int, dict[int, BatchRow]] = {}
 
     async def plan(self) -> Plan:
         """Return the batch's plan (see `run.JobWork`). Raises InvalidInput for a file with no lines or too many."""
@@ -68,7 +69,7 @@ class BatchJob:
         return await self._place.keep_plan(cut.plan())
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
-        """Answer the lines of one shard, store the answers, and return the record of the shard."""
+        """Run the requests of one shard, store their output lines, and return the record of the shard."""
         data = await self._place.existing(_part(number))
         if data is not None:
             return await asyncio.to_thread(_record, number, span, data)
@@ -77,7 +78,7 @@ class BatchJob:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for place, line in requests:
-                    # a line in `rows` was answered by an earlier attempt, after which the store failed
+                    # a line in `rows` has the result of an earlier attempt, after which the store failed
                     if place not in rows:
                         tasks.create_task(self._line(number, place, line))
         except* (SIEError, Halted) as errors:
@@ -92,7 +93,8 @@ class BatchJob:
         return await asyncio.to_thread(_record, number, span, stored, rows if stored is data else None)
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Join the parts to two files: answers, and failures. A file without lines is not created (see `run.JobWork`).
+        """Join the parts into a file of answers and a file of errors. A file without lines is not created. See
+        `run.JobWork`.
 
         Answers of shards that are not stored yet are stored first. If the batch has expired, each request without an
         answer gets an error.
@@ -111,7 +113,7 @@ class BatchJob:
         return fields
 
     async def _left(self, number: int, span: RowSpan, state: str) -> ShardRecord | None:
-        """Store the answers of a shard whose batch ends early. Return the shard's record; None without answers."""
+        """Store the answers of a shard whose batch ends early. Return the shard's record; None if it has no answers."""
         data = await self._place.existing(_part(number))
         # an earlier leader stored the part, and died before it wrote the record
         if data is not None:
@@ -130,7 +132,7 @@ class BatchJob:
         """Do nothing: a batch has no open connections (see `run.JobWork`)."""
 
     async def _lines(self, shards: dict[int, ShardRecord], *, failures: bool) -> AsyncIterator[bytes]:
-        """Yield the answers, or the failures, in the order of their requests."""
+        """Yield the output lines of answers, or with `failures` those of errors, in the order of their requests."""
         for _, shard in sorted(shards.items()):
             expected = shard.failed if failures else shard.rows - shard.failed
             if shard.error is not None:
@@ -156,8 +158,8 @@ class BatchJob:
             raise ShardBroken(ErrorInfo(error.code, "the input file no longer exists", "input_missing")) from error
 
     async def _file(self, job: JobRecord, kind: str, data: AsyncIterator[bytes]) -> str:
-        # The id is computed from the job, so a gateway that takes over the job stores the file under the same id. It
-        # begins with a time, so that ids of files sort by time.
+        # The id is computed from the job, so a gateway that takes over the job stores the file under the same id. The
+        # id begins with a time, so that ids of files sort by time.
         rest = uuid.uuid5(uuid.NAMESPACE_OID, f"{self._job.id} {kind}").hex[12:]
         file_id = f"file-{int(job.finalizing_s * 1000):012x}{rest}"
         expires_after = self._batch.output_expires_after
@@ -223,12 +225,12 @@ def _source(span: RowSpan) -> str:
 
 
 def _some(data: bytes, *, failures: bool) -> bytes:
-    """Return the lines of a part that have an error (`failures`), or those that have none."""
+    """Return the lines of a part that have an error (with `failures`), or the lines without an error."""
     return b"".join(row.text + b"\n" for row in envelope.written(data) if (row.code is not None) == failures)
 
 
 def _record(number: int, span: RowSpan, data: bytes, answered: Sequence[BatchRow] | None = None) -> ShardRecord:
-    """Return the record of a stored shard. `answered`: the rows of `data`; without them, `data` is decoded."""
+    """Return the record of a stored shard. `answered`: the rows of `data`; if None, `data` is decoded to rows."""
     rows = envelope.written(data) if answered is None else answered
     codes = Counter(row.code for row in rows if row.code is not None)
     return ShardRecord(

@@ -51,15 +51,16 @@ from sie_store.sinks.sink import (
 )
 
 PARSED_BY = "+"  # separates the fingerprints of the model and of the parser
-SPAN_TOKENS = 16  # assumed tokens per chunk, for the limits of shards, if a column of the input has the chunks
+SPAN_TOKENS = 16  # assumed tokens of a chunk, to compute the limits of a shard, if a column of the input has the chunks
 UNTRIMMED = 0.1  # after writing this share of the cache's size limit, a job removes old segments
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class AnsweredShard(NamedTuple):
-    """Shard (rows written together) that is answered, but not written. `reused`: number of answers that were copied
-    from an equal row or from the cache. `unsent`: rows not in the database yet.
+    """Shard (rows that are written as one object) whose answers are computed, but not written. `data`: bytes of the
+    object. `reused`: number of answers that were copied from an equal row or from the cache. `unsent`: rows that are
+    not in the database yet; None if there are none.
     """
 
     data: bytes
@@ -86,7 +87,7 @@ class JobPlaces(NamedTuple):
 
 
 class NativeJob:
-    """Work of one job. `cache_bytes`: limit of the cache of all jobs. `policy`: rule by which answers are cached."""
+    """Run of one native job. `cache_bytes`: limit of the cache of all jobs. `policy`: which answers are cached."""
 
     def __init__(
         self,
@@ -114,15 +115,15 @@ class NativeJob:
         self._count = 0  # number of parts that the complete output has
         self._planned_rows: tuple[int, ...] = ()  # planned number of rows of each part
         self._again: tuple[Again, ...] = ()
-        # true after the collection of the database was created, or was found to fit the vectors
+        # true after the job has created the collection of the database, or has checked that it fits the vectors
         self._is_prepared = False
         self._computed: dict[int, int] = {}  # number of inputs that the model answered, by shard
         self._preparing = asyncio.Lock()
-        # answered shards by number, until they are both in the database and in the store
+        # shards with computed answers by number, until these are both in the database and in the store
         self._unwritten: dict[int, AnsweredShard] = {}
         model, _, parser = job.fingerprint.partition(PARSED_BY)
         self._values = RowValues(client, job.model, job.request.operation, job.request.params, model)
-        # the parser may run on other machines, so the job's machine profile does not apply to it
+        # the parser may run on other machines than the model, so the job's machine profile is not used for the parser
         self._documents = (
             DocumentTexts(client.sibling(without="x-sie-machine-profile"), job.parser, parser) if job.parser else None
         )
@@ -151,7 +152,7 @@ class NativeJob:
     def _bounds(self) -> Bounds:
         """Return the limits of a shard: most rows, and most bytes of text. Raises SIEError, Halted."""
         request = self._request
-        # an answer to score or extract is at most as large as its text, so it is enough to limit the rows of a shard
+        # an answer to score or extract is at most as large as its text, so only the rows of a shard need a limit
         if request.operation != "encode":
             return Bounds(request.shard_rows, None)
         reads_images = templates.reads_images(request.input)
@@ -180,7 +181,7 @@ class NativeJob:
             earlier = plan.again[number].parts if plan.again else ()
             rows = shard.failed if shard.error is None else shard.rows
             again.append(Again((*earlier, (before.job.id, shard.name)), rows))
-        # raises NotFound for a deleted job: without its part, a shard could never run
+        # raises NotFound for a deleted job: without the part that this job wrote, the shard could never run
         for job_id in sorted({job_id for rows_again in again for job_id, part in rows_again.parts if part}):
             await self._before(job_id)
         return Plan(tuple(plan.spans[number] for number in failed), again=tuple(again))
@@ -210,7 +211,7 @@ class NativeJob:
         return rows
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
-        """Answer the rows of one shard, write its part of the output, and return the record of the shard."""
+        """Compute the answers of one shard, write its part of the output, and return the record of the shard."""
         name = parts.part_name(number, self._count, self._request.output.format)
         record = await shards.existing(self._places.output, name, self._request.output.format)
         if record is not None:  # an earlier leader wrote the part, and died before it wrote the record
@@ -236,8 +237,8 @@ class NativeJob:
             self._documents.check(parser)
 
     async def _answer_shard(self, number: int, name: str, span: RowSpan) -> ShardRecord:
-        """Answer a shard, then send it to the database and write it. After an error, the next call for this shard
-        continues at the step that failed.
+        """Compute the answers of a shard, write their vectors into the database, then write the part. After an error,
+        the next call for this shard continues at the step that failed.
         """
         answered = self._unwritten.get(number)
         if answered is None:
@@ -250,7 +251,7 @@ class NativeJob:
             self._unwritten[number] = answered._replace(unsent=None)
         record = await shards.put_once(self._places.output, name, answered.data, self._request.output.format)
         del self._unwritten[number]
-        # a part in JSON Lines does not say how many answers were copied
+        # a part in JSON Lines does not store `reused`
         return msgspec.structs.replace(record, reused=answered.reused)
 
     async def _answered(self, number: int, span: RowSpan) -> AnsweredShard:
@@ -290,7 +291,7 @@ class NativeJob:
 
     def _inputs(self, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], dict[int, ModelInput]]:
         """Return an answer for each row, and the inputs of the rows without a fault, by the index of the row. The
-        answer of a faulty row is its error; the other answers are still empty.
+        answer of a faulty row is the error of the row. The other answers are still empty.
         """
         answers: list[RowAnswer] = []
         inputs: dict[int, ModelInput] = {}
@@ -332,7 +333,7 @@ class NativeJob:
         return [every[place] for place in range(len(once.inputs))]
 
     async def _keep(self, cache: StoredAnswers, number: int, good: dict[bytes, RowAnswer]) -> None:
-        """Write answers to the cache for later jobs. A failure is only logged: later jobs compute the answers."""
+        """Write answers to the cache for later jobs. A failure is only logged: later jobs compute the answers again."""
         try:
             self._kept_bytes += await cache.keep(f"{self._job.id}-{number:06}", good)
         except StoreError as error:
@@ -341,8 +342,8 @@ class NativeJob:
             await self._trim()
 
     async def _opened(self, once: Unique) -> StoredAnswers | None:
-        """Return the cache that the model's fingerprint selects. If no answer has shown the fingerprint yet, the first
-        input is answered here. Return None if the job must not use a cache, or if this first input fails.
+        """Return the cache that the model's fingerprint selects. If no answer has reported the fingerprint yet, compute
+        the first input to get it. Return None if the job must not use a cache, or if this first input fails.
         """
         if not self._cache_bytes or not once.inputs:
             return None
@@ -366,12 +367,14 @@ class NativeJob:
         return self._cache
 
     async def _sent(self, rows: SinkRows) -> None:
-        """Write the vectors into the database; create a missing collection again, once. Raises Halted, StoreError."""
+        """Write the vectors into the database. If the collection is missing, create it again and write the vectors once
+        more. Raises Halted, StoreError.
+        """
         try:
             try:
                 await self._upserted(rows)
             except CollectionMissing as error:
-                _logger.warning("job %s: the collection is created again: %s", self._job.id, error)
+                _logger.warning("job %s: a collection is missing and is created again: %s", self._job.id, error)
                 self._is_prepared = False
                 await self._upserted(rows)
         except REFUSALS as error:
@@ -396,7 +399,7 @@ class NativeJob:
             await self._places.sink.close()
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Write the manifest of the shards that exist (see `run.JobWork`). A completed output always has one."""
+        """Write the manifest of the shards that exist (see `run.JobWork`). A completed job always gets a manifest."""
         if not shards and state != "completed":
             return {}
         plan = await self._workplace.plan()
@@ -428,8 +431,8 @@ def _damaged(name: str, why: str) -> ContentConflict:
 
 
 def _owner(job: JobRecord) -> str:
-    """Return the text that marks an output folder as that of this job. The id alone is not unique: if a job was
-    deleted, a new job with the same Idempotency-Key gets the same id.
+    """Return the text that marks an output folder as the folder of this job. The id alone is not unique: a new job with
+    the Idempotency-Key of a deleted job gets the same id.
     """
     return f"{job.id} {job.created_s!r}"
 
@@ -455,8 +458,8 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread:
 def _for_sink(
     sink: Sink, rows: Sequence[InputRow], answers: Sequence[RowAnswer]
 ) -> tuple[SinkRows | None, dict[int, str]]:
-    """Return the rows to write into the database, None if there are none. Also return, by index in `rows`, why the
-    database cannot store a row. Rows with an error are in neither.
+    """Return the rows to write into the database, None if there are none. Also return, by index in `rows`, the reason
+    why the database cannot store a row. A row whose answer is an error is omitted from both results.
     """
     places: list[int] = []
     lines: list[OutputLine] = []
@@ -490,7 +493,7 @@ def _sink_rows(lines: Sequence[OutputLine]) -> SinkRows:
 
 
 def _widths(rows: SinkRows, outputs: Mapping[str, int]) -> Widths:
-    """Return the widths of the vectors of rows. `outputs`: the model's widths, because sparse vectors show no width."""
+    """Return the widths of the vectors of rows. `outputs`: widths of the model, for sparse vectors without a width."""
     widths: dict[Output, int] = {}
     if rows.vectors.shape[1]:
         widths["dense"] = rows.vectors.shape[1]

@@ -19,12 +19,13 @@ STEP_S = 5.0
 STEPS = 60  # number of steps in which the rate is measured: five minutes
 MIN_S = 2 * STEP_S  # seconds of progress before a rate is known
 MIN_SPREAD = 0.02
-# least time in seconds for the remaining rows, even of a late job: new workers take about this long to start
+# least number of seconds that are planned for the remaining rows, even if the deadline is earlier: new workers take
+# about this long to start
 MIN_LEFT_S = 300.0
 
 
 class JobPace:
-    """Meter of a job's rows a second over the last minutes, and of their variation."""
+    """Meter of the rows per second of a job in the last minutes, and of the variation of this rate."""
 
     def __init__(self) -> None:
         # pairs: time in seconds, and number of rows done at that time
@@ -40,7 +41,7 @@ class JobPace:
 
     @property
     def rate(self) -> float:
-        """Return the number of rows that are done per second; 0 while it is not known."""
+        """Return the number of rows that are done per second; 0 while the rate is not known."""
         if len(self._steps) < 2:
             return 0.0
         (begin_s, first), (end_s, last) = self._steps[0], self._steps[-1]
@@ -48,7 +49,7 @@ class JobPace:
 
     @property
     def spread(self) -> float:
-        """Return the relative error of the rate: its standard error, divided by the rate; 1 while it is unknown."""
+        """Return the standard error of the rate, divided by the rate; 1 while the rate is unknown."""
         steps = list(self._steps)
         rates = [(b - a) / (t - s) for (s, a), (t, b) in itertools.pairwise(steps)]
         if len(rates) < 2 or not (mean := statistics.fmean(rates)):
@@ -75,9 +76,9 @@ def forecast(job: JobRecord, workers: int, now_s: float) -> Forecast | None:
 
 
 def workers_needed(job: JobRecord, workers: int, now_s: float) -> int | None:
-    """Return how many workers can end the job by its deadline, or within MIN_LEFT_S if that is later. Returns None if
-    there is no deadline or rate, and if more workers cannot help: the job does not run, or limits its tokens per
-    second.
+    """Return how many workers can end the job by its deadline, or within MIN_LEFT_S if the deadline is earlier. Return
+    None if the job has no deadline or no known rate. Return None too if more workers cannot help, because the job does
+    not run or limits its tokens per second.
     """
     request = job.request
     if request is None or not request.deadline or request.tokens_per_s:
@@ -102,7 +103,7 @@ def zone(name: str) -> zoneinfo.ZoneInfo:
 
 
 def check(windows: Sequence[str]) -> None:
-    """Raise InvalidInput unless each window has the form 22:00-06:00."""
+    """Raise InvalidInput if a window does not have the form 22:00-06:00."""
     for number, window in enumerate(windows):
         if not _WINDOW.fullmatch(window):
             raise InvalidInput.at(f"windows[{number}]", "expected two times of the day, such as 22:00-06:00")
@@ -111,8 +112,8 @@ def check(windows: Sequence[str]) -> None:
 def opens_in_s(windows: Sequence[str], time_zone: str, now_s: float) -> float:
     """Return the seconds until the job may run: 0 inside a window, and for a job without windows.
 
-    A window such as `22:00-06:00` is in the local time of `time_zone`. If its end is before its start, it includes
-    midnight. Equal times mean a whole day. Raises InvalidInput for an unknown zone.
+    A window such as `22:00-06:00` is in the local time of `time_zone`. A window whose end is before its start includes
+    midnight. A window with two equal times is a whole day. Raises InvalidInput for an unknown zone.
     """
     if not windows:
         return 0.0

@@ -36,9 +36,9 @@ class UseBound(NamedTuple):
 
 
 class OwnerUsage:
-    """Number and bytes of records by owner. A record of this gateway counts from the start of its write, and a record
-    of another gateway when the watch has delivered it. So the total may exceed a limit by the records not yet
-    delivered.
+    """Number and bytes of records by owner. A record of this gateway counts from the start of its write. A record of
+    another gateway counts after the watch has delivered it, so the total may exceed a limit by the records that the
+    watch has not delivered yet.
 
     The error that is raised above a limit is built from `kinds` (words for the two counts in its message), `remedy`
     (advice in its message) and `reason` (its field `reason`).
@@ -113,7 +113,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
         return len(self._values)
 
     async def change(self, id_: str, make: Callable[[T | None], T | None]) -> T | None:
-        """Change a record like `Record.change`. Long texts of the new value are shortened (`bounded`)."""
+        """Replace a record by `make(record)` (see `Record.change`). Long texts of the new value are shortened."""
 
         def changed(before: T | None) -> T | None:
             after = make(before)
@@ -123,7 +123,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
         return cast("T | None", stored)
 
     async def refresh(self, id_: str) -> T | None:
-        """Read a record from the bucket again, replace the known one, and return it. Raises BrokerError."""
+        """Read a record from the bucket again, store its value here, and return it. Raises BrokerError."""
         await self._record.refresh(self._prefix + id_)
         return self.get(id_)
 
@@ -154,7 +154,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
             listener(id_, value)
 
     def clear(self) -> None:
-        """Discard all records, because the bucket was lost."""
+        """Discard all records after the broker has lost the bucket."""
         removed = list(self._values)
         self._values.clear()
         self._revisions.clear()
@@ -192,7 +192,7 @@ class JobsBucket:
             raise NotReady("the records of jobs and files have not been read from the broker yet")
 
     async def run(self, stop: Stop) -> None:
-        """Follow the bucket until `stop`. If the broker lost the bucket, it is created again."""
+        """Follow the bucket until `stop`. If the broker has lost the bucket, create the bucket again."""
         trouble = Trouble(_logger, "the records of jobs and files are not updated for now")
         try:
             while not await stop.wait_for(LOOK_S):
@@ -215,7 +215,7 @@ class JobsBucket:
 
 
 def _decode(entry: Entry) -> _Kept:
-    """Decode an entry. Raises ValueError if it is no record, or if the id in the record does not fit its key."""
+    """Decode an entry. Raises ValueError if it is no record, or if the id in the record differs from its key."""
     if entry.value is None:
         raise ValueError("the record was removed")
     value: _Kept = _decoder.decode(entry.value)

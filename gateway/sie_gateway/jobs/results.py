@@ -31,7 +31,7 @@ class JobResults:
 
     ledger: JobLedger
     engine: JobEngine
-    # each read may have all records of a job, or a whole part, in memory
+    # the number of reads is limited, because a read may have all records of a job, or a whole part, in memory
     reads: KeySlots = field(
         default_factory=lambda: KeySlots(READS_AT_ONCE, READS_OF_A_KEY, "reads of results", "results")
     )

@@ -38,15 +38,15 @@ from sie_runtime.process import cancel_all
 from sie_store.datasets.answers import most_frequent
 from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
 
-SHARDS_AT_ONCE = 3  # shards that are processed at once: while one is read, another can be computed and another written
+SHARDS_AT_ONCE = 3  # number of shards in progress: one shard can be read while a second is computed and a third written
 FLUSH_S = 1.0  # seconds between two writes of the progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # seconds before the first retry; longest pause between retries
 MAX_LOST = 3
 LEADERS_LOST = "LEADERS_LOST"
-# seconds for which the output of a failed, cancelled or expired job is retried: the owner waits for the job's end
+# seconds for which writing the output of a failed, cancelled or expired job is retried; then the job ends without it
 LAST_TRIES_S = 60.0
 OUTSIDE_WINDOW = "OUTSIDE_WINDOW"
-# reason why the work of a job was stopped -> final state of the job
+# final state of a job whose work was stopped, by the reason of the stop
 ENDS: dict[str, JobState] = {"cancel": "cancelled", "expired": "expired"}
 _INTERNAL = ErrorInfo("INTERNAL_ERROR", "the gateway failed; its log has the details under the id of this job")
 _T = TypeVar("_T")
@@ -84,7 +84,7 @@ class JobWork(Protocol):
         """Return the stored plan of the input, or create it. Raises SIEError for unreadable input, StoreError."""
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
-        """Answer and store the rows of a shard, and return its record. Raises ShardBroken, SIEError, StoreError."""
+        """Compute and store the answers of a shard, and return its record. Raises ShardBroken, SIEError, StoreError."""
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         """Complete the output, also of a job that ends early, and add shards that are completed here to `shards`.
@@ -141,9 +141,9 @@ class JobRun:
         self._now_s = now_s
         self._job = job
         self._make = work
-        self._shards: dict[int, ShardRecord] | None = None  # answered shards; None until they were read
+        self._shards: dict[int, ShardRecord] | None = None  # answered shards; None until their records have been read
         self._sums = _ShardSums({})
-        # numbers of answered and of failed rows, for each shard that is being answered
+        # numbers of finished and of failed rows, for each shard in progress
         self._live: dict[int, tuple[int, int]] = {}
         self._unread: tuple[Unread, ...] = ()
         self._trouble: ErrorInfo | None = None
@@ -185,19 +185,19 @@ class JobRun:
             await (self._pause(info) if self._job.batch is None else self._end("failed", error=info))
 
     def _cause(self, error: Exception) -> ErrorInfo:
-        """Return the error for the record. An unexpected exception is logged, because only operators can fix it."""
+        """Return the error for the job's record. Unexpected exceptions are logged: only operators can fix them."""
         if isinstance(error, Halted):
             return error.info
         if isinstance(error, SIEError):
             return error.info()
-        _logger.error("job %s failed", self._id, exc_info=error)
+        _logger.error("job %s failed with an unexpected error", self._id, exc_info=error)
         return _INTERNAL
 
     def _left(self, error: Exception) -> None:
         _logger.warning("this gateway stops its work on job %s, and the next leader continues it: %s", self._id, error)
 
     def rows(self, shard: int, done: int, failed: int) -> None:
-        """Add `done` answered rows of a shard; `failed` of them have an error."""
+        """Add `done` finished rows of a shard to the progress. `failed`: number of these rows that have an error."""
         before, failed_before = self._live.get(shard, (0, 0))
         self._live[shard] = before + done, failed_before + failed
 
@@ -206,7 +206,7 @@ class JobRun:
         self._trouble = error
 
     async def until_open(self) -> None:
-        """Wait until the time of day is inside the windows of the job. Meanwhile it has the trouble OUTSIDE_WINDOW."""
+        """Wait until the time of day is inside the windows of the job. Until then, its `trouble` is OUTSIDE_WINDOW."""
         request = self._job.request
         while request is not None and (wait_s := pace.opens_in_s(request.windows, request.time_zone, self._now_s())):
             message = f"the job works from {' and '.join(request.windows)} {request.time_zone}"
@@ -239,8 +239,8 @@ class JobRun:
             await work.close()
 
     async def _opened(self, fingerprint: str) -> JobWork | None:
-        """Return the work of the job. If the place of its input or output cannot be opened for now, wait. If the job
-        ends or pauses meanwhile, write this to its record and return None.
+        """Build the JobWork of the job. If the place of the input or output cannot be opened for now, wait. If the job
+        must end or pause in the meantime, write its new state to its record and return None.
         """
         works: list[JobWork] = []
 
@@ -280,8 +280,8 @@ class JobRun:
             await self._finish(work, "failed", error.info)
             return
         except Exception as error:
-            # The answers stay stored: the owner may resume a job, for example when its model is available again.
-            # A batch cannot be resumed, so it ends with the answers that it has.
+            # A native job is paused and keeps its answers: its owner may resume it, for example when its model is
+            # available again. A batch cannot be resumed, so it ends with the answers that are stored.
             if not self._job.is_planned or (isinstance(error, SIEError) and error.retryable):
                 raise
             if self._job.batch is None:
@@ -343,8 +343,8 @@ class JobRun:
             raise errors.exceptions[0] from errors
 
     async def _isolated(self, work: JobWork, plan: Plan, numbers: list[int], done: dict[int, ShardRecord]) -> None:
-        """Answer one by one the shards that may have killed a leader, then reset the count of deaths. The progress is
-        written after each shard: if this leader dies, the cause is the first shard without a record.
+        """Run the shards that may have killed a leader one after the other, then reset the count of deaths. The
+        progress is written after each shard. So if this leader dies, the first shard without a record is the cause.
         """
         for number in numbers:
             await self._answer(work, plan, iter((number,)), done)
@@ -365,7 +365,7 @@ class JobRun:
                 shard = await self._patiently(lambda: self._attempted(work, number, span))  # noqa: B023
             except ShardBroken as error:
                 shard = ShardRecord("", plan.rows[number], error=error.info, source=span.source)
-                _logger.warning("job %s: %s: %s", self._id, span.source, error)
+                _logger.warning("job %s skips a part of %s that it cannot read: %s", self._id, span.source, error)
             await self._patiently(lambda: self._ledger.keep_shard(self._id, number, shard))  # noqa: B023
             self._live.pop(number, None)
             done[number] = shard
@@ -375,8 +375,8 @@ class JobRun:
         return await work.shard(number, span)
 
     async def _until_stopped(self, work: Awaitable[None]) -> str:
-        """Do the work until it is complete or must stop. Return why it must stop (pause, cancel or expired); an empty
-        string if it is complete.
+        """Await `work`, and cancel it if the job must stop. Return the reason for the stop: pause, cancel or expired.
+        Return an empty string if the work is complete.
         """
         doing = asyncio.ensure_future(work)
         try:
@@ -402,7 +402,9 @@ class JobRun:
             await cancel_all([doing])
 
     async def _patiently(self, attempt: Callable[[], Awaitable[_T]], for_s: float = float("inf")) -> _T:
-        """Return the result of `attempt`. After an error that may disappear, repeat it for at most `for_s` seconds."""
+        """Return the result of `attempt`. After an error that may disappear, call `attempt` again, for at most `for_s`
+        seconds.
+        """
         pause_s, met = FIRST_PAUSE_S, False
         last_s = time.monotonic() + for_s
         while True:
@@ -414,7 +416,7 @@ class JobRun:
                 if time.monotonic() + pause_s > last_s:
                     raise
                 if not met:
-                    _logger.warning("job %s waits: %s", self._id, error)
+                    _logger.warning("job %s waits and tries again after an error: %s", self._id, error)
                 met = True
                 self.trouble(_public_error(error))
             else:
@@ -433,14 +435,14 @@ class JobRun:
                 self._pace.rest()
             elif fields:
                 self._pace.note(self._now_s(), fields["done"])
-            rate = self._pace.rate  # also without progress: the rate falls then, and the forecast must show it
+            rate = self._pace.rate  # written even without progress: the rate falls, and so the forecast changes
             if (state := (fields, self._trouble, rate)) != before:
                 try:
                     await self._note(rows_per_s=rate, spread=self._pace.spread)
                 except BrokerError as error:  # the next write has the newer progress
                     _logger.info("the progress of job %s could not be written: %s", self._id, error)
                     continue
-                # `_until_stopped` learns this from the watch of the record, and ends the work
+                # `_until_stopped` sees the same change of the record, and ends the work
                 except (Replaced, NotFound) as error:
                     _logger.info("stopped writing the progress of job %s: %s", self._id, error)
                     return
@@ -453,7 +455,7 @@ class JobRun:
         sums = self._sums = self._sums if self._sums.shards is self._shards else _ShardSums(self._shards)
         sums.add()
         broken = broken_parts(sums.broken, self._unread)
-        # if `finish` has just recorded a shard, its rows are still in `_live`; they must not count twice
+        # rows of a shard that `finish` has just recorded are still in `_live`, but must not count twice
         live = [rows for number, rows in self._live.items() if number not in self._shards]
         return {
             "done": sums.rows + sum(done for done, _ in live),
@@ -468,7 +470,9 @@ class JobRun:
         }
 
     async def _claim(self) -> None:
-        """Become the leader in the record. Raises Replaced if the job needs no leader; BrokerError, NotFound."""
+        """Write this gateway as the leader into the record of the job. Raises Replaced if the job needs no leader;
+        BrokerError, NotFound.
+        """
         self._job = await self._ledger.change(
             self._id, lambda job: claimed_by(job, self._leader) if is_due(job, self._now_s()) else job
         )
@@ -508,8 +512,9 @@ class JobRun:
         await self._change(paused)
 
     async def _finish(self, work: JobWork, state: JobState, error: ErrorInfo | None = None) -> None:
-        """Complete the output, then end the job. If this leader dies, the next one reads the end from the record. If
-        the store fails, a completed job retries without a limit; other jobs retry for LAST_TRIES_S.
+        """Complete the output, then end the job. The final state is written to the record first, so that the next
+        leader can continue if this leader dies. If the store fails, a completed job retries without a limit; other jobs
+        retry for LAST_TRIES_S.
         """
         done: dict[int, ShardRecord] = {}
         if self._job.is_planned:
@@ -541,12 +546,12 @@ class JobRun:
         self._trouble = None
         self._is_ending = True
         await self._note(state=state, leader="", ended_s=self._now_s(), **fields)
-        _logger.info("job %s %s", self._id, state)
+        _logger.info("job %s has ended: %s", self._id, state)
 
 
 def claimed_by(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record with `leader` as leader. If the record names another leader, that one has died and is added to
-    `lost`. Earlier deaths no longer count if more rows are done now than at each of them.
+    """Return the record with `leader` as leader. If the record names another leader, that leader has died, and its name
+    is added to `lost`. Earlier names in `lost` are removed if more rows are done now than at each earlier death.
     """
     if job.leader in ("", leader):
         return replace(job, leader=leader)
@@ -556,15 +561,15 @@ def claimed_by(job: JobRecord, leader: str) -> JobRecord:
 
 
 def left(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record without `leader`, also in its list `lost`: another gateway may have added it there wrongly,
-    because it did not see the renewals of the lease.
+    """Return the record without `leader`. The name is also removed from `lost`: a gateway that did not see the renewals
+    of the lease may have added it by mistake.
     """
     lost = tuple(name for name in job.lost if name != leader)
     return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)
 
 
 def _has_shards(job: JobRecord) -> bool:
-    """Return whether shards are left to answer, by the counts of shards in the record."""
+    """Return True if the record of a planned job counts shards without an answer."""
     return job.is_planned and job.shards is not None and job.shards_done < job.shards
 
 
@@ -588,7 +593,7 @@ def expires_s(job: JobRecord) -> float:
 
 
 def is_due(job: JobRecord, now_s: float) -> bool:
-    """Return whether a job needs a leader. A paused job needs one only to be resumed, cancelled, or to expire."""
+    """Return True if a job needs a leader. A paused job needs a leader only if it is resumed, cancelled or expired."""
     return not job.ended and (job.state != "paused" or job.command != "pause" or expires_s(job) <= now_s)
 
 

@@ -22,14 +22,14 @@ from sie_runtime.process import Stop, Trouble, cancel_all
 EVERY_S = 1.0
 LEASE_S = 6.0
 RENEW_S = 1.5
-# seconds after the last renewal of its lease at which a job is stopped, so that it stops before the lease expires
+# a job stops if its lease has not been renewed for this number of seconds, so that it stops before the lease expires
 FENCE_S = 0.75 * LEASE_S
 LOOKS = 8  # largest number of leases that are requested in one round
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class _Running:
-    """A job that runs on this gateway. It is cancelled if its lease was not renewed for FENCE_S."""
+    """Job that runs on this gateway. The job is cancelled if its lease was not renewed for FENCE_S."""
 
     def __init__(self, job_id: str, task: asyncio.Task[None], lease: LeaderLease) -> None:
         self.task = task
@@ -45,7 +45,7 @@ class _Running:
 
     def _left(self) -> None:
         if not self.task.done():
-            _logger.warning("job %s is stopped here: its lease could not be renewed", self._id)
+            _logger.warning("job %s is stopped on this gateway: its lease could not be renewed", self._id)
             self.task.cancel()
 
 
@@ -101,7 +101,7 @@ class JobScheduler:
                     began.cancel()
                     running.renewed()
                 else:
-                    _logger.warning("job %s is stopped here: another gateway leads it", job_id)
+                    _logger.warning("job %s is stopped on this gateway: another gateway leads it", job_id)
                     running.task.cancel()
 
     async def _acquire(self) -> None:
@@ -136,7 +136,7 @@ class JobScheduler:
             entry.fence.cancel()
         await cancel_all(entry.task for entry in running.values())
         for job_id, entry in running.items():
-            # without a release the lease expires, and this gateway is treated as dead
+            # if the release fails, the lease expires later, and the next leader assumes that this gateway was killed
             with contextlib.suppress(BrokerError):
                 await self._hand_over(job_id, entry)
 

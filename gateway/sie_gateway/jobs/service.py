@@ -52,8 +52,8 @@ _BATCH_STATES: dict[str, batches_api.BatchState] = {
 @dataclass(eq=False)
 class JobService:
     """Operations on the jobs of all owners. `check` returns a job with its model resolved, or refuses the job.
-    `workers` counts the workers for a job. `forget` removes the objects of a job. `content` returns the name and the
-    digest of an input file; None if the file was removed.
+    `workers` returns the number of workers in the lane of a job. `forget` removes the objects of a job. `content`
+    returns the name and the digest of an input file; None if the file was removed.
     """
 
     ledger: JobLedger
@@ -63,11 +63,9 @@ class JobService:
     content: Callable[[str], tuple[str, str] | None]
     now_s: Callable[[], float]
 
-    # jobs
-
     async def submit(self, call: Call, request: api.JobRequest, *, retry_of: str = "", **fields: str) -> api.JobInfo:
-        """Store a new job; for a repeated Idempotency-Key, return the earlier job. `retry_of`: the job whose failed
-        rows it retries. `fields`: further fields of its record. Raises SIEError.
+        """Store a new job; for a repeated Idempotency-Key, return the earlier job. `retry_of`: id of the job whose
+        failed rows the new job retries. `fields`: further fields of the new record. Raises SIEError.
         """
         job_id = self._new_id(call, "job-")
         stored = self._existing(call, job_id)
@@ -86,7 +84,9 @@ class JobService:
         return request == previous
 
     def page(self, call: Call, limit: int, after: str, states: Collection[str]) -> api.JobPage:
-        """Return up to `limit` of the caller's jobs in `states` after `after`, newest first. Raises NotFound."""
+        """Return up to `limit` of the caller's jobs in `states`, newest first. `after`: id of the last job of the
+        previous page; empty for the first page. Raises NotFound for `after`.
+        """
         jobs, more = self._page(call, limit, after, lambda job: job.request is not None and job.state in states)
         return api.JobPage(data=[self.as_info(job) for job in jobs], next=jobs[-1].id if more else None)
 
@@ -98,7 +98,7 @@ class JobService:
         return job
 
     async def set_command(self, call: Call, job_id: str, command: str) -> api.JobInfo:
-        """Set the last command of the owner of a job: run, pause or cancel. Raises NotFound, QueueUnavailable,
+        """Store a command of the owner in the record of a job: run, pause or cancel. Raises NotFound, QueueUnavailable,
         and ContentConflict if the job has ended.
         """
         self.find(call, job_id)
@@ -108,8 +108,8 @@ class JobService:
                 raise ContentConflict(f"the job is {job.state} and cannot be changed any more", param="job")
             if command == "run" and job.state == "paused":
                 job = replace(job, state="queued", error=None)
-                # an administrator who resumes a job becomes its owner: the owner's key may have been removed, and the
-                # job could not run with it
+                # An administrator who resumes a job becomes its owner. The key of the earlier owner may have been
+                # removed, and a job cannot run with a removed key.
                 if "admin" in call.grant.scopes:
                     job = replace(job, owner=call.grant.key, owner_name=call.grant.name)
             cancelling_s = self.now_s() if command == "cancel" else job.cancelling_s
@@ -125,9 +125,8 @@ class JobService:
             raise ContentConflict(f"the job is {job.state}: only a job that has ended can be retried", param="job")
         if not job.failed:
             raise ContentConflict("no row of the job failed", param="job")
-        # The new job keeps the model of the answers that exist: the alias in the request may lead to another model now,
-        # and vectors of two models do not fit together. The model's entry may have changed since, so rows that failed
-        # may succeed.
+        # The new job uses the model of the existing answers. The alias in the request may name another model now, and
+        # vectors of two models cannot be compared. Failed rows may succeed if the entry of the model has changed.
         return await self.submit(call, job.request, retry_of=job.id, model=job.model, parser=job.parser)
 
     async def delete(self, call: Call, job_id: str) -> api.JobDeleted:
@@ -141,8 +140,8 @@ class JobService:
         return api.JobDeleted(id=job_id)
 
     async def remove(self, job: JobRecord) -> None:
-        """Remove the objects of a job, and then its records, so that no object is left without a record if a step
-        fails. Raises QueueUnavailable.
+        """Remove the objects of a job, then its records. If a step fails, no object remains without a record. Raises
+        QueueUnavailable.
         """
         async with broker_errors_mapped():
             await self.forget(job)
@@ -173,8 +172,6 @@ class JobService:
             request=job.request,
         )
 
-    # batches
-
     async def batch(self, call: Call, request: batches_api.BatchRequest) -> batches_api.BatchObject:
         """Store a new batch and return it; for a repeated Idempotency-Key, the earlier batch. Raises SIEError."""
         if request.endpoint not in batches_api.ENDPOINTS:
@@ -189,7 +186,9 @@ class JobService:
         return self.batch_told(job)
 
     def batch_page(self, call: Call, limit: int, after: str) -> batches_api.BatchPage:
-        """Return at most `limit` of the caller's batches after `after`, newest first. Raises NotFound for `after`."""
+        """Return up to `limit` of the caller's batches, newest first. `after`: id of the last batch of the previous
+        page; empty for the first page. Raises NotFound for `after`.
+        """
         jobs, more = self._page(call, limit, after, lambda job: job.batch is not None)
         data = [self.batch_told(job) for job in jobs]
         ends = (data[0].id, data[-1].id) if data else (None, None)
@@ -203,7 +202,9 @@ class JobService:
         return job
 
     async def cancel_batch(self, call: Call, batch_id: str) -> batches_api.BatchObject:
-        """End a batch; its files have the answered requests. Raises NotFound, ContentConflict, QueueUnavailable."""
+        """Cancel a batch. Its output files get the requests that are answered already. Raises NotFound,
+        ContentConflict, QueueUnavailable.
+        """
         self.find_batch(call, batch_id)
 
         def changed(job: JobRecord) -> JobRecord:
@@ -323,7 +324,7 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 @dataclass(eq=False)
 class Sweeper:
-    """Task that deletes jobs `keep_s` seconds after their end. Without a store (`has_store`) it deletes none."""
+    """Task that deletes jobs `keep_s` seconds after their end. Without a payload store, it deletes no job."""
 
     jobs: JobService
     lease: LeaderLease
@@ -340,7 +341,7 @@ class Sweeper:
 
     async def sweep(self) -> int:
         """Delete the jobs that ended at least `keep_s` seconds ago, under a lease, and return their number. Raises
-        BrokerError. If a job cannot be deleted, the others are tried too, and its SIEError is raised at the end.
+        BrokerError. If some jobs cannot be deleted, the other jobs are deleted, then the first SIEError is raised.
         """
         if not self.has_store:
             return 0

@@ -30,7 +30,7 @@ class JobStorage:
         return None if data is None else await asyncio.to_thread(records.decode_plan, data)
 
     async def keep_plan(self, plan: Plan) -> Plan:
-        """Store the plan unless another leader has stored one. Return the stored plan. Raises StoreError."""
+        """Store the plan if no plan is stored yet. Return the stored plan. Raises StoreError."""
         data = await self.put_once("plan", await asyncio.to_thread(records.encode, plan))
         return await asyncio.to_thread(records.decode_plan, data)
 
@@ -42,7 +42,7 @@ class JobStorage:
             return None
 
     async def put_once(self, name: str, data: bytes) -> bytes:
-        """Store an object, unless it exists. Return the bytes of the stored object. Raises StoreError."""
+        """Store an object if it does not exist yet. Return the bytes of the stored object. Raises StoreError."""
         import obstore
 
         key = f"{self._prefix}/{name}"

@@ -28,13 +28,13 @@ GROUP_BYTES = 256 << 10  # largest number of bytes of text in a request of a job
 GROUP_FILES = 16  # largest number of files in a request of a job
 SHARD_BYTES = 256 << 20  # largest number of bytes that the answers of a shard are expected to have
 TEXT_TOKENS, IMAGE_TOKENS = 512, 1024  # assumed tokens of a text, and of an image
-TOKEN_BYTES = 4  # bytes of text for one token, roughly
+TOKEN_BYTES = 4  # assumed bytes of text for one token
 CODE_POINT_BYTES = 4  # largest number of bytes of a code point in memory
 _SIZES = {"float32": 4, "float16": 2}
 
 
 class ModelInput(NamedTuple):
-    """Input of the model from one row. `query`: the query for which a document is scored; else None."""
+    """Input of the model from one row. `query`: the query for which a document is scored; None if nothing is scored."""
 
     item: RequestItem
     query: str | None = None
@@ -62,8 +62,8 @@ def bounds(understood: PlannedRequest, *, has_images: bool, chunk_tokens: int = 
     """Return the limits of a shard whose answers have about SHARD_BYTES. The answers stay in memory until the shard is
     written.
 
-    Token vectors are about a hundred times larger than their text. So with token vectors, or a vector for every
-    `chunk_tokens` tokens, the bytes of the texts are limited too.
+    Token vectors are about a hundred times larger than their text. So the bytes of the texts are limited too, if the
+    output has a vector for each token or for each `chunk_tokens` tokens.
     """
     run, outputs = understood.options.run, understood.resolved.entry.outputs
     tokens = IMAGE_TOKENS if has_images else min(TEXT_TOKENS, understood.resolved.entry.max_tokens)
@@ -87,8 +87,8 @@ def bounds(understood: PlannedRequest, *, has_images: bool, chunk_tokens: int = 
 
 
 def document_bounds(understood: PlannedRequest, chunk_tokens: int) -> Bounds:
-    """Return the limits of a shard of documents. Their texts are unknown before they are parsed, so each one counts as
-    the longest text that may have chunks.
+    """Return the limits of a shard of documents. The text of a document is unknown before it is parsed, so each
+    document counts as the longest text that may have chunks.
     """
     fit = bounds(understood, has_images=False, chunk_tokens=chunk_tokens)
     longest = MAX_TEXT * CODE_POINT_BYTES
@@ -98,8 +98,8 @@ def document_bounds(understood: PlannedRequest, chunk_tokens: int) -> Bounds:
 
 @dataclass(eq=False)
 class RowValues:
-    """Computation of the answers to the inputs of one job. `spec`: the name of the model with its profile.
-    `fingerprint`: fingerprint of the model in all earlier answers of the job; empty before the first.
+    """Computation of the answers to the inputs of one job. `spec`: name of the model with its profile. `fingerprint`:
+    fingerprint of the model in all earlier answers of the job; empty before the first answer.
     """
 
     client: JobClient
@@ -153,13 +153,13 @@ class RowValues:
         elif fingerprint and fingerprint != self.fingerprint:
             message = (
                 f"{self.spec} changed while the job ran: earlier answers have fingerprint {self.fingerprint}, and new "
-                f"answers have {fingerprint}. Roll it back and resume, or start another job"
+                f"answers have {fingerprint}. Roll the model back and resume the job, or start another job"
             )
             raise Halted(ErrorInfo(MODEL_CHANGED, message))
 
 
 def value_of(placed: Placed) -> RowAnswer:
-    """Copy the data of an outcome, which is a view of a worker's message, so that the message's memory can be freed."""
+    """Copy the data of an outcome. The data is a view of a worker's message, whose memory can then be freed."""
     result, outcome = placed
     if isinstance(outcome, Failed):
         return RowAnswer(error=outcome.error)
@@ -170,7 +170,8 @@ def value_of(placed: Placed) -> RowAnswer:
 
 def grouped(inputs: Sequence[ModelInput]) -> list[list[int]]:
     """Group inputs into requests. Return the indexes of the inputs of each request. Inputs of a request have the same
-    query and similar lengths, the longest first. So batches need little padding, and no long text delays the end.
+    query and similar lengths, so that batches need little padding. The longest inputs are first, so that no long input
+    delays the end of the shard.
     """
     by_query: dict[str | None, list[int]] = defaultdict(list)
     for place, entry in enumerate(inputs):
