@@ -14,7 +14,8 @@ _logger = logging.getLogger("sie.broker")
 
 
 def because(text: str, broker: Connection) -> str:
-    """Return `text`, the reason why a process is not ready, plus the problems at the broker that may explain it."""
+    """Return `text`, which says why a process is not ready, plus the broker's present problems: they may be the cause.
+    """
     causes = "; ".join(f"{name} cannot be used: {why}" for name, why in sorted(broker.troubles.items()))
     return f"{text}: {causes}" if causes else text
 

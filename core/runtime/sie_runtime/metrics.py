@@ -36,7 +36,7 @@ class Fold:
 
     def __init__(self, metric: Metric) -> None:
         self._labels = metric.labels
-        # only labels in FOLDED can have any number of values; for a metric without them, `most` has room for all values
+        # only labels in FOLDED can have any number of values; without such labels, all label sets are within `most`
         self._rest = metric.rest if FOLDED.intersection(metric.labels) else 0
         self._most = metric.most - self._rest
         self._known: set[tuple[str, ...]] = set()
@@ -58,7 +58,7 @@ class Fold:
         return values
 
     def keep(self, present: Collection[Labels]) -> None:
-        """Drop all label sets except `present`, so that new ones fit."""
+        """Forget all label sets except `present`, so that new label sets are within the limit."""
         self._known.intersection_update(present)
         self._folded.clear()
 
@@ -181,7 +181,7 @@ class MetricMaker:
         self._labelled: list[Labelled[Any]] = []
 
     def _turn(self) -> None:
-        """Rank the names. It runs right after a scrape, which has read the last values of series that end now."""
+        """Rank the names, right after a scrape: the scrape has read the last values of the series that end here."""
         if self.traffic.fade():
             for labelled in self._labelled:
                 labelled.turn(self.traffic)

@@ -30,13 +30,10 @@ _BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
 _TEXTUAL = ("json", "yaml", "xml", "javascript", "openmetrics-text")
 
 
-# decoding of request bodies
-
-
 def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receive:
-    """Return a `receive` that returns the body decompressed, if its coding is gzip.
+    """Return a `receive` that returns the body decompressed, if its Content-Encoding is gzip.
 
-    Raises UnsupportedMediaType for another coding; bodies of GET, HEAD and OPTIONS are returned as they are. The
+    Raises UnsupportedMediaType for another encoding; bodies of GET, HEAD and OPTIONS are returned as they are. The
     returned function raises InvalidInput for invalid gzip and for more than MAX_MEMBERS members.
     """
     named = (name.strip() for name in headers.get("content-encoding", "").lower().split(","))
@@ -78,8 +75,8 @@ class _Gunzipped:
         return {"type": "http.request", "body": piece, "more_body": not self._is_complete}
 
     def _inflate(self, most: int, *, members: int) -> bytes:
-        """Return at most `most` decompressed bytes, of at most `members` new gzip members. Input that is left stays in
-        `_pending`.
+        """Decompress `_pending`, which keeps the rest of its bytes. Returns at most `most` bytes, and begins at most
+        `members` gzip members.
         """
         plain = b""
         try:
@@ -105,9 +102,6 @@ def _corrupt(why: str) -> InvalidInput:
     return InvalidInput.at("body", why, reason="malformed")
 
 
-# compression of replies
-
-
 def accepts_gzip(accepted: str) -> bool:
     """Return whether an Accept-Encoding header accepts gzip (RFC 9110, 12.5.3)."""
     weights = accept_weights(accepted)
@@ -115,8 +109,8 @@ def accepts_gzip(accepted: str) -> bool:
 
 
 class CompressedReply:
-    """Reply that is compressed by gzip if it is text, JSON, XML or the like, and if this pays (`_pays`). Its head is
-    sent with the first piece of the body, because only that piece shows how long the body is.
+    """Reply that is compressed by gzip if it is text, JSON, XML or the like, and if this pays (`_pays`). The head is
+    sent with the first piece of the body, because only this piece shows whether the body is short.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:

@@ -4,10 +4,10 @@
     response before the end of the body ──► no further request; input is discarded for at most LINGER_S
     client closes its sending side after a whole request ──► response, if the client still reads
 
-A head with its trailers has at most MAX_HEAD_BYTES, and so have chunk headers between two pieces of a body. A head must
-be complete within HEAD_S. A client must send a body and read a response at least at the minimum rate of the server;
-time in which the server does not read the body is not counted. A request that is refused here gets the usual error
-body, unless an earlier request is unanswered.
+The head and the trailers of a request have together at most MAX_HEAD_BYTES, and so have the chunk headers between two
+pieces of a body. A head must be complete within HEAD_S. A client must send a body and read a response at least at the
+minimum rate of the server; time in which the server does not read the body is not counted. `Protocol._refuse` sends the
+usual error body, if the client cannot take this body for another response.
 
 `Guarded` checks the host name of a request, and which web page sent it. A web page can make a browser send requests to
 any address that the browser reaches. So a page of another site could send a form to this machine, or point its own host
@@ -63,11 +63,11 @@ MAX_HEAD_BYTES = 64 << 10  # largest number of bytes of a request line with all 
 HEAD_S = 10.0
 MIN_RATE = 4096  # lowest rate at which a client must send a body or read a response, in bytes per second
 RATE_S = 15.0  # seconds over which the rate of a body is measured
-# Largest number of bytes of a chunked body, and of the first input of a request, that are parsed at a time. A piece of
-# a chunked body without bytes of the body has chunk headers or trailers only, and counts towards MAX_HEAD_BYTES.
+# Largest number of bytes of a chunked body, and of the first input of a request, that are parsed at a time. If the
+# parser finds no bytes of the body in such a slice, the whole slice counts towards MAX_HEAD_BYTES.
 SLICE_BYTES = 4 << 10
-# Number of pieces of a body after which the rest of the input waits until other connections had their turn. A read of
-# the connection may return tens of thousands of chunks of one byte.
+# Number of pieces of a body that are parsed before the event loop serves other connections. One read of a connection
+# may return tens of thousands of chunks of one byte.
 PIECES_AT_ONCE = 512
 WRITE_S = 60.0  # seconds over which the rate of a client that reads a response is measured
 # seconds for which a connection stays open after a response to a client that still sends: an immediate close would
@@ -139,7 +139,7 @@ class _Cycle(RequestResponseCycle):
         await (self.write if self._compressed is None else self._compressed.send)(message)
 
     async def write(self, message: Any) -> None:
-        """Send a message unchanged, but add the headers that every reply has."""
+        """Send an ASGI message without compression. A response gets the headers that every reply has."""
         if not self.response_started:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": common_headers(self.scope, message.get("headers", ()))}
@@ -150,7 +150,7 @@ class _Cycle(RequestResponseCycle):
             elif message["type"] == "http.response.start" and self.scope["http_version"] != "1.1":
                 self._ends_by_close = not any(name == b"content-length" for name, _ in message["headers"])
                 if self._ends_by_close:
-                    self.chunked_encoding = False  # uvicorn would send chunks
+                    self.chunked_encoding = False  # uvicorn would send chunks, which HTTP/1.0 lacks
             if self._begun is None:
                 await super().send(message)
             else:
@@ -190,23 +190,23 @@ class Protocol(HttpToolsProtocol):
 
     server_state: SharedState
     cycle: _Cycle  # the newest request
-    _oldest: _Cycle  # the request that is answered now; of pipelined requests the oldest without a whole response
+    _oldest: _Cycle  # the oldest request without a complete response, which is answered now
     _in_head = False
-    # bytes of an incomplete head that came after the piece of input in which the head began; while that first piece is
-    # parsed: minus the size of the piece
+    # bytes of an incomplete head, without the piece of input in which the head began. While this first piece is parsed,
+    # the value is minus the size of the piece.
     _head_bytes = 0
     _piece_bytes = 0
     _is_chunked = False
     _has_body = False  # whether the last piece of input had bytes of a body
     _idle_bytes = 0  # bytes of chunk headers and trailers that have arrived since the last bytes of a body
     _body_bytes = 0  # bytes of all bodies of this connection
-    _body_pieces = 0  # number of pieces in which the parser returned these bytes
+    _body_pieces = 0  # number of calls of `on_body` on this connection
     _unread: bytes | None = None  # input that waits to be parsed; None if none waits
     _was_paused = False  # whether the server has stopped reading at any time since the rate was last measured
     _trailer_bytes = 0  # bytes of the head and the trailers, which share one limit; 0 until a trailer arrives
     _begun_s = 0.0
     _why = ""  # error message for the client, set by `_stop`
-    # true while a new parser reads a copy of a head that is already handled, see `_ignore_upgrade`
+    # true while a new parser reads an artificial head, see `_ignore_upgrade`
     _is_resuming = False
     _is_lingering = False
     _is_asked = False  # whether `_probe` has sent its interim response
@@ -238,7 +238,7 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._unread is None:
             self._parse(data)
-        else:  # the application has resumed reading
+        else:  # the application resumed reading before `_parse_unread` has parsed the earlier input
             self._unread += data
             self.transport.pause_reading()
 
@@ -349,11 +349,12 @@ class Protocol(HttpToolsProtocol):
         if self._is_resuming:
             return
         self._head_done()
-        # the size is computed only if the head came in several pieces, or in one piece above the limit
+        # to save time, the size is computed only for a head that came in several pieces, or in one piece above the
+        # limit
         if (self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0) and self._head_size() > MAX_HEAD_BYTES:
             self._stop(_HEAD_TOO_LARGE)
         self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
-        # HTTP/1.0 has no interim responses: an expectation in it is ignored (RFC 9110, 10.1.1)
+        # HTTP/1.0 has no interim responses: an Expect header is ignored (RFC 9110, 10.1.1)
         self.expect_100_continue &= self.parser.get_http_version() == "1.1"
         super().on_headers_complete()
         if self.cycle is not None:
@@ -381,7 +382,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
         if has_body and self.parser.should_upgrade():
-            return  # the parser skips a body after an upgrade: `_ignore_upgrade` parses it, unless a websocket begins
+            return  # this parser skips the body after the offer of an upgrade, `_ignore_upgrade` parses it later
         if self._body_timer is not None:
             self._body_timer.cancel()
             self._body_timer = None
@@ -422,7 +423,7 @@ class Protocol(HttpToolsProtocol):
             self._watch_body()
             return
         message = (
-            f"the body came slower than {rate} bytes a second for {RATE_S:g} s, the least that SIE_MIN_BODY_RATE allows"
+            f"for {RATE_S:g} s the body came slower than {rate} bytes a second, the least that SIE_MIN_BODY_RATE allows"
         )
         self._refuse(GatewayTimeout(message, reason="slow_body", param="body"), "slow")
 
@@ -498,7 +499,7 @@ class Protocol(HttpToolsProtocol):
             return None  # uvloop closes the connection if None is returned
         self._head_done()
         cycle.keep_alive = False
-        # HTTP/1.0 has no interim responses, with which `_probe` tests the client
+        # `_probe` sends an interim response, which HTTP/1.0 does not have
         if self._oldest.scope["http_version"] == "1.1":
             wait_s = self._begun_s + HALF_CLOSED_S - self.loop.time()
             if wait_s > 0:
@@ -527,7 +528,7 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(next_s, self._probe, min(2 * next_s, MAX_ASK_S))
 
     def shutdown(self) -> None:
-        """Close the connection if it is idle and has no unread input; otherwise it closes after the next response."""
+        """Close an idle connection without unread input now, any other connection after its next response."""
         if not self._is_lingering and not self.arriving:
             super().shutdown()
 
