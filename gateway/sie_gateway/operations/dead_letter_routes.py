@@ -1,4 +1,4 @@
-"""Routes of `/v1/dead-letters` and their handlers, for administrators. A dead letter is work that was given up."""
+"""Routes of `/v1/dead-letters` and their handlers, for administrators. Dead letters: work that workers gave up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _logger = logging.getLogger("sie.gateway.dead_letters")
 
 
 def _checked(request: Request, *more: str) -> None:
-    """Raise InvalidInput for an unknown parameter: if a misspelt filter were ignored, too many letters would fit."""
+    """Raise InvalidInput for an unknown parameter: without a misspelt filter, too many letters would match."""
     for name in request.query_params:
         if name not in ("pool", *more):
             raise InvalidInput.at(name, f"no such parameter here, expected {', '.join(('pool', *more))}")
@@ -82,7 +82,7 @@ async def purge(gateway: Gateway, request: Request) -> Response:
 
 
 async def purge_all(gateway: Gateway, request: Request) -> Response:
-    """Remove the letters that fit the filters for good. Raises InvalidInput unless there is a filter or `all`."""
+    """Remove the letters that match the filters. Raises InvalidInput if the query has neither a filter nor `all`."""
     _checked(request, *FILTERS, "all")
     letters = _filter(gateway, request)
     if letters.is_all != (request.query_params.get("all") == "true"):

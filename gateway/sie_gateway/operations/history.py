@@ -106,7 +106,7 @@ class _Minute:
     remaining: _SlowestNotes = field(default_factory=_SlowestNotes)
 
     def places(self, owner: str) -> _SlowestNotes:
-        """Return the list of records of a key. Separate lists keep one key from pushing out the records of another."""
+        """Return the list of records of a key. With separate lists, a key cannot push out other keys' records."""
         if owner not in self.owners:
             if len(self.owners) >= MAX_OWNERS:
                 return self.remaining
@@ -269,7 +269,7 @@ class RequestLogger:
         self._timer: asyncio.TimerHandle | None = None  # timer for the end of the interval; None while no interval runs
 
     def ended(self, call: Call, endpoint: str, status: int, seconds: float) -> None:
-        """Log an answered request; after MAX_REFUSED_LINES refused requests in an interval, only count further ones."""
+        """Log an answered request. After MAX_REFUSED_LINES in an interval, refused requests are only counted."""
         if call.code in REFUSED:
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._summarise)
@@ -287,8 +287,8 @@ class RequestLogger:
 
 
 def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
-    """Log an answered request. `seconds`: time from its headers to its answer. If it ran, the line has the latencies of
-    its stages, its tokens and its last worker.
+    """Log an answered request. `seconds`: time from its headers to its answer. If the request ran, the line has the
+    latencies of its stages, the number of its tokens, and its last worker.
     """
     if not _logger.isEnabledFor(logging.INFO):
         return

@@ -1,9 +1,9 @@
 """Status of the cluster for people: `/health`, the JSON of the page at `/`, and websockets.
 
-While a page is open, `WorkerProbe` checks every second whether shown workers are connected, MAX_ASKED of them in turn:
-it sends a request to a worker's subject, and the broker reports at once if nobody subscribes to the subject. This is
-faster than to wait for a missing heartbeat (SIE_HEARTBEAT_TIMEOUT_MS). The result is only shown; requests are placed
-without it.
+While a page is open, `WorkerProbe` checks every second whether MAX_ASKED of the shown workers are connected, each time
+the next ones. It sends a request to a worker's subject, and the broker reports at once if nobody subscribes to the
+subject. This is faster than to wait for a missing heartbeat (SIE_HEARTBEAT_TIMEOUT_MS). The result is only shown: the
+placement of requests does not use it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class WorkerProbe:
             await self._bus.request(topology.assigned_subject(worker), b"", HEARD_S)
         except NoResponder:
             return True
-        # no reply in time: the worker subscribes, so it is connected; an unreachable broker is reported elsewhere
+        # a timeout means that the worker subscribes; other modules report an unreachable broker
         except BrokerError:
             return False
         return False
@@ -253,7 +253,7 @@ class ClusterStatus:
         self._visible = visible
         self.sockets = WorkerSockets(settings)
         self.history = RequestHistory()
-        self.further: list[Callable[[], list[ClusterFinding]]] = []  # further sources of findings
+        self.further: list[Callable[[], list[ClusterFinding]]] = []  # functions that return more findings
         self.log = LogTail()
         self.pulse = WorkerProbe(queue)
         self.dead_letters = 0
@@ -286,7 +286,7 @@ class ClusterStatus:
         ]
 
     def view(self) -> tuple[list[ViewedWorker], ClusterInfo, list[ModelSummary]]:
-        """Return all workers, totals over the healthy ones, and a summary of each model."""
+        """Return all workers, totals over the healthy workers, and a summary of each model."""
         workers = self.workers()
         healthy = [worker for worker in workers if worker.info.healthy]
         cluster = ClusterInfo(
@@ -366,8 +366,8 @@ class ClusterStatus:
         return ClusterSummary(cluster, infos, models, failures(workers), in_flight, findings[:MAX_FINDINGS])
 
     def shown(self, text: str, grant: Grant) -> dict[str, Any]:
-        """Return the data of the page at `/` for a credential: counts, and at most MAX_SHOWN workers (the unhealthy,
-        then the busiest) and models (with `text` in their name, those with queued work first).
+        """Return the data of the page at `/` for a credential: counts, at most MAX_SHOWN workers, and at most MAX_SHOWN
+        models with `text` in their name. Unhealthy, then busy workers come first, and models with queued work.
         """
         glance, queues, visible = self._glance(), self.queues(), self._visible(grant)
         self.pulse.watch(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))
@@ -404,9 +404,7 @@ class ClusterStatus:
         ]
 
     async def show(self, path: str, query: str, grant: Grant, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a websocket until it is closed. Before the websocket is accepted, raises NotFound, NotReady or
-        ResourceExhausted.
-        """
+        """Serve a websocket until it is closed. Raises NotFound, NotReady or ResourceExhausted before acceptance."""
         if path not in (CLUSTER_PATH, WORKER_PATH):
             raise NotFound("no such path")
         with self.seats.seat(scope, grant.key):
