@@ -4,7 +4,7 @@ The tokens per minute of a key are a token bucket, which refills continuously. B
 subtracts an estimate from the bucket. After the request, it corrects the bucket by the actual usage.
 
     estimate ──spend──► bucket ──► the request runs ──► settle(actual tokens): the difference is given back, or owed
-                          └ too little: RateLimited with the time until there is enough
+                          └ too few tokens: RateLimited with the time until there are enough
 
 Gateways share a quota: each of n gateways has 1/n of it. So the total is only approximately the quota.
 """
@@ -133,7 +133,7 @@ class Charge:
         self._taken += cost
 
     def settle(self, tokens: int) -> None:
-        """Charge the tokens that the call used instead of the estimate; called when the call has ended."""
+        """Replace the charged estimate by `tokens`, which the call has used. Called when the call has ended."""
         if self._taken:
             self._quotas.settle(self._key, self._per_minute, self._taken - tokens)
             self._taken = 0

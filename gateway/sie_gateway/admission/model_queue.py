@@ -3,16 +3,16 @@ decides whether a further request would be answered in time. This module does no
 
 Rules of `judge`, in this order:
 
-1. If this gateway has no work of this model, or no worker has loaded the model, the request is admitted.
-2. A `Throughput` (`drain`) predicts the wait. The wait is multiplied by MARGIN (a safety factor) and by
-n^2 / (n^2 + DOUBT), where n is the number of samples: without samples only a stalled queue refuses.
-3. If the queue has stalled, the time since its last result is added, because the stall may last as long again.
-4. A refused client gets a turn (`turns`): a time at which it may try again, and for which the queue reserves space. A
-client without a turn is admitted if its response would be in time even after the work of all turns that are due before
-its deadline, or if the workers would have too little work. If workers form each batch only when the device is free,
-only the turns that are due before the batch of this request is formed count, and too little work is no reason to admit.
+1. If this gateway has no work of this model, or no worker has loaded the model, the request is admitted. 2. A
+`Throughput` (`drain`) predicts the wait. The wait is multiplied by MARGIN (a safety factor) and by n^2 / (n^2 + DOUBT),
+where n is the number of samples. Without samples, requests are refused only if the queue has stalled. 3. If the queue
+has stalled, the time since its last result is added, because the stall may last as long again. 4. A refused client gets
+a turn (`turns`): a time at which it may try again, and for which the queue reserves space. A client without a turn is
+admitted if its response would be in time even after the work of all turns that are due before its deadline, or if the
+workers would have too little work. If workers form each batch only when the device is free, only the turns that are due
+before the batch of this request is formed count, and the second condition does not apply.
 
-`Throughput` measures how fast the work leaves the queue while there is work, and predicts the wait from it.
+`Throughput` measures the speed at which work leaves the queue, and predicts the wait from this speed.
 
     results of batches ──► time between batches that had work waiting ──► wait = batches ahead x time of a batch
 
@@ -64,7 +64,7 @@ LOOK_S = 0.1
 # limit of the extrapolation, a factor: a batch with more than MAX_GROWTH times the measured tokens is assumed to take
 # as long as a batch with exactly MAX_GROWTH times as many
 MAX_GROWTH = 4.0
-# share of a batch's time, counted from its first result, after which no more results are expected; missing ones may
+# share of a batch's time, counted from its first result, after which no more results are expected; missing results may
 # have gone to other gateways
 SETTLED = 0.25
 RECENT_ANSWERS = 64  # number of ended requests from which the speed of the gateway is computed
@@ -118,7 +118,7 @@ class _BatchResults:
 
     def seconds(self, lanes: int) -> float:
         """Return the seconds that the batch took: the time between the first results of the previous batch and of this
-        one. If the work was queued after the earlier result, the workers had a pause. Then return the time from the
+        batch. If the work was queued after the earlier result, the workers had a pause. Then return the time from the
         queueing to the first result, but at most the batch's time on the device divided by `lanes`, the number of
         batches that run at the same time.
         """
@@ -153,9 +153,9 @@ class _BatchSample(NamedTuple):
 
 
 class MeasuredBatch(NamedTuple):
-    """Mean of the last batches. `longest_s`: time of the longest one. `is_full`: batches cannot become larger. Either
+    """Mean of the last batches. `longest_s`: time of the longest batch. `is_full`: batches cannot become larger. Either
     more work waited than the workers accept, or batches have stopped growing and at least half of them left work in the
-    queue. Batches grow while a worker still learns their times.
+    queue. Batches grow while a worker still measures how long they take.
     """
 
     tokens: float
@@ -216,7 +216,7 @@ class Throughput:
             self._evidence += 1
 
     def _see_left(self, later: _BatchResults, queued_s: float) -> None:
-        """Mark the batches that left work behind: work that was queued before such a batch was formed ran only in a
+        """Mark the batches that left work in the queue: this work was queued before the batch was formed, but ran in a
         later batch. The queue is first in, first out, so the batch had no space for this work.
         """
         for batch in self._since(queued_s):
@@ -370,8 +370,8 @@ class AnswerPace:
 
     def retry_s(self, now_s: float) -> int:
         """Return the Retry-After of one more refused client, in whole seconds. The first client may return when half of
-        the requests in progress have ended, later ones at the rate at which requests end. No client is told more than
-        MAX_RETRY_S seconds, so refusals of now do not delay clients that are refused after these seconds.
+        the requests in progress have ended. Later clients follow at the rate at which requests end. The value is at
+        most MAX_RETRY_S, so clients that are refused now do not delay clients that are refused after this time.
         """
         if len(self._ended) < 2 or not self._running:
             return 1
@@ -388,14 +388,14 @@ class AnswerPace:
 MARGIN = 1.1  # factor on the expected wait, because the prediction may be too low
 DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait that is based on n samples
 # Number of batches that must wait in the queue beside the running ones, so that the workers have no pause. While fewer
-# wait, clients without a turn (a time to try again, booked when a client was refused) are admitted. The work of turns
-# that are due within the time of a batch counts as waiting.
+# batches wait, clients without a turn (a time to try again, booked when a client was refused) are admitted. The work of
+# turns that are due within the time of a batch counts as waiting.
 BUSY_BATCHES = 1.5
 # Limit on the work of refused clients that return in the same second. Retry-After is in whole seconds, so all clients
 # of one second return at once. The queue must be able to run their work in this share of a second, or of the time that
 # a request has left after a running batch if that is shorter.
 TURN_PACE = 0.4
-# The limit is at least the work that the queue runs in this share of the time in which a request must be answered.
+# The limit of TURN_PACE is at least the work that the queue runs in this share of a request's budget.
 MIN_BUNCH = 0.1
 # factor: after a stall of t seconds, clients return STALL_TURN * t seconds later at the earliest, up to MAX_RETRY_S
 STALL_TURN = 4.0
@@ -407,8 +407,8 @@ OTHER_S = 2.0  # seconds for which an announcement of another gateway's work is 
 
 
 class _PeerQueue(NamedTuple):
-    """Queue as another gateway announced it at `at_s`. `own`: cost of the work that this gateway, not the other one,
-    had in the queue at that time.
+    """Queue as another gateway announced it at `at_s`. `own`: cost of the work that this gateway had in the queue at
+    that time.
     """
 
     at_s: float
@@ -418,10 +418,10 @@ class _PeerQueue(NamedTuple):
 
 
 class WaitRefusal(NamedTuple):
-    """Refusal of a request because of its wait. `wait_s`: predicted wait. For a new request it includes the margin and
-    the weight. It includes the time of a stall, except when the request is refused for the turns of other clients: then
-    it includes the work of these turns. `turn_s`: seconds until the queue has space for this request. `room`: limit on
-    the summed cost of turns that are due within one second.
+    """Refusal of a request because of its wait. `wait_s`: predicted wait, including the time of a stall; for a new
+    request multiplied by margin and weight. If the turns of other clients are the reason of the refusal, their work is
+    included in place of the stall. `turn_s`: seconds until the queue has space for this request. `room`: limit on the
+    summed cost of turns that are due within one second.
     """
 
     wait_s: float
@@ -454,7 +454,7 @@ class Entered:
 
 class ModelQueue:
     """Queue of one model at one priority. Its hosts, the workers that have the model loaded, are looked up again after
-    a heartbeat, or after a second. `residency`: name of the copy of the weights (a model, or one of its profiles).
+    a heartbeat, or after a second. `residency`: name of the weights (a model, or a profile of it).
     """
 
     def __init__(self, lane: Lane, priority: Priority, residency: str, window: KeyWindow) -> None:
@@ -478,9 +478,9 @@ class ModelQueue:
         self.gateways = 1  # number of live gateways
         self._began_s = -math.inf  # time when a chunk was last put into an empty queue
         self.shed_s = 0.0
-        # time since which the queue has had work; kept if all work of a stalled queue is withdrawn
+        # time since which the queue has had work; not reset if all work of a stalled queue is withdrawn
         self._busy_s = math.inf
-        # cost in the queue at the last result, or when the queue was last empty and got work: the most that can run now
+        # largest cost that can run now: the cost in the queue at the last result, or when work entered the empty queue
         self._running = 0.0
         self._gone = 0.0  # tokens of requests that ended after the last result: they may still run
         # chunks that were queued at this time or earlier may be running; None if the time is not computed yet
@@ -663,7 +663,7 @@ class ModelQueue:
         own, of_peers, sum_of_rates = self.window.cost, 0.0, rate
         for peer in self._others.values():
             if now_s - peer.at_s < OTHER_S:
-                # a gateway whose rate is not known yet gets one in proportion to its work in the queue
+                # a gateway with unknown rate is assumed to have a rate in proportion to its work in the queue
                 other_rate = peer.rate or rate * min(1.0, peer.tokens / max(1.0, peer.own))
                 of_peers += max(0.0, peer.tokens + min(1.0, other_rate / rate) * (own - peer.own))
                 sum_of_rates += other_rate
@@ -817,9 +817,9 @@ class ModelQueue:
 
 
 def _bunch_s(budget_s: float, batch_s: float) -> float:
-    """Return how much work of refused clients may return within one second, as the seconds that the queue needs to run
-    it: TURN_PACE of a second, or of the time that a request has left after a running batch if that is shorter; at least
-    MIN_BUNCH of the budget.
+    """Return the limit on the work of refused clients that return in the same second, as the seconds in which the queue
+    runs this work: TURN_PACE of one second, or of the budget that is left after a running batch if that is shorter; but
+    at least MIN_BUNCH of the budget.
     """
     return max(MIN_BUNCH * budget_s, TURN_PACE * min(1.0, budget_s - batch_s))
 

@@ -1,14 +1,14 @@
 """Turns of refused clients. A turn is the time at which a refused client may try again. The queue reserves space for
 the client's work at that time. This module does no I/O.
 
-    refused ──book──► Retry-After: the time until the work and the turns before it are done
+    refused ──book──► Retry-After: the time until all earlier work and turns are done
                        ├─ the client tries again ──claim──► admitted before others, if it would be in time
                        └─ the client does not try again: the turn lapses
 
 A client is recognised by a digest of its address, key and request. If several clients have the same digest, the first
 of them that tries again after the due time gets the turn. Gateways announce the turns that they `book` and the turns
-that are claimed (`news`, `peer_announced`). So a client may try again at any gateway, and each gateway can compute how
-much work is promised.
+that are claimed (`news`, `peer_announced`). So a client may try again at any gateway, and each gateway knows how much
+work refused clients will send.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _SlotCosts:
         left = self.costs.pop(slot, 0.0) - cost
         if left > CRUMB:
             self.costs[slot] = left
-        # without costs exactly 0: the rest of a rounding would count as a promise for ever
+        # exactly 0 without costs: a rounding error would count as promised work for ever
         self.total = max(0.0, self.total - cost) if self.costs else 0.0
 
 
@@ -170,7 +170,7 @@ class RetrySlots:
         ), claimed
 
     def peer_announced(self, now_s: float, turns: Sequence[Turn], claimed: Sequence[bytes]) -> None:
-        """Record the turns that another gateway has booked, and end the turns that clients have claimed there."""
+        """Record the turns that another gateway has booked, and end the turns that clients claimed at that gateway."""
         for turn in turns:
             if turn.client and 0 < turn.due_s <= MAX_RETRY_S + 1 and turn.cost > 0:
                 self._add(now_s, turn.client, turn.due_s, turn.cost, is_own=False)
@@ -180,8 +180,8 @@ class RetrySlots:
                 self._next(client)
 
     def claim(self, now_s: float, client: bytes) -> bool:
-        """Return True if this client has a turn now, and end the turn. A client may be early only if it has a single
-        turn: with several, its first turn must be due.
+        """Return True if this client has a turn now, and end the turn. A client with a single turn may be early. If a
+        client has several turns, the first of them must be due.
         """
         self.promised(now_s)
         turns = self._next(client)
