@@ -44,8 +44,6 @@ from sie_gateway.operations.status import CLUSTER_PATH, WORKER_PATH
 from sie_runtime.http import config_routes, openapi
 from sie_runtime.http.routes import ARROW, FORM, HTML, JSON, MSGPACK, OPEN, RAW, TEXT, Content, Parameter, Route, Table
 
-# encode, score, extract, redact
-
 
 def _native(verb: str, handler: Handler, summary: str, body: Any, reply: Any, *media: str) -> InferenceRoute:
     not_yet = "PROVISIONING, to public SDKs below 0.6.5: not yet, come again after Retry-After"
@@ -69,9 +67,6 @@ NATIVE = (
     _native("extract", native.extract, "Entities or classes in inputs", native_api.Extract, native_api.Extracted),
     _native("redact", redact.redact, "Texts without personal data", native_api.Redact, native_api.Redacted),
 )
-
-
-# routes of the APIs of other servers
 
 
 def _dialect(
@@ -294,9 +289,6 @@ TEI = (
 )
 
 
-# models, pools, the catalogue
-
-
 _FLAG = Literal["true", "false"]
 _MODEL_QUERY = (
     Parameter("task", "query", Literal["encode", "score", "extract"], "Only models that support this operation."),
@@ -373,9 +365,6 @@ CONTROL: tuple[GatewayRoute, ...] = (
 CATALOGUE = tuple(
     GatewayRoute(**vars(route), shape=config_shape) for route in config_routes.bound(configs.HANDLERS, "configs")
 )
-
-
-# routes to operate a gateway: probes, health, scaling, metrics, the API document, status
 
 
 def _operated(path: str, summary: str, media: str, handler: Any = None, **more: Any) -> GatewayRoute:
