@@ -14,8 +14,7 @@ _logger = logging.getLogger("sie.broker")
 
 
 def because(text: str, broker: Connection) -> str:
-    """Return `text`, which says why a process is not ready, plus the broker's present problems: they may be the cause.
-    """
+    """Return `text`, the reason why a process is not ready, plus the broker's present problems, its possible causes."""
     causes = "; ".join(f"{name} cannot be used: {why}" for name, why in sorted(broker.troubles.items()))
     return f"{text}: {causes}" if causes else text
 
