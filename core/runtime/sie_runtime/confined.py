@@ -33,7 +33,7 @@ def serve(
     """Read job frames from the parent and send the answer of each job, until the parent ends. `sys.argv`: the parent's
     process id, and the memory limit in bytes.
 
-    `make`: is called once, after the limits are set. It returns the function that answers a job. For an unusable file,
+    `make` is called once, after the limits are set. It returns the function that answers a job. For an unusable file,
     this function raises an error built by `media.fault`.
     """
 
@@ -54,7 +54,7 @@ def serve(
     _die_with(parent)
     answer = make()
     _silence()
-    # these errors occur when the parent has ended; a FrameError also if a frame is incomplete or too large
+    # the parent has ended; a FrameError may also mean an incomplete or too large frame
     with socket.socket(fileno=0) as connection, contextlib.suppress(EOFError, FrameError, OSError):
         _send(connection, frames.frame(Hello(os.getpid())))
         while True:  # no variable names a job or its answer, so that neither stays in memory until the next job

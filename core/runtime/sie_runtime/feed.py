@@ -36,11 +36,11 @@ from sie_runtime.process import Stop, Trouble, retry
 
 READ_S = 30.0  # seconds within which the config service must answer a request
 FIRST_RETRY_S = 0.5  # seconds before the first retry; the pause doubles up to the poll interval
-# largest random pause, in seconds, before a read of the epoch outside of the poll: it spreads the reads of all
-# processes, which have the same cause
+# largest random pause, in seconds, before a read of the epoch outside of the poll, so that processes do not all read it
+# at the same time
 SPREAD_S = 0.2
 _SLICE = 50  # number of catalogue entries that are parsed (in about 1 ms) before other tasks may run
-# results of a valid delta: it was applied, its sender is not trusted, an earlier delta is missing, it is already known
+# results of a valid delta. untrusted: unknown sender. gap: an earlier delta is missing. stale: an old write
 _RESULTS = ("applied", "untrusted", "gap", "stale")
 _logger = logging.getLogger("sie.feed")
 
@@ -98,7 +98,7 @@ class HttpConfigSource:
             async with asyncio.timeout(READ_S):
                 answer = await self._client.get(path)
         except (httpx.HTTPError, TimeoutError) as error:
-            raise ConfigUnavailable(f"{self._url}{path}: {type(error).__name__}") from error
+            raise ConfigUnavailable(f"{self._url}{path}: no reply ({type(error).__name__})") from error
         if answer.status_code != 200:
             fix = (
                 ": SIE_CONFIG_READ_TOKEN of this process must equal that of the config service"
@@ -109,7 +109,7 @@ class HttpConfigSource:
         try:
             return decode(answer.content)
         except UNDECODABLE as error:
-            raise ConfigUnavailable(f"{name}: {error}") from error
+            raise ConfigUnavailable(f"{self._url}{path}: unreadable reply: {error}") from error
 
     async def export(self) -> RawExport:
         return await self._read("export", decode_export)
@@ -249,7 +249,7 @@ class CatalogueFeed:
         self._ask_soon()
 
     def _ask_soon(self) -> None:
-        """Read the epoch after a random pause of at most SPREAD_S: other processes read it for the same reason."""
+        """Read the epoch after a random pause, so that processes do not all read it at the same time."""
         if self._soon is None:
             pause_s = SPREAD_S * secrets.randbelow(1000) / 1000
             self._soon = asyncio.get_running_loop().call_later(pause_s, self._refresh_now)

@@ -133,8 +133,8 @@ def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
 
 
 def stricter(first: Key | None, second: Key | None) -> Key | None:
-    """Return the stricter of two records of a key: the revoked one if one is revoked, else `first`. If one is missing
-    (None), return the other one.
+    """Return the stricter of two records of a key: `second` if only `second` is revoked, otherwise `first`. If a record
+    is missing (None), return the other record.
     """
     if first is None or second is None:
         return first or second
@@ -142,7 +142,7 @@ def stricter(first: Key | None, second: Key | None) -> Key | None:
 
 
 def bucket_of(broker: Store, replicas: int, name: str = topology.KEYS_BUCKET) -> RecordBucket:
-    """Return the bucket of API keys, or its copy (KEYS_COPY_BUCKET). It is stored in files, to survive a restart."""
+    """Return the bucket of API keys, or its copy (KEYS_COPY_BUCKET). Both are stored in files, to survive a restart."""
     return RecordBucket(broker, name, storage="file", replicas=replicas)
 
 
@@ -179,7 +179,7 @@ class KeyBuckets:
         return [(key, revisions.get(key.id, 0)) for key in keys.values()]
 
     async def remove(self, key_id: str, revision: int) -> None:
-        """Remove a key from both buckets. Raises BrokerError, and WrongRevision for the reasons of `write`."""
+        """Remove a key from both buckets. Raises BrokerError, and WrongRevision under the conditions of `write`."""
         await self.copy.write([Write(key_id, None, None)])
         await self.bucket.write([Write(key_id, None, revision)])
 
@@ -245,7 +245,7 @@ class Keys:
                             _logger.info("bucket %s was read; %d keys are known", record.bucket.name, len(self._by_id))
                 # `loaded` depends on the bucket alone, not on its copy
                 self.loaded = self.loaded or not troubles[0].lasting
-                if not self._records[0].is_stale:  # before a read, lost keys are unknown
+                if not self._records[0].is_stale:  # only a bucket that was read shows its losses
                     lost = self.lost()
                     # a key counts as lost only after two checks in a row, because the watches of the two buckets may
                     # deliver a change at different times

@@ -79,7 +79,7 @@ class Traffic:
 
     def fade(self) -> bool:
         """Halve the numbers of requests for every HALF_LIFE_S since the last reduction. Returns False, without a
-        reduction, if the last one was less than TURN_S ago.
+        reduction, if the last reduction was less than TURN_S ago.
         """
         passed_s = self._clock() - self._faded_s
         if passed_s < TURN_S:
@@ -94,7 +94,7 @@ class Traffic:
 
 
 class Labelled(Generic[Child]):
-    """Time series of one metric that has labels, one for each set of label values."""
+    """Time series of a metric with labels: one series for each label set."""
 
     def __init__(self, metric: Metric, parent: Child) -> None:
         self._most = metric.most - metric.rest
@@ -135,7 +135,7 @@ class Labelled(Generic[Child]):
         return values
 
     def turn(self, traffic: Traffic) -> None:
-        """Give series to the busiest names (values of the first label), among those that have series or need some. All
+        """Give series to the busiest names (values of the first label), among the names that have or need series. All
         other names lose their series. A name keeps its series until another name is KEEPS times as busy.
         """
         if not self._waiting:
@@ -150,7 +150,7 @@ class Labelled(Generic[Child]):
             if room < needed:
                 break
             self._named[name] = before.get(name, 0)
-            # the name needs one more series than it has: a request had a new label value
+            # a request had a new label value, so the name needs more series
             more = self._each if name in before and name in self._waiting else 0
             room -= needed + min(more, room - needed)
         self._room = self._most - sum(max(sets, self._each) for sets in self._named.values())

@@ -54,9 +54,8 @@ def end_signals() -> tuple[signal.Signals, ...]:
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Return the source lines where an exception, its causes and the members of exception groups were raised, and the
-    messages of these exceptions, except of the types in QUOTING. At most 10 exceptions of a chain, and 10 members of a
-    group, are returned.
+    """Return the tracebacks of an exception, of its causes, and of the members of exception groups: at most 10
+    exceptions of a chain, and 10 members of a group. Messages of the types in QUOTING are left out.
     """
     parts: list[str] = []
     while error is not None and len(parts) < 10:
@@ -135,7 +134,7 @@ def configure_logging(*, json: bool, worker: str | None = None) -> None:
 
 
 def own_stderr(*, json: bool, worker: str | None = None) -> None:
-    """Call `configure_logging`. Also log Python's warnings, and uncaught exceptions, the latter by `traceback_of`."""
+    """Call `configure_logging`. Also log Python's warnings, and uncaught exceptions as `traceback_of` shows them."""
     configure_logging(json=json, worker=worker)
     logging.captureWarnings(True)
     sys.excepthook = lambda kind, error, trace: _uncaught("this process", kind, error, trace)

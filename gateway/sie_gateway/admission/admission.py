@@ -164,7 +164,7 @@ class Peers:
         flow.fresh += cost
 
     def answered(self) -> None:
-        """Count an inference request that was answered, with any status."""
+        """Count a response to an inference request, of any status."""
         self._answered += 1
 
     def qps(self) -> float:
@@ -242,9 +242,9 @@ MAX_WAITING_BYTES = 256 << 20
 # limit on the queued work of a model that no worker has loaded, in chunks of SIE_CHUNK_COST tokens: the first chunk
 # makes a worker load the model, the second is ready for the worker's first batch
 COLD_CHUNKS = 2
-MAX_GONE = 4096  # largest number of ended requests whose late results are still measured
+MAX_GONE = 4096  # largest number of ended requests whose late results are still used to measure a queue
 SWEEP_S = 1.0  # seconds between two calls of `sweep`
-# largest number of queues (model and priority) in an announcement; the ones with the most work are announced
+# largest number of queues (model and priority) in an announcement; the queues with the most work are announced
 MAX_TOLD = 256
 # largest number of booked and claimed retry times in an announcement: with 34 bytes each, they fit into 64 KiB, the
 # smallest message limit of a broker
@@ -261,8 +261,8 @@ def key_of(authorization: str) -> str:
 
 
 class Permits:
-    """Permits of one request for its chunks. `is_cold`: no worker of the lane had the model loaded when the request
-    arrived.
+    """Permits of one request. A permit lets one of its chunks into the queue. `is_cold`: no worker of the lane had the
+    model loaded when the request arrived.
     """
 
     def __init__(

@@ -3,14 +3,14 @@ decides whether a further request would be answered in time. This module does no
 
 Rules of `judge`, in this order:
 
-1. If this gateway has no work of this model, or no worker has loaded the model, the request is admitted. 2. A
-`Throughput` (`drain`) predicts the wait. The wait is multiplied by MARGIN (a safety factor) and by n^2 / (n^2 + DOUBT),
-where n is the number of samples. Without samples, requests are refused only if the queue has stalled. 3. If the queue
-has stalled, the time since its last result is added, because the stall may last as long again. 4. A refused client gets
-a turn (`turns`): a time at which it may try again, and for which the queue reserves space. A client without a turn is
-admitted if its response would be in time even after the work of all turns that are due before its deadline, or if the
-workers would have too little work. If workers form each batch only when the device is free, only the turns that are due
-before the batch of this request is formed count, and the second condition does not apply.
+1. If this gateway has no work of this model, or no worker has loaded the model, the request is admitted.
+2. A `Throughput` (`drain`) predicts the wait. The wait is multiplied by MARGIN (a safety factor) and by
+n^2 / (n^2 + DOUBT), where n is the number of samples. Without samples, requests are refused only in a stalled queue.
+3. If the queue has stalled, the time since its last result is added, because the stall may last as long again.
+4. A refused client gets a turn (`turns`): a time at which it may try again, and for which the queue reserves space. A
+client without a turn is admitted if its response would be in time even after the work of all turns that are due before
+its deadline, or if the workers would have too little work. If workers form each batch only when the device is free,
+only the turns that are due before the batch of this request is formed count, and the second condition does not apply.
 
 `Throughput` measures the speed at which work leaves the queue, and predicts the wait from this speed.
 
@@ -252,7 +252,7 @@ class Throughput:
         return samples
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
-        """Return the mean of the last batches, at most LOOK_S seconds old; None if none was measured lately."""
+        """Return the mean of the last batches, at most LOOK_S seconds old; None if no batch was measured lately."""
         if now_s - self._measured_s > LOOK_S:
             self._measured, self._measured_s = self._batch(now_s), now_s
         return self._measured
@@ -387,9 +387,9 @@ class AnswerPace:
 
 MARGIN = 1.1  # factor on the expected wait, because the prediction may be too low
 DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait that is based on n samples
-# Number of batches that must wait in the queue beside the running ones, so that the workers have no pause. While fewer
-# batches wait, clients without a turn (a time to try again, booked when a client was refused) are admitted. The work of
-# turns that are due within the time of a batch counts as waiting.
+# Number of batches that must wait in the queue beside the running batches, so that the workers have no pause. While
+# fewer batches wait, clients without a turn (a time to try again, booked when a client was refused) are admitted. The
+# work of turns that are due within the time of a batch counts as waiting.
 BUSY_BATCHES = 1.5
 # Limit on the work of refused clients that return in the same second. Retry-After is in whole seconds, so all clients
 # of one second return at once. The queue must be able to run their work in this share of a second, or of the time that
@@ -482,7 +482,7 @@ class ModelQueue:
         self._busy_s = math.inf
         # largest cost that can run now: the cost in the queue at the last result, or when work entered the empty queue
         self._running = 0.0
-        self._gone = 0.0  # tokens of requests that ended after the last result: they may still run
+        self._gone = 0.0  # cost of chunks that may still run although their requests ended after the last result
         # chunks that were queued at this time or earlier may be running; None if the time is not computed yet
         self._taken_s: float | None = None
         # set when all requests of a stalled queue have ended without a result: until this time, the queue counts as
@@ -682,8 +682,8 @@ class ModelQueue:
         return max(usual, min(max(self._running, self._gone), share * self._full_tokens(0.0) * self._lanes))
 
     def _full_tokens(self, cost: float) -> float:
-        """Return the cost of a full batch, as the mean of the hosts: its limit of tokens, or its limit of messages
-        times the mean cost of a queued message, whichever is smaller.
+        """Return the cost of a full batch, as the mean over the hosts. A host limits the tokens and the messages of a
+        batch; a message counts with the mean cost of a queued message.
         """
         window = self.window
         message = window.tokens / window.items if window.items else cost

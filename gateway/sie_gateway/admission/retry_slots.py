@@ -139,7 +139,7 @@ class RetrySlots:
         return retry_s
 
     def _is_full(self, due_s: float, room: float) -> bool:
-        """Return True if within some second around `due_s` the expected cost of this gateway's turns exceeds `room`."""
+        """Return True if the expected cost of this gateway's turns exceeds `room` in any second around `due_s`."""
         slot, get = math.floor(due_s / SLOT_S), self._own.costs.get
         most = room / self._shown if self._shown else math.inf
         if get(slot, 0.0) > most:

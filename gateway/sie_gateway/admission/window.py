@@ -12,7 +12,7 @@ at the adapters. Work above the bounds waits in the gateway, where keys alternat
 (Shreedhar and Varghese, 1996).
 
 Within a key, the first chunks of its requests alternate with the further chunks of its oldest request. So a small
-request never waits until a large one has ended, and large requests are finished one after the other.
+request never waits until a large request has ended, and large requests are finished one after the other.
 
 A key has one window for all models of a lane and priority. If the window is full, the models for which the key has
 waiting work take turns, one chunk each. Otherwise a model with much work of the key would take all space that becomes
@@ -100,8 +100,8 @@ class Shares:
         self._seen_s[key] = now_s
 
     def contested(self, now_s: float) -> bool:
-        """Return True if more than one key had requests within REMEMBERED_S seconds, or has work in the queue. Keys
-        with neither are dropped.
+        """Return True if more than one key had requests within REMEMBERED_S seconds, or has work in the queue. All
+        other keys are dropped.
         """
         if len(self._seen_s) > 1:
             recent_s = now_s - REMEMBERED_S
@@ -159,7 +159,7 @@ class Ticket:
 
 @dataclass(slots=True, eq=False)
 class _KeyFlow:
-    """Waiting requests of a key, in order of arrival. `begun` requests have had a permit, `fresh` ones have not."""
+    """Waiting requests of a key, in order of arrival. `begun`: requests that have had a permit. `fresh`: the others."""
 
     key: str
     deficit: int

@@ -1,5 +1,4 @@
-"""`POST /v2/embed` and `POST /v1/embed` in the format of Cohere. One run of the model serves all requested types of
-vectors.
+"""`POST /v2/embed` and `POST /v1/embed` in the format of Cohere. One run of the model gives all requested types.
 
 In version 1, `input_type` is optional, and a request without `embedding_types` gets plain lists of numbers.
 """

@@ -96,7 +96,7 @@ def side(use: str, entry: ModelEntry) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def named(**names: str) -> Iterator[None]:
-    """Replace the parameter of an InvalidInput error by the client's name. `names`: client's name by SIE's name."""
+    """Replace SIE's parameter name in an InvalidInput error by the client's name. `names`: client's by SIE's name."""
     try:
         yield
     except InvalidInput as error:

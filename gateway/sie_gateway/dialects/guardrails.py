@@ -21,7 +21,7 @@ from sie_gateway.redaction.spans import SensitiveSpan
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
-_READ = frozenset({"threshold", "flat_ner"})  # fields of the client that a model may read
+_READ = frozenset({"threshold", "flat_ner"})  # fields that the model gets if its family has them
 
 
 async def extract(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:

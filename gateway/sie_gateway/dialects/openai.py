@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 300_000  # largest number of tokens of all inputs of a request
 SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to a text
-DEFAULT_ENCODING = "cl100k_base"  # vocabulary that OpenAI's clients use for a model that they do not know
+DEFAULT_ENCODING = "cl100k_base"  # vocabulary that OpenAI's clients use for unknown models
 _ENCODINGS = ("model", *vocabulary.NAMES)
 _CHUNK = re.compile(r"input\[0\]: chunks\[(\d+)\]")  # beginning of an error about a chunk of the document
 _UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, because no encoding was named; {vocabulary.OWN_IDS}"

@@ -1,4 +1,4 @@
-"""`POST /v1/redact/{model}`: texts without personal data, in the native format. It replaces the entities that an
+"""`POST /v1/redact/{model}`: texts without personal data, in the native format. The route replaces the entities that an
 extract request returns, and matches of patterns. `redaction/` has the patterns, the rule for overlaps and the
 replacements.
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 1 << 18  # largest number of code points of a text; the slowest pattern takes 4 s for such a text
 MAX_NAME = 1000  # largest number of characters in the name of a kind of personal data or of a model
-MAX_MODELS = 3  # largest number of further models: each reads all texts
-KEY_CHARACTERS = (16, 1024)  # shortest and longest key; an attacker could guess a shorter key, and then the values
+MAX_MODELS = 3  # largest number of names in `models`; each of these models reads all texts
+KEY_CHARACTERS = (16, 1024)  # shortest and longest key; with a shorter key, an attacker could guess the values
 _ASIDE = 1 << 13  # texts of a request with at least this many code points in total are redacted in a thread
 _CODE_POINTS_PER_VALUE = 20  # number of code points that take as long to write as one number of a reply
 _OWN = ("kinds", "models", "style", "key", "region", "offsets", "restorable")
@@ -143,7 +143,7 @@ def _further(inference: Inference, call: Call, first: Resolved, rules: Redaction
         with fields.named(model=f"models[{number}]"):
             resolved = checked(inference.resolve(name, call, CAN["redact"]), "redact")
         if resolved.canonical in [model.canonical for model in models]:
-            raise InvalidInput.at(f"models[{number}]", "expected a further model, this one reads the texts already")
+            raise InvalidInput.at(f"models[{number}]", "expected another model, this model already reads the texts")
         models.append(resolved)
     return models[1:]
 

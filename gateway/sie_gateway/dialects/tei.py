@@ -222,7 +222,7 @@ async def predict(inference: Inference, call: Call, body: fields.Body) -> Encode
         path = f"inputs[{index}]"
         pair = [entry] if isinstance(entry, str) else entry
         if not isinstance(pair, list) or not 1 <= len(pair) <= 2 or not all(isinstance(text, str) for text in pair):
-            raise bad(path, entry, "a text, or a list of one text or of two")
+            raise bad(path, entry, "a text, or a list of one or two texts")
         texts = [bodies.utf8(text, path) for text in pair]
         items.append(RequestItem(texts[0], pair=texts[1] if len(texts) == 2 else None))
     params = {**_truncation(body), "options": {"raw_scores": fields.flag(body, "raw_scores")}}

@@ -81,7 +81,7 @@ _logger = logging.getLogger("sie.gateway")
 CLIENT_GONE = 499  # status in metrics and logs only, as in nginx: the client disconnected before its reply was sent
 CORS_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 CORS_AGE_S = 600  # seconds for which a browser caches the reply to a preflight request
-MAX_VERSIONS = 1024  # largest number of versions that are logged
+MAX_VERSIONS = 1024  # largest number of client versions that are logged
 _SDK = sdk_versions.HEADER
 # beginnings of the names of endpoints whose replies are vectors, which gzip hardly compresses
 _VECTORS = ("encode", "embed")

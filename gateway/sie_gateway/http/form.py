@@ -61,7 +61,7 @@ class Form:
 
     async def file(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the bytes of the file. When the iteration ends, the whole form has been read. Errors of `body` are
-        passed on.
+        raised.
         """
         async for chunk in body:
             for start in range(0, len(chunk), SLICE_BYTES):

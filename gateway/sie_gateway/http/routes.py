@@ -216,8 +216,6 @@ OLLAMA = (
 )
 
 
-# Text Embeddings Inference: without a model in the path, and below /tei/{model}
-
 _MAIN = (
     "main_task",
     tei.main_task,

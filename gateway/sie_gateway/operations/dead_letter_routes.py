@@ -24,10 +24,10 @@ _logger = logging.getLogger("sie.gateway.dead_letters")
 
 
 def _checked(request: Request, *more: str) -> None:
-    """Raise InvalidInput for an unknown parameter: without a misspelt filter, too many letters would match."""
+    """Raise InvalidInput for an unknown parameter: a misspelt filter must not match all letters."""
     for name in request.query_params:
         if name not in ("pool", *more):
-            raise InvalidInput.at(name, f"no such parameter here, expected {', '.join(('pool', *more))}")
+            raise InvalidInput.at(name, f"unknown parameter, expected {', '.join(('pool', *more))}")
 
 
 def _pool(gateway: Gateway, request: Request) -> str:
@@ -77,7 +77,7 @@ async def purge(gateway: Gateway, request: Request) -> Response:
     name, pool = request.path_params["letter"], _pool(gateway, request)
     done = await gateway.dead_letters.purge(pool, name)
     if done.removed:
-        _logger.info("%s removed dead letter %s of pool %s for good", call_of(request).grant.name, name, pool)
+        _logger.info("%s permanently removed dead letter %s of pool %s", call_of(request).grant.name, name, pool)
     return json_response(done)
 
 
@@ -92,7 +92,7 @@ async def purge_all(gateway: Gateway, request: Request) -> Response:
         )
     done = await gateway.dead_letters.purge_all(letters)
     _logger.info(
-        "%s removed %d dead letters of pool %s for good", call_of(request).grant.name, done.removed, letters.pool
+        "%s permanently removed %d dead letters of pool %s", call_of(request).grant.name, done.removed, letters.pool
     )
     return json_response(done)
 

@@ -40,9 +40,7 @@ class Doctor:
         self._at_s = -FRESH_S
 
     async def report(self) -> dict[str, Any]:
-        """Return the JSON of `sie doctor --json`. Raises NotFound without an installed `sie`, NotReady if the run
-        fails.
-        """
+        """Return the JSON report. Raises NotFound if the command `sie` is not installed, NotReady if the run fails."""
         if importlib.util.find_spec("sie_cli") is None:
             raise NotFound(
                 "the command `sie` is not installed beside this gateway: install the extra `cli`, or run `sie doctor`"

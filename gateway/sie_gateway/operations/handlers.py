@@ -156,7 +156,7 @@ async def metrics(gateway: Gateway, request: Request) -> Response:
 
 
 def _resolved_models(gateway: Gateway, request: Request) -> tuple[Resolved, ...]:
-    """Return the models of the name in the path: one, or those of an alias. Raises ModelNotFound, BundleConflict."""
+    """Return the model of the path, or the models of an alias. Raises ModelNotFound, BundleConflict, InvalidInput."""
     name = request.path_params["model"]
     gateway.inference.resolve(name)  # called only for its error, which suggests similar names
     return resolve_all(gateway.inference.catalogue, name.removesuffix("/"))
@@ -181,7 +181,7 @@ def _residency_reply(request: Request, state: ResidencyState, status: int, place
 
 def _log(request: Request, action: str, models: Iterable[Resolved]) -> None:
     name = call_of(request).grant.name
-    _logger.info("%s requests to %s %s", name, action, ", ".join(model.canonical for model in models))
+    _logger.info("%s requests the %s of %s", name, action, ", ".join(model.canonical for model in models))
 
 
 async def load(gateway: Gateway, request: Request) -> Response:

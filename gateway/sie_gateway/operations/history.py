@@ -161,8 +161,8 @@ class RequestHistory:
         return self._minutes[-1]
 
     def since(self, since_s: float = 0.0, step_s: int = STEP_S) -> dict[str, Any]:
-        """Return the counts of each `step_s` seconds (a multiple of STEP_S) from `since_s` (seconds since 1970) on, at
-        most an hour back, the oldest first. Steps without a request are left out.
+        """Return the counts of each `step_s` seconds (a multiple of STEP_S) since `since_s` (seconds since 1970), for
+        at most an hour, the oldest first. Steps without a request are left out.
         """
         now_s = self._clock()
         first = max(since_s, now_s - STEPS * STEP_S)

@@ -89,7 +89,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
 
 
 def _served(requested: str | None, reports: Sequence[ServedPrecision | ServedEngine | None]) -> dict[str, Any]:
-    """Return the requested precision or engine, or None, the values that workers use, and their reasons to differ."""
+    """Return the requested precision or engine (None: not requested), the values at workers, and why they differ."""
     reported = [report for report in reports if report is not None]
     return {
         "requested": requested,

@@ -71,7 +71,7 @@ def parse_spec(raw: Mapping[str, Any], profiles: Collection[str], catalogue: Cat
     caps = _counts(body.gpu_caps, "gpu_caps", profiles)
     for profile, cap in caps.items():
         if cap < gpus.get(profile, 0):
-            raise InvalidInput.at(f"gpu_caps.{profile}", f"expected at least the {gpus[profile]} of gpus, got {cap}")
+            raise InvalidInput.at(f"gpu_caps.{profile}", f"expected at least {gpus[profile]}, as in gpus, got {cap}")
     bundle = body.bundle or ""
     bundles = {*catalogue.bundles, assignments.DEFAULT_BUNDLE}
     if bundle and bundle not in bundles:
@@ -103,7 +103,7 @@ def _name(value: object) -> str:
         name = topology.pool_name(value)
     except ValueError:
         raise InvalidInput.at("name", "expected 1 to 63 letters, digits, _ or -", reason="pool_name") from None
-    if name == "assignments":  # this path is another route
+    if name == "assignments":  # /v1/pools/assignments is another route
         raise InvalidInput.at("name", f"{name!r} cannot be the name of a pool", reason="pool_name")
     return name
 
@@ -150,7 +150,7 @@ def _named(request: Request) -> str:
 
 
 def _profiles(gateway: Gateway) -> set[str]:
-    """Return the machine profiles in the settings, or else those of the workers and of this gateway."""
+    """Return the machine profiles in the settings; if none are set, those of the workers and of this gateway."""
     settings = gateway.settings
     if settings.gateway_configured_gpus:
         return {profile.strip().lower() for profile in settings.gateway_configured_gpus}

@@ -1,9 +1,9 @@
 """Status of the cluster for people: `/health`, the JSON of the page at `/`, and websockets.
 
-While a page is open, `WorkerProbe` checks every second whether MAX_ASKED of the shown workers are connected, each time
-the next ones. It sends a request to a worker's subject, and the broker reports at once if nobody subscribes to the
-subject. This is faster than to wait for a missing heartbeat (SIE_HEARTBEAT_TIMEOUT_MS). The result is only shown: the
-placement of requests does not use it.
+While a page is open, `WorkerProbe` checks every second whether shown workers are connected, at most MAX_ASKED of them
+at a time. It sends a request to a worker's subject, and the broker reports at once if nobody subscribes to the subject.
+This is faster than to wait for a missing heartbeat (SIE_HEARTBEAT_TIMEOUT_MS). The result is only shown: the placement
+of requests does not use it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class WorkerProbe:
         self._until_s = self._clock() + LOOKED_S
 
     async def run(self, stop: Stop) -> None:
-        """Check the watched workers every EVERY_S seconds, but none if LOOKED_S have passed since the last `watch`."""
+        """Check the watched workers every EVERY_S seconds, until LOOKED_S seconds after the last `watch`."""
         while not await stop.wait_for(EVERY_S):
             workers = self._wanted if self._clock() < self._until_s else ()
             first = self._next % max(1, len(workers))
@@ -259,7 +259,7 @@ class ClusterStatus:
         self.dead_letters = 0
         self._trend = QueueTrend(DEAD_EVERY_S)
         self.seats = Seats(MAX_SOCKETS, "gateway")
-        # last frames by the viewer's API key and the worker; the worker is None for frames about the cluster
+        # by API key and worker; the worker is None for frames about the cluster
         self._frames: dict[tuple[str, WorkerSocket | None], ViewerFrames] = {}
         self._glance = CachedSummary(self._summarise)
         self._placed = CachedSummary(self._lane_tables)
@@ -367,7 +367,8 @@ class ClusterStatus:
 
     def shown(self, text: str, grant: Grant) -> dict[str, Any]:
         """Return the data of the page at `/` for a credential: counts, at most MAX_SHOWN workers, and at most MAX_SHOWN
-        models with `text` in their name. Unhealthy, then busy workers come first, and models with queued work.
+        models with `text` in their name. Unhealthy workers come first, then busy workers. Models with queued work come
+        first.
         """
         glance, queues, visible = self._glance(), self.queues(), self._visible(grant)
         self.pulse.watch(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))

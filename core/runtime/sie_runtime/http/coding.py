@@ -42,7 +42,7 @@ def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receiv
         return receive
     if codings not in (["gzip"], ["x-gzip"]):
         raise UnsupportedMediaType(
-            "Content-Encoding: expected gzip, once, or none", reason="content_encoding", param="Content-Encoding"
+            "Content-Encoding: expected gzip once, or no encoding", reason="content_encoding", param="Content-Encoding"
         )
     return _Gunzipped(receive).receive
 
@@ -145,8 +145,8 @@ class CompressedReply:
 
     def _pays(self, start: MutableMapping[str, Any], size: int, *, is_last: bool) -> bool:
         """Return whether to compress the reply: the client accepts gzip, and the body has more than GZIP_OVER bytes or
-        comes in pieces. A reply with an ETag is not compressed, because a strong ETag identifies exact bytes; nor is a
-        reply that already has a coding or is a part of a resource (206).
+        comes in pieces. A reply with an ETag is not compressed, because a strong ETag identifies exact bytes. A reply
+        with a Content-Encoding and a part of a resource (206) are not compressed either.
         """
         names = {name for name, _ in start["headers"]}
         return (

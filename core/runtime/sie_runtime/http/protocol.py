@@ -80,13 +80,13 @@ MIN_ASK_S, MAX_ASK_S = 0.001, 1.0
 MAX_PIPELINED = 128  # largest number of requests that a client may send before earlier ones are answered
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
 _NAME_BYTES = b"abcdefghijklmnopqrstuvwxyz0123456789-"
-_CONTROL_BYTES = bytes([*range(0x09), *range(0x0A, 0x20), 0x7F])  # all but the tab
+_CONTROL_BYTES = bytes([*range(0x09), *range(0x0A, 0x20), 0x7F])  # control characters except the tab
 _HEAD_TOO_LARGE = f"the head of this request, its trailers included, is larger than {MAX_HEAD_BYTES} bytes"
 
 
 def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, int] | None:
     """Return (bytes of the head, length of the body) of a response; None if uvicorn must send the response itself,
-    because its headers are unusual.
+    because the headers are unusual.
     """
     header_values = dict(headers)
     length = header_values.get(b"content-length", b"")
@@ -117,11 +117,11 @@ class SharedState(ServerState):
 
 
 class _Cycle(RequestResponseCycle):
-    """Sends a response of known length and in one piece by one write, while uvicorn writes head and body separately.
-    This saves 20 us of the 335 us of a request (bench/results/queue.md).
+    """Sends the head and the body of a response by one write, if the body has one piece and a known length. uvicorn
+    would send two writes, which takes 20 us of the 335 us of a request (bench/results/queue.md).
 
-    uvicorn sends all other responses (no length, HEAD, a connection that closes, unusual headers). HTTP/1.0 has no
-    chunks: there, a response of unknown length ends with the connection.
+    uvicorn sends all other responses (no length, HEAD, a connection that closes, unusual headers). In HTTP/1.0, which
+    has no chunks, a response of unknown length ends with the connection.
     """
 
     server_state: SharedState
@@ -201,7 +201,7 @@ class Protocol(HttpToolsProtocol):
     _idle_bytes = 0  # bytes of chunk headers and trailers that have arrived since the last bytes of a body
     _body_bytes = 0  # bytes of all bodies of this connection
     _body_pieces = 0  # number of calls of `on_body` on this connection
-    _unread: bytes | None = None  # input that waits to be parsed; None if none waits
+    _unread: bytes | None = None  # input that is not parsed yet; None if there is no such input
     _was_paused = False  # whether the server has stopped reading at any time since the rate was last measured
     _trailer_bytes = 0  # bytes of the head and the trailers, which share one limit; 0 until a trailer arrives
     _begun_s = 0.0
@@ -349,8 +349,7 @@ class Protocol(HttpToolsProtocol):
         if self._is_resuming:
             return
         self._head_done()
-        # to save time, the size is computed only for a head that came in several pieces, or in one piece above the
-        # limit
+        # to save time, the size is computed only if the head came in several pieces, or in a piece above the limit
         if (self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0) and self._head_size() > MAX_HEAD_BYTES:
             self._stop(_HEAD_TOO_LARGE)
         self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)

@@ -39,7 +39,7 @@ class Parameter(NamedTuple):
     """Parameter of a request. `type`: a type that msgspec supports. A parameter in the path is always required."""
 
     name: str
-    where: str  # where it is sent: path, query or header
+    where: str  # part of the request: path, query or header
     type: Any = str
     description: str = ""
     example: Any = None

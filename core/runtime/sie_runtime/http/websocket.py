@@ -1,11 +1,11 @@
 """Websockets on which only the server sends: at most one text frame per interval, to each connected client.
 
     upgrade ──► allowed? ──no──► a plain HTTP response
-                   └─► accept ──► a frame at once ──► the next one an interval later ──► ...
+                   └─► accept ──► a frame at once ──► the next frame an interval later ──► ...
 
-There is no queue of frames for a slow client: the next frame is built only when the one before has been sent, and
-frames between them are skipped. A client whose buffer stays full for PATIENCE_S is disconnected. Messages of clients
-are discarded, and their input is read slowly.
+There is no queue of frames for a slow client: the next frame is built only after the previous frame was sent, and the
+frames in between are skipped. A client whose buffer stays full for PATIENCE_S is disconnected. Messages of clients are
+discarded, and their input is read slowly.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class ViewerFrames:
     """
 
     def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:
-        """`make` returns the present frame. A frame object that a websocket got last is not sent to it again. If `make`
+        """`make` returns the present frame. The same object is not sent to a websocket twice in a row. If `make`
         returns None, the websocket is closed with code 1013.
         """
         self._make = make
