@@ -43,8 +43,8 @@ class Fold:
         self._folded: set[tuple[str, ...]] = set()
 
     def __call__(self, values: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the label set under which `values` are counted: `values` itself if the limit allows it; otherwise with
-        `other` for the labels in FOLDED; if the limit does not allow that either, `other` for all labels.
+        """Return the label set under which `values` are counted. This is `values` if the limit allows a further label
+        set; else `values` with `other` for the labels in FOLDED, if the limit allows this; else `other` for all labels.
         """
         if values in self._known or values in self._folded:
             return values
@@ -58,7 +58,7 @@ class Fold:
         return values
 
     def keep(self, present: Collection[Labels]) -> None:
-        """Forget all label sets except `present`, so that new label sets are within the limit."""
+        """Remove all label sets except `present`, so that new label sets are within the limit."""
         self._known.intersection_update(present)
         self._folded.clear()
 

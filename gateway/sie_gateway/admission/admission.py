@@ -522,7 +522,7 @@ class Admission:
         queue now get a permit at once, the other chunks later. `request`: id of the request, which its results contain.
         `squares`: for each chunk, the sum of the squared token counts of its rows.
 
-        Raises QueueFull if the inputs of this request and those that wait in this gateway have more than
+        Raises QueueFull if the inputs of this request and the inputs that wait in this gateway have together more than
         MAX_WAITING_BYTES. A request of one chunk that may enter now, and a request while no inputs wait, are exempt.
         """
         now_s = self._clock()

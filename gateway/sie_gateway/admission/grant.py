@@ -21,7 +21,7 @@ from sie_runtime.keys import NO_LIMITS, KeyLimits
 
 MINUTE_S = 60.0
 WORKERS_NAME = "config-read"  # name, in metrics, of the token with which workers read the configuration
-# number of buckets at which the full ones are dropped; nothing is lost, because a new bucket is full as well
+# number of buckets at which full buckets are dropped; nothing is lost, because a new bucket is full as well
 _MAX_IDLE = 4096
 
 

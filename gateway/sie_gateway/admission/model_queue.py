@@ -392,8 +392,8 @@ DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait th
 # work of turns that are due within the time of a batch counts as waiting.
 BUSY_BATCHES = 1.5
 # Limit on the work of refused clients that return in the same second. Retry-After is in whole seconds, so all clients
-# of one second return at once. The queue must be able to run their work in this share of a second, or of the time that
-# a request has left after a running batch if that is shorter.
+# of one second return at once. The queue must be able to run their work in this share of a second. If a request has
+# less than one second left after a running batch, it must be this share of the time that is left.
 TURN_PACE = 0.4
 # The limit of TURN_PACE is at least the work that the queue runs in this share of a request's budget.
 MIN_BUNCH = 0.1

@@ -24,7 +24,7 @@ from sie_contracts.wire.heartbeats import Turn
 
 MAX_RETRY_S = 120  # longest Retry-After in seconds; OpenAI clients do not retry if it is longer
 MAX_TURNS = 16_384  # largest number of open turns of one model
-# largest number of turns, and of claims, that wait for the next announcement; the oldest ones are dropped
+# largest number of turns, and of claims, that wait for the next announcement; the oldest entries are dropped
 MAX_NEWS = 4_096
 GRACE_S = 2.0  # a turn lapses at the earliest this many seconds after its due time
 # A client may come early by this share of its Retry-After, and late by this share or by GRACE_S, whichever is longer.

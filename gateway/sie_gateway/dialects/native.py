@@ -116,7 +116,7 @@ def _answer(call: Call, finished: RequestResult, *, msgpack: bool) -> EncodedRep
         for slot, own in zip(slots, finished.item_timings() if slots else (), strict=True):
             slot["timing"] = own
     content |= finished.shared(explain=call.explains)
-    if request.operation != "encode":  # published clients read `input_tokens`; the other names are OpenAI's
+    if request.operation != "encode":  # public SDKs read `input_tokens`; the other fields are OpenAI's
         content["usage"] = {"input_tokens": finished.usage["prompt_tokens"], **finished.usage}
     if options.run.muvera is not None:
         content["muvera"] = msgspec.to_builtins(options.run.muvera)

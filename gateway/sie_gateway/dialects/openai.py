@@ -255,7 +255,7 @@ def _answer(call: Call, finished: RequestResult, kind: str, *, is_base64: bool) 
 
 
 def _name_input(failed: FailedRequest) -> None:
-    """Replace the chunk that an error names by the input: with `late_chunking`, the inputs are the chunks."""
+    """Make an error about a chunk name the input: with `late_chunking`, each input is a chunk of one document."""
     error = failed.error
     path = _CHUNK.match(error.message)
     if path is not None:

@@ -80,7 +80,7 @@ async def redact(inference: Inference, call: Call, body: fields.Body) -> Encoded
     rules, parameters = _rules(body)
     items = await beside(call.body, lambda: bodies.items(body, limit=inference.max_items(call)))
     _check_texts(items)
-    # all models are checked before the first one runs
+    # all models are checked before the first model runs
     plans = [_plan(inference, call, resolved, items, rules, parameters)]
     for number, further in enumerate(_further(inference, call, resolved, rules)):
         own = replace(call, id=f"{call.id}-model{number}", labels=dict(call.labels))

@@ -170,7 +170,7 @@ def error_response(error: Exception, call: Call) -> Response:
         else:
             error = InvalidInput(str(error.detail), reason="malformed")
     if not isinstance(error, SIEError):
-        _logger.error("request %s failed", call.id, exc_info=error, extra={"request_id": call.id})
+        _logger.error("request %s failed unexpectedly", call.id, exc_info=error, extra={"request_id": call.id})
         error = InternalFailure("the server failed; its log has the details under this request id")
     call.code, call.message = error.code, error.message
     error = call.dialect.spoken(error) if call.shape is native_shape else error

@@ -68,7 +68,7 @@ def _erasure(selection: api.CacheErasure) -> AnswerErasure:
         query = None if selection.query is None else RequestItem(utf8(selection.query, "query"))
         (digest,) = digests_of((RequestItem(utf8(selection.text, "text")),), query)
     if (selection.all is True) == bool(model or key or digest):
-        raise InvalidInput.at("all", "expected true to erase every answer, or else one of model, key, text")
+        raise InvalidInput.at("all", "expected true, to erase all answers, or one of the fields model, key and text")
     return AnswerErasure(model, key, digest)
 
 

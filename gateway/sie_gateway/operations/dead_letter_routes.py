@@ -88,7 +88,7 @@ async def purge_all(gateway: Gateway, request: Request) -> Response:
     if letters.is_all != (request.query_params.get("all") == "true"):
         raise InvalidInput.at(
             "all",
-            f"expected true to forget every dead letter of pool {letters.pool}, or else one of {', '.join(FILTERS)}",
+            f"expected true, to remove all dead letters of pool {letters.pool}, or one of {', '.join(FILTERS)}",
         )
     done = await gateway.dead_letters.purge_all(letters)
     _logger.info(

@@ -1,8 +1,8 @@
 """Dead letters for administrators (`dead_letter_routes.py`). No answer contains a client's input.
 
-page, show letters, each with the reason why its work was given up, and the number of attempts replay run the work again
-(`replay.py`): the letter is removed only if all inputs of the work were answered purge remove a letter, with the inputs
-in it
+page, show     letters, with the reason why their work was given up, and the number of attempts
+replay         run the work again (`replay.py`): the letter is removed only if all inputs of the work were answered
+purge          remove a letter, with the inputs in it
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
 
 def of_loads(errors: Iterable[tuple[str, Mapping[str, ErrorInfo]]]) -> list[ClusterFinding]:
     """List the failed loads, one for each worker and message. `errors`: pairs (worker, load errors by model)."""
-    # if profiles of a model share one copy of the weights, all of them have the same error: one finding lists them
+    # profiles of a model that share its weights have the same error: one finding lists all of them
     failed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for worker, by_model in errors:
         for model, error in by_model.items():

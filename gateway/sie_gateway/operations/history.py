@@ -52,8 +52,8 @@ MAX_OWNERS = 8  # API keys with a separate list of records in one minute; the re
 MAX_TEXT = 300  # characters that are stored of an error message, and of a requested model name that does not exist
 MAX_CHUNKS = 32  # chunks of a request that its record describes; a chunk is the part of a request in one message
 STAGES_TOLD = (*STAGES, "total_time")
-# upper bounds of a histogram of latencies, in ms; each is 1.2 times the one before, so between the first and the last
-# bound a quantile is at most 20 % too high
+# upper bounds of a histogram of latencies, in ms; each bound is 1.2 times the previous bound, so between the first and
+# the last bound a quantile is at most 20 % too high
 BOUNDS_MS = tuple(0.05 * 1.2**step for step in range(80))
 _of_stages = itemgetter(*STAGES_TOLD)
 _of_logged = itemgetter(*STAGES)
@@ -149,7 +149,7 @@ class RequestHistory:
 
     def _step(self, now_s: float) -> _HistoryBucket:
         at = int(now_s) // STEP_S * STEP_S
-        # if the clock was set back, the request counts in the last step, not in an earlier one
+        # if the clock was set back, the request counts in the last step, not in an earlier step
         if not self._steps or self._steps[-1].at < at:
             self._steps.append(_HistoryBucket(at))
         return self._steps[-1]

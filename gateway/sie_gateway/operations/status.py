@@ -79,7 +79,7 @@ class WorkerProbe:
         self.gone: frozenset[str] = frozenset()
 
     def watch(self, workers: Iterable[str]) -> None:
-        """Set the workers that `run` checks: those that a page shows."""
+        """Set the workers that `run` checks: the workers that a page shows."""
         self._wanted = tuple(sorted(workers))
         self._until_s = self._clock() + LOOKED_S
 
@@ -320,8 +320,8 @@ class ClusterStatus:
         )
 
     def queues(self) -> tuple[list[QueueInfo], list[QueueInfo]] | None:
-        """Return the queues of the lanes (pool, machine profile and bundle) and those of single models, as two lists;
-        None while they are unknown.
+        """Return two lists: the queues of the lanes (pool, machine profile and bundle), and the queues of single
+        models; None while they are unknown.
         """
         if not self._lag.is_known:
             return None
@@ -391,7 +391,7 @@ class ClusterStatus:
 
     def placed(self, text: str, grant: Grant) -> dict[str, Any]:
         """Return for each lane which workers host which models: at most MAX_SHOWN models with `text` in their name,
-        those with waiting work first.
+        models with waiting work first.
         """
         visible = self._visible(grant)
         return {"lanes": [lane.shown(text.lower(), visible) for lane in self._placed()]}

@@ -98,7 +98,7 @@ def error_headers(error: SIEError) -> dict[str, str]:
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
     if error.reason == "content_encoding":
-        headers["Accept-Encoding"] = "gzip"  # RFC 7694: the reply to an unknown encoding names the supported ones
+        headers["Accept-Encoding"] = "gzip"  # RFC 7694: the reply names the supported encodings
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return headers

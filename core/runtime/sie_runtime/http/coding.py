@@ -22,7 +22,7 @@ GZIP_OVER = 4096
 # largest number of bytes that the event loop itself compresses or decompresses at a time, in about 2 ms
 INLINE_BYTES = 64 << 10
 PIECE_BYTES = 1 << 20
-MAX_MEMBERS = 1 << 14  # largest number of gzip members in one body; each takes about 10 us, even an empty one
+MAX_MEMBERS = 1 << 14  # largest number of gzip members in one body; even an empty member takes about 10 us
 LEVEL = 1  # compression level of gzip, from 1 (fast) to 9 (small)
 _GZIP = 16 + zlib.MAX_WBITS
 _HEAD = b"\x1f\x8b"  # first bytes of each gzip member (RFC 1952)

@@ -77,7 +77,7 @@ LINGER_S = 5.0
 HALF_CLOSED_S = 1.0
 # shortest and longest pause, in seconds, between two tests whether a half-closed client still reads
 MIN_ASK_S, MAX_ASK_S = 0.001, 1.0
-MAX_PIPELINED = 128  # largest number of requests that a client may send before earlier ones are answered
+MAX_PIPELINED = 128  # largest number of unanswered requests of one connection
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
 _NAME_BYTES = b"abcdefghijklmnopqrstuvwxyz0123456789-"
 _CONTROL_BYTES = bytes([*range(0x09), *range(0x0A, 0x20), 0x7F])  # control characters except the tab
@@ -571,7 +571,8 @@ _FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
 # names that do not exist in public DNS, so that no foreign web page can have them as host
 _CLUSTER_NAMES = (".svc", ".cluster.local")
 _ANY = "*"
-# largest number of bytes of a Host header whose check is cached: longer ones, which are no DNS names, would fill memory
+# largest number of bytes of a Host header whose check is cached; longer headers, which are no DNS names, would fill
+# memory
 _MAX_CACHED_HOST = 255
 
 
