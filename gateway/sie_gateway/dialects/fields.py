@@ -103,7 +103,7 @@ def named(**names: str) -> Iterator[None]:
         if (name := names.get(error.param)) is None:
             raise
         message = error.message
-        if message.startswith(error.param):  # false for an unsuitable model: this message begins with the model's name
+        if message.startswith(error.param):  # an error about an unsuitable model begins otherwise
             message = name + message.removeprefix(error.param)
         raise InvalidInput(message, reason=error.reason, param=name, extras=error.extras) from error
 

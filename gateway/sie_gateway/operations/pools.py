@@ -104,7 +104,7 @@ def _name(value: object) -> str:
     except ValueError:
         raise InvalidInput.at("name", "expected 1 to 63 letters, digits, _ or -", reason="pool_name") from None
     if name == "assignments":  # /v1/pools/assignments is another route
-        raise InvalidInput.at("name", f"{name!r} cannot be the name of a pool", reason="pool_name")
+        raise InvalidInput.at("name", f"{name!r} cannot be the name of a pool, choose another name", reason="pool_name")
     return name
 
 

@@ -321,7 +321,7 @@ class ClusterStatus:
 
     def queues(self) -> tuple[list[QueueInfo], list[QueueInfo]] | None:
         """Return two lists: the queues of the lanes (pool, machine profile and bundle), and the queues of single
-        models; None while they are unknown.
+        models. Return None while the queues are unknown.
         """
         if not self._lag.is_known:
             return None
