@@ -419,9 +419,9 @@ class _PeerQueue(NamedTuple):
 
 class WaitRefusal(NamedTuple):
     """Refusal of a request because of its wait. `wait_s`: predicted wait, including the time of a stall; for a new
-    request multiplied by margin and weight. If the turns of other clients are the reason of the refusal, their work is
-    included in place of the stall. `turn_s`: seconds until the queue has space for this request. `room`: limit on the
-    summed cost of turns that are due within one second.
+    request multiplied by margin and weight. If the request is refused because of the booked retry times of other
+    clients, their work is included in place of the stall. `turn_s`: seconds until the queue has space for this request.
+    `room`: limit on the summed cost of the clients whose retry times are within one second.
     """
 
     wait_s: float
@@ -598,13 +598,13 @@ class ModelQueue:
         return last_s
 
     def peer_announced(self, gateway: str, queued: QueuedWork, now_s: float) -> None:
-        """Record what another gateway announced: its work in the queue, its booked turns and its claimed turns."""
+        """Record what another gateway announced: its work in the queue, booked retry times and claimed retry times."""
         self._others = {name: peer for name, peer in self._others.items() if now_s - peer.at_s < OTHER_S}
         self._others[gateway] = _PeerQueue(now_s, queued.tokens, queued.rate, self.window.cost)
         self.turns.peer_announced(now_s, queued.turns, queued.claimed)
 
     def news(self, now_s: float, count: int) -> QueuedWork | None:
-        """Return the announcement for other gateways, with at most `count` turns and claims; None if it is empty."""
+        """Return the announcement for other gateways, with at most `count` retry times; None if it is empty."""
         turns, claimed = self.turns.news(now_s, count)
         if not self.window.cost and not turns and not claimed:
             return None
@@ -786,8 +786,8 @@ class ModelQueue:
         return self.drain.last_s + self.batches.seconds(tokens / self._lanes * (self.scale or 1.0) / entered.scale)
 
     def shed(self, now_s: float) -> Iterator[tuple[Entered, WaitRefusal, float]]:
-        """Yield each of the `late` requests with its refusal and its current cost. The turn of its client is due after
-        all work that stays in the queue.
+        """Yield each of the `late` requests with its refusal and its current cost. The client's retry time is after all
+        work that stays in the queue.
         """
         late = self.late(now_s)
         for entered, _ in late:

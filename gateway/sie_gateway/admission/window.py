@@ -276,8 +276,8 @@ class KeyWindow:
         return not any(window is not self and window._has_turn_before(key, mine) for window in windows)
 
     def _has_turn_before(self, key: str, granted: float) -> bool:
-        """Return True if the next chunk of this key waits only for the window of the key, and the last permit of this
-        key for this model was before permit number `granted`.
+        """Return True if the next chunk of this key waits only because the key's window (token limit) is full, and the
+        last permit of this key for this model was before permit number `granted`.
         """
         flow = self._flows[key]
         if not flow.is_limited or flow.granted >= granted:
