@@ -27,7 +27,7 @@ Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 TURN_S = 60.0  # seconds between two rankings of the busiest names (models, keys)
 HALF_LIFE_S = 600.0
 KEEPS = 2
-_FORGOTTEN = 0.01  # a name is dropped when its number of requests has faded to this or less
+_FORGOTTEN = 0.01  # a name is removed when its decayed number of requests is at most this number
 disable_created_metrics()  # type: ignore[no-untyped-call]  # nobody uses the `_created` series
 
 

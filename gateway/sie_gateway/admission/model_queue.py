@@ -392,8 +392,8 @@ DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait th
 # work of turns that are due within the time of a batch counts as waiting.
 BUSY_BATCHES = 1.5
 # Limit on the work of refused clients that return in the same second. Retry-After is in whole seconds, so all clients
-# of one second return at once. The queue must be able to run their work in this share of a second. If a request has
-# less than one second left after a running batch, it must be this share of the time that is left.
+# of one second return at once. The queue must be able to run their work in this share of a second, or in this share of
+# the time that a request has left after a running batch, if that time is shorter.
 TURN_PACE = 0.4
 # The limit of TURN_PACE is at least the work that the queue runs in this share of a request's budget.
 MIN_BUNCH = 0.1
@@ -528,7 +528,7 @@ class ModelQueue:
             text_cost(ran.tokens, ran.attention, self.crossover_tokens), result.stages.inference_ms / 1000
         )
         tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
-        # work without a batch (tokenize, decode) has the estimate 1 for any number of tokens
+        # not for work without a batch (tokenize, decode): its estimate is 1 for any number of tokens
         if tokens and ran.tokens:
             ratio = tokens / estimate
             self.scale = ratio if not self.scale else 0.95 * self.scale + 0.05 * ratio
@@ -542,7 +542,7 @@ class ModelQueue:
         if result.chunk not in entered.queued_s:
             return
         queued_s, is_crowded = entered.queued_s.pop(result.chunk)
-        if not result.batch.id:  # the device ran no batch for this work (a failure, tokenize): it shows no speed
+        if not result.batch.id:  # without a batch (a failure, tokenize), no speed can be measured
             return
         self.drain.left(
             now_s,

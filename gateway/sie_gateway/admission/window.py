@@ -213,8 +213,8 @@ class KeyWindow:
 
     def ahead(self, key: str, cost: float) -> float:
         """Return the cost of the work that runs before the last chunk of a new request of this cost can start. Keys
-        alternate by cost: before that chunk, each other key runs at most as much of its waiting work as this key has
-        waiting, the new request included.
+        alternate by cost. So before that chunk, another key runs at most as much waiting work as this key has with the
+        new request.
         """
         if not self._flows:
             return self.cost

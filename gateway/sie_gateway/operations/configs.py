@@ -71,7 +71,7 @@ async def forward(gateway: Gateway, request: Request, after: str = "") -> Respon
         raise InvalidInput(f"this path and query cannot be forwarded: {error}", reason="malformed") from error
     except httpx.HTTPError as error:
         _logger.warning("the config service did not answer a forwarded request: %s", type(error).__name__)
-        raise NotReady("the config service does not answer; its earlier writes stay in use") from error
+        raise NotReady("the config service does not answer: try again; the present catalogue stays in use") from error
     forwarded = {name: answer.headers[name] for name in _RETURNED if name in answer.headers}
     return Response(answer.content, answer.status_code, forwarded)
 

@@ -50,7 +50,7 @@ class Doctor:
             if time.monotonic() - self._at_s >= FRESH_S:
                 try:
                     self._last = await self._examined()
-                except NotReady as error:  # stored, so that waiting requests do not run it again
+                except NotReady as error:  # stored, so that waiting requests start no new run
                     self._last = error
                 self._at_s = time.monotonic()
             last = self._last

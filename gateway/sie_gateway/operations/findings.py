@@ -22,7 +22,7 @@ from sie_contracts.status import QueueInfo
 from sie_gateway.fleet.pool_rules import HIDDEN
 
 MAX_FINDINGS = 50
-# seconds; a larger difference of a worker's clock from the broker's is reported: it makes the worker's log misleading
+# seconds; a larger difference of a worker's clock from the broker's is reported, as times in the worker's log mislead
 CLOCK_S = 2.0
 WINDOW_S = 300.0  # seconds of the history in which refusals are counted
 REFUSED_SHARE = 0.01

@@ -1,8 +1,9 @@
 """Log and history of the inference requests of a gateway, which show why requests are slow.
 
-The history has, for the last hour, counts, errors and stage latencies of each STEP_S, and records of the slowest
-requests. The log has one line for each request. Requests that were refused for overload or a rate limit have at most
-MAX_REFUSED_LINES lines in each interval, and one more line counts the rest, so that overload does not flood the log:
+The history has, for the last hour, counts, errors and stage latencies of each STEP_S seconds, and records of the
+slowest requests. The log has one line for each request. Requests that were refused for overload or a rate limit have at
+most MAX_REFUSED_LINES lines in each interval, and one more line counts the rest, so that overload does not flood the
+log:
 
  encode 200 in 9.3 ms items=3 tokens=24 queue_time=2.104 load_time=0.0 ... unattributed_time=1.088
  512 more requests were refused in 10 s: encode 503 code=QUEUE_FULL 500, score 503 code=QUEUE_FULL 12
