@@ -70,7 +70,7 @@ class Quotas:
         return Charge(self, key, limits.tokens_per_minute) if limits.tokens_per_minute else None
 
     def spend(self, key: str, per_minute: int, cost: int, name: str) -> None:
-        """Subtract `cost` tokens from the bucket of `key`, or raise. `name`: field with the inputs, for errors.
+        """Subtract `cost` tokens from the bucket of `key`. `name`: field with the inputs, for errors.
 
         A cost above this gateway's 1/n of the quota is accepted when the bucket is full, and the key then owes the
         excess: otherwise a request within the quota of the installation could never run. Raises RateLimited with the

@@ -72,12 +72,12 @@ GROWING = 1.25  # factor: batches still grow while the last batch is this many t
 
 
 class ExpectedWait(NamedTuple):
-    """Expected wait of a request, in seconds. `min_s`: the wait if the batches ahead are full and end as usual.
-    `likely_s`: `min_s` plus one batch, which was formed before the request arrived; if batches are formed only when the
-    device is free, `min_s` with a whole number of batches. `stalled_s`: time without a result if it is unusually long,
-    else 0; the stall may last as long again. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown.
-    `batch_s`: time of one batch. `formed_s`: time until the batch of this request is formed, if batches are formed only
-    when the device is free; otherwise infinite.
+    """Expected wait of a request, in seconds. `min_s`: the wait if all earlier batches are full and take the usual
+    time. `likely_s`: the same plus one batch, which was formed before the request arrived. If workers form a batch only
+    when the device is free, `likely_s` is `min_s` for a whole number of batches, and `formed_s` is the time until the
+    batch of this request is formed; otherwise `formed_s` is infinite. `stalled_s`: time since the last result if this
+    time is unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown.
+    `batch_s`: time of one batch.
     """
 
     min_s: float = 0.0
@@ -380,7 +380,7 @@ class AnswerPace:
         min_s = now_s + took_s / 2  # earliest retry: by this time half of the requests in progress have ended
         each_s = took_s / self._running
         self._next_s = min(max(self._next_s, min_s) + each_s, now_s + MAX_RETRY_S)
-        # the random number is no secret: it spreads clients in time
+        # random times spread the clients; they need no cryptographic generator
         wait_s = min(self._next_s - now_s, MAX_RETRY_S * random.uniform(0.8, 1.0))  # noqa: S311
         return max(1, int(wait_s + random.uniform(0, 1)))  # noqa: S311
 
@@ -470,7 +470,7 @@ class ModelQueue:
         # length of a text in tokens at which attention takes as long as all other computation; 0 while unknown
         self.crossover_tokens = 0
         self.bound = QueueBound()
-        self.hosts: list[Heartbeat] = []  # set by `hosted_by`
+        self.hosts: list[Heartbeat] = []  # of the workers that have the model loaded
         self._lanes = 1  # number of batches that the hosts run at the same time
         self._pipeline = 1
         self.version = -1

@@ -73,7 +73,7 @@ class Note(NamedTuple):
 
 @dataclass
 class _HistoryBucket:
-    """Counts of the requests in STEP_S seconds. `at`: the first second, since 1970."""
+    """Counts of the requests in STEP_S seconds. `at`: start of this time, in seconds since 1970."""
 
     at: int
     requests: int = 0
