@@ -817,9 +817,9 @@ class ModelQueue:
 
 
 def _bunch_s(budget_s: float, batch_s: float) -> float:
-    """Return the limit on the work of refused clients that return in the same second, as the seconds in which the queue
-    runs this work: TURN_PACE of one second, or of the budget that is left after a running batch if that is shorter; but
-    at least MIN_BUNCH of the budget.
+    """Return the limit on the work of refused clients that return in the same second, in seconds of the queue's time.
+    The limit is the share TURN_PACE of one second. If less than one second of the budget is left after a running batch,
+    it is this share of the rest. It is at least the share MIN_BUNCH of the budget.
     """
     return max(MIN_BUNCH * budget_s, TURN_PACE * min(1.0, budget_s - batch_s))
 

@@ -93,7 +93,7 @@ class Shares:
         self.total = 0
         # windows in which a key has waiting work, by key
         self.waiting: dict[str, dict[KeyWindow, None]] = {}
-        self.grants = 0  # number of permits until now; orders the turns of a key's models
+        self.grants = 0  # number of permits until now, by which the models of a key take turns
         self._seen_s: dict[str, float] = {}
 
     def saw(self, key: str, now_s: float) -> None:

@@ -90,10 +90,10 @@ class Gate:
     def check(self, method: str, path: str, authorization: str) -> Grant:
         """Return the grant of a call that is allowed. The handshake of a websocket counts as a GET.
 
-        Raises Unauthenticated, PermissionDenied, and NotReady before the keys are read, and for a key with an expiry
-        time before the broker's time is read. A path or method without a row requires the scope read. A caller with
-        this scope gets NotFound for an unknown path, and HTTPException 405 with `Allow` for a method that this gateway
-        does not serve.
+        Raises Unauthenticated, PermissionDenied, and NotReady if the keys are not read yet. NotReady is also raised for
+        a key with an expiry time, if the broker's time is not read yet. A path or method without a row requires the
+        scope read. A caller with this scope gets NotFound for an unknown path, and HTTPException 405 with `Allow` for a
+        method that this gateway does not serve.
         """
         match = TABLE.match(path)
         row = match.route(method)
@@ -125,8 +125,8 @@ class Gate:
 
     def of_key(self, key: str) -> Grant | None:
         """Return the current grant of the credential with this key, for work that goes on after its call has ended,
-        such as a job; None if the credential is no longer valid. Raises NotReady before the keys are read, and for a
-        key with an expiry time before the broker's time is read.
+        such as a job; None if the credential is no longer valid. Raises NotReady if the keys are not read yet, or for a
+        key with an expiry time, if the broker's time is not read yet.
         """
         if not key and not self._guarded:
             return replace(ANYBODY, scopes=self._usable(frozenset()))
