@@ -187,7 +187,7 @@ class KeyWindow:
         self.tokens = 0
         self.items = 0
         self._quantum = quantum
-        # summed cost of other keys' chunks that were granted while the chunk that is next waits for space
+        # summed cost of other keys' chunks that have overtaken the next chunk while it waits for space
         self._passed = 0
         self._flows: dict[str, _KeyFlow] = {}
         self._ring: deque[_KeyFlow] = deque()

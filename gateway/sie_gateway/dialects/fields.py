@@ -96,7 +96,7 @@ def side(use: str, entry: ModelEntry) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def named(**names: str) -> Iterator[None]:
-    """Replace SIE's parameter name in an InvalidInput error by the client's name. `names`: client's by SIE's name."""
+    """Rename the parameter in an InvalidInput error. `names`: SIE's name of a parameter -> the client's name."""
     try:
         yield
     except InvalidInput as error:

@@ -469,5 +469,5 @@ def _errors(route: Route) -> openapi.Statuses:
 
 
 def openapi_document(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the OpenAPI document of a gateway. `about`: its head, for example title and version."""
+    """Return the OpenAPI document of a gateway. `about`: top-level members such as `openapi` and `info`."""
     return openapi.document(ROUTES, PLACEHOLDERS, _errors, about=about)
