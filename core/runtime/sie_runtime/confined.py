@@ -54,7 +54,7 @@ def serve(
     _die_with(parent)
     answer = make()
     _silence()
-    # the parent has ended; a FrameError may also mean an incomplete or too large frame
+    # suppressed, as the parent has then ended; a FrameError may also mean an incomplete or too large frame
     with socket.socket(fileno=0) as connection, contextlib.suppress(EOFError, FrameError, OSError):
         _send(connection, frames.frame(Hello(os.getpid())))
         while True:  # no variable names a job or its answer, so that neither stays in memory until the next job

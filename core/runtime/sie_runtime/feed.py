@@ -186,7 +186,7 @@ class CatalogueFeed:
         self._subject = topology.config_subject(bundle) if bundle else f"{topology.CONFIG_SUBJECT}.*"
         self._bundle = bundle
         self._listeners: list[Callable[[], None]] = []
-        # true if the config service has an older catalogue than this process, because its store lost writes
+        # true if the config service's catalogue is older than that of this process, because the service lost writes
         self._is_rewound = False
         self._refresh = asyncio.Event()
         self._soon: asyncio.TimerHandle | None = None
