@@ -168,7 +168,7 @@ class Gate:
             raise PermissionDenied(f"this token lacks the scope {scope}")
         if scope in GUARDED and not self._has_admin and self._keys is None:
             raise PermissionDenied(
-                "no SIE_ADMIN_TOKEN is configured, so nobody may do this: set it and start the gateway again"
+                "this route needs SIE_ADMIN_TOKEN, which is not set: set it and start the gateway again"
             )
         raise Unauthenticated(
             "a token is needed: send it as Authorization: Bearer TOKEN" if not token else "this token is not known"

@@ -75,8 +75,8 @@ class _Gunzipped:
         return {"type": "http.request", "body": piece, "more_body": not self._is_complete}
 
     def _inflate(self, most: int, *, members: int) -> bytes:
-        """Decompress `_pending`, which keeps the rest of its bytes. Returns at most `most` bytes, and begins at most
-        `members` gzip members.
+        """Decompress the first bytes of `_pending`, and keep only the other bytes in `_pending`. Returns at most `most`
+        bytes, and begins at most `members` gzip members.
         """
         plain = b""
         try:
