@@ -27,7 +27,7 @@ _logger = logging.getLogger("sie.clock")
 
 
 class ClockSample(NamedTuple):
-    """Request for the broker's time. `asked_s`, `answered_s`: by the monotonic clock. `broker_s`: time in the reply."""
+    """Broker's time in a reply (`broker_s`), and the monotonic times of the request and of this reply, in seconds."""
 
     asked_s: float
     answered_s: float
@@ -43,7 +43,7 @@ def estimate(samples: Iterable[ClockSample]) -> tuple[float, float]:
 class BrokerClock:
     """Clock of the broker. One task runs `run`; every task of the process may call `now_s` and `margin_s`.
 
-    `stream`: the leader of this stream is asked for the time, because this server sets the timestamps of messages.
+    `stream`: the server that leads this stream is asked for the time, because it sets the timestamps of messages.
     Before the first measurement, `now_s` is the wall clock of this machine and `margin_s` is infinite, so that no
     message is dropped as too old.
     """
@@ -66,8 +66,8 @@ class BrokerClock:
         return None if math.isinf(self.margin_s) else time.time() - self.now_s()
 
     async def measure(self) -> None:
-        """Measure with SAMPLES requests, or fewer if one fails. If the first fails, keep the last result and raise its
-        BrokerError.
+        """Measure the broker's time with SAMPLES requests; stop at a request that fails. If the first request fails,
+        keep the previous offset and margin, and raise BrokerError.
         """
         samples: list[ClockSample] = []
         for _ in range(SAMPLES):
@@ -88,7 +88,7 @@ class BrokerClock:
 
     async def run(self) -> None:
         """Measure the broker's time now, every EVERY_S seconds and after each reconnect, until cancelled."""
-        trouble = Trouble(_logger, "the broker's time could not be read, its last known offset is kept")
+        trouble = Trouble(_logger, "the broker's time could not be read; the offset of the last measurement is used")
         while True:
             self._again.clear()
             pause_s = EVERY_S

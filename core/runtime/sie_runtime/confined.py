@@ -3,7 +3,7 @@
     limits ──► imports ──► Hello ──► job ──► answer or Unusable ──► job ... the parent has ended ──► end
 
 The parent passes none of its own environment variables, so the process has no secrets. The process ends when the parent
-ends: on Linux the kernel kills it, and on every system its socket is then closed.
+ends: on Linux the kernel kills the process, and on every system its next read of the socket fails.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ _PR_SET_PDEATHSIG = 1
 def serve(
     frames: ChildFrames[Any, Any], max_job_bytes: int, max_answer_bytes: int, make: Callable[[], Callable[[Any], Any]]
 ) -> None:
-    """Answer jobs until the parent has ended. `sys.argv`: the parent's process id, and the memory limit in bytes.
-    `make`: called after the limits are set. It returns a function that answers a job, or that raises an error built by
-    `media.fault`.
+    """Read job frames from the parent and send the answer of each job, until the parent ends. `sys.argv`: the parent's
+    process id, and the memory limit in bytes.
+
+    `make` is called once, after the limits are set. It returns the function that answers a job. For an unusable file,
+    this function raises an error built by `media.fault`.
     """
 
     def answered(job: Any) -> tuple[bytes, bytes]:
@@ -52,7 +54,7 @@ def serve(
     _die_with(parent)
     answer = make()
     _silence()
-    # raised when the parent has ended; FrameError also for an incomplete or too large frame, which ends this process
+    # suppressed, as the parent has then ended; a FrameError may also mean an incomplete or too large frame
     with socket.socket(fileno=0) as connection, contextlib.suppress(EOFError, FrameError, OSError):
         _send(connection, frames.frame(Hello(os.getpid())))
         while True:  # no variable names a job or its answer, so that neither stays in memory until the next job
@@ -76,13 +78,13 @@ def _limit(memory_bytes: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """On Linux, make the kernel kill this process when the thread that started it ends. End it now if the `parent` with
-    this process id has ended. Call this before the first file is read: a process that hangs while it reads a file would
-    not notice a closed socket.
+    """On Linux, make the kernel kill this process when the thread that started this process ends. End this process now
+    if the parent has already ended. `parent`: process id. Call this before the first file is read: a process that hangs
+    while it reads a file would not notice a closed socket.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent had already ended
+    if os.getppid() != parent:  # the parent has ended
         os._exit(1)
 
 

@@ -14,7 +14,7 @@ _logger = logging.getLogger("sie.broker")
 
 
 def because(text: str, broker: Connection) -> str:
-    """Return `text`, the reason why a process is not ready, plus the problems at the broker that may explain it."""
+    """Return `text`, the reason why a process is not ready, plus problems of the broker that may be the cause."""
     causes = "; ".join(f"{name} cannot be used: {why}" for name, why in sorted(broker.troubles.items()))
     return f"{text}: {causes}" if causes else text
 
@@ -29,7 +29,7 @@ async def connected(
     from sie_broker.nats import connect
 
     if url is None:
-        raise SettingError("SIE_NATS_URL", f"{name} needs a broker")
+        raise SettingError("SIE_NATS_URL", f"{name} needs a broker: set the URL of NATS")
     broker: Broker | None = await retry(
         lambda: connect(url, name=name, password=password, user=user),
         errors=(BrokerError,),

@@ -1,5 +1,5 @@
 """Memory and CPU cores that the control group (cgroup) of this process allows: a container, pod or systemd unit. Both
-versions of the kernel's interface are supported, also on a machine that uses version 1 for memory or CPU only.
+versions of the kernel's cgroup interface are supported. A machine may use version 1 for memory and version 2 for CPU.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ TRACE_ID: ContextVar[str | None] = ContextVar("sie_trace_id", default=None)
 
 
 def context_from_headers(traceparent: str, tracestate: str) -> Context:
-    """Return the context in a client's headers; empty if `traceparent` is invalid. A later version is read like version
-    00. An invalid or too long `tracestate` is left out.
+    """Return the trace context in a client's headers; NONE if `traceparent` is invalid. A `traceparent` of a later
+    version of the format is read like version 00. An invalid or too long `tracestate` is left out.
     """
     match = _CONTEXT.fullmatch(traceparent)
     if match is None:

@@ -1,7 +1,7 @@
 """Failpoints: named lines of the code at which a test can kill, stop or fail a process. They work only with
 --failpoints.
 
-    --failpoints sidecar.before_ack=crash,gateway.published=error:2     crash there; fail there twice, then continue
+    --failpoints sidecar.before_ack=crash,gateway.published=error:2     the second one fails twice, then does nothing
 
 crash: exit at once with status 70, without flushing any file. stop: SIGSTOP to the process itself. error: raise
 FailpointError. tests/armed.py lists every failpoint and the test setup that reaches it; tests/system/test_failpoints.py

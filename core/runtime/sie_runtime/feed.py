@@ -1,13 +1,12 @@
 """Copy of the catalogue in gateways and sidecars. A full export is read first. Then each write arrives as a message
-(delta). Deltas that were missed are noticed by a poll of the catalogue's epoch (its version).
+(delta). A poll of the catalogue's epoch (its version) detects missed deltas.
 
     subscribe to deltas ──► export ──► snapshot ◄── delta whose `previous` is the snapshot's epoch
                               ▲                      │ any other delta, a reconnect
                               └── epoch differs ◄────┴── poll
 
-A snapshot is replaced as a whole and never edited, so a request uses one revision from start to end. An export that is
-older, empty or cannot be decoded completely does not replace it. Then, and while the config service cannot be reached,
-the last good snapshot stays in use.
+A snapshot is replaced as a whole and never edited, so a request uses one revision from start to end. The present
+snapshot stays in use if a new export is older, empty or cannot be decoded, or if the config service cannot be reached.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from sie_runtime.process import Stop, Trouble, retry
 
 READ_S = 30.0  # seconds within which the config service must answer a request
 FIRST_RETRY_S = 0.5  # seconds before the first retry; the pause doubles up to the poll interval
-# largest random pause in seconds before the epoch is read outside of the poll: a change reaches all readers at once
+# largest random pause, in seconds, before a read of the epoch outside of the poll, so that processes do not all read it
+# at the same time
 SPREAD_S = 0.2
 _SLICE = 50  # number of catalogue entries that are parsed (in about 1 ms) before other tasks may run
-# results of a delta of a known kind: applied; or ignored because its sender is not trusted, an earlier delta is
-# missing, or its write is already known
+# results of a valid delta. untrusted: unknown sender. gap: an earlier delta is missing. stale: an old write
 _RESULTS = ("applied", "untrusted", "gap", "stale")
 _logger = logging.getLogger("sie.feed")
 
@@ -99,7 +98,7 @@ class HttpConfigSource:
             async with asyncio.timeout(READ_S):
                 answer = await self._client.get(path)
         except (httpx.HTTPError, TimeoutError) as error:
-            raise ConfigUnavailable(f"{self._url}{path}: {type(error).__name__}") from error
+            raise ConfigUnavailable(f"{self._url}{path}: no reply ({type(error).__name__})") from error
         if answer.status_code != 200:
             fix = (
                 ": SIE_CONFIG_READ_TOKEN of this process must equal that of the config service"
@@ -110,7 +109,7 @@ class HttpConfigSource:
         try:
             return decode(answer.content)
         except UNDECODABLE as error:
-            raise ConfigUnavailable(f"{name}: {error}") from error
+            raise ConfigUnavailable(f"{self._url}{path}: unreadable reply: {error}") from error
 
     async def export(self) -> RawExport:
         return await self._read("export", decode_export)
@@ -157,7 +156,8 @@ def _document(model: ConfigModel | RawModel) -> ModelEntry | Alias:
 class CatalogueFeed:
     """Keeps the catalogue of this process up to date. Calls the listeners of `on_change` after each new snapshot.
 
-    `initial`: snapshot that is used until one is read. `bundle`: only deltas of this bundle are read; None: all deltas.
+    `initial`: snapshot that is used until the first export is read. `bundle`: only deltas of this bundle are read;
+    None: all deltas.
     """
 
     def __init__(
@@ -186,13 +186,13 @@ class CatalogueFeed:
         self._subject = topology.config_subject(bundle) if bundle else f"{topology.CONFIG_SUBJECT}.*"
         self._bundle = bundle
         self._listeners: list[Callable[[], None]] = []
-        # true if the config service has an older catalogue than this process: its store has lost writes
+        # true if the config service's catalogue is older than that of this process, because the service lost writes
         self._is_rewound = False
         self._refresh = asyncio.Event()
         self._soon: asyncio.TimerHandle | None = None
         # set when the present snapshot is replaced; each snapshot has its own event
         self._replaced = asyncio.Event()
-        self._trouble = Trouble(_logger, "the catalogue stays as it was")
+        self._trouble = Trouble(_logger, "the catalogue could not be read; the last one that was read stays in use")
 
     @property
     def is_behind(self) -> bool:
@@ -203,8 +203,8 @@ class CatalogueFeed:
         self._listeners.append(listener)
 
     async def renewed(self, is_enough: Callable[[Catalogue], bool], timeout_s: float) -> bool:
-        """Ask for newer catalogues until `is_enough(catalogue)` is true, for at most `timeout_s`. Returns whether it
-        became true in this time.
+        """Read the catalogue again until `is_enough(self.catalogue)` is true, for at most `timeout_s`. Returns the last
+        result of `is_enough`.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -249,7 +249,7 @@ class CatalogueFeed:
         self._ask_soon()
 
     def _ask_soon(self) -> None:
-        """Read the epoch after a short random pause, because all readers do this at the same time."""
+        """Read the epoch after a random pause, so that processes do not all read it at the same time."""
         if self._soon is None:
             pause_s = SPREAD_S * secrets.randbelow(1000) / 1000
             self._soon = asyncio.get_running_loop().call_later(pause_s, self._refresh_now)
@@ -260,7 +260,7 @@ class CatalogueFeed:
 
     async def _is_late(self, source: ConfigSource) -> bool:
         """Return whether the whole catalogue must be read again because this reader has missed a write. If no missed
-        write concerns the bundle of this reader, only the epoch of its catalogue is changed.
+        write concerns the bundle of this reader, set only the epoch of the snapshot, and return False.
         """
         before = self.catalogue.epoch
         state = await source.epoch()
@@ -289,11 +289,12 @@ class CatalogueFeed:
         self.first.set()
 
     def _refuse_older(self, epoch: str, before: str) -> None:
-        """Raise ConfigUnavailable if the config service has an older catalogue than this reader: its store has lost
-        writes. `epoch`: epoch of the config service. `before`: epoch of this reader when the request was sent.
+        """Raise ConfigUnavailable if the config service has an older catalogue than this reader, because the store of
+        the service lost writes. `epoch`: epoch of the service. `before`: epoch of this reader when the request was
+        sent.
 
-        New writes may then get epochs that this reader already knows for other contents. So this reader reads the whole
-        catalogue when the epoch of the service is high enough again.
+        New writes may then get epochs that this reader already has for other contents. So this reader reads the whole
+        catalogue again as soon as the service has a newer epoch.
         """
         if epoch != before and has_seen(before, epoch):
             self._is_rewound = True
@@ -333,7 +334,7 @@ class CatalogueFeed:
         between = (
             bool(self._bundle and delta.since) and has_seen(present, delta.since) and has_seen(delta.previous, present)
         )
-        # a delta has only its own change: applied without a snapshot, it would make a catalogue of one model
+        # a delta has the change of one model: without a snapshot, the new catalogue would have this model only
         if not self.first.is_set() or (present != delta.previous and not between):
             self._ask_soon()
             return "gap"

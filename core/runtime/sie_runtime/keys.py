@@ -133,8 +133,8 @@ def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
 
 
 def stricter(first: Key | None, second: Key | None) -> Key | None:
-    """Return the stricter of two records of a key: the revoked one if one is revoked, else `first`. If one is missing
-    (None), return the other one.
+    """Return the stricter of two records of a key: `second` if only `second` is revoked, otherwise `first`. If a record
+    is missing (None), return the other record.
     """
     if first is None or second is None:
         return first or second
@@ -142,7 +142,7 @@ def stricter(first: Key | None, second: Key | None) -> Key | None:
 
 
 def bucket_of(broker: Store, replicas: int, name: str = topology.KEYS_BUCKET) -> RecordBucket:
-    """Return the bucket of API keys, or its copy (KEYS_COPY_BUCKET). It is stored in files, to survive a restart."""
+    """Return the bucket of API keys, or its copy (KEYS_COPY_BUCKET). Both are stored in files, to survive a restart."""
     return RecordBucket(broker, name, storage="file", replicas=replicas)
 
 
@@ -167,8 +167,9 @@ class KeyBuckets:
         await self.copy.write([Write(key.id, encode(key), None)])
 
     async def read(self) -> list[tuple[Key, int]]:
-        """Return (key, revision in the bucket) for all keys, as gateways see them; 0 if only the copy has the key. A
-        record in the bucket that cannot be decoded has a revision too, so that a write of the key replaces it.
+        """Return (key, revision of its record in the bucket) for all keys. The revision is 0 if only the copy has the
+        key. Of the two records of a key, the stricter one is returned, which also counts at gateways. A record in the
+        bucket that cannot be decoded has a revision too, so that a write of the key replaces this record.
         """
         keys = {key.id: key for key, _ in readable(await self.copy.entries())}
         entries = await self.bucket.entries()
@@ -178,7 +179,7 @@ class KeyBuckets:
         return [(key, revisions.get(key.id, 0)) for key in keys.values()]
 
     async def remove(self, key_id: str, revision: int) -> None:
-        """Remove a key from both buckets. Raises BrokerError, and WrongRevision for the reasons of `write`."""
+        """Remove a key from both buckets. Raises BrokerError, and WrongRevision under the conditions of `write`."""
         await self.copy.write([Write(key_id, None, None)])
         await self.bucket.write([Write(key_id, None, revision)])
 
@@ -223,7 +224,7 @@ class Keys:
         return self._by_id.get(key_id)
 
     def ended(self, key: Key) -> str:
-        """Return why a key is not valid; empty if it is. Raises NotReady if it expires and the time is unknown."""
+        """Return why a key is not valid; empty for a valid key. Raises NotReady if an expiry time cannot be checked."""
         if key.expires_s and math.isinf(self._clock.margin_s):
             raise NotReady("this key may have expired: the broker's time has not been read yet")
         return key.ended(self._clock.now_s())
@@ -232,8 +233,8 @@ class Keys:
         return lost_keys(*self._sides)
 
     async def run(self, stop: Stop) -> None:
-        """Follow both buckets until `stop`. Check every CHECK_S seconds whether one was deleted or recreated."""
-        troubles = [Trouble(_logger, f"keys of {record.bucket.name} stay as they were") for record in self._records]
+        """Follow both buckets until `stop`. Check every CHECK_S seconds whether a bucket was deleted or recreated."""
+        troubles = [Trouble(_logger, f"the last keys of {record.bucket.name} stay in use") for record in self._records]
         damage = Trouble(_logger, f"{topology.KEYS_BUCKET} is damaged, its copy is used")
         pause_s, before = 0.0, set[str]()
         try:
@@ -241,10 +242,10 @@ class Keys:
                 for record, trouble in zip(self._records, troubles, strict=True):
                     with trouble.logged(BrokerError):
                         if await record.follow():
-                            _logger.info("%s was read, %d keys are known", record.bucket.name, len(self._by_id))
+                            _logger.info("bucket %s was read; %d keys are known", record.bucket.name, len(self._by_id))
                 # `loaded` depends on the bucket alone, not on its copy
                 self.loaded = self.loaded or not troubles[0].lasting
-                if not self._records[0].is_stale:  # keys of a bucket that was not read are not lost
+                if not self._records[0].is_stale:  # losses are known only after a read
                     lost = self.lost()
                     # a key counts as lost only after two checks in a row, because the watches of the two buckets may
                     # deliver a change at different times
@@ -284,7 +285,7 @@ def lost_keys(bucket: Mapping[str, Key], copy: Mapping[str, Key]) -> list[Key]:
 
 
 def damage_of(lost: Sequence[Key]) -> str:
-    """Return a log line about the keys that the bucket has lost, with the command that repairs it."""
+    """Return a log text about the keys that the bucket has lost, with the command that repairs the bucket."""
     named = ", ".join(f"{key.id} {key.name}" for key in lost[:MAX_NAMED]) + (", ..." if len(lost) > MAX_NAMED else "")
     return (
         f"it lost {len(lost)} keys, which the copy {topology.KEYS_COPY_BUCKET} has ({named}): run `sie repair "

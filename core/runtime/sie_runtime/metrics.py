@@ -27,7 +27,7 @@ Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 TURN_S = 60.0  # seconds between two rankings of the busiest names (models, keys)
 HALF_LIFE_S = 600.0
 KEEPS = 2
-_FORGOTTEN = 0.01  # a name is dropped when its number of requests has faded to this or less
+_FORGOTTEN = 0.01  # a name is removed when its decayed number of requests is at most this number
 disable_created_metrics()  # type: ignore[no-untyped-call]  # nobody uses the `_created` series
 
 
@@ -36,15 +36,15 @@ class Fold:
 
     def __init__(self, metric: Metric) -> None:
         self._labels = metric.labels
-        # only labels in FOLDED can have any number of values; for a metric without them, `most` has room for all values
+        # only labels in FOLDED can have any number of values; without such labels, all label sets are within `most`
         self._rest = metric.rest if FOLDED.intersection(metric.labels) else 0
         self._most = metric.most - self._rest
         self._known: set[tuple[str, ...]] = set()
         self._folded: set[tuple[str, ...]] = set()
 
     def __call__(self, values: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the label set under which `values` are counted: `values` itself if the limit allows it; otherwise with
-        `other` for the labels in FOLDED; if the limit does not allow that either, `other` for all labels.
+        """Return the label set under which `values` are counted. This is `values` if the limit allows a further label
+        set; else `values` with `other` for the labels in FOLDED, if the limit allows this; else `other` for all labels.
         """
         if values in self._known or values in self._folded:
             return values
@@ -58,7 +58,7 @@ class Fold:
         return values
 
     def keep(self, present: Collection[Labels]) -> None:
-        """Drop all label sets except `present`, so that new ones fit."""
+        """Remove all label sets except `present`, so that new label sets are within the limit."""
         self._known.intersection_update(present)
         self._folded.clear()
 
@@ -79,7 +79,7 @@ class Traffic:
 
     def fade(self) -> bool:
         """Halve the numbers of requests for every HALF_LIFE_S since the last reduction. Returns False, without a
-        reduction, if the last one was less than TURN_S ago.
+        reduction, if the last reduction was less than TURN_S ago.
         """
         passed_s = self._clock() - self._faded_s
         if passed_s < TURN_S:
@@ -94,7 +94,7 @@ class Traffic:
 
 
 class Labelled(Generic[Child]):
-    """Time series of one metric that has labels, one for each set of label values."""
+    """Time series of a metric with labels: one series for each label set."""
 
     def __init__(self, metric: Metric, parent: Child) -> None:
         self._most = metric.most - metric.rest
@@ -135,7 +135,7 @@ class Labelled(Generic[Child]):
         return values
 
     def turn(self, traffic: Traffic) -> None:
-        """Give series to the busiest names (values of the first label), among those that have series or need some. All
+        """Give series to the busiest names (values of the first label), among the names that have or need series. All
         other names lose their series. A name keeps its series until another name is KEEPS times as busy.
         """
         if not self._waiting:
@@ -150,7 +150,7 @@ class Labelled(Generic[Child]):
             if room < needed:
                 break
             self._named[name] = before.get(name, 0)
-            # the name needs one more series than it has: a request had a new label value
+            # a request had a new label value, so the name needs more series
             more = self._each if name in before and name in self._waiting else 0
             room -= needed + min(more, room - needed)
         self._room = self._most - sum(max(sets, self._each) for sets in self._named.values())
@@ -181,7 +181,7 @@ class MetricMaker:
         self._labelled: list[Labelled[Any]] = []
 
     def _turn(self) -> None:
-        """Rank the names. It runs right after a scrape, which has read the last values of series that end now."""
+        """Rank the names, right after a scrape: the scrape has read the last values of the series that end here."""
         if self.traffic.fade():
             for labelled in self._labelled:
                 labelled.turn(self.traffic)

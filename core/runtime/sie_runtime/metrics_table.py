@@ -2,10 +2,10 @@
 docs/metrics.md are checked against it.
 
 `most`: largest number of label sets (combinations of label values) of a metric. It is limited because clients may name
-ten thousand models. Above it, values are counted with `other` in the labels that FOLDED lists; `rest` label sets are
-reserved for this. In a metric with `series_per_name`, the busiest values of the first label (names) keep their own
-series. `series_per_name` series are reserved for each name; more are used if they are free. In any other metric, the
-label sets that occur first are kept. A process has at most MAX_SERIES series in total.
+ten thousand models. Above this number, values are counted with `other` in the labels that FOLDED lists; `rest` label
+sets are reserved for this. In a metric with `series_per_name`, the busiest values of the first label (names) keep their
+own series. `series_per_name` series are reserved for each name; more are used if they are free. In any other metric,
+the label sets that occur first are kept. A process has at most MAX_SERIES series in total.
 """
 
 from __future__ import annotations
@@ -231,7 +231,6 @@ _GATEWAY = (
     Metric("sie_gateway_waiting_bytes", "gauge", "Inputs that wait for their turn, bytes"),
     Metric("sie_gateway_dlq_events", "counter", "Work given up in all pools, the same at every gateway"),
     Metric("sie_gateway_nats_connected", "gauge", "1 while the broker is connected"),
-    # workers
     Metric("sie_gateway_workers", "gauge", "Workers by health", ("status",), 2),
     Metric("sie_gateway_worker_queue_depth", "gauge", "Work items that a worker holds", ("worker",), 48),
     Metric("sie_gateway_worker_memory_used_bytes", "gauge", "Device memory in use at a worker", ("worker",), 48),
@@ -245,7 +244,6 @@ _GATEWAY = (
     ),
     Metric("sie_gateway_active_lease_gpus", "gauge", "GPUs that live reservations ask for"),
     Metric("sie_gateway_pool_events", "counter", "Events of reservations", ("event",), 12),
-    # Catalogue of the gateway
     Metric("sie_gateway_config_epoch", "gauge", "Writes of the catalogue that this gateway has seen"),
     Metric(
         "sie_gateway_config_behind",
@@ -315,7 +313,6 @@ _GATEWAY = (
         ("remote",),
         8,
     ),
-    # the process
     Metric("sie_gateway_build_info", "gauge", "1, with the version that runs", ("version",)),
     Metric("sie_gateway_websockets", "gauge", "Websockets that are open"),
     Metric("sie_gateway_gateways", "gauge", "Gateways that share the windows of keys, this one included"),
@@ -368,13 +365,11 @@ _WORKER = (
         6,
     ),
     Metric("sie_poisoned_inputs", "counter", "Inputs refused because they killed two adapters"),
-    # batches
     Metric("sie_batch_size", "histogram", "Inputs per batch", ("model",), 12, 1, _COUNTS, series_per_name=1),
     Metric("sie_batch_fill_ratio", "histogram", "Tokens of a batch divided by the maximum", (), 1, 1, _SHARES),
     Metric("sie_batches_in_progress", "gauge", "Batches sent to the adapters"),
     Metric("sie_tokens_processed", "counter", "Tokens run", ("model",), 24, series_per_name=1),
     Metric("sie_padding_tokens", "counter", "Padding positions that were computed", ("model",), 24, series_per_name=1),
-    # Device of the worker
     Metric(
         "sie_device_seconds",
         "counter",
@@ -429,7 +424,6 @@ _WORKER = (
         Metric(f"sie_oom_{name}", "counter", f"Out of device memory: {text}", ("model",), 16)
         for name, text in OOM.items()
     ),
-    # models
     Metric("sie_model_loaded", "gauge", "1 while the model is loaded", ("model", "device"), 24),
     Metric("sie_model_memory_bytes", "gauge", "Measured memory of a loaded model", ("model",), 24),
     Metric("sie_model_engine", "gauge", "1 for the engine of a loaded model", ("model", "engine"), 24),
@@ -438,7 +432,6 @@ _WORKER = (
     Metric("sie_model_swaps", "counter", "Models closed to new work for the load of another one"),
     Metric("sie_idle_evictions", "counter", "Models evicted because nobody used them"),
     Metric("sie_certificates", "counter", "Loads, by the result of the certificate", ("result",), 2),
-    # the process
     Metric("sie_build_info", "gauge", "1, with the version that runs", ("version",)),
     Metric("sie_refused_below_routes", "counter", _BELOW, ("reason",), 6),
     Metric("sie_ready", "gauge", "1 while /readyz answers 200"),

@@ -31,10 +31,11 @@ from sie_runtime.current_trace import TRACE_ID
 EXIT_BAD_SETTING = 2
 GC_THRESHOLDS = (20_000, 20, 20)
 # Seconds after which a thread gives the interpreter lock to the event loop. While a thread decodes a large body, a
-# short request waits this long several times. With Python's default of 5 ms, this was most of its p99 latency.
+# short request waits for this time several times. With Python's default of 5 ms, these waits were most of the p99
+# latency of short requests.
 SWITCH_INTERVAL_S = 0.0005
 START_S = 30.0  # seconds after a first failure in which its cause may be another process that is still starting
-# until START_S is over, a failure is logged only if it lasts this many seconds: shorter failures occur at every start
+# seconds that a failure must last before it is logged at level info: shorter failures occur at every start
 QUIET_S = 10.0
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms", "worker", "key")
 _SHOWN = ("model", "worker", "key", "request_id", "trace_id")  # fields that a log line for people shows
@@ -53,9 +54,8 @@ def end_signals() -> tuple[signal.Signals, ...]:
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Return the source lines where an exception, its causes and the members of exception groups were raised, and the
-    messages of these exceptions, except of the types in QUOTING. At most 10 exceptions of a chain, and 10 members of a
-    group, are returned.
+    """Return the tracebacks of an exception, of its causes, and of the members of exception groups: at most 10
+    exceptions of a chain, and 10 members of a group. Messages of the types in QUOTING are left out.
     """
     parts: list[str] = []
     while error is not None and len(parts) < 10:
@@ -134,7 +134,7 @@ def configure_logging(*, json: bool, worker: str | None = None) -> None:
 
 
 def own_stderr(*, json: bool, worker: str | None = None) -> None:
-    """Call `configure_logging`. Log warnings too, and uncaught exceptions without messages that may quote a client."""
+    """Call `configure_logging`. Also log Python's warnings, and uncaught exceptions as `traceback_of` shows them."""
     configure_logging(json=json, worker=worker)
     logging.captureWarnings(True)
     sys.excepthook = lambda kind, error, trace: _uncaught("this process", kind, error, trace)
@@ -298,9 +298,9 @@ class Trouble:
 
 
 class Tasks:
-    """Long-lived tasks of a component. If a task ends with an exception, this is logged, `failed` becomes true, and
-    `on_failure` is called, which must end the component. Every background task must be in such a group: otherwise it
-    could end unnoticed, and the component would do no work.
+    """Long-lived tasks of a component. If a task ends with an exception, the exception is logged, `failed` becomes
+    true, and `on_failure` is called, which must end the component. Every background task must be in such a group: a
+    task outside of a group could end unnoticed, and the component would do no work.
     """
 
     def __init__(self, logger: logging.Logger, on_failure: Callable[[], None]) -> None:

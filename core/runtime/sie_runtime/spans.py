@@ -45,8 +45,8 @@ _logger = logging.getLogger("sie.tracing")
 class Span:
     """Span of a trace. If the span is not sampled, it has only a trace context.
 
-    Times are monotonic, plus an offset to the wall clock that is measured once, when the span is created. So a change
-    of the wall clock does not move them.
+    The times of a span are monotonic times plus an offset to the wall clock. The offset is measured when the span is
+    created, so a later change of the wall clock has no effect.
     """
 
     __slots__ = ("_ended", "_offset_ns", "_span", "_tracer", "is_recording", "name")
@@ -61,14 +61,14 @@ class Span:
 
     @property
     def context(self) -> Context:
-        """Return the trace context for child spans, computed on demand: this takes a quarter of a span's time."""
+        """Return the trace context for child spans, computed on demand to save a quarter of a span's time."""
         written: dict[str, str] = {}
         _headers.inject(written, trace.set_span_in_context(self._span, context.Context()))
         return Context(written.get("traceparent", ""), written.get("tracestate", ""))
 
     @property
     def trace_id(self) -> str | None:
-        """Return the trace id as 32 hex digits; None if it is not sampled, because no collector stores the trace."""
+        """Return the trace id as 32 hex digits; None if the trace is not sampled, so that no collector stores it."""
         return trace.format_trace_id(self._span.get_span_context().trace_id) if self.is_recording else None
 
     def set(self, attributes: Mapping[str, Value]) -> None:

@@ -41,7 +41,7 @@ def start(settings: Tracing, component: str, instance: str = "") -> Tracer | Non
         return None
     _unset_what_means_nothing()
     try:
-        # imported only here: at import, the SDK reads its variables, of which the unusable ones have now been removed
+        # imported after the unusable variables were removed, because the SDK reads its variables at import
         from sie_runtime import spans
 
         return spans.Tracer(settings, component, instance)

@@ -1,8 +1,8 @@
 """Admission: decides which request may enter the queue and when, and computes the Retry-After of refused requests.
 
-    key, whose scopes `http/auth` has checked ─► `model_queue`: the expected wait ─► `grant`: its quota
-    ─► `window`: a permit ─► admitted, or 429 with the time until the quota has room, or 503 with a time from
-    `retry_slots`
+    request with a key whose scopes `http/auth` has checked ─► `model_queue`: the expected wait ─► `grant`: the quota
+    of the key ─► `window`: a permit ─► admitted, or 429 with the time until the quota suffices, or 503 with a time
+    from `retry_slots`
 
 Retry-After comes from `RetrySlots.book` for a refusal by the queue, from `AnswerPace.retry_s` (`model_queue`) for too
 many requests in progress, and from `Quotas.spend` for a quota.
@@ -14,7 +14,7 @@ and `streams/offload` large inputs while the payload store is full (QUEUE_UNAVAI
 without a worker (PROVISIONING, MODEL_LOADING) are refused in `fleet/demand` and `fleet/lanes`. A worker without enough
 memory refuses requests in the sidecar's `prepare/media_pool` and `prepare/fetching`, and in the adapter's `memory/oom`,
 `memory/residency`, `documents/parsers` and `documents/docling`. A remote server may answer a request that is refused
-for its wait (`remotes`).
+because of its expected wait (`remotes`).
 
     admission/admission.Admission   QUEUE_FULL          the wait (`check`, `refuse_late`), or bytes (`enter`)
     admission/grant.Quotas          RATE_LIMITED        tokens of a key in a minute

@@ -2,7 +2,7 @@
 `retry_slots`). Each key may have only a limited number of tokens in the queue: its window (`window`).
 
     chunks ──► will the response be too late? ──► queue has space: permits at once
-                        │ yes                 └─► no space: wait until results come back and it is the key's turn
+                        │ yes                 └─► no space: wait for results and for the turn of the key
                         ▼                              └─► would be late now: QUEUE_FULL as well
                    QUEUE_FULL with the time to try again
 
@@ -164,7 +164,7 @@ class Peers:
         flow.fresh += cost
 
     def answered(self) -> None:
-        """Count an inference request that was answered, with any status."""
+        """Count a response to an inference request, of any status."""
         self._answered += 1
 
     def qps(self) -> float:
@@ -228,11 +228,11 @@ class Peers:
         return max(1, len({self.id, *(beat.gateway for beat in self._live())}))
 
     def epochs(self) -> dict[str, str]:
-        """Return the catalogue epoch (version) of each live gateway, as announced; for this one, its present epoch."""
+        """Return the announced catalogue epoch (version) of each live gateway, of this gateway the present epoch."""
         return {**{beat.gateway: beat.config_epoch for beat in self._live()}, self.id: self._epoch()}
 
     def traffic(self, lane: Lane, priority: Priority) -> list[LaneTraffic]:
-        """Return what live gateways announced about a lane and priority: one entry for each that has traffic there."""
+        """Return what live gateways announced about a lane and priority: one entry for each gateway with traffic."""
         name = _flow_name(lane, priority)
         return [flow for beat in self._live() if (flow := beat.traffic.get(name)) is not None]
 
@@ -242,12 +242,12 @@ MAX_WAITING_BYTES = 256 << 20
 # limit on the queued work of a model that no worker has loaded, in chunks of SIE_CHUNK_COST tokens: the first chunk
 # makes a worker load the model, the second is ready for the worker's first batch
 COLD_CHUNKS = 2
-MAX_GONE = 4096  # largest number of ended requests whose late results are still measured
+MAX_GONE = 4096  # largest number of ended requests whose late results are still used to measure a queue
 SWEEP_S = 1.0  # seconds between two calls of `sweep`
-# largest number of queues (model and priority) in an announcement; the ones with the most work are announced
+# largest number of queues (model and priority) in an announcement; the queues with the most work are announced
 MAX_TOLD = 256
-# largest number of retry times, and of claims of clients that came back, in an announcement: with 34 bytes each, they
-# fit into 64 KiB, the smallest message limit of a broker
+# largest number of booked and claimed retry times in an announcement: with 34 bytes each, they fit into 64 KiB, the
+# smallest message limit of a broker
 MAX_TOLD_TURNS = 1000
 UNUSED_S = 60.0  # seconds after which the queue of an unused model is dropped
 _logger = logging.getLogger("sie.gateway.admission")
@@ -261,8 +261,8 @@ def key_of(authorization: str) -> str:
 
 
 class Permits:
-    """Permits of one request for its chunks. `is_cold`: no worker of the lane had the model loaded when the request
-    arrived.
+    """Permits of one request. A permit lets one of its chunks into the queue. `is_cold`: no worker of the lane had the
+    model loaded when the request arrived.
     """
 
     def __init__(
@@ -326,8 +326,8 @@ class Permits:
 
 class Admission:
     """Admission of requests into the queues of all models. Only the gateway's event loop uses it. Every method except
-    `run` returns without waiting. `residency`: name of the weights to load: a model, or a profile with weights of its
-    own.
+    `run` returns without waiting. `residency`: name of a model's weights, which is the name of the model, or of a
+    profile that has weights of its own.
     """
 
     def __init__(
@@ -349,7 +349,7 @@ class Admission:
         self._clock = clock
         self.peers = Peers(broker, self.waiting, clock, epoch=epoch, queued=self.queued)
         self.peers.listeners.append(self.peer_announced)
-        # needs no limit: requests cannot name new lanes, which come from pools, catalogue and machine profiles
+        # has no limit, because a request cannot add a lane: lanes come from pools, the catalogue and machine profiles
         self._shares: dict[tuple[Lane, Priority], Shares] = {}
         self._places: dict[tuple[Lane, Priority, str], ModelQueue] = {}
         self._open: dict[Ticket, Permits] = {}  # admitted requests that have not ended
@@ -439,9 +439,9 @@ class Admission:
         return longest_s
 
     def refuse_late(self, place: ModelQueue) -> None:
-        """Refuse admitted requests that would now be late, before their time-out, so that other requests can use their
-        place in the queue. The check runs at most once in LOOK_S seconds, and not while the results of a long
-        batch are arriving: the missing results would still count as work ahead.
+        """Refuse admitted requests that cannot be answered in time any more. This frees their space in the queue before
+        they time out. The check runs at most once in LOOK_S seconds, and not while the results of a long batch are
+        arriving: the missing results would still count as work ahead.
         """
         now_s = self._clock()
         if now_s - place.shed_s <= LOOK_S or not place.drain.is_settled(now_s, LOOK_S):
@@ -518,11 +518,11 @@ class Admission:
         request: str = "",
         squares: Sequence[int] = (),
     ) -> Permits:
-        """Let a request enter and return its permits. `costs`: estimated tokens of each chunk. Chunks that may enter
-        the queue now get a permit at once, the other chunks later. `request`: id of the request, which its results
-        contain. `squares`: for each chunk, the sum of the squared token counts of its rows.
+        """Admit a request and return its permits. `costs`: estimated tokens of each chunk. Chunks that may enter the
+        queue now get a permit at once, the other chunks later. `request`: id of the request, which its results contain.
+        `squares`: for each chunk, the sum of the squared token counts of its rows.
 
-        Raises QueueFull if the inputs of this request and those that wait in this gateway have more than
+        Raises QueueFull if the inputs of this request and the inputs that wait in this gateway have together more than
         MAX_WAITING_BYTES. A request of one chunk that may enter now, and a request while no inputs wait, are exempt.
         """
         now_s = self._clock()
@@ -601,14 +601,14 @@ class Admission:
         self._pump_all(list(self._crowded))
 
     def _pump_all(self, places: Sequence[ModelQueue]) -> None:
-        """Grant permits until none is possible: each permit may pass the turn to another model of its key."""
+        """Grant permits until no more are possible: after each permit, the turn of a key may go to another model."""
         has_granted = True
         while has_granted:
             granted = [self._pump(place) for place in places]
             has_granted = len(places) > 1 and any(granted)
 
     def _pump(self, place: ModelQueue) -> bool:
-        """Grant the permits of this queue that are possible now. Return True if one was granted."""
+        """Grant the permits of this queue that are possible now. Return True if a permit was granted."""
         now_s = self._clock()
         self._refresh(place, now_s)
         granted = place.window.grant(place.bound, self._key_limit(place))
@@ -648,9 +648,7 @@ class Admission:
             self._crowded.pop(permits.place, None)
 
     def drop_pool(self, pool: str) -> None:
-        """Drop the queues of a deleted pool and the counts of the keys' work in it, except those of requests that have
-        not ended yet.
-        """
+        """Drop the idle queues of a deleted pool, and the counts of the keys' work that only these queues use."""
         self._places = {
             name: place for name, place in self._places.items() if name[0].pool != pool or not place.window.idle
         }

@@ -4,7 +4,7 @@ The tokens per minute of a key are a token bucket, which refills continuously. B
 subtracts an estimate from the bucket. After the request, it corrects the bucket by the actual usage.
 
     estimate ──spend──► bucket ──► the request runs ──► settle(actual tokens): the difference is given back, or owed
-                          └ too little: RateLimited with the time until there is enough
+                          └ too few tokens: RateLimited with the time until there are enough
 
 Gateways share a quota: each of n gateways has 1/n of it. So the total is only approximately the quota.
 """
@@ -21,7 +21,7 @@ from sie_runtime.keys import NO_LIMITS, KeyLimits
 
 MINUTE_S = 60.0
 WORKERS_NAME = "config-read"  # name, in metrics, of the token with which workers read the configuration
-# number of buckets at which the full ones are dropped; nothing is lost, because a new bucket is full as well
+# number of buckets at which full buckets are dropped; nothing is lost, because a new bucket is full as well
 _MAX_IDLE = 4096
 
 
@@ -70,7 +70,7 @@ class Quotas:
         return Charge(self, key, limits.tokens_per_minute) if limits.tokens_per_minute else None
 
     def spend(self, key: str, per_minute: int, cost: int, name: str) -> None:
-        """Subtract `cost` tokens from the bucket of `key`, or raise. `name`: field with the inputs, for errors.
+        """Subtract `cost` tokens from the bucket of `key`. `name`: field with the inputs, for errors.
 
         A cost above this gateway's 1/n of the quota is accepted when the bucket is full, and the key then owes the
         excess: otherwise a request within the quota of the installation could never run. Raises RateLimited with the
@@ -133,7 +133,7 @@ class Charge:
         self._taken += cost
 
     def settle(self, tokens: int) -> None:
-        """Charge the tokens that the call used instead of the estimate; called when the call has ended."""
+        """Replace the charged estimate by `tokens`, which the call has used. Called when the call has ended."""
         if self._taken:
             self._quotas.settle(self._key, self._per_minute, self._taken - tokens)
             self._taken = 0

@@ -5,14 +5,14 @@ Rules of `judge`, in this order:
 
 1. If this gateway has no work of this model, or no worker has loaded the model, the request is admitted.
 2. A `Throughput` (`drain`) predicts the wait. The wait is multiplied by MARGIN (a safety factor) and by
-n^2 / (n^2 + DOUBT), where n is the number of samples: without samples only a stalled queue refuses.
+n^2 / (n^2 + DOUBT), where n is the number of samples. Without samples, requests are refused only in a stalled queue.
 3. If the queue has stalled, the time since its last result is added, because the stall may last as long again.
 4. A refused client gets a turn (`turns`): a time at which it may try again, and for which the queue reserves space. A
 client without a turn is admitted if its response would be in time even after the work of all turns that are due before
 its deadline, or if the workers would have too little work. If workers form each batch only when the device is free,
-only the turns that are due before the batch of this request is formed count, and too little work is no reason to admit.
+only the turns that are due before the batch of this request is formed count, and the second condition does not apply.
 
-`Throughput` measures how fast the work leaves the queue while there is work, and predicts the wait from it.
+`Throughput` measures the speed at which work leaves the queue, and predicts the wait from this speed.
 
     results of batches ──► time between batches that had work waiting ──► wait = batches ahead x time of a batch
 
@@ -64,7 +64,7 @@ LOOK_S = 0.1
 # limit of the extrapolation, a factor: a batch with more than MAX_GROWTH times the measured tokens is assumed to take
 # as long as a batch with exactly MAX_GROWTH times as many
 MAX_GROWTH = 4.0
-# share of a batch's time, counted from its first result, after which no more results are expected; missing ones may
+# share of a batch's time, counted from its first result, after which no more results are expected; missing results may
 # have gone to other gateways
 SETTLED = 0.25
 RECENT_ANSWERS = 64  # number of ended requests from which the speed of the gateway is computed
@@ -72,12 +72,12 @@ GROWING = 1.25  # factor: batches still grow while the last batch is this many t
 
 
 class ExpectedWait(NamedTuple):
-    """Expected wait of a request, in seconds. `min_s`: the wait if the batches ahead are full and end as usual.
-    `likely_s`: `min_s` plus one batch, which was formed before the request arrived; if batches are formed only when the
-    device is free, `min_s` with a whole number of batches. `stalled_s`: time without a result if it is unusually long,
-    else 0; the stall may last as long again. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown.
-    `batch_s`: time of one batch. `formed_s`: time until the batch of this request is formed, if batches are formed only
-    when the device is free; otherwise infinite.
+    """Expected wait of a request, in seconds. `min_s`: the wait if all earlier batches are full and take the usual
+    time. `likely_s`: the same plus one batch, which was formed before the request arrived. If workers form a batch only
+    when the device is free, `likely_s` is `min_s` for a whole number of batches, and `formed_s` is the time until the
+    batch of this request is formed; otherwise `formed_s` is infinite. `stalled_s`: time since the last result if this
+    time is unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown.
+    `batch_s`: time of one batch.
     """
 
     min_s: float = 0.0
@@ -118,7 +118,7 @@ class _BatchResults:
 
     def seconds(self, lanes: int) -> float:
         """Return the seconds that the batch took: the time between the first results of the previous batch and of this
-        one. If the work was queued after the earlier result, the workers had a pause. Then return the time from the
+        batch. If the work was queued after the earlier result, the workers had a pause. Then return the time from the
         queueing to the first result, but at most the batch's time on the device divided by `lanes`, the number of
         batches that run at the same time.
         """
@@ -153,9 +153,9 @@ class _BatchSample(NamedTuple):
 
 
 class MeasuredBatch(NamedTuple):
-    """Mean of the last batches. `longest_s`: time of the longest one. `is_full`: batches cannot become larger. Either
+    """Mean of the last batches. `longest_s`: time of the longest batch. `is_full`: batches cannot become larger. Either
     more work waited than the workers accept, or batches have stopped growing and at least half of them left work in the
-    queue. Batches grow while a worker still learns their times.
+    queue. Batches grow while a worker still measures how long they take.
     """
 
     tokens: float
@@ -216,7 +216,7 @@ class Throughput:
             self._evidence += 1
 
     def _see_left(self, later: _BatchResults, queued_s: float) -> None:
-        """Mark the batches that left work behind: work that was queued before such a batch was formed ran only in a
+        """Mark the batches that left work in the queue: this work was queued before the batch was formed, but ran in a
         later batch. The queue is first in, first out, so the batch had no space for this work.
         """
         for batch in self._since(queued_s):
@@ -252,7 +252,7 @@ class Throughput:
         return samples
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
-        """Return the mean of the last batches, at most LOOK_S seconds old; None if none was measured lately."""
+        """Return the mean of the last batches, at most LOOK_S seconds old; None if no batch was measured lately."""
         if now_s - self._measured_s > LOOK_S:
             self._measured, self._measured_s = self._batch(now_s), now_s
         return self._measured
@@ -370,8 +370,8 @@ class AnswerPace:
 
     def retry_s(self, now_s: float) -> int:
         """Return the Retry-After of one more refused client, in whole seconds. The first client may return when half of
-        the requests in progress have ended, later ones at the rate at which requests end. No client is told more than
-        MAX_RETRY_S seconds, so refusals of now do not delay clients that are refused after these seconds.
+        the requests in progress have ended. Later clients follow at the rate at which requests end. The value is at
+        most MAX_RETRY_S, so clients that are refused now do not delay clients that are refused after this time.
         """
         if len(self._ended) < 2 or not self._running:
             return 1
@@ -380,22 +380,22 @@ class AnswerPace:
         min_s = now_s + took_s / 2  # earliest retry: by this time half of the requests in progress have ended
         each_s = took_s / self._running
         self._next_s = min(max(self._next_s, min_s) + each_s, now_s + MAX_RETRY_S)
-        # the random number is no secret: it spreads clients in time
+        # random times spread the clients; they need no cryptographic generator
         wait_s = min(self._next_s - now_s, MAX_RETRY_S * random.uniform(0.8, 1.0))  # noqa: S311
         return max(1, int(wait_s + random.uniform(0, 1)))  # noqa: S311
 
 
 MARGIN = 1.1  # factor on the expected wait, because the prediction may be too low
 DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait that is based on n samples
-# Number of batches that must wait in the queue beside the running ones, so that the workers have no pause. While fewer
-# wait, clients without a turn (a time to try again, booked when a client was refused) are admitted. The work of turns
-# that are due within the time of a batch counts as waiting.
+# Number of batches that must wait in the queue beside the running batches, so that the workers have no pause. While
+# fewer batches wait, clients without a turn (a time to try again, booked when a client was refused) are admitted. The
+# work of turns that are due within the time of a batch counts as waiting.
 BUSY_BATCHES = 1.5
 # Limit on the work of refused clients that return in the same second. Retry-After is in whole seconds, so all clients
-# of one second return at once. The queue must be able to run their work in this share of a second, or of the time that
-# a request has left after a running batch if that is shorter.
+# of one second return at once. The queue must be able to run their work in this share of a second, or in this share of
+# the time that a request has left after a running batch, if that time is shorter.
 TURN_PACE = 0.4
-# The limit is at least the work that the queue runs in this share of the time in which a request must be answered.
+# The limit of TURN_PACE is at least the work that the queue runs in this share of a request's budget.
 MIN_BUNCH = 0.1
 # factor: after a stall of t seconds, clients return STALL_TURN * t seconds later at the earliest, up to MAX_RETRY_S
 STALL_TURN = 4.0
@@ -407,8 +407,8 @@ OTHER_S = 2.0  # seconds for which an announcement of another gateway's work is 
 
 
 class _PeerQueue(NamedTuple):
-    """Queue as another gateway announced it at `at_s`. `own`: cost of the work that this gateway, not the other one,
-    had in the queue at that time.
+    """Queue as another gateway announced it at `at_s`. `own`: cost of the work that this gateway had in the queue at
+    that time.
     """
 
     at_s: float
@@ -418,10 +418,10 @@ class _PeerQueue(NamedTuple):
 
 
 class WaitRefusal(NamedTuple):
-    """Refusal of a request because of its wait. `wait_s`: predicted wait. For a new request it includes the margin and
-    the weight. It includes the time of a stall, except when the request is refused for the turns of other clients: then
-    it includes the work of these turns. `turn_s`: seconds until the queue has space for this request. `room`: limit on
-    the summed cost of turns that are due within one second.
+    """Refusal of a request because of its wait. `wait_s`: predicted wait, including the time of a stall; for a new
+    request multiplied by margin and weight. If the request is refused because of the booked retry times of other
+    clients, their work is included in place of the stall. `turn_s`: seconds until the queue has space for this request.
+    `room`: limit on the summed cost of the clients whose retry times are within one second.
     """
 
     wait_s: float
@@ -454,7 +454,7 @@ class Entered:
 
 class ModelQueue:
     """Queue of one model at one priority. Its hosts, the workers that have the model loaded, are looked up again after
-    a heartbeat, or after a second. `residency`: name of the copy of the weights (a model, or one of its profiles).
+    a heartbeat, or after a second. `residency`: name of the weights (a model, or a profile of it).
     """
 
     def __init__(self, lane: Lane, priority: Priority, residency: str, window: KeyWindow) -> None:
@@ -470,7 +470,7 @@ class ModelQueue:
         # length of a text in tokens at which attention takes as long as all other computation; 0 while unknown
         self.crossover_tokens = 0
         self.bound = QueueBound()
-        self.hosts: list[Heartbeat] = []  # set by `hosted_by`
+        self.hosts: list[Heartbeat] = []  # of the workers that have the model loaded
         self._lanes = 1  # number of batches that the hosts run at the same time
         self._pipeline = 1
         self.version = -1
@@ -478,11 +478,11 @@ class ModelQueue:
         self.gateways = 1  # number of live gateways
         self._began_s = -math.inf  # time when a chunk was last put into an empty queue
         self.shed_s = 0.0
-        # time since which the queue has had work; kept if all work of a stalled queue is withdrawn
+        # time since which the queue has had work; not reset if all work of a stalled queue is withdrawn
         self._busy_s = math.inf
-        # cost in the queue at the last result, or when the queue was last empty and got work: the most that can run now
+        # largest cost that can run now: the cost in the queue at the last result, or when work entered the empty queue
         self._running = 0.0
-        self._gone = 0.0  # tokens of requests that ended after the last result: they may still run
+        self._gone = 0.0  # cost of chunks that may still run although their requests ended after the last result
         # chunks that were queued at this time or earlier may be running; None if the time is not computed yet
         self._taken_s: float | None = None
         # set when all requests of a stalled queue have ended without a result: until this time, the queue counts as
@@ -528,7 +528,7 @@ class ModelQueue:
             text_cost(ran.tokens, ran.attention, self.crossover_tokens), result.stages.inference_ms / 1000
         )
         tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
-        # work without a batch (tokenize, decode) has the estimate 1 for any number of tokens
+        # not for work without a batch (tokenize, decode): its estimate is 1 for any number of tokens
         if tokens and ran.tokens:
             ratio = tokens / estimate
             self.scale = ratio if not self.scale else 0.95 * self.scale + 0.05 * ratio
@@ -542,7 +542,7 @@ class ModelQueue:
         if result.chunk not in entered.queued_s:
             return
         queued_s, is_crowded = entered.queued_s.pop(result.chunk)
-        if not result.batch.id:  # the device ran no batch for this work (a failure, tokenize): it shows no speed
+        if not result.batch.id:  # without a batch (a failure, tokenize), no speed can be measured
             return
         self.drain.left(
             now_s,
@@ -598,13 +598,13 @@ class ModelQueue:
         return last_s
 
     def peer_announced(self, gateway: str, queued: QueuedWork, now_s: float) -> None:
-        """Record what another gateway announced: its work in the queue, its booked turns and its claimed turns."""
+        """Record what another gateway announced: its work in the queue, booked retry times and claimed retry times."""
         self._others = {name: peer for name, peer in self._others.items() if now_s - peer.at_s < OTHER_S}
         self._others[gateway] = _PeerQueue(now_s, queued.tokens, queued.rate, self.window.cost)
         self.turns.peer_announced(now_s, queued.turns, queued.claimed)
 
     def news(self, now_s: float, count: int) -> QueuedWork | None:
-        """Return the announcement for other gateways, with at most `count` turns and claims; None if it is empty."""
+        """Return the announcement for other gateways, with at most `count` retry times; None if it is empty."""
         turns, claimed = self.turns.news(now_s, count)
         if not self.window.cost and not turns and not claimed:
             return None
@@ -663,7 +663,7 @@ class ModelQueue:
         own, of_peers, sum_of_rates = self.window.cost, 0.0, rate
         for peer in self._others.values():
             if now_s - peer.at_s < OTHER_S:
-                # a gateway whose rate is not known yet gets one in proportion to its work in the queue
+                # a gateway with unknown rate is assumed to have a rate in proportion to its work in the queue
                 other_rate = peer.rate or rate * min(1.0, peer.tokens / max(1.0, peer.own))
                 of_peers += max(0.0, peer.tokens + min(1.0, other_rate / rate) * (own - peer.own))
                 sum_of_rates += other_rate
@@ -682,8 +682,8 @@ class ModelQueue:
         return max(usual, min(max(self._running, self._gone), share * self._full_tokens(0.0) * self._lanes))
 
     def _full_tokens(self, cost: float) -> float:
-        """Return the cost of a full batch, as the mean of the hosts: its limit of tokens, or its limit of messages
-        times the mean cost of a queued message, whichever is smaller.
+        """Return the cost of a full batch, as the mean over the hosts. A host limits the tokens and the messages of a
+        batch; a message counts with the mean cost of a queued message.
         """
         window = self.window
         message = window.tokens / window.items if window.items else cost
@@ -786,8 +786,8 @@ class ModelQueue:
         return self.drain.last_s + self.batches.seconds(tokens / self._lanes * (self.scale or 1.0) / entered.scale)
 
     def shed(self, now_s: float) -> Iterator[tuple[Entered, WaitRefusal, float]]:
-        """Yield each of the `late` requests with its refusal and its current cost. The turn of its client is due after
-        all work that stays in the queue.
+        """Yield each of the `late` requests with its refusal and its current cost. The client's retry time is after all
+        work that stays in the queue.
         """
         late = self.late(now_s)
         for entered, _ in late:
@@ -817,9 +817,9 @@ class ModelQueue:
 
 
 def _bunch_s(budget_s: float, batch_s: float) -> float:
-    """Return how much work of refused clients may return within one second, as the seconds that the queue needs to run
-    it: TURN_PACE of a second, or of the time that a request has left after a running batch if that is shorter; at least
-    MIN_BUNCH of the budget.
+    """Return the limit on the work of refused clients that return in the same second, in seconds of the queue's time.
+    The limit is the share TURN_PACE of one second. If less than one second of the budget is left after a running batch,
+    it is this share of the rest. It is at least the share MIN_BUNCH of the budget.
     """
     return max(MIN_BUNCH * budget_s, TURN_PACE * min(1.0, budget_s - batch_s))
 

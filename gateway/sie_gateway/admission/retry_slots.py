@@ -1,14 +1,14 @@
 """Turns of refused clients. A turn is the time at which a refused client may try again. The queue reserves space for
 the client's work at that time. This module does no I/O.
 
-    refused ──book──► Retry-After: the time until the work and the turns before it are done
+    refused ──book──► Retry-After: the time until all earlier work and turns are done
                        ├─ the client tries again ──claim──► admitted before others, if it would be in time
                        └─ the client does not try again: the turn lapses
 
 A client is recognised by a digest of its address, key and request. If several clients have the same digest, the first
 of them that tries again after the due time gets the turn. Gateways announce the turns that they `book` and the turns
-that are claimed (`news`, `peer_announced`). So a client may try again at any gateway, and each gateway can compute how
-much work is promised.
+that are claimed (`news`, `peer_announced`). So a client may try again at any gateway, and each gateway knows how much
+work refused clients will send.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from sie_contracts.wire.heartbeats import Turn
 
 MAX_RETRY_S = 120  # longest Retry-After in seconds; OpenAI clients do not retry if it is longer
-MAX_TURNS = 16_384  # largest number of open turns of one model
-# largest number of turns, and of claims, that wait for the next announcement; the oldest ones are dropped
+MAX_TURNS = 16_384  # largest number of turns of one model that are not used and have not lapsed
+# largest number of turns, and of claims, that wait for the next announcement; the oldest entries are dropped
 MAX_NEWS = 4_096
 GRACE_S = 2.0  # a turn lapses at the earliest this many seconds after its due time
 # A client may come early by this share of its Retry-After, and late by this share or by GRACE_S, whichever is longer.
@@ -51,7 +51,7 @@ class _RetrySlot:
 
 
 class _SlotCosts:
-    """Costs of turns by the time when they are due: a sum for each slot of SLOT_S seconds, and the total."""
+    """Costs of turns (retry times of clients): a sum for each slot of SLOT_S seconds, and the total."""
 
     def __init__(self) -> None:
         self.costs: dict[int, float] = {}
@@ -67,12 +67,12 @@ class _SlotCosts:
         left = self.costs.pop(slot, 0.0) - cost
         if left > CRUMB:
             self.costs[slot] = left
-        # without costs exactly 0: the rest of a rounding would count as a promise for ever
+        # exactly 0 without costs: a rounding error would count as promised work for ever
         self.total = max(0.0, self.total - cost) if self.costs else 0.0
 
 
 class RetrySlots:
-    """Turns of the refused clients of one model. Times are seconds of one clock; costs are tokens."""
+    """Turns (retry times) of the refused clients of one model. Times are seconds of one clock; costs are tokens."""
 
     def __init__(self) -> None:
         # for each digest of a client, a heap of its turns, ordered by due time
@@ -87,8 +87,8 @@ class RetrySlots:
         self._claimed: deque[bytes] = deque(maxlen=MAX_NEWS)
 
     def promised(self, now_s: float) -> float:
-        """Return the expected tokens of the requests that refused clients will repeat. Turns whose client has not tried
-        again within the grace period are ended, and do not count.
+        """Return the expected tokens of the requests that refused clients will repeat. A turn (retry time) ends if its
+        client has not tried again within the grace period; its cost does not count any more.
         """
         while self._lapses and (self._lapses[0][0] <= now_s or not self._lapses[0][3].is_open):
             _, _, client, turn = heapq.heappop(self._lapses)
@@ -105,10 +105,10 @@ class RetrySlots:
         return self._shown * (before + part * self._open.costs.get(int(last), 0.0))
 
     def book(self, now_s: float, client: bytes, cost: float, wait_s: float, room: float = math.inf) -> int:
-        """Book a turn for a client and return its Retry-After in whole seconds. The turn is due after `wait_s` seconds,
-        rounded up or down at random, or in the first later second with space. `room` is the limit on the cost of all
-        turns of this gateway that may be due within one second. No turn is booked for an empty `client`, for a wait
-        above MAX_RETRY_S, or while MAX_TURNS turns are open.
+        """Book a turn (retry time) for a client and return its Retry-After in whole seconds. The turn is due after
+        `wait_s` seconds, rounded up or down at random, or in the first later second with space. `room` is the limit on
+        the cost of all turns of this gateway that may be due within one second. No turn is booked for an empty
+        `client`, for a wait above MAX_RETRY_S, or while MAX_TURNS turns are open.
         """
         if wait_s > MAX_RETRY_S:
             return int(MAX_RETRY_S * _uniform(0.8, 1.0))
@@ -139,7 +139,7 @@ class RetrySlots:
         return retry_s
 
     def _is_full(self, due_s: float, room: float) -> bool:
-        """Return True if within some second around `due_s` the expected cost of this gateway's turns exceeds `room`."""
+        """Return True if the expected cost of this gateway's turns exceeds `room` in any second around `due_s`."""
         slot, get = math.floor(due_s / SLOT_S), self._own.costs.get
         most = room / self._shown if self._shown else math.inf
         if get(slot, 0.0) > most:
@@ -160,8 +160,8 @@ class RetrySlots:
         return True
 
     def news(self, now_s: float, count: int) -> tuple[tuple[Turn, ...], tuple[bytes, ...]]:
-        """Remove and return the news for the other gateways: booked turns, and clients that claimed their turn; at most
-        `count` entries, the oldest first.
+        """Remove and return what the other gateways must learn: booked turns (retry times), and clients that used their
+        turn. These are at most `count` entries, the oldest first.
         """
         claimed = tuple(self._claimed.popleft() for _ in range(min(count, len(self._claimed))))
         booked = [self._booked.popleft() for _ in range(min(count - len(claimed), len(self._booked)))]
@@ -170,7 +170,7 @@ class RetrySlots:
         ), claimed
 
     def peer_announced(self, now_s: float, turns: Sequence[Turn], claimed: Sequence[bytes]) -> None:
-        """Record the turns that another gateway has booked, and end the turns that clients have claimed there."""
+        """Record another gateway's booked turns (retry times), and end the turns that clients used at that gateway."""
         for turn in turns:
             if turn.client and 0 < turn.due_s <= MAX_RETRY_S + 1 and turn.cost > 0:
                 self._add(now_s, turn.client, turn.due_s, turn.cost, is_own=False)
@@ -180,8 +180,8 @@ class RetrySlots:
                 self._next(client)
 
     def claim(self, now_s: float, client: bytes) -> bool:
-        """Return True if this client has a turn now, and end the turn. A client may be early only if it has a single
-        turn: with several, its first turn must be due.
+        """Return True if a turn (retry time) of this client is due, and end the turn. A client with a single turn may
+        be early. If a client has several turns, the first of them must be due.
         """
         self.promised(now_s)
         turns = self._next(client)
@@ -196,7 +196,7 @@ class RetrySlots:
         return True
 
     def _next(self, client: bytes) -> list[tuple[float, int, _RetrySlot]]:
-        """Return the turns of a client as a heap whose first turn is open. Ended turns are removed from its front."""
+        """Return the turns of a client as a heap whose first turn is open. Ended turns are removed first."""
         turns = self._by_client.get(client, [])
         while turns and not turns[0][2].is_open:
             heapq.heappop(turns)

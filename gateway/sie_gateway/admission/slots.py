@@ -10,8 +10,8 @@ from sie_contracts.errors import RateLimited, ResourceExhausted
 
 
 class KeySlots:
-    """`total` slots, of which one key may use `per_key`. `work`: name of the work in errors, for example uploads.
-    `reason`: reason of the errors.
+    """`total` slots, of which one key may use `per_key`. Error texts name the `work`, for example uploads. `reason`:
+    reason of the errors.
     """
 
     def __init__(self, total: int, per_key: int, work: str, reason: str) -> None:
@@ -20,7 +20,7 @@ class KeySlots:
 
     @contextlib.contextmanager
     def hold(self, key: str) -> Iterator[None]:
-        """Occupy a slot. Raises RateLimited if the key has `per_key` slots, ResourceExhausted if none is free."""
+        """Occupy a slot. Raises RateLimited if the key has `per_key` slots, ResourceExhausted if no slot is free."""
         if self._taken[key] >= self._per_key:
             raise RateLimited(
                 f"this key has {self._per_key} {self._work} at once, the limit for one key at this gateway",

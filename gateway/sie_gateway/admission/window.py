@@ -7,12 +7,12 @@ queue. Times and bounds are arguments, permits are results; this module does no 
 A lane is a pool, a machine profile and a bundle. The work in the queue has two bounds. A key may have at most its
 window, a number of tokens, in the queue of a lane and priority (`Shares`). All keys together have at most the work that
 the workers with the model accept (`bound`). The second bound is needed because the queue is first in, first out: the
-next request of another key waits for all work in it, and the window of one key alone is several times the work at the
-adapters. Work above the bounds waits in the gateway, where keys alternate by cost: deficit round robin (Shreedhar and
-Varghese, 1996).
+next request of another key waits for all work in the queue, and the window of one key alone is several times the work
+at the adapters. Work above the bounds waits in the gateway, where keys alternate by cost: deficit round robin
+(Shreedhar and Varghese, 1996).
 
 Within a key, the first chunks of its requests alternate with the further chunks of its oldest request. So a small
-request never waits until a large one has ended, and large requests are finished one after the other.
+request never waits until a large request has ended, and large requests are finished one after the other.
 
 A key has one window for all models of a lane and priority. If the window is full, the models for which the key has
 waiting work take turns, one chunk each. Otherwise a model with much work of the key would take all space that becomes
@@ -63,10 +63,10 @@ def bound(
     smaller batches lose little. If each batch has a large fixed time, batches stay full. The limit of messages is not
     reduced: a batch that has reached it takes a time that depends on its number of messages, not on their tokens.
 
-    A fast device may run two batches before a result has arrived here and the next message has arrived there. So the
-    bound is at least some hundredths of a second of work. Without a host, the bound is `cold_tokens`: work for a model
-    that is not loaded must not fill the window of its key. If a host does not report how many tokens, or how
-    many messages, it accepts, these have no bound.
+    A fast device may run two batches before a result has reached this gateway and the next message has reached the
+    worker. So the bound is at least some hundredths of a second of work. Without a host, the bound is `cold_tokens`:
+    work for a model that is not loaded must not fill the window of its key. If a host does not report how many tokens
+    it accepts, tokens have no bound; the same applies to messages.
     """
     if not hosts:
         return QueueBound(cold_tokens)
@@ -91,17 +91,17 @@ class Shares:
     def __init__(self) -> None:
         self.tokens: dict[str, int] = {}
         self.total = 0
-        # by key, the windows in which it has waiting work
+        # windows in which a key has waiting work, by key
         self.waiting: dict[str, dict[KeyWindow, None]] = {}
-        self.grants = 0  # number of permits until now; orders the turns of a key's models
+        self.grants = 0  # number of permits until now, by which the models of a key take turns
         self._seen_s: dict[str, float] = {}
 
     def saw(self, key: str, now_s: float) -> None:
         self._seen_s[key] = now_s
 
     def contested(self, now_s: float) -> bool:
-        """Return True if more than one key had requests within REMEMBERED_S seconds, or has work in the queue. Keys
-        with neither are dropped.
+        """Return True if more than one key had requests within REMEMBERED_S seconds, or has work in the queue. All
+        other keys are dropped.
         """
         if len(self._seen_s) > 1:
             recent_s = now_s - REMEMBERED_S
@@ -114,7 +114,7 @@ class Shares:
         self.grants += 1
 
     def fits(self, key: str, cost: int, limit: float) -> bool:
-        """Return True if a key may put a chunk into the queue: it stays within `limit` tokens, or has none there."""
+        """Return True if a key has no tokens in the queue, or at most `limit` with a further chunk of `cost` tokens."""
         held = self.tokens.get(key, 0)
         return not held or held + cost <= limit
 
@@ -159,7 +159,7 @@ class Ticket:
 
 @dataclass(slots=True, eq=False)
 class _KeyFlow:
-    """Waiting requests of a key, in order of arrival. `begun` requests have had a permit, `fresh` ones have not."""
+    """Waiting requests of a key, in order of arrival. `begun`: requests that have had a permit. `fresh`: the others."""
 
     key: str
     deficit: int
@@ -187,7 +187,7 @@ class KeyWindow:
         self.tokens = 0
         self.items = 0
         self._quantum = quantum
-        # summed cost of other keys' chunks that were granted while the chunk that is next waits for space
+        # summed cost of other keys' chunks that have overtaken the next chunk while it waits for space
         self._passed = 0
         self._flows: dict[str, _KeyFlow] = {}
         self._ring: deque[_KeyFlow] = deque()
@@ -213,8 +213,8 @@ class KeyWindow:
 
     def ahead(self, key: str, cost: float) -> float:
         """Return the cost of the work that runs before the last chunk of a new request of this cost can start. Keys
-        alternate by cost: before that chunk, each other key runs at most as much of its waiting work as this key has
-        waiting, the new request included.
+        alternate by cost. So before that chunk, another key runs at most as much waiting work as this key has with the
+        new request.
         """
         if not self._flows:
             return self.cost
@@ -264,8 +264,8 @@ class KeyWindow:
         return not self.items or (self.tokens + tokens <= most.tokens and self.items < most.items)
 
     def _fits(self, key: str, tokens: int, key_limit: float) -> bool:
-        """Return True if a key may put a chunk into the queue, and it is not the turn of another model for this key. A
-        key without work in the queue needs no turn.
+        """Return True if a key may put a chunk into the queue, and no other model of the key has the turn. A key
+        without work in the queue needs no turn.
         """
         if not self.shares.fits(key, tokens, key_limit):
             return False
@@ -276,8 +276,8 @@ class KeyWindow:
         return not any(window is not self and window._has_turn_before(key, mine) for window in windows)
 
     def _has_turn_before(self, key: str, granted: float) -> bool:
-        """Return True if the next chunk of this key waits only for the window of the key, and the last permit of the
-        key here was before permit number `granted`.
+        """Return True if the next chunk of this key waits only because the key's window (token limit) is full, and the
+        last permit of this key for this model was before permit number `granted`.
         """
         flow = self._flows[key]
         if not flow.is_limited or flow.granted >= granted:

@@ -1,4 +1,4 @@
-"""`POST /v2/embed` and `POST /v1/embed` in the format of Cohere. One run of the model serves all requested types.
+"""`POST /v2/embed` and `POST /v1/embed` in the format of Cohere. One run of the model gives all requested types.
 
 In version 1, `input_type` is optional, and a request without `embedding_types` gets plain lists of numbers.
 """
@@ -99,9 +99,6 @@ def _items(body: fields.Body, limit: int) -> tuple[str, tuple[RequestItem, ...]]
 
 def _parts(value: Any, path: str) -> RequestItem:
     return multimodal.parts(value.get("content") if isinstance(value, dict) else None, f"{path}.content")
-
-
-# replies
 
 
 def _answer(

@@ -96,18 +96,18 @@ def side(use: str, entry: ModelEntry) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def named(**names: str) -> Iterator[None]:
-    """Rename the parameter of an InvalidInput error from SIE's name to the name that the family of the client uses."""
+    """Rename the parameter in an InvalidInput error. `names`: SIE's name of a parameter -> the client's name."""
     try:
         yield
     except InvalidInput as error:
         if (name := names.get(error.param)) is None:
             raise
         message = error.message
-        if message.startswith(error.param):  # a message about an unsuitable model begins with the model's name
+        if message.startswith(error.param):  # an error about an unsuitable model begins otherwise
             message = name + message.removeprefix(error.param)
         raise InvalidInput(message, reason=error.reason, param=name, extras=error.extras) from error
 
 
 def parameters(body: Body, *names: str) -> dict[str, Any]:
-    """Return the fields `names` of the body, except nulls: SIE's parameters have the same names."""
+    """Return the fields `names` of the body, except nulls, as SIE's parameters, which have the same names."""
     return {name: body[name] for name in names if body.get(name) is not None}

@@ -1,7 +1,7 @@
 """`POST /v1/extract` in the format of the GLiNER server that NeMo Guardrails calls: entities of one text.
 
-NeMo Guardrails masks each entity at its offsets, and does not check for overlaps. With a nested pair, it would replace
-the wrong characters. So entities that overlap are joined, as in a redaction.
+NeMo Guardrails masks each entity at its offsets. If two entities overlapped, it would mask wrong characters. So
+overlapping entities are joined, as in a redaction.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sie_gateway.redaction.spans import SensitiveSpan
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
-_READ = frozenset({"threshold", "flat_ner"})  # fields of the client that a model may read
+_READ = frozenset({"threshold", "flat_ner"})  # fields that the model gets if its family has them
 
 
 async def extract(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer `POST /v1/extract` with the entities, and the text in which each entity is marked as `[entity](label)`."""
     resolved = able(inference, call, "redact", body.get("model"))
     text = fields.text(body, "text")
-    for name in ("chunk_length", "overlap"):  # only checked: the model chooses its windows of a long text
+    for name in ("chunk_length", "overlap"):  # checked but not used: the model chooses its windows of a long text
         fields.whole(body, name, 0)
     names = _READ & families.row(resolved.entry.family).parameters
     parameters = {**fields.parameters(body, "labels", *names), "truncate": "NONE"}

@@ -42,8 +42,8 @@ def joined(texts: Sequence[str], path: str) -> RequestItem:
 
 
 def vectors_of(finished: RequestResult, name: str) -> list[list[Array]]:
-    """Return the vectors of each input: one per chunk; a single one if the input has no chunks. Raises FailedRequest,
-    InternalFailure.
+    """Return the vectors of each input: a vector for each chunk, or a single vector if the input has no chunks. Raises
+    FailedRequest, InternalFailure.
     """
     vectors = []
     for item, (result, outcome) in zip(finished.request.items, finished.succeeded(name), strict=True):

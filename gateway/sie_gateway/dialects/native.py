@@ -1,5 +1,5 @@
 """encode, score and extract in the native format. The reply has an entry (slot) for each input, even for a failed
-input. Only a reply of raw bytes has no place for errors: there, any failed input fails the request.
+input. A reply of raw bytes cannot contain errors, so any failed input fails such a request.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 
 async def infer(operation: Operation, inference: Inference, call: Call, body: Mapping[str, Any]) -> EncodedReply:
-    """Answer `POST /v1/{operation}/{model}` in JSON or msgpack, an encode also in Arrow or raw bytes, as the client
-    accepts.
-    """
+    """Answer `POST /v1/{operation}/{model}`. Accept selects JSON or msgpack, for encode also Arrow or raw bytes."""
     assert call.resolved is not None
     items = await beside(call.body, lambda: bodies.items(body, limit=inference.max_items(call)))
     query = bodies.query(body) if operation == "score" else None
@@ -48,7 +46,7 @@ async def infer(operation: Operation, inference: Inference, call: Call, body: Ma
 
 
 def _check_whole(items: Sequence[RequestItem], format_: str) -> None:
-    """Raise InvalidInput if an item has `chunks`: a format with one row per item has no place for their vectors."""
+    """Raise InvalidInput if an item has `chunks`: a format with one row per item cannot contain their vectors."""
     index = next((index for index, item in enumerate(items) if item.chunks is not None), None)
     if index is not None:
         media = RAW if format_ == "raw" else ARROW
@@ -118,7 +116,7 @@ def _answer(call: Call, finished: RequestResult, *, msgpack: bool) -> EncodedRep
         for slot, own in zip(slots, finished.item_timings() if slots else (), strict=True):
             slot["timing"] = own
     content |= finished.shared(explain=call.explains)
-    if request.operation != "encode":  # published clients read `input_tokens`; the other names are OpenAI's
+    if request.operation != "encode":  # public SDKs read `input_tokens`; the other fields are OpenAI's
         content["usage"] = {"input_tokens": finished.usage["prompt_tokens"], **finished.usage}
     if options.run.muvera is not None:
         content["muvera"] = msgspec.to_builtins(options.run.muvera)

@@ -30,7 +30,7 @@ shape = family("ollama")
 
 
 def untagged(catalogue: Catalogue, name: str) -> str:
-    """Return the name without the tag `latest`, unless the tag names a profile `latest` of the model."""
+    """Return the name without the tag `latest`. If the model has a profile `latest`, return the whole name."""
     bare = name.removesuffix(TAG)
     entry = catalogue.find(bare) if bare != name else None
     return name if entry is not None and TAG[1:] in entry.profiles else bare
@@ -47,7 +47,7 @@ def tagged(name: str, resolved: Resolved, profile: str | None) -> str:
 
 async def embed(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
     """Answer `POST /api/embed` with a normalised vector for each input. The reply to an empty input has no vectors:
-    clients send it to see whether the model exists.
+    clients send an empty input to test whether the model exists.
     """
     resolved = _model(inference, call, body)
     value = body.get("input")
@@ -80,7 +80,7 @@ async def embed(inference: Inference, call: Call, body: fields.Body) -> EncodedR
 
 
 async def embeddings(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /api/embeddings` with the vector of one text: not normalised, and long texts cut, as in Ollama."""
+    """Answer `POST /api/embeddings` with a vector that is not normalised. A long text is truncated, as in Ollama."""
     resolved = _model(inference, call, body)
     if body.get("prompt") in (None, ""):
         return _json({"embedding": []})

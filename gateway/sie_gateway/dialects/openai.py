@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 300_000  # largest number of tokens of all inputs of a request
 SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to a text
-DEFAULT_ENCODING = "cl100k_base"  # vocabulary that OpenAI's clients use for a model that they do not know
+DEFAULT_ENCODING = "cl100k_base"  # vocabulary that OpenAI's clients use for unknown models
 _ENCODINGS = ("model", *vocabulary.NAMES)
 _CHUNK = re.compile(r"input\[0\]: chunks\[(\d+)\]")  # beginning of an error about a chunk of the document
 _UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, because no encoding was named; {vocabulary.OWN_IDS}"
@@ -83,7 +83,7 @@ async def embeddings(inference: Inference, call: Call, body: fields.Body) -> Enc
 
 
 def _has_ids(body: fields.Body) -> bool:
-    """Return whether the inputs of a body are token ids. The inputs were checked before."""
+    """Return whether the inputs of a body are token ids. `_items` has checked the inputs."""
     value = body["input"]
     return isinstance(value, list) and isinstance(value[0], int | list)
 
@@ -96,7 +96,7 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
     if fields.flag(body, "return_multivector"):
         message = "expected false or null, this route returns one vector for each input"
         raise InvalidInput.at("return_multivector", message)
-    if parameters.get("dimensions") == 0:  # Infinity's client sends 0 if it wants all dimensions
+    if parameters.get("dimensions") == 0:  # Infinity's client sends 0 for all dimensions
         del parameters["dimensions"]
     width = fields.whole(body, "output_dimension", 1)
     if width is not None and parameters.setdefault("dimensions", width) != width:
@@ -106,9 +106,6 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
     if body.get("task") is not None:
         parameters = {**fields.side(fields.text(body, "task"), entry), **parameters}
     return {**parameters, "output_types": ["dense"], "output_dtype": "float32"}
-
-
-# requests
 
 
 async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestItem, ...]:
@@ -231,8 +228,8 @@ async def check_tokens(inference: Inference, call: Call, request: PlannedRequest
 
 def max_tokens(texts: Sequence[str], run: RunOptions, limit: int = MAX_TOKENS) -> int:
     """Return an upper bound for the tokens of texts with their prompts: one token for each byte of the text, or of its
-    Unicode normal form if that is longer. Normal forms are slow, so they are left out if the texts alone exceed
-    `limit`.
+    Unicode normal form if that is longer. Normal forms take long to compute, so they are not computed if the bytes of
+    the texts alone exceed `limit`.
     """
     around = _max_bytes(run.prefix) + _max_bytes(run.suffix) + SPECIAL_TOKENS
     total = sum(around + (len(text) if text.isascii() else len(text.encode())) for text in texts)
@@ -247,9 +244,6 @@ def _max_bytes(text: str) -> int:
     return max(len(text.encode()), len(unicodedata.normalize("NFKC", text).encode()))
 
 
-# replies
-
-
 def _answer(call: Call, finished: RequestResult, kind: str, *, is_base64: bool) -> EncodedReply:
     began_s = time.perf_counter()
     try:
@@ -261,7 +255,7 @@ def _answer(call: Call, finished: RequestResult, kind: str, *, is_base64: bool) 
 
 
 def _name_input(failed: FailedRequest) -> None:
-    """Name the input in the error of a chunk: with `late_chunking` the inputs are the chunks of one document."""
+    """Make an error about a chunk name the input: with `late_chunking`, each input is a chunk of one document."""
     error = failed.error
     path = _CHUNK.match(error.message)
     if path is not None:
@@ -272,7 +266,7 @@ def _name_input(failed: FailedRequest) -> None:
 
 
 def listed(call: Call, finished: RequestResult, data: list[dict[str, Any]], began_s: float) -> EncodedReply:
-    """Return a reply with the list `data`. `began_s`: time at which the gateway began to build it."""
+    """Return a reply with the list `data`. `began_s`: time at which the gateway began to build the reply."""
     content = {
         "object": "list",
         "data": data,

@@ -1,8 +1,8 @@
-"""`POST /v1/redact/{model}`: texts without personal data, in the native format. It replaces the entities that an
+"""`POST /v1/redact/{model}`: texts without personal data, in the native format. The route replaces the entities that an
 extract request returns, and matches of patterns. `redaction/` has the patterns, the rule for overlaps and the
 replacements.
 
-A text that the model cannot read to its end is refused: the part that it did not read would pass unredacted.
+A text that the model cannot read to its end is refused, because the rest of the text would not be redacted.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 1 << 18  # largest number of code points of a text; the slowest pattern takes 4 s for such a text
 MAX_NAME = 1000  # largest number of characters in the name of a kind of personal data or of a model
-MAX_MODELS = 3  # largest number of further models: each reads all texts
-KEY_CHARACTERS = (16, 1024)  # shortest and longest key: a shorter one could be guessed, and with it the values
+MAX_MODELS = 3  # largest number of names in `models`; each of these models reads all texts
+KEY_CHARACTERS = (16, 1024)  # shortest and longest key; with a shorter key, an attacker could guess the values
 _ASIDE = 1 << 13  # texts of a request with at least this many code points in total are redacted in a thread
-_CODE_POINTS_PER_VALUE = 20  # for the estimated time to write a reply: this many code points take as long as one number
+_CODE_POINTS_PER_VALUE = 20  # number of code points that take as long to write as one number of a reply
 _OWN = ("kinds", "models", "style", "key", "region", "offsets", "restorable")
 _OF_ONE_MODEL = ("profile", "lora", "lora_id")  # parameters of the first model only; `models` may name profiles
 _SHARED = ("id", "metadata", "error", "usage")  # fields of a slot that an extract and a redaction have in common
@@ -67,8 +67,8 @@ class RedactionRules:
 
     @cached_property
     def patterns(self) -> Mapping[str, str]:
-        """Return the patterns to search for, each with the kind that the reply shows: the first of the client's kinds
-        that means this pattern. If the client names no kinds, these are all patterns.
+        """Return the patterns to search for, each with the kind that the reply shows. This kind is the first of the
+        client's kinds that means the pattern. If the client names no kinds, all patterns are searched for.
         """
         if not self.kinds:
             return {name: name for name in KINDS}
@@ -80,7 +80,7 @@ async def redact(inference: Inference, call: Call, body: fields.Body) -> Encoded
     rules, parameters = _rules(body)
     items = await beside(call.body, lambda: bodies.items(body, limit=inference.max_items(call)))
     _check_texts(items)
-    # all models are checked before the first one runs
+    # all models are checked before the first model runs
     plans = [_plan(inference, call, resolved, items, rules, parameters)]
     for number, further in enumerate(_further(inference, call, resolved, rules)):
         own = replace(call, id=f"{call.id}-model{number}", labels=dict(call.labels))
@@ -143,7 +143,7 @@ def _further(inference: Inference, call: Call, first: Resolved, rules: Redaction
         with fields.named(model=f"models[{number}]"):
             resolved = checked(inference.resolve(name, call, CAN["redact"]), "redact")
         if resolved.canonical in [model.canonical for model in models]:
-            raise InvalidInput.at(f"models[{number}]", "expected a further model, this one reads the texts already")
+            raise InvalidInput.at(f"models[{number}]", "expected another model, this model already reads the texts")
         models.append(resolved)
     return models[1:]
 
@@ -167,7 +167,7 @@ def _rules(body: Mapping[str, Any]) -> tuple[RedactionRules, dict[str, Any]]:
 
 
 def _without(level: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return a map of parameters without the fields `names`, in it and in its maps `params` and `options`."""
+    """Return a copy of a map of parameters without the fields `names`, also in its maps `params` and `options`."""
     rest = {name: value for name, value in level.items() if name not in names}
     for inner in ("params", "options"):
         if isinstance(rest.get(inner), dict):
@@ -230,9 +230,10 @@ def _check_texts(items: Sequence[RequestItem]) -> None:
 async def _slots(
     call: Call, results: Sequence[RequestResult], rules: RedactionRules, one_thread: asyncio.Lock | None
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the slot of each text. A text that failed with any of the models has its error and no text; the first of
+    """Yield the slot of each text. If a model failed on a text, the slot has the error and no text; the first of
     `results` has the failures of all models. If there is a lock `one_thread`, texts are redacted in a thread that runs
-    while the lock is held; otherwise in the event loop. Raises GatewayTimeout, and the errors of `model_spans`.
+    while the lock is held; without a lock, they are redacted in the event loop. Raises GatewayTimeout, and the errors
+    of `model_spans`.
     """
     until_s = call.received_s + call.budget_s
     for index, item in enumerate(results[0].request.items):
@@ -262,7 +263,7 @@ async def _aside(work: Callable[[], dict[str, Any]], one_thread: asyncio.Lock) -
 
 
 def _redacted(text: str, outcomes: Sequence[Outcome], path: str, rules: RedactionRules) -> dict[str, Any]:
-    """Return the fields of a slot for a text with these results of the models. Raises the errors of `model_spans`."""
+    """Return the fields of a text's slot. `outcomes`: a result of each model. Raises the errors of `model_spans`."""
     spans = [span for outcome in outcomes for span in model_spans(text, outcome, path)]
     spans = joined_spans(text, [*spans, *_pattern_spans(text, rules)])
     new_text, parts = redacted(text, spans, Replacer(rules.style, rules.key))

@@ -99,9 +99,9 @@ def _documents(body: fields.Body, limit: int, *, reads_images: bool) -> tuple[Re
 
 
 def _document(value: Any, path: str, names: list[str] | None, *, reads_images: bool) -> RequestItem:
-    """Read a document: a text or a map. From a map, the fields `names` are joined as lines; without `names`, its `text`
-    and its `image` are used. If the map has a text, the image is used only if the model `reads_images`, because a map
-    may have any fields. Raises InvalidInput.
+    """Read a document: a text or a map. The text of a map is its fields `names`, joined as lines. Without `names`, the
+    fields `text` and `image` of the map are used; `image` beside a `text` only if the model `reads_images`, because a
+    map may have any fields. Raises InvalidInput.
     """
     if isinstance(value, str):
         return RequestItem(bodies.utf8(value, path))
@@ -157,6 +157,6 @@ def _answer(
         "results": results,
         "meta": meta,
         **shared,
-        **({"data": entries} if version == 1 else {}),  # Voyage's client reads `data`, and has the documents itself
+        **({"data": entries} if version == 1 else {}),  # Voyage's client reads `data` and adds the documents
     }
     return native.written(call, finished, content, began_s)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 async def scored(
     inference: Inference, call: Call, request: InferRequest, *, raw: bool, document_tokens: int = 0
 ) -> RequestResult:
-    """Run a score request. Unless `raw` is true, the worker maps scores to 0 to 1, because only the worker knows the
-    meaning of the checkpoint's scores. `document_tokens`: largest number of tokens that the model reads of a document;
-    0: as many as the model accepts.
+    """Run a score request. If `raw` is false, the worker maps scores to numbers from 0 to 1, because only the worker
+    knows the meaning of the checkpoint's scores. `document_tokens`: largest number of tokens that the model reads of a
+    document; 0: as many as the model accepts.
     """
     understood = inference.understand(call, request)
     run = understood.options.run

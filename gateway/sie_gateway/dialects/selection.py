@@ -1,5 +1,5 @@
-"""Choice of the model for a request that need not name a model: the named model, otherwise the default of the settings,
-otherwise the only model with the capability.
+"""Choice of the model for a request that may leave out the name of the model. Without a name, it is the default in the
+settings; without a default, the only model with the capability.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def unable(resolved: Resolved, capability: Capability) -> InvalidInput:
 
 
 def model_for(inference: Inference, call: Call, capability: Capability, named: Any = None) -> Resolved:
-    """Return the model of the path, otherwise `named` (from the body), otherwise the default in SIE_DEFAULT_MODELS (for
-    embed_all also the default for embed), otherwise the only model with the capability.
+    """Return the first of these models that is set: the model in the path; `named` (from the body); the default in
+    SIE_DEFAULT_MODELS (for embed_all also the default for embed). If none is set, return the only model with the
+    capability.
 
     Raises InvalidInput with reason schema or model_required, and the errors of `Inference.resolve`.
     """

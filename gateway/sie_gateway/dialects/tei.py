@@ -52,9 +52,6 @@ def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None)
     return status, envelope(error, request_id, errors, "tei")
 
 
-# requests
-
-
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
 
@@ -91,9 +88,6 @@ def _truncation(body: Mapping[str, Any]) -> dict[str, Any]:
     return {"truncate": keep if fields.flag(body, "truncate", default=True) else "NONE"}
 
 
-# replies
-
-
 def _answer(call: Call, finished: RequestResult, body: Any) -> EncodedReply:
     headers = finished.headers(call.received_s)
     headers["X-Queue-Time"] = str(finished.reported_times["queue_ms"])
@@ -115,8 +109,8 @@ async def _encode(
     *,
     is_cosine: bool = False,
 ) -> RequestResult:
-    """Encode the inputs. `is_cosine`: normalise the vectors, whatever `params` say. Raises InvalidInput, and the errors
-    of `Inference.execute`.
+    """Encode the inputs. `is_cosine`: normalise the vectors, even if `params` forbid it. Raises InvalidInput, and the
+    errors of `Inference.execute`.
     """
     output = "sparse" if capability == "embed_sparse" else "dense"
     merged = {**_truncation(params), "output_types": [output], **fields.parameters(params, "dimensions", "prompt_name")}
@@ -228,7 +222,7 @@ async def predict(inference: Inference, call: Call, body: fields.Body) -> Encode
         path = f"inputs[{index}]"
         pair = [entry] if isinstance(entry, str) else entry
         if not isinstance(pair, list) or not 1 <= len(pair) <= 2 or not all(isinstance(text, str) for text in pair):
-            raise bad(path, entry, "a text, or a list of one text or of two")
+            raise bad(path, entry, "a text, or a list of one or two texts")
         texts = [bodies.utf8(text, path) for text in pair]
         items.append(RequestItem(texts[0], pair=texts[1] if len(texts) == 2 else None))
     params = {**_truncation(body), "options": {"raw_scores": fields.flag(body, "raw_scores")}}
@@ -289,7 +283,7 @@ async def decode(inference: Inference, call: Call, body: fields.Body) -> Encoded
 
 
 async def main_task(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /` with the result of the model's main task; with similarities if the body has a source sentence."""
+    """Answer `POST /` with the result of the model's main task, or similarities for a source sentence."""
     value = body.get("inputs")
     if isinstance(value, dict) and "source_sentence" in value:
         return await similarity(inference, call, body)

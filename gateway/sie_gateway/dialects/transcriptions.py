@@ -1,5 +1,5 @@
 """`POST /v1/audio/transcriptions` and `POST /v1/audio/translations` in the format of OpenAI. The body is a form with a
-recording. The reply has its words as JSON, text or subtitles.
+recording. The reply has the spoken words as JSON, text or subtitles.
 
     recording ──► part of 600 s ──► segments ──► the next part begins at the first segment that may be incomplete;
     after the last part ──► reply
@@ -123,9 +123,6 @@ transcriptions = functools.partial(_transcribe, "transcribe")
 translations = functools.partial(_transcribe, "translate")
 
 
-# reading of the recording
-
-
 async def _read(
     inference: Inference, call: Call, planned: PlannedRequest, task: str
 ) -> tuple[Transcript, RequestResult]:
@@ -198,8 +195,6 @@ def _words_of(segments: Sequence[SpokenSegment], words: Sequence[SpokenSegment])
 def _letters(spoken: SpokenSegment) -> int:
     return sum(map(len, spoken.text.split()))
 
-
-# the reply
 
 Write = Callable[[Transcript], tuple[bytes, str]]
 

@@ -45,8 +45,8 @@ def path(name: str) -> Path | None:
 
 @functools.cache
 def load(name: str) -> dict[int, bytes]:
-    """Return the bytes of each token by its id. The first call takes 0.1 s and about 20 MiB. Raises InvalidInput if the
-    vocabulary is not installed, or has the wrong digest.
+    """Return the bytes of each token by its id. The first call takes 0.1 s and 20 MiB of memory. Raises InvalidInput if
+    the vocabulary is not installed, or has the wrong digest.
     """
     file = path(name)
     if file is None:

@@ -81,7 +81,7 @@ _logger = logging.getLogger("sie.gateway")
 CLIENT_GONE = 499  # status in metrics and logs only, as in nginx: the client disconnected before its reply was sent
 CORS_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 CORS_AGE_S = 600  # seconds for which a browser caches the reply to a preflight request
-MAX_VERSIONS = 1024  # largest number of versions that are logged
+MAX_VERSIONS = 1024  # largest number of client versions that are logged
 _SDK = sdk_versions.HEADER
 # beginnings of the names of endpoints whose replies are vectors, which gzip hardly compresses
 _VECTORS = ("encode", "embed")
@@ -103,7 +103,7 @@ def create_app(gateway: Gateway, gate: Gate, readiness: GatewayReadiness, tracer
         redirect_slashes=False,
     )
     about = app.openapi()
-    # FastAPI's way to set its schema; it is built once, because that takes 0.4 s
+    # FastAPI's documented way to replace its schema; the schema is built once, because this takes 0.4 s
     app.openapi = functools.cache(lambda: openapi_document(about))  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(Exception, _on_error)
@@ -120,7 +120,6 @@ def _with_cors(app: App, origins: Sequence[str]) -> App:
     """
     if not origins:
         return app
-    # a page may send every header, and may read every header of a reply
     return cast(
         App,
         CORSMiddleware(
@@ -171,7 +170,7 @@ def error_response(error: Exception, call: Call) -> Response:
         else:
             error = InvalidInput(str(error.detail), reason="malformed")
     if not isinstance(error, SIEError):
-        _logger.error("request %s failed", call.id, exc_info=error, extra={"request_id": call.id})
+        _logger.error("request %s failed unexpectedly", call.id, exc_info=error, extra={"request_id": call.id})
         error = InternalFailure("the server failed; its log has the details under this request id")
     call.code, call.message = error.code, error.message
     error = call.dialect.spoken(error) if call.shape is native_shape else error

@@ -3,8 +3,8 @@
     method, path ──► row of ROUTES ──► its scope ──► does the credential have it? ──► Grant
                        └ no row: NotFound, or 405 with `Allow`, for a caller with scope read
 
-A path that is not in ROUTES is not served, so every route has a scope. Tests try each row with each credential from the
-same table (`tests/unit/test_auth.py`).
+A path that is not in ROUTES is not served, so every route has a scope. Tests call each row of the table with each
+credential (`tests/unit/test_auth.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GUARDED = frozenset({"config", "admin"})
 
 
 def require_tokens(settings: Settings) -> None:
-    """Raise SettingError if the auth mode is static and no user's token is set: only an administrator could call."""
+    """Raise SettingError if the auth mode is static and no user's token is set, so only an administrator could call."""
     if settings.auth_mode == "static" and not (settings.auth_token or settings.auth_tokens):
         raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
 
@@ -90,10 +90,10 @@ class Gate:
     def check(self, method: str, path: str, authorization: str) -> Grant:
         """Return the grant of a call that is allowed. The handshake of a websocket counts as a GET.
 
-        Raises Unauthenticated, PermissionDenied, and NotReady until the keys are read, and for a key that expires also
-        until the broker's time is read. A path or method without a row requires the scope read. A caller with this
-        scope gets NotFound for an unknown path, and HTTPException 405 with `Allow` for a method that this gateway does
-        not serve.
+        Raises Unauthenticated, PermissionDenied, and NotReady if the keys are not read yet. NotReady is also raised for
+        a key with an expiry time, if the broker's time is not read yet. A path or method without a row requires the
+        scope read. A caller with this scope gets NotFound for an unknown path, and HTTPException 405 with `Allow` for a
+        method that this gateway does not serve.
         """
         match = TABLE.match(path)
         row = match.route(method)
@@ -125,8 +125,8 @@ class Gate:
 
     def of_key(self, key: str) -> Grant | None:
         """Return the current grant of the credential with this key, for work that goes on after its call has ended,
-        such as a job; None if the credential is no longer valid. Raises NotReady until the keys are read, and for a key
-        that expires also until the broker's time is read.
+        such as a job; None if the credential is no longer valid. Raises NotReady if the keys are not read yet, or for a
+        key with an expiry time, if the broker's time is not read yet.
         """
         if not key and not self._guarded:
             return replace(ANYBODY, scopes=self._usable(frozenset()))
@@ -168,7 +168,7 @@ class Gate:
             raise PermissionDenied(f"this token lacks the scope {scope}")
         if scope in GUARDED and not self._has_admin and self._keys is None:
             raise PermissionDenied(
-                "no SIE_ADMIN_TOKEN is configured, so nobody may do this: set it and start the gateway again"
+                "this route needs SIE_ADMIN_TOKEN, which is not set: set it and start the gateway again"
             )
         raise Unauthenticated(
             "a token is needed: send it as Authorization: Bearer TOKEN" if not token else "this token is not known"

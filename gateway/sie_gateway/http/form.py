@@ -18,8 +18,8 @@ MAX_FIELDS = 16
 MAX_FIELD_BYTES = 4096
 MAX_NAME_CHARS = 255
 MAX_BOUNDARY_BYTES = 70  # limit of RFC 2046, section 5.1.1
-# Bytes that are parsed between two turns of other tasks. Bytes that look like the beginning of a boundary take 0.2 us
-# each.
+# Number of bytes that are parsed before other tasks may run. A byte that looks like the beginning of a boundary takes
+# 0.2 us.
 SLICE_BYTES = 32 << 10
 
 
@@ -61,7 +61,7 @@ class Form:
 
     async def file(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the bytes of the file. When the iteration ends, the whole form has been read. Errors of `body` are
-        passed on.
+        raised.
         """
         async for chunk in body:
             for start in range(0, len(chunk), SLICE_BYTES):

@@ -44,8 +44,6 @@ from sie_gateway.operations.status import CLUSTER_PATH, WORKER_PATH
 from sie_runtime.http import config_routes, openapi
 from sie_runtime.http.routes import ARROW, FORM, HTML, JSON, MSGPACK, OPEN, RAW, TEXT, Content, Parameter, Route, Table
 
-# encode, score, extract, redact
-
 
 def _native(verb: str, handler: Handler, summary: str, body: Any, reply: Any, *media: str) -> InferenceRoute:
     not_yet = "PROVISIONING, to public SDKs below 0.6.5: not yet, come again after Retry-After"
@@ -69,9 +67,6 @@ NATIVE = (
     _native("extract", native.extract, "Entities or classes in inputs", native_api.Extract, native_api.Extracted),
     _native("redact", redact.redact, "Texts without personal data", native_api.Redact, native_api.Redacted),
 )
-
-
-# routes of the APIs of other servers
 
 
 def _dialect(
@@ -221,8 +216,6 @@ OLLAMA = (
 )
 
 
-# Text Embeddings Inference: without a model in the path, and below /tei/{model}
-
 _MAIN = (
     "main_task",
     tei.main_task,
@@ -292,9 +285,6 @@ TEI = (
     _tei("/info", ("info", tei.info, "The server and the default model", None, tei_api.TeiInfo)),
     _tei("/tei/{model:path}/info", ("info", tei.info, "The server and this model", None, tei_api.TeiInfo)),
 )
-
-
-# models, pools, the catalogue
 
 
 _FLAG = Literal["true", "false"]
@@ -373,9 +363,6 @@ CONTROL: tuple[GatewayRoute, ...] = (
 CATALOGUE = tuple(
     GatewayRoute(**vars(route), shape=config_shape) for route in config_routes.bound(configs.HANDLERS, "configs")
 )
-
-
-# routes to operate a gateway: probes, health, scaling, metrics, the API document, status
 
 
 def _operated(path: str, summary: str, media: str, handler: Any = None, **more: Any) -> GatewayRoute:
@@ -482,5 +469,5 @@ def _errors(route: Route) -> openapi.Statuses:
 
 
 def openapi_document(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the OpenAPI document of a gateway. `about`: its head, for example title and version."""
+    """Return the OpenAPI document of a gateway. `about`: top-level members such as `openapi` and `info`."""
     return openapi.document(ROUTES, PLACEHOLDERS, _errors, about=about)

@@ -46,13 +46,13 @@ async def show(gateway: Gateway, request: Request) -> Response:
 
 
 async def erase(gateway: Gateway, request: Request) -> Response:
-    """Erase the selected answers here and at all other gateways. Raises InvalidInput, QueueUnavailable."""
+    """Erase the selected answers from the memory of all gateways. Raises InvalidInput, QueueUnavailable."""
     erasure = _erasure(converted(await json_of(request), api.CacheErasure))
     count = await gateway.memory.erase(erasure)
     try:
         await gateway.peers.announce(erasure)
     except BrokerError as error:
-        message = f"{count} answers are erased here, but the other gateways cannot be reached: send the request again"
+        message = f"this gateway erased {count} answers, but cannot reach the other gateways: send the request again"
         raise QueueUnavailable(message) from error
     selected = ", ".join(name for name in ("model", "key", "digest") if getattr(erasure, name)) or "all"
     _logger.info("%s erased %d cached answers, selected by: %s", call_of(request).grant.name, count, selected)
@@ -68,7 +68,7 @@ def _erasure(selection: api.CacheErasure) -> AnswerErasure:
         query = None if selection.query is None else RequestItem(utf8(selection.query, "query"))
         (digest,) = digests_of((RequestItem(utf8(selection.text, "text")),), query)
     if (selection.all is True) == bool(model or key or digest):
-        raise InvalidInput.at("all", "expected true to erase every answer, or else one of model, key, text")
+        raise InvalidInput.at("all", "expected true, to erase all answers, or one of the fields model, key and text")
     return AnswerErasure(model, key, digest)
 
 

@@ -45,13 +45,13 @@ _logger = logging.getLogger("sie.gateway.configs")
 
 
 async def forward(gateway: Gateway, request: Request, after: str = "") -> Response:
-    """Forward a request; `after` is appended to its path. Raises NotFound without a config service, InvalidInput,
-    NotReady.
+    """Forward a request to the config service. `after`: text that is appended to the path. Raises NotFound if there is
+    no config service, InvalidInput for a too long path or query, NotReady if the config service does not answer.
     """
     url = gateway.settings.config_service_url
     if url is None:
         raise NotFound("this gateway has no config service: set SIE_CONFIG_SERVICE_URL to its URL")
-    # as bytes, because the HTTP client accepts only ASCII in text headers
+    # values are bytes, because the HTTP client accepts only ASCII in values that are text
     headers = {name.encode(): request.headers[name].encode("latin-1") for name in _SENT if name in request.headers}
     reader = gateway.settings.config_read_token
     # this gateway has checked that the caller may read, so it replaces the caller's token by its own
@@ -67,11 +67,11 @@ async def forward(gateway: Gateway, request: Request, after: str = "") -> Respon
                 headers=headers,
                 content=await request.body(),
             )
-    except httpx.InvalidURL as error:  # escaped, the path or the query is longer than the HTTP client permits
+    except httpx.InvalidURL as error:  # the escaped path or query is too long for the HTTP client
         raise InvalidInput(f"this path and query cannot be forwarded: {error}", reason="malformed") from error
     except httpx.HTTPError as error:
-        _logger.warning("a request of the console got no answer of the config service: %s", type(error).__name__)
-        raise NotReady("the config service does not answer; its earlier writes stay in use") from error
+        _logger.warning("the config service did not answer a forwarded request: %s", type(error).__name__)
+        raise NotReady("the config service does not answer: try again; the present catalogue stays in use") from error
     forwarded = {name: answer.headers[name] for name in _RETURNED if name in answer.headers}
     return Response(answer.content, answer.status_code, forwarded)
 
@@ -100,7 +100,7 @@ def _own(route: Route) -> GatewayRoute:
 
 
 CONFIG_FORWARD = tuple(_own(row) for row in config_routes.bound(_HANDLERS) if row.handler is not None)
-# value of the field `source` of each entry of this gateway's catalogue; only the config service knows who wrote it
+# value of the field `source` of each entry: this gateway does not know who wrote an entry
 SOURCE = "catalogue"
 
 

@@ -1,4 +1,4 @@
-"""Routes of `/v1/dead-letters` and their handlers, for administrators. A dead letter is work that was given up."""
+"""Routes of `/v1/dead-letters` and their handlers, for administrators. Dead letters: work that workers gave up."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _logger = logging.getLogger("sie.gateway.dead_letters")
 
 
 def _checked(request: Request, *more: str) -> None:
-    """Raise InvalidInput for an unknown parameter: if a misspelt filter were ignored, too many letters would fit."""
+    """Raise InvalidInput for an unknown parameter: a misspelt filter must not match all letters."""
     for name in request.query_params:
         if name not in ("pool", *more):
-            raise InvalidInput.at(name, f"no such parameter here, expected {', '.join(('pool', *more))}")
+            raise InvalidInput.at(name, f"unknown parameter, expected {', '.join(('pool', *more))}")
 
 
 def _pool(gateway: Gateway, request: Request) -> str:
@@ -77,22 +77,22 @@ async def purge(gateway: Gateway, request: Request) -> Response:
     name, pool = request.path_params["letter"], _pool(gateway, request)
     done = await gateway.dead_letters.purge(pool, name)
     if done.removed:
-        _logger.info("%s removed dead letter %s of pool %s for good", call_of(request).grant.name, name, pool)
+        _logger.info("%s permanently removed dead letter %s of pool %s", call_of(request).grant.name, name, pool)
     return json_response(done)
 
 
 async def purge_all(gateway: Gateway, request: Request) -> Response:
-    """Remove the letters that fit the filters for good. Raises InvalidInput unless there is a filter or `all`."""
+    """Remove the letters that match the filters. Raises InvalidInput without a filter and `all`, or with both."""
     _checked(request, *FILTERS, "all")
     letters = _filter(gateway, request)
     if letters.is_all != (request.query_params.get("all") == "true"):
         raise InvalidInput.at(
             "all",
-            f"expected true to forget every dead letter of pool {letters.pool}, or else one of {', '.join(FILTERS)}",
+            f"expected true, to remove all dead letters of pool {letters.pool}, or one of {', '.join(FILTERS)}",
         )
     done = await gateway.dead_letters.purge_all(letters)
     _logger.info(
-        "%s removed %d dead letters of pool %s for good", call_of(request).grant.name, done.removed, letters.pool
+        "%s permanently removed %d dead letters of pool %s", call_of(request).grant.name, done.removed, letters.pool
     )
     return json_response(done)
 

@@ -1,6 +1,6 @@
 """Dead letters for administrators (`dead_letter_routes.py`). No answer contains a client's input.
 
-page, show     work that was given up: the reason, and the number of attempts
+page, show     letters, with the reason why their work was given up, and the number of attempts
 replay         run the work again (`replay.py`): the letter is removed only if all inputs of the work were answered
 purge          remove a letter, with the inputs in it
 """
@@ -45,7 +45,7 @@ _Errors = Counter[tuple[str, str]]  # number of errors by code and reason
 
 @dataclass(frozen=True)
 class Filter:
-    """Filter for dead letters of a pool. A letter fits if it has the values of all fields that are not empty."""
+    """Filter for dead letters of a pool. A letter matches if its values equal all fields that are not empty."""
 
     pool: str
     lane: str = ""
@@ -66,8 +66,8 @@ class Filter:
 
 class DeadLetterOperations:
     """Operations on the dead letters of an installation's own pools, to which workers also write the dead letters of
-    reservations. Every answer is read from the broker; only sequence numbers are in memory. The methods raise NotFound,
-    PoolNotFound, and QueueUnavailable if the broker does not answer.
+    reservations. All letters are read from the broker; only their sequence numbers are in memory. The methods raise
+    NotFound, PoolNotFound, and QueueUnavailable if the broker does not answer.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class DeadLetterOperations:
         return self._info(pool, await self.letter(pool, name))
 
     async def replay(self, pool: str, name: str, timeout_s: float) -> api.Replayed:
-        """Run the work of a letter again, and return its outcome. If there is none after `timeout_s` seconds, return
-        the state `waiting`.
+        """Run the work of a letter again, and return its outcome. If no result arrives within `timeout_s` seconds, the
+        state of the outcome is `waiting`.
         """
         letter = await self.letter(pool, name)
         async with self._replays(pool) as replays:
@@ -180,7 +180,7 @@ class DeadLetterOperations:
             return api.Purged(removed=int(await self._letters(pool).remove(letter)), complete=True)
 
     async def purge_all(self, filters: Filter) -> api.Purged:
-        """Remove all letters that exist now and fit the filters. Stop after PURGE_S seconds."""
+        """Remove all letters that exist now and match the filters. Stop after PURGE_S seconds."""
         letters, removed = self._letters(filters.pool), 0
         end_s = time.monotonic() + PURGE_S
         async with _bounded(PURGE_S + LOOK_S):

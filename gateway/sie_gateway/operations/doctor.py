@@ -40,7 +40,7 @@ class Doctor:
         self._at_s = -FRESH_S
 
     async def report(self) -> dict[str, Any]:
-        """Return the JSON of `sie doctor --json`. Raises NotFound if `sie` is not installed, NotReady if it fails."""
+        """Return the JSON report. Raises NotFound if the command `sie` is not installed, NotReady if the run fails."""
         if importlib.util.find_spec("sie_cli") is None:
             raise NotFound(
                 "the command `sie` is not installed beside this gateway: install the extra `cli`, or run `sie doctor`"
@@ -50,7 +50,7 @@ class Doctor:
             if time.monotonic() - self._at_s >= FRESH_S:
                 try:
                     self._last = await self._examined()
-                except NotReady as error:  # stored, or each waiting request would run the command again
+                except NotReady as error:  # stored, so that waiting requests start no new run
                     self._last = error
                 self._at_s = time.monotonic()
             last = self._last

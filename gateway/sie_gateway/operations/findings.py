@@ -22,11 +22,11 @@ from sie_contracts.status import QueueInfo
 from sie_gateway.fleet.pool_rules import HIDDEN
 
 MAX_FINDINGS = 50
-# seconds; a worker's clock that differs more from the broker's is reported: the times in its log are misleading
+# seconds; a larger difference of a worker's clock from the broker's is reported, as times in the worker's log mislead
 CLOCK_S = 2.0
 WINDOW_S = 300.0  # seconds of the history in which refusals are counted
 REFUSED_SHARE = 0.01
-STUCK_S = 60.0  # seconds; a queue whose oldest message is older is reported, as by the alert SIEQueueStuck
+STUCK_S = 60.0  # seconds; a queue with an older message is reported, as by the alert SIEQueueStuck
 GROWTH_S = 60.0
 # factor by which the number of messages in a queue must grow within GROWTH_S seconds before this is reported
 GROWTH = 1.5
@@ -99,7 +99,7 @@ _ADAPTER = "its other devices do the work meanwhile; the log of its adapter says
 
 def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
     """List workers that are not healthy, workers on the CPU despite a GPU profile, and devices without an adapter
-    process. If there is no worker at all, list this.
+    process. Without any worker, return one finding that says so.
     """
     if not workers:
         return [ClusterFinding(check="gateway", wrong="no worker is there: requests wait or are refused", fix=_START)]
@@ -133,8 +133,8 @@ def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
 
 
 def of_loads(errors: Iterable[tuple[str, Mapping[str, ErrorInfo]]]) -> list[ClusterFinding]:
-    """List the failed loads, one finding for each worker and message. `errors`: by worker, its errors by model."""
-    # if profiles of a model share one copy of the weights, all of them have the same error: one finding lists them
+    """List the failed loads, one for each worker and message. `errors`: pairs (worker, load errors by model)."""
+    # profiles of a model that share its weights have the same error: one finding lists all of them
     failed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for worker, by_model in errors:
         for model, error in by_model.items():
@@ -185,8 +185,8 @@ class QueueTrend:
         self._samples: deque[Counter[tuple[str, str, str]]] = deque(maxlen=int(GROWTH_S / every_s) + 1)
 
     def sample(self, queues: Iterable[QueueInfo] | None) -> None:
-        """Add the present lengths. None: they are unknown, so earlier lengths are discarded too, because only an
-        unbroken series shows growth.
+        """Add the present lengths of the queues. If they are unknown (None), discard all earlier lengths too, because
+        only an unbroken series shows growth.
         """
         if queues is None:
             self._samples.clear()

@@ -45,7 +45,7 @@ def json_response(body: Any, status: int = 200) -> Response:
 
 
 class PieceResponse(StreamingResponse):
-    """Response with the pieces of an object. The object is closed when the response ends, also if its client
+    """Response whose body an async generator yields. The generator is closed when the response ends, also if the client
     disconnects.
     """
 
@@ -100,8 +100,8 @@ def flag(query: QueryParams, name: str, *, default: bool) -> bool:
 
 
 async def models(gateway: Gateway, request: Request, **fields: str) -> Response:
-    """Return the models that the query selects, and with a limit also `total`, their number without it. `fields`
-    replace fields of each model.
+    """Return the models that the query selects. If the query has `limit`, also return `total`, the number of models
+    without this limit. `fields`: values that replace those of each model.
     """
     query = request.query_params
     infos, total = await model_list(
@@ -138,8 +138,8 @@ async def health(gateway: Gateway, request: Request) -> Response:
 
 
 async def scaling(gateway: Gateway, request: Request) -> Response:
-    """Return the load of a lane (pool, machine profile and bundle). Raises NotFound, also if the pool is a reservation
-    of another key.
+    """Return the load of a lane (pool, machine profile and bundle). Raises NotFound for an unknown lane, and if the
+    pool is a reservation of another key.
     """
     call = request.scope.get("sie.call")  # None on the metrics port, where an autoscaler sends no credentials
     return json_response(await gateway.scaling.answer(request.path_params["lane"], call and call.grant))
@@ -156,7 +156,7 @@ async def metrics(gateway: Gateway, request: Request) -> Response:
 
 
 def _resolved_models(gateway: Gateway, request: Request) -> tuple[Resolved, ...]:
-    """Return the model of this name, or an alias's models. Raises ModelNotFound, BundleConflict, InvalidInput."""
+    """Return the model of the path, or the models of an alias. Raises ModelNotFound, BundleConflict, InvalidInput."""
     name = request.path_params["model"]
     gateway.inference.resolve(name)  # called only for its error, which suggests similar names
     return resolve_all(gateway.inference.catalogue, name.removesuffix("/"))
@@ -181,11 +181,11 @@ def _residency_reply(request: Request, state: ResidencyState, status: int, place
 
 def _log(request: Request, action: str, models: Iterable[Resolved]) -> None:
     name = call_of(request).grant.name
-    _logger.info("%s requests to %s %s", name, action, ", ".join(model.canonical for model in models))
+    _logger.info("%s requests the %s of %s", name, action, ", ".join(model.canonical for model in models))
 
 
 async def load(gateway: Gateway, request: Request) -> Response:
-    """Request the load of a model. Answer 200 if it is loaded, else 202. Raises SIEError."""
+    """Request the load of a model. The status is 200 if the model is loaded, else 202. Raises SIEError."""
     models = _resolved_models(gateway, request)
     lanes = [gateway.inference.lane(request.headers, resolved) for resolved in models]
     _log(request, "load", models)
@@ -195,7 +195,7 @@ async def load(gateway: Gateway, request: Request) -> Response:
 
 
 async def unload(gateway: Gateway, request: Request) -> Response:
-    """Request the unload of a model. Answer 200 if no worker has it loaded, else 202. Raises SIEError."""
+    """Request the unload of a model. The status is 200 if no worker has it loaded, else 202. Raises SIEError."""
     models, headers = _resolved_models(gateway, request), request.headers
     places: list[Where] = []
     for resolved in models:

@@ -1,8 +1,9 @@
 """Log and history of the inference requests of a gateway, which show why requests are slow.
 
-The history has, for the last hour, counts, errors and stage latencies of each STEP_S, and records of the slowest
-requests. The log has one line for each request. Requests that were refused for overload or a rate limit have at most
-MAX_REFUSED_LINES lines in each interval, and one more line counts the rest, so that overload does not flood the log:
+The history has, for the last hour, counts, errors and stage latencies of each STEP_S seconds, and records of the
+slowest requests. The log has one line for each request. Requests that were refused for overload or a rate limit have at
+most MAX_REFUSED_LINES lines in each interval, and one more line counts the rest, so that overload does not flood the
+log:
 
  encode 200 in 9.3 ms items=3 tokens=24 queue_time=2.104 load_time=0.0 ... unattributed_time=1.088
  512 more requests were refused in 10 s: encode 503 code=QUEUE_FULL 500, score 503 code=QUEUE_FULL 12
@@ -52,8 +53,8 @@ MAX_OWNERS = 8  # API keys with a separate list of records in one minute; the re
 MAX_TEXT = 300  # characters that are stored of an error message, and of a requested model name that does not exist
 MAX_CHUNKS = 32  # chunks of a request that its record describes; a chunk is the part of a request in one message
 STAGES_TOLD = (*STAGES, "total_time")
-# upper bounds of a histogram of latencies, in ms; each is 1.2 times the one before, so between the first and the last
-# bound a quantile is at most 20 % too high
+# upper bounds of a histogram of latencies, in ms; each bound is 1.2 times the previous bound, so between the first and
+# the last bound a quantile is at most 20 % too high
 BOUNDS_MS = tuple(0.05 * 1.2**step for step in range(80))
 _of_stages = itemgetter(*STAGES_TOLD)
 _of_logged = itemgetter(*STAGES)
@@ -72,7 +73,7 @@ class Note(NamedTuple):
 
 @dataclass
 class _HistoryBucket:
-    """Counts of the requests in STEP_S seconds. `at`: the first second, since 1970."""
+    """Counts of the requests in STEP_S seconds. `at`: start of this time, in seconds since 1970."""
 
     at: int
     requests: int = 0
@@ -106,7 +107,7 @@ class _Minute:
     remaining: _SlowestNotes = field(default_factory=_SlowestNotes)
 
     def places(self, owner: str) -> _SlowestNotes:
-        """Return the list of records of a key. Separate lists keep one key from pushing out the records of another."""
+        """Return the list of records of a key. With separate lists, a key cannot push out other keys' records."""
         if owner not in self.owners:
             if len(self.owners) >= MAX_OWNERS:
                 return self.remaining
@@ -149,7 +150,7 @@ class RequestHistory:
 
     def _step(self, now_s: float) -> _HistoryBucket:
         at = int(now_s) // STEP_S * STEP_S
-        # if the clock was set back, the request counts in the last step, not in an earlier one
+        # if the clock was set back, the request counts in the last step, not in an earlier step
         if not self._steps or self._steps[-1].at < at:
             self._steps.append(_HistoryBucket(at))
         return self._steps[-1]
@@ -161,8 +162,8 @@ class RequestHistory:
         return self._minutes[-1]
 
     def since(self, since_s: float = 0.0, step_s: int = STEP_S) -> dict[str, Any]:
-        """Return the counts of each `step_s` seconds (a multiple of STEP_S) from `since_s` (seconds since 1970) on, at
-        most an hour back, the oldest first. Steps without a request are left out.
+        """Return the counts of each `step_s` seconds (a multiple of STEP_S) since `since_s` (seconds since 1970), for
+        at most an hour, the oldest first. Steps without a request are left out.
         """
         now_s = self._clock()
         first = max(since_s, now_s - STEPS * STEP_S)
@@ -269,7 +270,7 @@ class RequestLogger:
         self._timer: asyncio.TimerHandle | None = None  # timer for the end of the interval; None while no interval runs
 
     def ended(self, call: Call, endpoint: str, status: int, seconds: float) -> None:
-        """Log an answered request; after MAX_REFUSED_LINES refused requests in an interval, only count further ones."""
+        """Log an answered request. After MAX_REFUSED_LINES in an interval, refused requests are only counted."""
         if call.code in REFUSED:
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._summarise)
@@ -287,8 +288,8 @@ class RequestLogger:
 
 
 def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
-    """Log an answered request. `seconds`: time from its headers to its answer. If it ran, the line has the latencies of
-    its stages, its tokens and its last worker.
+    """Log an answered request. `seconds`: time from its headers to its answer. If the request ran, the line has the
+    latencies of its stages, the number of its tokens, and its last worker.
     """
     if not _logger.isEnabledFor(logging.INFO):
         return

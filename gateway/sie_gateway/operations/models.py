@@ -22,7 +22,7 @@ from sie_gateway.inference.shadow import ShadowStatistics
 Measured = Callable[[str, str], ShadowStatistics]
 """Function that returns what this gateway measured about a shadow model, which gets copies of an alias's requests. Its
 arguments are the names of the alias and of the shadow model."""
-_SLICE = 50  # models that are described in one go, which takes one or two milliseconds; then other tasks may run
+_SLICE = 50  # number of models that are described (in 1 to 2 ms) before other tasks may run
 
 
 def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: str = "default") -> dict[str, Any]:
@@ -89,7 +89,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
 
 
 def _served(requested: str | None, reports: Sequence[ServedPrecision | ServedEngine | None]) -> dict[str, Any]:
-    """Return the requested precision or engine (or None), those in use at workers, and why they differ."""
+    """Return the requested precision or engine (None: not requested), the values at workers, and why they differ."""
     reported = [report for report in reports if report is not None]
     return {
         "requested": requested,
@@ -152,8 +152,8 @@ def _differing(default: msgspec.Struct, own: msgspec.Struct) -> dict[str, Any]:
 
 
 def score_scale(entry: ModelEntry) -> str | None:
-    """Return the scale of the model's scores. None if it returns no scores, or if the scale is only in the model's
-    files, because a gateway does not read these.
+    """Return the scale of the model's scores. None if the model returns no scores, or if only the model's files define
+    the scale: a gateway does not read them.
     """
     if "score" not in entry.tasks:
         return None
@@ -178,7 +178,7 @@ async def model_list(
     figures: Measured,
 ) -> tuple[list[dict[str, Any]], int]:
     """Return at most `limit` models in the order of their names, each followed by its variants, then the aliases. Also
-    return how many models there are without `limit`.
+    return the number of models without `limit`.
 
     `text` selects models: each of its words must occur in the name or in the entry's description, license, tasks,
     inputs or outputs, in upper or lower case. Models beyond `limit` are counted without building their descriptions,

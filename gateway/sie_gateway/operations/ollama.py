@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 NEVER_MODIFIED = "1970-01-01T00:00:00Z"  # constant, because the catalogue stores no time of change
 NEVER_EXPIRES = "9999-12-31T23:59:59Z"
 _LEVELS = {"": "", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8"}
-_SLICE = 200  # models that are described in one go, which takes a millisecond or two; then other tasks may run
+_SLICE = 200  # number of models that are described (in 1 to 2 ms) before other tasks may run
 
 
 async def _listed(gateway: Gateway) -> AsyncIterator[tuple[str, Resolved]]:
@@ -69,7 +69,7 @@ async def tags(gateway: Gateway, request: Request) -> Response:
 async def running(gateway: Gateway, request: Request) -> Response:
     models = []
     async for name, resolved in _listed(gateway):
-        # True for a variant that shares the loaded weights of another name; only that name is listed
+        # true for a variant that shares the loaded weights of another variant, which is listed in place of it
         is_shared = resolved.residency != resolved.canonical
         state, _ = gateway.fleet.model(resolved.residency)
         if state == "loaded" and not is_shared:

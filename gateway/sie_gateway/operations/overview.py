@@ -99,8 +99,8 @@ def _row(path: str, handler: Any, summary: str, reply: Any, **more: Any) -> Gate
 
 
 def _file(path: str, summary: str, media: str) -> GatewayRoute:
-    """Return the route of a console file. It needs no credential: the file contains no data; its page asks the user for
-    a key.
+    """Return the route of a console file. The route needs no credential, because the file contains no data: the page
+    asks its user for a key.
     """
     return _row(path, page, summary, Content(dict[str, Any], (media,)), scope=OPEN)
 

@@ -45,8 +45,8 @@ _logger = logging.getLogger("sie.gateway.pools")
 
 
 class _PoolBody(Struct, forbid_unknown_fields=True):
-    """Fields of `PoolRequest`, which may also be null. Fields of type Any and upper limits are checked by `parse_spec`,
-    whose errors have other codes, reasons and params.
+    """Fields of `PoolRequest`, which may also be null. `parse_spec` checks fields of type Any and upper limits, because
+    their errors have codes, reasons and params of their own.
     """
 
     name: Any = None
@@ -60,8 +60,8 @@ class _PoolBody(Struct, forbid_unknown_fields=True):
 
 
 def parse_spec(raw: Mapping[str, Any], profiles: Collection[str], catalogue: Catalogue) -> ReservationSpec:
-    """Read a reservation from a decoded body. `profiles`: existing machine profiles. Raises InvalidInput with the
-    field, PoolOperationForbidden above a limit, ModelNotFound for a pinned model, PayloadTooLarge.
+    """Read a reservation from a decoded body. `profiles`: existing machine profiles. Raises InvalidInput, which names
+    the field, PoolOperationForbidden above a limit, ModelNotFound for a pinned model, and PayloadTooLarge.
     """
     body = converted(raw, _PoolBody)
     name = _name(body.name)
@@ -71,7 +71,7 @@ def parse_spec(raw: Mapping[str, Any], profiles: Collection[str], catalogue: Cat
     caps = _counts(body.gpu_caps, "gpu_caps", profiles)
     for profile, cap in caps.items():
         if cap < gpus.get(profile, 0):
-            raise InvalidInput.at(f"gpu_caps.{profile}", f"expected at least the {gpus[profile]} of gpus, got {cap}")
+            raise InvalidInput.at(f"gpu_caps.{profile}", f"expected at least {gpus[profile]}, as in gpus, got {cap}")
     bundle = body.bundle or ""
     bundles = {*catalogue.bundles, assignments.DEFAULT_BUNDLE}
     if bundle and bundle not in bundles:
@@ -103,13 +103,13 @@ def _name(value: object) -> str:
         name = topology.pool_name(value)
     except ValueError:
         raise InvalidInput.at("name", "expected 1 to 63 letters, digits, _ or -", reason="pool_name") from None
-    if name == "assignments":  # the path of another route
-        raise InvalidInput.at("name", f"{name!r} cannot be the name of a pool", reason="pool_name")
+    if name == "assignments":  # /v1/pools/assignments is another route
+        raise InvalidInput.at("name", f"{name!r} cannot be the name of a pool, choose another name", reason="pool_name")
     return name
 
 
 def _counts(counts: object, field: str, profiles: Collection[str]) -> dict[str, int]:
-    """Read a map from machine profiles to counts. Return the counts by the name in `profiles`. Raises InvalidInput."""
+    """Return checked counts by machine profile. An unknown name gets the suffix `-spot`. Raises InvalidInput."""
     if counts is None:
         return {}
     if not isinstance(counts, dict) or len(counts) > MAX_PROFILES:
@@ -150,7 +150,7 @@ def _named(request: Request) -> str:
 
 
 def _profiles(gateway: Gateway) -> set[str]:
-    """Return the machine profiles in the settings, or else those of the workers and of this gateway."""
+    """Return the machine profiles in the settings; if none are set, those of the workers and of this gateway."""
     settings = gateway.settings
     if settings.gateway_configured_gpus:
         return {profile.strip().lower() for profile in settings.gateway_configured_gpus}
@@ -158,7 +158,7 @@ def _profiles(gateway: Gateway) -> set[str]:
 
 
 async def create(gateway: Gateway, request: Request) -> Response:
-    """Create a reservation, or change and renew it if the caller already has it."""
+    """Create a reservation, or change and renew the reservation of this name that the caller has."""
     catalogue = gateway.inference.catalogue
     spec = parse_spec(await json_of(request), _profiles(gateway), catalogue)
     grant = call_of(request).grant

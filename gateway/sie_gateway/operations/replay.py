@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Unreadable(Exception):
-    """Raised if a letter cannot be published again: its message is not decodable, or its subject is not for work."""
+    """Raised if a letter cannot be published again: its message or its subject is not that of a work item."""
 
 
 @dataclass(eq=False)

@@ -1,9 +1,9 @@
 """Status of the cluster for people: `/health`, the JSON of the page at `/`, and websockets.
 
-While a page is open, `WorkerProbe` checks every second whether shown workers are connected, MAX_ASKED of them in turn:
-it sends a request to a worker's subject, and the broker reports at once if nobody subscribes to the subject. This is
-faster than to wait for a missing heartbeat (SIE_HEARTBEAT_TIMEOUT_MS). The result is only shown; requests are placed
-without it.
+While a page is open, `WorkerProbe` checks every second whether shown workers are connected, at most MAX_ASKED of them
+at a time. It sends a request to a worker's subject, and the broker reports at once if nobody subscribes to the subject.
+This is faster than to wait for a missing heartbeat (SIE_HEARTBEAT_TIMEOUT_MS). The result is only shown: the placement
+of requests does not use it.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class WorkerProbe:
         self.gone: frozenset[str] = frozenset()
 
     def watch(self, workers: Iterable[str]) -> None:
-        """Set the workers that `run` checks: those that a page shows."""
+        """Set the workers that `run` checks: the workers that a page shows."""
         self._wanted = tuple(sorted(workers))
         self._until_s = self._clock() + LOOKED_S
 
     async def run(self, stop: Stop) -> None:
-        """Check the watched workers every EVERY_S seconds, but none if LOOKED_S have passed since the last `watch`."""
+        """Check the watched workers every EVERY_S seconds, until LOOKED_S seconds after the last `watch`."""
         while not await stop.wait_for(EVERY_S):
             workers = self._wanted if self._clock() < self._until_s else ()
             first = self._next % max(1, len(workers))
@@ -99,7 +99,7 @@ class WorkerProbe:
             await self._bus.request(topology.assigned_subject(worker), b"", HEARD_S)
         except NoResponder:
             return True
-        # no reply in time: the worker subscribes, so it is connected; an unreachable broker is reported elsewhere
+        # a timeout means that the worker subscribes; other modules report an unreachable broker
         except BrokerError:
             return False
         return False
@@ -253,13 +253,13 @@ class ClusterStatus:
         self._visible = visible
         self.sockets = WorkerSockets(settings)
         self.history = RequestHistory()
-        self.further: list[Callable[[], list[ClusterFinding]]] = []  # further sources of findings
+        self.further: list[Callable[[], list[ClusterFinding]]] = []  # functions that return more findings
         self.log = LogTail()
         self.pulse = WorkerProbe(queue)
         self.dead_letters = 0
         self._trend = QueueTrend(DEAD_EVERY_S)
         self.seats = Seats(MAX_SOCKETS, "gateway")
-        # last frames by the viewer's API key and the worker; the worker is None for frames about the cluster
+        # by API key and worker; the worker is None for frames about the cluster
         self._frames: dict[tuple[str, WorkerSocket | None], ViewerFrames] = {}
         self._glance = CachedSummary(self._summarise)
         self._placed = CachedSummary(self._lane_tables)
@@ -286,7 +286,7 @@ class ClusterStatus:
         ]
 
     def view(self) -> tuple[list[ViewedWorker], ClusterInfo, list[ModelSummary]]:
-        """Return all workers, totals over the healthy ones, and a summary of each model."""
+        """Return all workers, totals over the healthy workers, and a summary of each model."""
         workers = self.workers()
         healthy = [worker for worker in workers if worker.info.healthy]
         cluster = ClusterInfo(
@@ -320,8 +320,8 @@ class ClusterStatus:
         )
 
     def queues(self) -> tuple[list[QueueInfo], list[QueueInfo]] | None:
-        """Return the queues of the lanes (pool, machine profile and bundle) and those of single models, as two lists;
-        None while they are unknown.
+        """Return two lists: the queues of the lanes (pool, machine profile and bundle), and the queues of single
+        models. Return None while the queues are unknown.
         """
         if not self._lag.is_known:
             return None
@@ -366,8 +366,9 @@ class ClusterStatus:
         return ClusterSummary(cluster, infos, models, failures(workers), in_flight, findings[:MAX_FINDINGS])
 
     def shown(self, text: str, grant: Grant) -> dict[str, Any]:
-        """Return the data of the page at `/` for a credential: counts, and at most MAX_SHOWN workers (the unhealthy,
-        then the busiest) and models (with `text` in their name, those with queued work first).
+        """Return the data of the page at `/` for a credential: counts, at most MAX_SHOWN workers, and at most MAX_SHOWN
+        models with `text` in their name. Unhealthy workers come first, then busy workers. Models with queued work come
+        first.
         """
         glance, queues, visible = self._glance(), self.queues(), self._visible(grant)
         self.pulse.watch(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))
@@ -390,7 +391,7 @@ class ClusterStatus:
 
     def placed(self, text: str, grant: Grant) -> dict[str, Any]:
         """Return for each lane which workers host which models: at most MAX_SHOWN models with `text` in their name,
-        those with waiting work first.
+        models with waiting work first.
         """
         visible = self._visible(grant)
         return {"lanes": [lane.shown(text.lower(), visible) for lane in self._placed()]}
@@ -404,9 +405,7 @@ class ClusterStatus:
         ]
 
     async def show(self, path: str, query: str, grant: Grant, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a websocket until it is closed. Before the websocket is accepted, raises NotFound, NotReady or
-        ResourceExhausted.
-        """
+        """Serve a websocket until it is closed. Raises NotFound, NotReady or ResourceExhausted before acceptance."""
         if path not in (CLUSTER_PATH, WORKER_PATH):
             raise NotFound("no such path")
         with self.seats.seat(scope, grant.key):

@@ -1,5 +1,5 @@
 """Summary of the cluster for the page at `/`. All open pages share one summary. The longer a build takes, the longer is
-the time to the next one, so that the builds take at most a fixed part of a CPU core.
+the time to the next build, so that the builds take at most a fixed part of a CPU core.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sie_gateway.fleet.planner import ModelBacklog, in_order, model_of
 from sie_gateway.fleet.pool_rules import HIDDEN
 
 COST_SHARE = 0.002  # part of a CPU core that the builds of one summary may take
-MAX_SHOWN = 50  # workers, and models, that the page shows at most, so that it does not grow with the cluster
+MAX_SHOWN = 50  # largest number of workers, and of models, on the page, in clusters of any size
 T = TypeVar("T")
 Pooled = TypeVar("Pooled", WorkerInfo, QueueInfo)
 
@@ -132,7 +132,7 @@ class LaneTable:
         return cls(lane, round(max(0.0, now_s - table.at_s), 1), len(beats), rows)
 
     def shown(self, text: str, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first MAX_SHOWN models with `text` in their name. The pool's name may be hidden (`visible`)."""
+        """Return the first MAX_SHOWN models with `text` in their name. `visible`: see `of_pool`."""
         rows = [row for row in self.rows if text in row["model"].lower()] if text else self.rows
         return {
             "lane": str(self.lane if visible(self.lane.pool) else replace(self.lane, pool=HIDDEN)),

@@ -57,11 +57,11 @@ def uuid7() -> str:
 
 def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) -> list[tuple[bytes, bytes]]:
     """Return `headers` plus the headers of every reply, including probes, preflights and refusals: ids, trace,
-    versions, and security headers for browsers. A header in `headers` replaces the common one. Names should
-    have only the characters a-z, 0-9 and -: a reply with another name is sent in two writes.
+    versions, and security headers for browsers. A header in `headers` replaces the common header of the same name.
+    Header names should have only the characters a-z, 0-9 and -: a reply with another name takes two writes.
 
-    `x-request-id` repeats the client's id, if that has at most MAX_ID_CHARS characters of printable ASCII; otherwise it
-    is the id of the server.
+    `x-request-id` is the client's id if this id has at most MAX_ID_CHARS characters of printable ASCII; otherwise the
+    server's id.
     """
     request_id = client_id = scope[REQUEST_ID].encode()
     server_version = sdk_versions.SERVER_VERSION
@@ -98,7 +98,7 @@ def error_headers(error: SIEError) -> dict[str, str]:
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
     if error.reason == "content_encoding":
-        headers["Accept-Encoding"] = "gzip"  # RFC 7694: the reply to an unknown encoding names the supported ones
+        headers["Accept-Encoding"] = "gzip"  # RFC 7694: the reply names the supported encodings
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return headers
@@ -173,7 +173,7 @@ async def reply(
     content_type: str = "text/plain; charset=utf-8",
     extra: Mapping[str, str] | None = None,
 ) -> None:
-    """Send one response. If the body has pieces, each is built only when the connection can accept more bytes."""
+    """Send one response. An iterable `body` yields its next piece only when the connection accepts more bytes."""
     headers = [(b"content-type", content_type.encode())]
     if isinstance(body, bytes):
         headers.append((b"content-length", b"%d" % len(body)))

@@ -22,7 +22,7 @@ GZIP_OVER = 4096
 # largest number of bytes that the event loop itself compresses or decompresses at a time, in about 2 ms
 INLINE_BYTES = 64 << 10
 PIECE_BYTES = 1 << 20
-MAX_MEMBERS = 1 << 14  # largest number of gzip members in one body; each takes about 10 us, even an empty one
+MAX_MEMBERS = 1 << 14  # largest number of gzip members in one body; even an empty member takes about 10 us
 LEVEL = 1  # compression level of gzip, from 1 (fast) to 9 (small)
 _GZIP = 16 + zlib.MAX_WBITS
 _HEAD = b"\x1f\x8b"  # first bytes of each gzip member (RFC 1952)
@@ -30,13 +30,10 @@ _BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
 _TEXTUAL = ("json", "yaml", "xml", "javascript", "openmetrics-text")
 
 
-# decoding of request bodies
-
-
 def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receive:
-    """Return a `receive` that returns the body decompressed, if its coding is gzip.
+    """Return a `receive` that returns the body decompressed, if its Content-Encoding is gzip.
 
-    Raises UnsupportedMediaType for another coding; bodies of GET, HEAD and OPTIONS are returned as they are. The
+    Raises UnsupportedMediaType for another encoding; bodies of GET, HEAD and OPTIONS are returned as they are. The
     returned function raises InvalidInput for invalid gzip and for more than MAX_MEMBERS members.
     """
     named = (name.strip() for name in headers.get("content-encoding", "").lower().split(","))
@@ -45,7 +42,7 @@ def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receiv
         return receive
     if codings not in (["gzip"], ["x-gzip"]):
         raise UnsupportedMediaType(
-            "Content-Encoding: expected gzip, once, or none", reason="content_encoding", param="Content-Encoding"
+            "Content-Encoding: expected gzip once, or no encoding", reason="content_encoding", param="Content-Encoding"
         )
     return _Gunzipped(receive).receive
 
@@ -78,8 +75,8 @@ class _Gunzipped:
         return {"type": "http.request", "body": piece, "more_body": not self._is_complete}
 
     def _inflate(self, most: int, *, members: int) -> bytes:
-        """Return at most `most` decompressed bytes, of at most `members` new gzip members. Input that is left stays in
-        `_pending`.
+        """Decompress the first bytes of `_pending`, and keep only the other bytes in `_pending`. Returns at most `most`
+        bytes, and begins at most `members` gzip members.
         """
         plain = b""
         try:
@@ -105,9 +102,6 @@ def _corrupt(why: str) -> InvalidInput:
     return InvalidInput.at("body", why, reason="malformed")
 
 
-# compression of replies
-
-
 def accepts_gzip(accepted: str) -> bool:
     """Return whether an Accept-Encoding header accepts gzip (RFC 9110, 12.5.3)."""
     weights = accept_weights(accepted)
@@ -115,8 +109,8 @@ def accepts_gzip(accepted: str) -> bool:
 
 
 class CompressedReply:
-    """Reply that is compressed by gzip if it is text, JSON, XML or the like, and if this pays (`_pays`). Its head is
-    sent with the first piece of the body, because only that piece shows how long the body is.
+    """Reply that is compressed by gzip if it is text, JSON, XML or the like, and if this pays (`_pays`). The head is
+    sent with the first piece of the body, because only this piece shows whether the body is short.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -151,8 +145,8 @@ class CompressedReply:
 
     def _pays(self, start: MutableMapping[str, Any], size: int, *, is_last: bool) -> bool:
         """Return whether to compress the reply: the client accepts gzip, and the body has more than GZIP_OVER bytes or
-        comes in pieces. A reply with an ETag is not compressed, because a strong ETag identifies exact bytes; nor is a
-        reply that already has a coding or is a part of a resource (206).
+        comes in pieces. A reply with an ETag is not compressed, because a strong ETag identifies exact bytes. A reply
+        with a Content-Encoding and a part of a resource (206) are not compressed either.
         """
         names = {name for name, _ in start["headers"]}
         return (

@@ -1,4 +1,4 @@
-"""Routes of the catalogue. The config service serves all of them, a gateway those that read its own catalogue."""
+"""Routes of the catalogue. The config service serves all routes, a gateway the routes that read its catalogue."""
 
 from __future__ import annotations
 
@@ -91,8 +91,9 @@ CONFIG_ROUTES: tuple[Route, ...] = (
 
 
 def rendered(document: Any, accept: str, default: str) -> tuple[bytes, str]:
-    """Return a document, which consists of maps, lists, texts and numbers, as JSON or YAML, and its content type: the
-    type that `Accept` prefers, the first of several with the same weight, or `default` if it names neither.
+    """Return (encoded document, content type) in JSON or YAML. `document`: maps, lists, texts and numbers. `accept`: an
+    Accept header. The format with the highest weight is used, of equal weights the first. `default`: content type if
+    `accept` names neither format.
     """
     weights = {
         name: weight for name, weight in accept_weights(accept).items() if name in _DOCUMENT_TYPES and weight > 0
@@ -106,8 +107,8 @@ def rendered(document: Any, accept: str, default: str) -> tuple[bytes, str]:
 
 
 def bound(handlers: Mapping[tuple[str, str], Any], endpoint: str = "") -> tuple[Route, ...]:
-    """Return the routes of a process. `handlers`: handler by (method, endpoint). A route without a handler answers with
-    405. `endpoint`: name of all these routes in the metrics; if empty, each keeps its own name.
+    """Return the routes of a process. `handlers`: handler by (method, endpoint). A request to a route without a handler
+    gets status 405. `endpoint`: name of all these routes in the metrics; if empty, each route has its own name.
 
     Raises ValueError for a handler that belongs to no route.
     """

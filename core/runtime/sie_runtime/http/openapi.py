@@ -31,7 +31,7 @@ Statuses = Mapping[int, Sequence[str]]
 """HTTP statuses of errors, each with the codes of the errors that have it."""
 Errors = Callable[[Route], Statuses]
 Shape = Callable[[SIEError, str, None], tuple[int, dict[str, Any]]]
-"""Function that returns the status and the body of an error, as `sie_gateway.inference.call.ErrorShape`."""
+"""Function that returns the HTTP status and the body of an error, for example an ErrorShape of the gateway."""
 
 
 class Schemas:

@@ -4,10 +4,10 @@
     response before the end of the body ──► no further request; input is discarded for at most LINGER_S
     client closes its sending side after a whole request ──► response, if the client still reads
 
-A head with its trailers has at most MAX_HEAD_BYTES, and so have chunk headers between two pieces of a body. A head must
-be complete within HEAD_S. A client must send a body and read a response at least at the minimum rate of the server;
-time in which the server does not read the body is not counted. A request that is refused here gets the usual error
-body, unless an earlier request is unanswered.
+The head and the trailers of a request have together at most MAX_HEAD_BYTES, and so have the chunk headers between two
+pieces of a body. A head must be complete within HEAD_S. A client must send a body and read a response at least at the
+minimum rate of the server; time in which the server does not read the body is not counted. `Protocol._refuse` sends the
+usual error body, if the client cannot take this body for another response.
 
 `Guarded` checks the host name of a request, and which web page sent it. A web page can make a browser send requests to
 any address that the browser reaches. So a page of another site could send a form to this machine, or point its own host
@@ -63,11 +63,11 @@ MAX_HEAD_BYTES = 64 << 10  # largest number of bytes of a request line with all 
 HEAD_S = 10.0
 MIN_RATE = 4096  # lowest rate at which a client must send a body or read a response, in bytes per second
 RATE_S = 15.0  # seconds over which the rate of a body is measured
-# Largest number of bytes of a chunked body, and of the first input of a request, that are parsed at a time. A piece of
-# a chunked body without bytes of the body has chunk headers or trailers only, and counts towards MAX_HEAD_BYTES.
+# Largest number of bytes of a chunked body, and of the first input of a request, that are parsed at a time. If the
+# parser finds no bytes of the body in such a slice, the whole slice counts towards MAX_HEAD_BYTES.
 SLICE_BYTES = 4 << 10
-# Number of pieces of a body after which the rest of the input waits until other connections had their turn. A read of
-# the connection may return tens of thousands of chunks of one byte.
+# Number of pieces of a body that are parsed before the event loop serves other connections. One read of a connection
+# may return tens of thousands of chunks of one byte.
 PIECES_AT_ONCE = 512
 WRITE_S = 60.0  # seconds over which the rate of a client that reads a response is measured
 # seconds for which a connection stays open after a response to a client that still sends: an immediate close would
@@ -77,16 +77,16 @@ LINGER_S = 5.0
 HALF_CLOSED_S = 1.0
 # shortest and longest pause, in seconds, between two tests whether a half-closed client still reads
 MIN_ASK_S, MAX_ASK_S = 0.001, 1.0
-MAX_PIPELINED = 128  # largest number of requests that a client may send before earlier ones are answered
+MAX_PIPELINED = 128  # largest number of unanswered requests of one connection
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
 _NAME_BYTES = b"abcdefghijklmnopqrstuvwxyz0123456789-"
-_CONTROL_BYTES = bytes([*range(0x09), *range(0x0A, 0x20), 0x7F])  # all but the tab
+_CONTROL_BYTES = bytes([*range(0x09), *range(0x0A, 0x20), 0x7F])  # control characters except the tab
 _HEAD_TOO_LARGE = f"the head of this request, its trailers included, is larger than {MAX_HEAD_BYTES} bytes"
 
 
 def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, int] | None:
     """Return (bytes of the head, length of the body) of a response; None if uvicorn must send the response itself,
-    because its headers are unusual.
+    because the headers are unusual.
     """
     header_values = dict(headers)
     length = header_values.get(b"content-length", b"")
@@ -117,11 +117,11 @@ class SharedState(ServerState):
 
 
 class _Cycle(RequestResponseCycle):
-    """Sends a response of known length and in one piece by one write, while uvicorn writes head and body separately.
-    This saves 20 us of the 335 us of a request (bench/results/queue.md).
+    """Sends the head and the body of a response by one write, if the body has one piece and a known length. uvicorn
+    would send two writes, which takes 20 us of the 335 us of a request (bench/results/queue.md).
 
-    uvicorn sends all other responses (no length, HEAD, a connection that closes, unusual headers). HTTP/1.0 has no
-    chunks: there, a response of unknown length ends with the connection.
+    uvicorn sends all other responses (no length, HEAD, a connection that closes, unusual headers). In HTTP/1.0, which
+    has no chunks, a response of unknown length ends with the connection.
     """
 
     server_state: SharedState
@@ -139,7 +139,7 @@ class _Cycle(RequestResponseCycle):
         await (self.write if self._compressed is None else self._compressed.send)(message)
 
     async def write(self, message: Any) -> None:
-        """Send a message unchanged, but add the headers that every reply has."""
+        """Send an ASGI message without compression. A response gets the headers that every reply has."""
         if not self.response_started:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": common_headers(self.scope, message.get("headers", ()))}
@@ -150,7 +150,7 @@ class _Cycle(RequestResponseCycle):
             elif message["type"] == "http.response.start" and self.scope["http_version"] != "1.1":
                 self._ends_by_close = not any(name == b"content-length" for name, _ in message["headers"])
                 if self._ends_by_close:
-                    self.chunked_encoding = False  # uvicorn would send chunks
+                    self.chunked_encoding = False  # uvicorn would send chunks, which HTTP/1.0 lacks
             if self._begun is None:
                 await super().send(message)
             else:
@@ -190,23 +190,23 @@ class Protocol(HttpToolsProtocol):
 
     server_state: SharedState
     cycle: _Cycle  # the newest request
-    _oldest: _Cycle  # the request that is answered now; of pipelined requests the oldest without a whole response
+    _oldest: _Cycle  # the oldest request without a complete response, which is answered now
     _in_head = False
-    # bytes of an incomplete head that came after the piece of input in which the head began; while that first piece is
-    # parsed: minus the size of the piece
+    # bytes of an incomplete head, without the piece of input in which the head began. While this first piece is parsed,
+    # the value is minus the size of the piece.
     _head_bytes = 0
     _piece_bytes = 0
     _is_chunked = False
     _has_body = False  # whether the last piece of input had bytes of a body
     _idle_bytes = 0  # bytes of chunk headers and trailers that have arrived since the last bytes of a body
     _body_bytes = 0  # bytes of all bodies of this connection
-    _body_pieces = 0  # number of pieces in which the parser returned these bytes
-    _unread: bytes | None = None  # input that waits to be parsed; None if none waits
+    _body_pieces = 0  # number of calls of `on_body` on this connection
+    _unread: bytes | None = None  # input that is not parsed yet; None if there is no such input
     _was_paused = False  # whether the server has stopped reading at any time since the rate was last measured
     _trailer_bytes = 0  # bytes of the head and the trailers, which share one limit; 0 until a trailer arrives
     _begun_s = 0.0
     _why = ""  # error message for the client, set by `_stop`
-    # true while a new parser reads a copy of a head that is already handled, see `_ignore_upgrade`
+    # true while a new parser reads an artificial head, see `_ignore_upgrade`
     _is_resuming = False
     _is_lingering = False
     _is_asked = False  # whether `_probe` has sent its interim response
@@ -238,7 +238,7 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._unread is None:
             self._parse(data)
-        else:  # the application has resumed reading
+        else:  # the application resumed reading before `_parse_unread` has parsed the earlier input
             self._unread += data
             self.transport.pause_reading()
 
@@ -349,11 +349,11 @@ class Protocol(HttpToolsProtocol):
         if self._is_resuming:
             return
         self._head_done()
-        # the size is computed only if the head came in several pieces, or in one piece above the limit
+        # to save time, the size is computed only if the head came in several pieces, or in a piece above the limit
         if (self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0) and self._head_size() > MAX_HEAD_BYTES:
             self._stop(_HEAD_TOO_LARGE)
         self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
-        # HTTP/1.0 has no interim responses: an expectation in it is ignored (RFC 9110, 10.1.1)
+        # HTTP/1.0 has no interim responses: an Expect header is ignored (RFC 9110, 10.1.1)
         self.expect_100_continue &= self.parser.get_http_version() == "1.1"
         super().on_headers_complete()
         if self.cycle is not None:
@@ -381,7 +381,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
         if has_body and self.parser.should_upgrade():
-            return  # the parser skips a body after an upgrade: `_ignore_upgrade` parses it, unless a websocket begins
+            return  # this parser skips the body after the offer of an upgrade, `_ignore_upgrade` parses it later
         if self._body_timer is not None:
             self._body_timer.cancel()
             self._body_timer = None
@@ -422,7 +422,7 @@ class Protocol(HttpToolsProtocol):
             self._watch_body()
             return
         message = (
-            f"the body came slower than {rate} bytes a second for {RATE_S:g} s, the least that SIE_MIN_BODY_RATE allows"
+            f"for {RATE_S:g} s the body came slower than {rate} bytes a second, the least that SIE_MIN_BODY_RATE allows"
         )
         self._refuse(GatewayTimeout(message, reason="slow_body", param="body"), "slow")
 
@@ -498,7 +498,7 @@ class Protocol(HttpToolsProtocol):
             return None  # uvloop closes the connection if None is returned
         self._head_done()
         cycle.keep_alive = False
-        # HTTP/1.0 has no interim responses, with which `_probe` tests the client
+        # `_probe` sends an interim response, which HTTP/1.0 does not have
         if self._oldest.scope["http_version"] == "1.1":
             wait_s = self._begun_s + HALF_CLOSED_S - self.loop.time()
             if wait_s > 0:
@@ -527,7 +527,7 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(next_s, self._probe, min(2 * next_s, MAX_ASK_S))
 
     def shutdown(self) -> None:
-        """Close the connection if it is idle and has no unread input; otherwise it closes after the next response."""
+        """Close an idle connection without unread input now, any other connection after its next response."""
         if not self._is_lingering and not self.arriving:
             super().shutdown()
 
@@ -571,7 +571,8 @@ _FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
 # names that do not exist in public DNS, so that no foreign web page can have them as host
 _CLUSTER_NAMES = (".svc", ".cluster.local")
 _ANY = "*"
-# largest number of bytes of a Host header whose check is cached: longer ones, which are no DNS names, would fill memory
+# largest number of bytes of a Host header whose check is cached; longer headers, which are no DNS names, would fill
+# memory
 _MAX_CACHED_HOST = 255
 
 

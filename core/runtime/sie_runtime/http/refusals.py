@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 TELL_S = 10.0  # smallest number of seconds between two log lines about refused requests
-# reasons why the HTTP server refuses a request (`unread`: why it breaks off a response)
+# reasons why the HTTP server refuses a request; `unread` is the reason why the server breaks off a response
 REFUSED = ("host", "origin", "malformed", "connections", "slow", "unread")
 _logger = logging.getLogger("sie.http")
 

@@ -39,7 +39,7 @@ class Parameter(NamedTuple):
     """Parameter of a request. `type`: a type that msgspec supports. A parameter in the path is always required."""
 
     name: str
-    where: str  # where it is sent: path, query or header
+    where: str  # part of the request: path, query or header
     type: Any = str
     description: str = ""
     example: Any = None
@@ -63,8 +63,8 @@ class Route:
 
     `reader`: SIE_CONFIG_READ_TOKEN is also accepted. `served`: False if only the config service serves the route and a
     gateway answers with 405. `errors`: type of its error bodies; None for a probe, whose errors are in `replies`.
-    `handler` has a different type in each process. `local`: needs no token if a gateway with auth mode none listens
-    only on loopback.
+    `handler` has a different type in each process. `local`: the route needs no token if a gateway with auth mode none
+    listens only on loopback.
     """
 
     method: str
@@ -99,7 +99,7 @@ class Match(NamedTuple, Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class _Pattern(Generic[R]):
-    """A path with one placeholder. `head` and `tail`: literal parts before and after it."""
+    """Path with one placeholder, between the literals `head` and `tail`. `is_rest`: its value may contain slashes."""
 
     head: str
     tail: str

@@ -1,5 +1,5 @@
-"""HTTP server with uvicorn, and the probes of every process. `HttpServer` binds the port itself, so that an error names
-the setting. The process, not uvicorn, handles signals and decides when the server ends.
+"""HTTP server with uvicorn, and the probes of every process. `HttpServer` binds the port itself, so that a failure
+names the setting. The process, not uvicorn, handles signals and decides when the server ends.
 
     request ──► Protocol, which limits a connection ──► Guarded, which refuses other sites' pages ──► the application
     shutdown: leave(): each connection closes after its response ──► hang_up(): idle connections close ──► stop()
@@ -142,7 +142,7 @@ class HttpServer:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # IPPROTO_TCP must be named, because asyncio sets TCP_NODELAY only for such sockets
+    # asyncio sets TCP_NODELAY only for sockets with an explicit IPPROTO_TCP
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -156,14 +156,14 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def accepts_json(accept: str) -> bool:
-    """Return whether an Accept header names application/json. `*/*` does not count: curl sends it, and people read the
-    reply.
+    """Return whether an Accept header names application/json. `*/*` does not count, because curl sends it for people,
+    who prefer plain text.
     """
     return accept_weights(accept).get("application/json", 0.0) > 0.0
 
 
 def scrape(registry: Registry, accept: str) -> tuple[bytes, str]:
-    """Return (metrics, content type): OpenMetrics with exemplars if `accept` names it (Prometheus), or plain text."""
+    """Return (metrics, content type): OpenMetrics with exemplars if the Accept header names it, else plain text."""
     encode, content_type = choose_encoder(accept)
     text = encode(registry)
     registry.scraped()

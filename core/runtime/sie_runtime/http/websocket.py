@@ -1,11 +1,11 @@
 """Websockets on which only the server sends: at most one text frame per interval, to each connected client.
 
     upgrade ──► allowed? ──no──► a plain HTTP response
-                   └─► accept ──► a frame at once ──► the next one an interval later ──► ...
+                   └─► accept ──► a frame at once ──► the next frame an interval later ──► ...
 
-There is no queue of frames for a slow client: the next frame is built only when the one before has been sent, and
-frames between them are skipped. A client whose buffer stays full for PATIENCE_S is disconnected. Messages of clients
-are discarded, and their input is read slowly.
+There is no queue of frames for a slow client: the next frame is built only after the previous frame was sent, and the
+frames in between are skipped. A client whose buffer stays full for PATIENCE_S is disconnected. Messages of clients are
+discarded, and their input is read slowly.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from sie_contracts.errors import InternalFailure, InvalidInput, ResourceExhauste
 from sie_runtime.http.asgi import FAILED, REQUEST_ID, Receive, Scope, Send, common_headers, refusal, uuid7
 
 PATIENCE_S = 10.0
-# bytes of a client's input that are handled at a time, and the seconds until the next ones: a read of the connection
-# may return tens of thousands of empty frames, for which all other clients would wait
+# A client's input is handled INPUT_BYTES at a time, with pauses of INPUT_PAUSE_S. One read of a connection may return
+# tens of thousands of empty frames, and other clients would wait until all of them are handled.
 INPUT_BYTES, INPUT_PAUSE_S = 1024, 0.1
 GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013  # close codes, from RFC 6455 and IANA's registry
 _logger = logging.getLogger("sie.websocket")
@@ -95,7 +95,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
                 self._handle_input()
             return
         super().data_received(data)
-        # the whole head has arrived, but could not be parsed: uvicorn would send nothing
+        # the whole head has arrived, but could not be parsed: uvicorn would send no reply
         if not self.handshake_initiated:
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.transport.close()
@@ -198,13 +198,13 @@ def _network(address: str) -> str:
 
 
 class ViewerFrames:
-    """Sends frames to all viewers of one page, to each at most one per `interval_s`. Viewers share a frame for half of
-    this interval.
+    """Sends text frames to the websockets of one page, to each at most one frame per `interval_s`. All websockets share
+    a frame, which is built again after half of this interval.
     """
 
     def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:
-        """`make` returns the present frame. The same object is not sent again. If `make` returns None, the websocket is
-        closed with code 1013.
+        """`make` returns the present frame. The same object is not sent to a websocket twice in a row. If `make`
+        returns None, the websocket is closed with code 1013.
         """
         self._make = make
         self._interval_s = interval_s
@@ -215,7 +215,7 @@ class ViewerFrames:
         self.looked = asyncio.Event()  # set while at least one viewer is connected
 
     async def show(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Accept a websocket of a client that is allowed, and send frames until the websocket ends."""
+        """Accept the websocket of an authorised client, and send frames until the websocket ends."""
         await receive()  # the first message is always websocket.connect, and its contents are not needed
         disconnect = asyncio.create_task(_disconnected(receive))
         self.looking += 1
