@@ -80,7 +80,9 @@ class WorkerHealth:
         return {link.number: link.description for link in self.links if link.connected and link.description is not None}
 
     def device_name(self, link: AdapterLink) -> str:
-        """Return the last reported name of a link's device (empty at first), with its number if it is not unique."""
+        """Return the device name that the link's adapter reported last; empty before its first report. If several
+        devices have the same name, add the number of the device.
+        """
         names = [described.device for adapter in self.links if (described := adapter.description) is not None]
         name = link.description.device if link.description else ""
         return f"{name}:{link.number}" if names.count(name) > 1 else name
@@ -103,7 +105,7 @@ class WorkerHealth:
         return sum(device.memory_used_bytes for device in shown), sum(device.memory_total_bytes for device in shown)
 
     def devices(self) -> tuple[DeviceBeat, ...]:
-        """Return the state of each device for the heartbeat; empty for one device, which other fields describe."""
+        """Return the state of each device for the heartbeat; empty if there is one, which other fields describe."""
         if len(self.links) == 1:
             return ()
         states = []
@@ -210,7 +212,7 @@ class WorkerHealth:
         self._on_disk = models[:ON_DISK]
 
     async def refresh(self) -> None:
-        """Read the descriptions of connected adapters, with their used memory. If this fails, the last ones stay."""
+        """Read the description of each connected adapter, with its used memory. A failed read changes nothing."""
         connected = [link for link in self.links if link.connected]
         if len(connected) > 1:  # concurrently, so that an adapter that hangs does not delay the others
             await asyncio.gather(*(self._refresh(link) for link in connected))

@@ -1,22 +1,22 @@
 """Models of this worker. `ModelStates` has their states and decides, without I/O, which ones may be evicted. `Hosting`
-loads and unloads the models of one device: callers that need the same model share one load, models take turns in
-memory, and idle models are unloaded.
+loads and unloads the models of one device: callers that need the same model share one load, models that do not fit into
+memory together alternate, and idle models are unloaded.
 
     available ──► loading ──► loaded ──idle, or an operator's request──► unloading ──► available
                     │           └──evicted by the adapter, or adapter lost──► available
                     └──error──► failed ──after a pause──► loading
 
 The sidecar decides which models may be evicted and in what order; the adapter decides when, because it knows its
-memory. Three kinds of requests list the models that the adapter may evict: loads, batches, and one that is sent every
-second to free memory. Their replies list the evicted models. So the adapter evicts a model only during these requests.
-The sidecar unloads one model with the request `Release`.
+memory. Three kinds of calls list the models that the adapter may evict: loads, batches, and `AdapterLink.relieve`,
+which runs every second. Their replies list the evicted models. The adapter evicts models only during these calls. The
+sidecar unloads one model with the request `Release`.
 
     Hosting.ensure ──► the model is loaded and open to new work ──► return
           └──► load ──► the adapter evicts listed models if it needs memory ──► Ready
                   └──► only models with work are left ──► one is closed to new work until it is idle ──► load again
 
-`WorkerModels` has the `Hosting` of each device. A model may be loaded on several devices; `devices` chooses one of them
-for work.
+`WorkerModels` has the `Hosting` of each device. A model may be loaded on several devices. The module `devices` chooses
+the device for new work.
 
 A residency is a model with one set of load options. Profiles of a model with equal load options share a residency, and
 so one copy of the weights in memory.
@@ -56,8 +56,8 @@ from sie_sidecar.prepare.tokens import ModelTokenizer, without_panic
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]
 
-# seconds until a failed load may be tried again, by error class. After a permanent failure, it is tried again only if
-# the entry changes or an operator requests the load
+# seconds until a failed load may be tried again, by error class. After a permanent failure, the load is tried again
+# only if the catalogue entry changes or an operator requests the load
 COOL_DOWN_S = {"OOM": 60.0}
 OTHER_COOL_DOWN_S = 30.0
 PASSING = ("OOM", "NETWORK")  # error classes that never become permanent, however often the load fails
@@ -68,9 +68,9 @@ RATE_OVER_S = 10.0
 FILL_WEIGHT = 0.1  # weight of the newest batch in the moving mean `fill_ratio`
 # estimated bytes of memory that the tokenizers of models that are not loaded may use together
 SPARE_TOKENIZER_BYTES = 1 << 30
-# for at most this many seconds after its load (or for `swap_after_s`, if that is longer), a model with work is not
-# closed to new work. The time is short, because a request for another model first waits for it and then for its own
-# load, together at most SIE_LOAD_HOLD_S
+# largest number of seconds (unless `swap_after_s` is longer) for which a loaded model with work stays open to new work
+# while another model needs its memory. A request for the other model waits for these seconds and for its load, together
+# at most SIE_LOAD_HOLD_S
 MAX_TURN_S = 5.0
 
 
@@ -107,23 +107,23 @@ class ModelState:
         # one function for each group of parked work items, which returns their number. Parked work items wait, and the
         # model may be evicted meanwhile
         self.before_gate: list[Callable[[], int]] = []
-        self.arriving = False  # true during the adapter's load call; `state` is "loading" for longer
-        self.leaves = False  # true if an operator wants it unloaded as soon as it is idle
-        # true while it accepts no new work, because another model needs its memory
+        self.arriving = False  # true while the adapter loads the model; `state` is "loading" also while the load waits
+        self.leaves = False  # true if an operator wants the model unloaded as soon as it is idle
+        # true while the model accepts no new work, because another model needs its memory
         self.is_closed = False
         self.loaded_s = 0.0
-        self.used_s = 0.0  # time at which it was last loaded, or work last arrived, ran or ended
+        self.used_s = 0.0  # time of the last load of the model, or of the last arrival, run or end of its work
         self.uses = 0  # number of arrivals and ends of work; if it has grown between two reads, the model was used
-        self.swapped = False  # true if another model was closed to new work to make room for the last load of this one
-        self.load_s = 0.0  # seconds that its last load took
-        self.memory_bytes = 0  # bytes of the copy that was loaded last
+        self.swapped = False  # true if the last load of this model closed another model to new work, for its memory
+        self.load_s = 0.0  # seconds that the last load took
+        self.memory_bytes = 0  # bytes of device memory that the model used after its last load
         # mean fill of recent batches: tokens of a batch divided by those of a full batch; None before the first batch
         self.fill_ratio: float | None = None
         self._cost_rate = 0.0
         self._cost_s = 0.0
-        # one function for each caller that waits for the model; it returns the number of work items that still need it
+        # one function for each caller that waits for the model; returns how many of its work items still need the model
         self.waiting_counts: list[Callable[[], int]] = []
-        # LoRAs that were loaded into this copy; the adapter may have unloaded some since then
+        # LoRAs that were loaded into the model; the adapter may have unloaded some since then
         self.loras: set[str] = set()
         self.lora_digests: dict[str, str] = {}  # by name of each LoRA that was loaded: digest of its files
         self._fingerprints: dict[tuple[str, str], str] = {}
@@ -178,7 +178,7 @@ class ModelState:
 
     def fingerprint(self, profile: str, options: RunOptions) -> str:
         """Return the fingerprint of answers with this profile and these options. Empty if the model is not loaded, or
-        if its present entry lacks the profile: work for this profile was sent for an earlier entry, and does not run.
+        if its catalogue entry lacks the profile: such work was published for an earlier entry, and does not run.
         """
         entry = self.resolved.entry
         if self.ready is None or (profile != "default" and profile not in entry.profiles):
@@ -224,7 +224,7 @@ class ModelState:
         cool_down_s = COOL_DOWN_S.get(str(self.error.extras.get("error_class")), OTHER_COOL_DOWN_S)
         if not self.error.extras.get("permanent") and now_s - self.failed_s >= cool_down_s:
             return None
-        # a new exception each time: a stored one would keep the stack frames of its callers in memory
+        # a new exception each time: a stored exception would keep the stack frames of its callers in memory
         return SIEError.from_info(self.error.info())
 
     def mark_unloaded(self) -> None:
@@ -247,7 +247,7 @@ class ModelState:
         self.reset_failure()
 
     def reset_loras(self) -> None:
-        """Mark all LoRAs as not loaded. The next use of a LoRA requests it again: fast, if the adapter still has it."""
+        """Mark all LoRAs as not loaded. The next use of a LoRA loads it again, at once if the adapter still has it."""
         self.loras.clear()
         self.lora_digests.clear()
 
@@ -265,10 +265,10 @@ class ModelStates:
         everywhere: Callable[[], Iterable[ModelState]] | None = None,
         device: int = 0,
     ) -> None:
-        """Create the states of a device. `swap_after_s`: seconds that a load waits for memory before another model,
-        which has work, is closed to new work to make room. `assigned()`: models that the placement table assigns to
-        this worker, None if unknown. `fetching()`: progress of downloads by id of the catalogue entry. `everywhere()`:
-        states on all devices of this worker, which share tokenizers; None: the worker has only this device.
+        """Create the states of a device. `swap_after_s`: seconds that a load waits for memory before it closes another
+        model to new work. `assigned()`: models that the placement table assigns to this worker, None if unknown.
+        `fetching()`: progress of downloads by id of the catalogue entry. `everywhere()`: states on all devices of this
+        worker, which share tokenizers; None if the worker has only this device.
         """
         self.device = device
         self.held_cost = 0  # tokens of the work items that need a model here, as estimated by gateways
@@ -294,9 +294,10 @@ class ModelStates:
         return self._of_model.get(model, [])
 
     def slots(self, device: ipc.Description) -> int:
-        """Return how many models of mean size fit into the memory that is left for models; 0 if unknown."""
+        """Return how many models of mean size fit into the memory that models may use; 0 if unknown."""
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
-        # the adapter does not report the bytes of a model that is being loaded: they would count as other programs'
+        # not computed during a load: `device.models` lacks that model, so its bytes would count as other programs'
+        # bytes
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):
             beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
             self._usable_bytes = usable_bytes(device) - beside_bytes
@@ -305,7 +306,7 @@ class ModelStates:
         )
 
     def obtain(self, resolved: Resolved, revision: int = 0) -> ModelState:
-        """Return the state of a model at `revision`. If it was loaded for another entry, it now counts as unloaded."""
+        """Return the state of a model at `revision`. If its catalogue entry has changed, mark the model as unloaded."""
         hosted = self._hosted.get(resolved.residency)
         if hosted is None:
             hosted = self._hosted[resolved.residency] = ModelState(resolved, self.device)
@@ -323,7 +324,7 @@ class ModelStates:
         return self._hosted.get(residency)
 
     def add_items(self, hosted: ModelState, items: int = 1, cost: int = 0) -> None:
-        """Record that work items of `cost` tokens need the model: no eviction until `park` or `let_go` is called."""
+        """Record that work items of `cost` tokens need the model. It is not evicted until `park` or `let_go`."""
         hosted.add_items(items, self._clock())
         self.held_cost += cost
 
@@ -361,15 +362,15 @@ class ModelStates:
         return [state for state in states if state.arriving or (state.state == "loaded" and not state.is_quiet)]
 
     def left_over(self, loaded_models: Iterable[ipc.LoadedModel]) -> list[str]:
-        """Return the names of loaded models that an earlier sidecar process loaded, not this one."""
+        """Return the names of the loaded models that an earlier sidecar process requested, and not this process."""
         names = {hosted.name for hosted in self._hosted.values() if hosted.state in ("loading", "loaded")}
         return [loaded.model for loaded in loaded_models if loaded.model not in names]
 
     def next_to_close(self, had_work: list[ModelState], asked_s: float) -> tuple[ModelState | None, float | None]:
-        """Choose a model to close to new work, for a load that began at `asked_s` and needs memory. Return it, and the
-        seconds until it may be closed: the load must have waited for `swap_after_s`, and the time until which the model
-        stays open must have passed (`_turn_ends_s`). `had_work`: the models that could not be evicted because they had
-        work. Return (None, None) if all of these are closed or unloaded already.
+        """Choose a model of `had_work` to close to new work, for a load that began at `asked_s` and needs memory.
+        Return the model and the seconds until it may be closed: when the load has waited for `swap_after_s` and
+        `_turn_ends_s` of the model has passed. Return (None, None) if all models of `had_work` are closed or unloaded
+        already. `had_work`: models that could not be evicted because they had work.
         """
         able = [state for state in had_work if state.is_open]
         first = min(able, key=self._turn_ends_s, default=None)
@@ -479,8 +480,7 @@ class Hosting(ModelStates):
         """Create the object without models. A load that needs memory waits until other models have no work; after
         `swap_after_s`, one of them is closed to new work. `assigned()`: models that the placement table assigns to this
         worker, None if unknown. `on_role` is called when a model is unloaded, evicted by the adapter, closed to new
-        work, or opened again.
-        `everywhere()`: as in `ModelStates`.
+        work, or opened again. `everywhere()`: as in `ModelStates`.
         """
         super().__init__(
             clock, swap_after_s, assigned=assigned, fetching=lambda: link.fetching, everywhere=everywhere, device=device
@@ -488,7 +488,7 @@ class Hosting(ModelStates):
         self.swaps = 0
         self.idle_evictions = 0
         self._asked = 0  # loads that were requested from the adapter since the start
-        # loads that wait for memory: time at which each began, and the future that wakes it
+        # for each load that waits for memory: the time at which it began, and the future that ends its wait
         self._waiters: list[tuple[float, asyncio.Future[None]]] = []
         # by name of a closed model: event that is set when it accepts new work again
         self._gates: dict[str, asyncio.Event] = {}
@@ -534,8 +534,8 @@ class Hosting(ModelStates):
     ) -> None:
         """Load the model if needed, and wait until it accepts new work. Return early if no work item needs it any more.
         `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: do not wait
-        if the model is closed to new work. This is for work that it accepted earlier: the other model, which waits for
-        its memory, is loaded only when that work is done.
+        if the model is closed to new work. This is for work that it accepted before it was closed: the model that needs
+        its memory is loaded only after this work.
 
         Raises ModelLoadFailed, AdapterGone.
         """
@@ -560,12 +560,12 @@ class Hosting(ModelStates):
             if (refusal := hosted.refusal(self._clock())) is not None:
                 raise refusal
             if (releasing := self._releasing.get(hosted.name)) is not None:
-                # waits for the end of the unload, also if it fails; then the model is loaded again
+                # wait until the unload has ended or failed, then load the model again
                 await asyncio.wait([releasing])
                 continue
             if (loading := self._loading.get(hosted.name)) is None:
                 loading = asyncio.create_task(self._load(hosted), name=f"load:{hosted.name}")
-                # retrieves the exception: otherwise asyncio would log it if no caller waits for this load any more
+                # retrieve the exception, so that asyncio does not log it when no caller waits for this load any more
                 loading.add_done_callback(lambda task: task.cancelled() or task.exception())
                 self._loading[hosted.name] = loading
             await asyncio.shield(loading)
@@ -580,7 +580,7 @@ class Hosting(ModelStates):
         closed: ModelState | None = None
         try:
             ready, began_s = None, asked_s
-            # ends if no caller waits for this catalogue entry any more: an unneeded load could evict a used model
+            # stop if no caller waits for this catalogue entry any more: an unneeded load could evict a model in use
             while ready is None and hosted.has_waiters and hosted.resolved.entry == resolved.entry:
                 began_s = self._clock()
                 ready = await self._asked_to_load(hosted, resolved)
@@ -604,9 +604,9 @@ class Hosting(ModelStates):
             self._on_change()
 
     async def _asked_to_load(self, hosted: ModelState, resolved: Resolved) -> ipc.Ready | None:
-        """Let the adapter load a model, and return its report. Return None if the model did not fit into memory beside
-        models that were in use or being loaded, or that came into use meanwhile. Raises AdapterGone, ModelLoadFailed;
-        another SIEError if the catalogue entry has changed meanwhile.
+        """Let the adapter load a model, and return its report. Return None if memory was short because other models
+        were in use or being loaded. Raises AdapterGone, ModelLoadFailed; another SIEError if the catalogue entry has
+        changed meanwhile.
         """
         offered = [candidate for candidate in self.evictable(0.0) if candidate is not hosted]
         left_over = self.left_over(self._described())
@@ -650,8 +650,8 @@ class Hosting(ModelStates):
         await self.link.describe()
         there = {loaded.model for loaded in self._described()}
         finding = [load for name, load in self._loading.items() if name in there]
-        # the adapter has these models from the earlier process, so their loads by this process end at once. After that,
-        # each of them has work or can be evicted
+        # the adapter has already loaded these models for the earlier process, so this process's loads of them end at
+        # once. After that, each of these models has work or can be evicted
         if finding:
             await asyncio.wait(finding, timeout=EARLIER_LOAD_S)
             return True
@@ -769,7 +769,7 @@ class Hosting(ModelStates):
         while True:
             await asyncio.sleep(RELIEVE_S)
             await self.relieve()
-            # listed again after each unload, because work may have come meanwhile
+            # list the idle models again after each unload, because new work may have arrived meanwhile
             while idle := self.idle(math.inf if idle_evict_s is None else idle_evict_s):
                 hosted = idle[0]
                 _logger.info(
@@ -786,7 +786,7 @@ class Hosting(ModelStates):
         may_drop = _names(self.evictable(IDLE_S))
         if not may_drop:
             return
-        # without an adapter, no model is loaded
+        # AdapterGone is not logged: without an adapter, no model is loaded
         with contextlib.suppress(AdapterGone), self._relief.logged(SIEError):
             await self.link.relieve(may_drop)
 
@@ -821,7 +821,7 @@ class WorkerModels:
         return states[devices.choose([self._view(hosted, weighs_memory=weighs_memory) for hosted in states])]
 
     def _view(self, hosted: ModelState, *, weighs_memory: bool) -> DeviceView:
-        """Return a device's facts for `choose`. `weighs_memory`: with `models` and `idle_since_s`, which is slow."""
+        """Return a device's view for `choose`. `weighs_memory`: also compute `models` and `idle_since_s`, slowly."""
         device, now_s = self.device_of(hosted), time.monotonic()
         description = device.link.description
         usable = usable_bytes(description) if description else 0.0
@@ -831,7 +831,7 @@ class WorkerModels:
         return DeviceView(
             connected=device.link.connected,
             loaded=hosted.is_open,
-            # the callers that wait for a load still count for a moment after it has failed
+            # `has_waiters` stays true for a moment after a load has failed
             coming=not hosted.is_open
             and (hosted.state in ("loaded", "loading") or (refusal is None and hosted.has_waiters)),
             refused=refusal is not None,
@@ -845,7 +845,9 @@ class WorkerModels:
         )
 
     def second_copies(self, is_behind: Callable[[ModelState], bool]) -> list[ModelState]:
-        """Return the models to load on one more device, as states on it. `is_behind`: work waits for its device."""
+        """Return the states of the models to load on one more device, on that device. `is_behind(state)` returns True
+        if the model's work waits for the device of the state.
+        """
         if len(self.devices) == 1:
             return []
         loaded: dict[str, list[ModelState]] = {}
