@@ -35,8 +35,8 @@ T = TypeVar("T")
 READY_PER_LANE = 2
 TIMES_OVER = 20  # the time of a model's next batch is predicted from this number of its last batches
 MAX_TIMES = 1024  # maximum number of models whose batch times are stored
-# for a model with padding, a batch takes work items of similar length from the oldest ones: from as many as fit into
-# this number of batches
+# for a model with padding, a batch takes work items of similar length from the oldest work items of its queue, at most
+# as many as this number of full batches has
 LOOK_AHEAD = 4
 
 
@@ -89,8 +89,8 @@ class BatchEntry(Generic[T]):
     """Tokenised work item. `cost`: its tokens. `time_cost`: its computing time, given as the number of tokens of short
     texts that take the same time; 0 means equal to `cost`. `alone`: the message was delivered before and may have
     crashed an adapter, so the work item runs in its own batch. `deadline_s`: end of the request's time limit.
-    `budget_s`: seconds from its publication to this end. `media_bytes`: size of its pixels and audio features.
-    `writes`: its answer is generated token by token, and uses no lane of the device (`ipc.Rows.writes`).
+    `budget_s`: seconds from its publication to its deadline. `media_bytes`: size of its pixels and audio features.
+    `writes`: it generates text token by token, and uses no lane of the device (`ipc.Rows.writes`).
     """
 
     key: BatchKey
@@ -116,10 +116,8 @@ class Batch(Generic[T]):
 
     @property
     def writes(self) -> bool:
-        """Return True if the answer is generated token by token. The batch then uses no lane of the device (see
-        READY_PER_LANE).
-        """
-        # equal for all work items of a batch: work items with generated answers wait in a separate queue
+        """Return True if the batch generates text token by token, so that it uses no lane of the device."""
+        # equal for all work items of a batch: work items that generate text wait in a separate queue
         return bool(self.entries) and self.entries[0].writes
 
 
@@ -236,8 +234,8 @@ class _ModelLine(Generic[T]):
 
 
 class _PriorityLine(Generic[T]):
-    """Work items of one priority. In the heap `_heads`, only a model's newest entry is valid; older ones are ignored
-    when they are popped.
+    """Work items of one priority. In the heap `_heads`, only a model's newest entry is valid; older entries of the
+    model are ignored when they are popped.
     """
 
     def __init__(self) -> None:
@@ -286,7 +284,7 @@ class _PriorityLine(Generic[T]):
         queues = model.queues.values()
         if (queue := next((queue for queue in queues if queue.is_ready(now_s, limits, idle=idle)), None)) is not None:
             return queue
-        # the oldest work item has not waited for the time limit yet, so no other one has: only full queues can be ready
+        # the oldest work item has not waited for the time limit yet, so no work item has: only full queues are ready
         full = (queue for queue in self.queues() if queue.is_full(limits))
         return min(full, key=lambda queue: queue.head_s, default=None)
 
@@ -399,7 +397,9 @@ class Waiting(Generic[T]):
 def next_batch(
     waiting: Waiting[T], now_s: float, limits: BatchLimits, device: DeviceLoad
 ) -> Batch[T] | WaitUntil | None:
-    """Return the batch to send now, WaitUntil if none is due, or None until a batch ends or a work item arrives."""
+    """Return the batch to send now; WaitUntil if a batch is due later; None if nothing can be sent before a batch ends
+    or a work item arrives.
+    """
     if device.sent >= device.depth or not len(waiting):
         return None
     interactive, bulk = waiting.lines

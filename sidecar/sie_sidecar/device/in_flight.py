@@ -4,9 +4,9 @@
         ▲                                             │  └── isolated: its inputs run alone, because a batch ──► settled
         └── model evicted, or adapter gone ◄──────────┘      with them crashed an adapter
 
-A work item may become settled from every stage: answered, cancelled, refused or late. A work item that is cancelled
-while it runs is still run and answered, unless it generates text token by token: then the adapter stops it. If it is
-isolated, no further input of it runs.
+A work item may become settled in every stage: its result was sent, or it was cancelled, refused or late. If a running
+work item is cancelled, it still runs to its end and its result is sent. If it generates text, the adapter stops it
+instead. If it is isolated, none of its further inputs run.
 
 `Inventory` has all work items in flight. It counts their tokens, and knows which models must not be evicted because
 work items need them.
@@ -89,10 +89,10 @@ class InFlight:
     dispatched_s: float = 0.0
     started_s: float = 0.0
     stage: Stage = "preparing"
-    settled: bool = False  # true as soon as it is answered, cancelled or handed back to the queue
+    settled: bool = False  # true as soon as it has a result, is cancelled or returns to the queue
     batch_entry: BatchEntry[InFlight] | None = None  # set only while it waits in the queue of a device
-    given_up: SIEError | None = None  # error of work that was given up: its message becomes a dead letter
-    dead: list[Mark] = field(default_factory=list)  # marks of its inputs that are known to crash adapters
+    given_up: SIEError | None = None  # error of work that is not tried again; the message becomes a dead letter
+    dead: list[Mark] = field(default_factory=list)  # poison marks of the inputs that crash adapters
     is_coming: bool = False  # true from its delivery until it is assigned to a device or settled
     payload_bytes: int = 0  # bytes of its inputs in memory that were read from the payload store
     counted: int = 0  # number of its tokens that are counted now as waiting for a device
@@ -107,7 +107,7 @@ class InFlight:
             self.stage, self.settled = stage, stage == "settled"
 
     def waited_for_load(self, seconds: float) -> None:
-        """Add seconds of waiting for a model or LoRA after tokenising. Earlier waits are computed from the times."""
+        """Add seconds of waiting for a model or LoRA after tokenising; `loaded_s` has the time of earlier waits."""
         if self.tokenised_s and not self.dispatched_s:
             self.reload_s += seconds
 
@@ -131,7 +131,7 @@ class InFlight:
         return self.item.options.truncate != "NONE" and not self.unfit
 
     def stopped(self) -> list[SIEError | None]:
-        """Return for each input None, or the error for which it does not run: unfit for the model, or too long."""
+        """Return for each input the error because of which it does not run (unfit, or too long), or None if it runs."""
         if self.is_whole:
             return [None] * len(self.item.inputs)
         common = next((row for row in self.rows[: self.shared] if row.truncated), None)
@@ -149,7 +149,7 @@ def unsettled(flights: Iterable[InFlight]) -> int:
 
 
 def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
-    """Return the rows to run, and the indexes of the inputs to which they belong: all inputs except stopped ones."""
+    """Return the rows to run, and the indexes of the inputs of these rows: those without an error in `stopped`."""
     if flight.is_whole:
         return flight.rows, list(range(len(flight.item.inputs)))
     inputs = [index for index, error in enumerate(flight.stopped()) if error is None]
@@ -230,7 +230,7 @@ def only(flight: InFlight, index: int) -> InFlight:
 
 
 def joined(parts: Sequence[tuple[Outcome, bytes]]) -> tuple[tuple[Outcome, ...], bytes]:
-    """Join outcomes whose arrays are in separate blocks of bytes. Return them, and one common block of their arrays."""
+    """Join outcomes whose arrays are in separate blocks of bytes. Return the outcomes and one block of all arrays."""
     outcomes: list[Outcome] = []
     start = 0
     for outcome, block in parts:
@@ -326,15 +326,15 @@ class Inventory:
             del self._coming[flight.item.model]
 
     def let_model_go(self, flight: InFlight) -> None:
-        """Record that a work item no longer needs its model, or will not need one."""
+        """Record that a work item does not need its model any more."""
         if flight.is_coming:
             self._arrived(flight)
-            # while this work item had no device, its consumer was not allowed to deliver others, which would wait for
-            # the same load
+            # while this work item had no device, its consumer was not allowed to deliver further work items, which
+            # would wait for the same load
             self._on_free(flight.lease.delivery.consumer)
         if flight.hosted is not None:
             self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)
-            # a consumer delivers only one work item of a model that is not loaded: it may deliver the next one now
+            # a consumer delivers only one work item of a model that is not loaded: it may deliver the next item now
             if flight.hosted.state != "loaded":
                 self._on_free(flight.lease.delivery.consumer)
             flight.hosted = None
@@ -387,7 +387,7 @@ class Inventory:
         return cost, oldest_s
 
     def pending_inputs(self) -> dict[str, int]:
-        """Return by model the number of inputs that are assigned to a device and not answered yet."""
+        """Return by model the number of inputs that are assigned to a device and have no result yet."""
         counts: Counter[str] = Counter()
         for flight in self._all.values():
             if flight.hosted is not None and not flight.settled:

@@ -1,6 +1,6 @@
 """Search for the input that crashed an adapter. The inputs that the device had begun run again one at a time, while
 nothing else is at the device. If the adapter dies again, the input that ran is the cause. There is no search if the
-adapter only stopped answering.
+adapter process did not die, but only stopped replying.
 
     batch during which an adapter died ──► its inputs, one by one ──► answered: not the cause
                                                      └──► the adapter dies again: the input is poison, and is refused
@@ -59,8 +59,8 @@ class Isolate:
         self._settle = settle
         self._metrics = metrics
         self._work = work
-        # Work items that wait to run alone. They are few, because the broker sends only a limited number of work items.
-        # While they wait, their models may be evicted, because the next item to run may need the memory for its model.
+        # Work items that wait to run alone, at most as many as the credit allows. While a work item waits, its model
+        # may be evicted, because the next item may need the memory; the function next to the item forbids this again.
         self._suspects: deque[tuple[InFlight, Callable[[], None]]] = deque()
         self._news = asyncio.Event()
         self._slice_s = 0.0
@@ -109,7 +109,7 @@ class Isolate:
                 return
             try:
                 outcome, block, ran = await self._outcome(flight, index, keys[index])
-            except AdapterGone:  # this device has no adapter or no memory any more: another device takes over
+            except AdapterGone:  # this device has no adapter, or no memory for the model: another device runs the item
                 if flight.hosted is not None:  # None if it was settled meanwhile
                     self._isolates[self._loading.moved(flight.hosted, [flight]).device].add(flight)
                 return
@@ -122,8 +122,8 @@ class Isolate:
     async def _outcome(
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
-        """Run an input alone and return its outcome: an error if the input has crashed two adapters, is late, or if
-        loading its model or running it fails. Raises AdapterGone if another device must run it.
+        """Run an input alone and return its outcome. The outcome is an error if the input has crashed two adapters or
+        is late, or if the model cannot be loaded or run. Raises AdapterGone if another device must run the input.
         """
         hosted, lora = flight.hosted, flight.item.options.lora
         assert hosted is not None
@@ -155,7 +155,7 @@ class Isolate:
                 continue
             except SIEError as error:
                 return Failed(error.info()), b"", None
-            # not awaited: the broker may be unreachable, and the device would idle
+            # not awaited, because the device would idle while the broker is unreachable
             self._work.start(self._marks.clear(key), "marks")
             return done.outcomes[0], done.block, (done, note)
 

@@ -1,5 +1,5 @@
-"""Connections to the adapters of a worker; each device has one adapter. To each adapter there are connections for
-batches and loads, and one control connection for short requests and for pings, which show whether the adapter answers.
+"""Connections to the adapters of a worker; each device has one adapter. The sidecar has several connections to each
+adapter for batches and loads, and a control connection for short requests and pings. Pings show if the adapter replies.
 
     AdapterLinks.run ──► link to the first adapter ──► its description: number of devices ──► links to the others
 """
@@ -23,15 +23,15 @@ from sie_runtime.process import START_S, Stop, Trouble, wait_set
 
 CONTROL_TIMEOUT_S = 5.0
 CONNECT_PAUSE_S = 0.05
-AWAY_S = 10.0  # seconds until work moves to another device, if the adapter of its device does not come back
+AWAY_S = 10.0  # seconds after which the work of a lost adapter moves to another device, if no adapter connects again
 _R = TypeVar("_R", ipc.Ready, ipc.Done, ipc.BatchDone)
 _logger = logging.getLogger("sie.sidecar.link")
 
 
 class AdapterGone(Exception):
-    """Raised if the adapter closed the connection, accepts no connection, does not answer a short request in time, or
-    answers with an unexpected message. Work that was sent may have run, but is not answered. `died` False: this process
-    closed the connection, so the work may not have crashed the adapter.
+    """Raised if the adapter closes the connection, accepts no connection, does not reply to a short request in time, or
+    sends an unexpected reply. Work that was sent may have run, but its result is lost. `died` is False if this process
+    closed the connection, so that the work need not have crashed the adapter.
     """
 
     def __init__(self, message: str, *, died: bool = True) -> None:
@@ -70,7 +70,7 @@ class _AdapterConnection:
 @contextlib.asynccontextmanager
 async def _cancelled_when(abandoned: asyncio.Event | None, connection: _AdapterConnection) -> AsyncIterator[None]:
     """Context manager: if `abandoned` is set during its block, send a Cancel for the batch on this connection. The
-    adapter answers the batch nevertheless.
+    adapter still sends a reply to the batch, so the block must read this reply.
     """
     if abandoned is None:
         yield
@@ -78,7 +78,7 @@ async def _cancelled_when(abandoned: asyncio.Event | None, connection: _AdapterC
 
     async def cancel() -> None:
         await abandoned.wait()
-        with contextlib.suppress(AdapterGone):  # the code that waits for the answer gets the same error
+        with contextlib.suppress(AdapterGone):  # the block, which waits for the reply, gets the same error
             await connection.send(ipc.frame(ipc.Cancel()))
 
     cancelling = asyncio.create_task(cancel())
@@ -158,7 +158,7 @@ class AdapterLink:
         return answer
 
     def is_fresh(self) -> bool:
-        """Return True if the adapter has answered a ping recently."""
+        """Return True if the adapter has replied to a ping in the last `stale_s` seconds."""
         return time.monotonic() - self._last_pong_s < self._stale_s
 
     async def run(self, stop: Stop) -> None:
@@ -232,7 +232,7 @@ class AdapterLink:
                 pong = await self.request(ipc.Ping())
             except AdapterGone:
                 return
-            except SIEError as error:  # the adapter answers, so its batches go on; without a Pong, `is_fresh` is false
+            except SIEError as error:  # the adapter still replies, so its batches go on; `is_fresh` needs a Pong
                 _logger.warning("the adapter refused a health check; its batches go on: %s", error)
                 continue
             if isinstance(pong, ipc.Pong):
@@ -281,7 +281,7 @@ class AdapterLink:
 
     @contextlib.asynccontextmanager
     async def _borrowed(self, *, more: bool = False) -> AsyncIterator[_AdapterConnection]:
-        """Context manager that lends a free connection. `more`: one for text generation, opened if none is free."""
+        """Context manager: yield a free connection; with `more`, one for text generation, opened if none is free."""
         if not self.connected:
             raise AdapterGone(f"{self.path}: not connected")
         pool = self._more if more else self._idle
@@ -299,7 +299,7 @@ class AdapterLink:
             self._lost.set()
             raise
         except BaseException:
-            # the request was interrupted: its late answer would count as the answer to the next request
+            # the request was interrupted, so its late reply would be taken for the reply to the next request
             connection.close()
             self._given_up = True
             self._lost.set()
@@ -330,9 +330,8 @@ class AdapterLink:
         self, batch: ipc.RunBatch, on_started: Callable[[], None], abandoned: asyncio.Event | None = None
     ) -> ipc.BatchDone:
         """Run one batch and return its result. `on_started` is called when the device begins the batch. `abandoned` is
-        set when no request waits for generated text. A batch larger than a frame is refused here: the adapter would
-        close the connection, and all batches at the adapter would be lost. Raises AdapterGone, or the SIEError of a
-        refused batch.
+        set when no request waits for generated text. A batch larger than a frame is refused here, because the adapter
+        would close the connection, and all batches at the adapter would be lost. Raises AdapterGone, SIEError.
         """
         if may_drop := self._may_drop():
             batch = msgspec.structs.replace(batch, may_drop=may_drop)
@@ -408,8 +407,8 @@ class AdapterLinks:
         return any(link.connected for link in self._all)
 
     def is_fresh(self) -> bool:
-        """Return True if any adapter answered a ping recently. One adapter is enough, because the device of this
-        adapter takes over the work of the others.
+        """Return True if an adapter has replied to a ping recently. One adapter is enough, because its device takes
+        over the work of the other devices.
         """
         return any(link.is_fresh() for link in self._all)
 
@@ -422,7 +421,7 @@ class AdapterLinks:
                 wait.cancel()
 
     async def wait_all_connected(self, within_s: float) -> None:
-        """Wait until all adapters are connected, but at most `within_s` seconds after the first one."""
+        """Wait until all adapters are connected, but at most `within_s` seconds after the first adapter connected."""
         await self._all[0].wait_connected()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):

@@ -2,7 +2,7 @@
 which are tokenised together. Cancelled work items are dropped.
 
     delivery ──► lease ──► InFlight ──► gathered ──► groups that can be tokenised in one call (`_grouped`)
-                   └──► delivered again because its lease had ended, and still in flight here: the lease is renewed
+                   └──► message delivered again after its lease ended, work item still in flight: renew the lease
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class WorkIntake:
         return flight
 
     def _left_s(self, delivery: Delivery, item: WorkItem) -> tuple[float, float]:
-        """Return the estimated seconds until a request's time limit, and the seconds to add until it has certainly
-        passed, because the broker's clock is known only with an error. The limit counts from the publication of the
-        message, also if it is delivered again. While the clock is unknown, the whole limit remains.
+        """Return the estimated seconds until a request's time limit, and the possible error of this estimate, because
+        the broker's clock is measured with an error. The limit counts from the publication of the message, also after a
+        redelivery. While the broker's clock is not measured, return the whole limit.
         """
         left_s = item.budget_ms / 1000
         if not math.isfinite(self._broker_clock.margin_s):

@@ -29,7 +29,7 @@ _logger = logging.getLogger("sie.sidecar.admission")
 
 
 class Assignments(msgspec.Struct, frozen=True):
-    """A gateway's answer: the pools of this worker. `pinned_models` must be loaded even if no request needs them."""
+    """Reply of a gateway: the pools of this worker. `pinned_models` must be loaded even if no request needs them."""
 
     worker: str
     pools: tuple[str, ...]
@@ -49,9 +49,9 @@ def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None
 
 
 class PoolMembership:
-    """Asks gateways which pool this worker serves. If a gateway does not answer, the next one is asked. `asked` is set
-    after the first round, also if it failed. `changed` is set when the worker must serve another pool or load other
-    models.
+    """Requests the pool of this worker from gateways. If a gateway does not reply, the next gateway is asked. `asked`
+    is set after the first attempt, also if no gateway replied. `changed` is set when the worker must serve another pool
+    or load other models.
     """
 
     def __init__(self, urls: str, token: Secret | None, worker: str, own: str) -> None:
@@ -97,8 +97,8 @@ class PoolMembership:
             await self._client.aclose()
 
     async def _ask_any(self) -> str:
-        """Request this worker's pools from the gateways, one after the other, until one answers. Return an empty string
-        then; otherwise the errors of all gateways.
+        """Request this worker's pools from the gateways, one after the other, until a gateway replies. Return an empty
+        string, or the errors of all gateways if none replies.
         """
         reasons = []
         for url in list(self._urls):
@@ -106,7 +106,7 @@ class PoolMembership:
             if not trouble:
                 return ""
             reasons.append(trouble)
-            # moved to the end: the gateway that answered last is asked first next time
+            # move this gateway to the end, so that the gateway that replied last is asked first the next time
             self._urls.append(self._urls.pop(0))
         return "; ".join(dict.fromkeys(reasons))
 

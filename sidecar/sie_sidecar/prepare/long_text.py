@@ -1,7 +1,7 @@
 """Tokenising of very long texts in pieces. Reading begins at the side of the text that is kept (the start, or the end
 if the start is truncated), and stops when there are enough tokens.
 
-    text ──► pieces, cut only where tokenising does not depend on the other side ──► ids of each piece ──► joined ids
+    text ──► pieces, cut only where a cut does not change the ids ──► ids of each piece ──► joined ids
 
 The joined ids are equal to the ids of the whole text. A text is cut only at positions that match a pattern. By default
 these are before a space that follows a letter, a digit or punctuation; some tokenizers allow more positions, and some
@@ -43,14 +43,15 @@ from sie_contracts.errors import InvalidInput
 FIRST_CHARACTERS_PER_TOKEN = 8
 GROWTH = 4
 # number of characters up to which later pieces grow, to limit memory: the tokenizer needs about 100 bytes for a token.
-# A piece may be longer: it ends where a cut is allowed, and the first piece must have enough tokens
+# A piece is longer if no earlier cut is allowed; the first piece also if `room` is large
 MAX_PIECE_CHARACTERS = 1 << 18
 # maximum number of characters that are tokenised in one call, to limit memory: a token needs up to 500 bytes
 MAX_CALL_CHARACTERS = 4 << 20
 
 SENTINEL = "x"
 _CLAUSE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
-# characters that may stand before a cut; not U+0D4E and those above U+FFFF, which may combine with the next one
+# characters that may precede a cut. U+0D4E and characters above U+FFFF may not: they may combine with the next
+# character
 _LEFT = rf"[!-~{_CLAUSE_MARKS}]|[^\W\u0d4e\U00010000-\U0010ffff]"
 _SPACE = rf"(?<={_LEFT})(?= )"
 _WHITE_SPACE = rf"(?<={_LEFT})(?=[ \t\r\n])"
@@ -266,7 +267,7 @@ def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
         step["pattern"]["String"] for step in normalizers if step["type"] == "Replace" and "String" in step["pattern"]
     ]
     tokens = list(tokenizer.get_added_tokens_decoder().values())
-    # these steps change the text after each added token, so no cut may follow an added token
+    # Prepend and Strip change the text after each added token, so no cut may follow an added token
     at_start = not is_supported or any(step["type"] in ("Prepend", "Strip") for step in normalizers)
     for pattern in (re.compile("|".join((_SPACE, *wider))), re.compile(_NARROW)):
         straddled = any(pattern.search(token.content + (" " if token.rstrip or at_start else "")) for token in tokens)
