@@ -1,10 +1,10 @@
-"""Answers of proven remote servers to requests that this cluster refuses for lack of capacity.
+"""Remote servers for requests that this cluster refuses for lack of capacity. Only proven servers get requests.
 
     every second ──► is a probe due? ──► reference vectors ──► probe texts, remotely ──► equal: proven for a day, or by
                                             │                     │                      golden vectors for an hour
-                                            └ none: not proven    └ no answer, or too far: not proven
-    a refused request ──► allowed to be sent, server proven? ──► budget ──► the remote server ──► checked vectors
-                             └ no: the refusal stays                           └ no answer: the refusal stays
+                                            └ none: not proven    └ no reply, or too far: not proven
+    a refused request ──► may it leave, server proven? ──► budget ──► the remote server ──► checked vectors
+                             └ no: client gets the refusal               └ no reply: client gets the refusal
 
 A remote server without a proof gets no requests. After two failed calls in a row, or a report of another model, it
 loses its proof until it passes a probe. Probes run in the background, not during a request.
@@ -55,12 +55,12 @@ REFUSALS = frozenset({"PROVISIONING", "MODEL_LOADING", "QUEUE_FULL", "QUEUE_UNAV
 MAX_FAILURES = 2
 CHECK_S = 1.0
 PROVEN_S = 86_400.0  # seconds until a proof is repeated
-# seconds until the next probe after a probe failed; the pause doubles with each failed probe, up to MAX_PAUSE_S
+# seconds from a failed probe to the next probe; the pause doubles with each failed probe, up to MAX_PAUSE_S
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
 DEVIATES_S = 3600.0  # seconds until a server whose vectors differ is probed again
 # shortest time between a probe and the probe that follows failed calls or a report of another model
 AGAIN_S = 60.0
-MAX_MODELS = 16  # models that a server may report in turn, such as replicas in several precisions
+MAX_MODELS = 16  # largest number of model names of one server; its replicas may differ, for example in precision
 # seconds until a proof by golden vectors is repeated: golden vectors prove less than vectors of a worker
 GOLDEN_S = 3600.0
 BUDGET_S = 30.0  # seconds in which a worker must compute reference vectors
@@ -78,7 +78,7 @@ _logger = logging.getLogger("sie.gateway.remotes")
 
 
 class NoReference(Exception):
-    """Raised if there are no vectors with which a remote server can be compared."""
+    """Raised if there are no reference vectors to compare with the vectors of a remote server."""
 
 
 class Remote:
@@ -93,7 +93,7 @@ class Remote:
         self.failures = 0  # failures in a row
         self.due_s = 0.0
         self.probed_s = -AGAIN_S  # time of the last probe
-        self.models: set[str] = set()  # models that it reported in proofs for the same entry
+        self.models: set[str] = set()  # model names that the server reported in proofs for the same catalogue entry
         self.pause_s = FIRST_PAUSE_S
         self.shortage = Trouble(_logger, f"remote {server.name} gets no requests because of its monthly budget")
 
@@ -110,7 +110,7 @@ class Remote:
         self.proof, self.reason, self.due_s = None, reason, due_s
 
     def again_s(self, now_s: float) -> float:
-        """Return the seconds until AGAIN_S has passed since the last probe."""
+        """Return the seconds until AGAIN_S seconds after the last probe; 0 if this time has passed."""
         return max(0.0, self.probed_s + AGAIN_S - now_s)
 
     def answered(self, *, failed: bool) -> None:
@@ -118,15 +118,15 @@ class Remote:
         self.failures = self.failures + 1 if failed else 0
 
     def next_pause_s(self) -> float:
-        """Return the pause in seconds after a probe without an answer, and double it for the next call."""
+        """Return the pause in seconds after a failed probe, and double it for the next call."""
         pause_s, self.pause_s = self.pause_s, min(MAX_PAUSE_S, 2 * self.pause_s)
         return pause_s
 
 
 class Remotes:
-    """All remote servers of a gateway. `run` executes a request in this cluster. `now_s` is the broker's time. Used
-    only in the gateway's event loop. Raises SettingError if the variable of a token is not set, or has characters that
-    no header may have.
+    """All remote servers of a gateway. `run` executes a request in this cluster. `now_s` returns the broker's time. Not
+    thread-safe. Raises SettingError if the environment variable of a token is not set, or if the token has characters
+    that a header must not have.
     """
 
     def __init__(
@@ -161,8 +161,8 @@ class Remotes:
     # ---- answers
 
     async def instead(self, call: Call, request: PlannedRequest, error: SIEError) -> RequestResult | None:
-        """Return the answer of a remote server to a request that was refused with `error`; None if the refusal stays.
-        Raises RateLimited, PayloadTooLarge.
+        """Return the result of a remote server for a request that this cluster refused with `error`; None if no remote
+        server ran it, so that the client gets `error`. Raises RateLimited, PayloadTooLarge.
         """
         if error.code not in REFUSALS or not _may_leave(call, request):
             return None
@@ -198,7 +198,7 @@ class Remotes:
             self._count(remote, "budget")
             remote.shortage.met(used)
             return None
-        except (BrokerError, TimeoutError) as error:  # without the broker, the rest of the budget is unknown
+        except (BrokerError, TimeoutError) as error:  # the unused tokens are unknown, so the request is not sent
             self._count(remote, "budget")
             remote.shortage.met(f"the broker did not report the rest: {error or type(error).__name__}")
             return None
@@ -217,9 +217,9 @@ class Remotes:
             self._failed(remote, failure)
             return None
         remote.answered(failed=False)
-        if self._feed.catalogue.entries.get(entry.id) != entry:  # the vectors belong to an old entry
+        if self._feed.catalogue.entries.get(entry.id) != entry:  # the vectors belong to an old catalogue entry
             return None
-        # a text has at most one token for each byte: a server cannot make a key pay for more
+        # a text has at most one token for each byte, so an API key never pays for more, whatever the server reports
         most = sum(sizes) + proofs.SPECIAL_TOKENS * len(sizes)
         tokens = sum(costs) if used_tokens is None else min(used_tokens, most)
         await self._correct(remote, tokens - sum(costs), month, call.received_s + call.budget_s - time.perf_counter())
@@ -233,16 +233,16 @@ class Remotes:
         return finished
 
     async def _correct(self, remote: Remote, difference: int, month: str, left_s: float) -> None:
-        if not difference:  # saves a read at the broker before the reply
+        if not difference:  # without a difference, the reply need not wait for the broker
             return
         try:
             async with asyncio.timeout(min(BROKER_S, left_s)):
                 await remote.budget.correct(difference, month)
-        except (BrokerError, TimeoutError) as error:  # the estimated charge stays
+        except (BrokerError, TimeoutError) as error:  # the budget keeps the estimated charge
             _logger.warning("the tokens of remote %s could not be corrected: %s", remote.server.name, error)
 
     def _failed(self, remote: Remote, failure: RemoteFailed) -> None:
-        """Count a failed call. MAX_FAILURES faults of the server in a row void its proof."""
+        """Count a failed call. If the server has caused MAX_FAILURES failures in a row, drop its proof."""
         self._count(remote, "failed")
         if not failure.is_fault:
             return
@@ -250,7 +250,7 @@ class Remotes:
         _logger.warning("remote %s failed: %s", remote.server.name, failure)
         if remote.proof is None:
             return
-        # probe again soon: after an outage, another server may answer at this address
+        # probe again soon, because another server may have this address after an outage
         now_s = self._clock()
         remote.due_s = min(remote.due_s, now_s + remote.again_s(now_s))
         if remote.failures >= MAX_FAILURES:
@@ -263,7 +263,7 @@ class Remotes:
     # ---- probes
 
     async def run(self, stop: Stop) -> None:
-        """Probe each remote server when that is due, until `stop`."""
+        """Probe each remote server when its probe is due, until `stop`."""
         try:
             await asyncio.gather(*(self._follow(remote, stop) for remote in self._remotes))
         finally:
@@ -297,7 +297,7 @@ class Remotes:
             self._refuse(remote, str(error), MAX_PAUSE_S)
         except (RemoteFailed, BrokerError, SIEError, FailedRequest, EntryChanged) as error:
             self._refuse(remote, f"its probe failed: {error}", remote.next_pause_s())
-        except Exception as error:  # the outermost handler of the task: the other remote servers go on
+        except Exception as error:  # catches everything, so that the probes of other remote servers go on
             _logger.exception("the probe of remote %s failed", name)
             self._refuse(remote, f"its probe failed: {type(error).__name__}", MAX_PAUSE_S)
         else:
@@ -355,8 +355,8 @@ class Remotes:
         self, remote: Remote, reference: Reference, *, normalize: bool
     ) -> tuple[Vectors, frozenset[str]]:
         """Return the vectors of a remote server for the reference texts, and the models that the server reports. If the
-        server refuses the long text, or does not answer it in time, the vector of this text is zero, which differs from
-        every reference vector. Raises RemoteFailed.
+        server refuses the long text, or sends no reply in time, return zeros as the vector of this text: zeros differ
+        from every reference vector. Raises RemoteFailed.
         """
         width, timeout_s = reference.vectors.shape[1], remote.server.timeout_s
         texts = [text for place, text in enumerate(reference.texts) if place != reference.long]
@@ -371,12 +371,12 @@ class Remotes:
             if error.is_fault:
                 raise
             long = 0 * vectors[:1]
-        return np.concatenate([vectors, long]), models  # the long text is the last one
+        return np.concatenate([vectors, long]), models  # the long text is the last reference text
 
     async def _reference(self, resolved: Resolved) -> Reference | None:
-        """Return the vectors that a worker computed for this entry. If the workers that have the model loaded now have
-        other fingerprints, they compute the vectors again. Return None if there are no vectors, and no worker has the
-        model loaded in a precision of BOUNDS. Raises BrokerError, SIEError, FailedRequest, EntryChanged.
+        """Return the vectors that a worker computed for this entry. If no worker that has the model loaded has their
+        fingerprint, let a worker compute them again. Return None if no vectors are stored and no worker has the model
+        loaded in a precision of BOUNDS. Raises BrokerError, SIEError, FailedRequest, EntryChanged.
         """
         entry = resolved.entry
         key = f"reference.{model_token(entry.id)}"
@@ -411,7 +411,7 @@ class Remotes:
         long = proofs.long_text(resolved.entry)
         requests = [(parameters, proofs.PROBES) for parameters in prompts.values()]
         for parameters, texts in [*requests, *([({"prompt_name": None}, (long,))] if long else [])]:
-            # priority bulk, because bulk requests are never sent to a remote server
+            # the priority is bulk, because bulk requests are never sent to a remote server
             call = Call(
                 uuid7(),
                 time.perf_counter(),
@@ -431,7 +431,7 @@ class Remotes:
         return RemoteReference(source, precision, fingerprint, tuple(prompts), len(rows[0]), block, bool(long))
 
     def findings(self) -> list[ClusterFinding]:
-        """List the remote servers that get no requests, with the reason, except servers that were never probed."""
+        """Return a finding for each remote server that was probed and gets no requests, with the reason."""
         return [
             ClusterFinding(
                 check="remotes",
@@ -471,8 +471,8 @@ def _decode(entry: Entry) -> Stored:
 
 
 def _may_leave(call: Call, request: PlannedRequest) -> bool:
-    """Return whether a request may be sent to another server: its credential allows it, its headers select no place to
-    run, it is an interactive encode with the default profile, and its inputs are at most MAX_BYTES of plain texts.
+    """Return True if a request may be sent to a remote server: its credential allows this, none of its headers is in
+    _PINNED, it is an interactive encode with the default profile, and its inputs are plain texts of at most MAX_BYTES.
     """
     if not call.grant.remote or any(name in call.headers for name in _PINNED):
         return False

@@ -12,7 +12,7 @@ from sie_runtime.process import cancel_all
 
 
 class SharedTasks:
-    """Running tasks by key. If no caller waits for a task any more, it continues, and its exception is ignored."""
+    """Running tasks by key. A task continues if no caller waits for it any more; its exception is then ignored."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
