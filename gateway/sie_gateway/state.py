@@ -30,7 +30,7 @@ from sie_runtime.keys import Keys
 
 @dataclass(eq=False)
 class GatewayReadiness:
-    """Readiness of this gateway, and the stage of its shutdown. `keys` is None unless the auth mode is token."""
+    """Readiness of this gateway, and the stage of its shutdown. `keys`: API keys; None if the auth mode is not token."""
 
     broker: Connection
     feed: CatalogueFeed

@@ -98,14 +98,14 @@ class WorkerHealth:
         return len(self.links) if len(self.links) > 1 else self._settings.gpu_count
 
     def memory(self) -> tuple[int, int]:
-        """Return the used and the total bytes of memory of the connected devices. CPU devices share one memory."""
+        """Return the used and the total bytes of memory of the connected devices. CPU devices count once in all."""
         shown = list(self.descriptions.values())
         if any(description.device == "cpu" for description in shown):
             shown = shown[:1]
         return sum(device.memory_used_bytes for device in shown), sum(device.memory_total_bytes for device in shown)
 
     def devices(self) -> tuple[DeviceBeat, ...]:
-        """Return the state of each device for the heartbeat; empty if there is one, which other fields describe."""
+        """Return the state of each device. Empty for one device: other fields of the heartbeat describe this device."""
         if len(self.links) == 1:
             return ()
         states = []

@@ -92,10 +92,10 @@ class WorkerStatus:
         expected, token = self._settings.config_read_token, bearer(headers_of(scope).get("authorization", ""))
         if expected is not None and not expected.matches(token):
             raise Unauthenticated(
-                "the config read token is needed" if not token else "this token is not the config read token"
+                "send the config read token as bearer token" if not token else "this token is not the config read token"
             )
         if scope["path"] != PATH:
-            raise NotFound("no such path")
+            raise NotFound(f"no such path; the status of a worker is at {PATH}")
 
     def _frame(self) -> str:
         worker, health = self._health.worker, self._health

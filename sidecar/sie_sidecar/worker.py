@@ -211,7 +211,7 @@ class Worker:
     async def _prepare_and_dispatch(self, group: list[InFlight], together: int) -> None:
         with self._settle.answering(group, "preparing the input"):
             for flight in await self._prepare.run(group, together):
-                if flight.hosted is not None:  # None if it was settled meanwhile
+                if flight.hosted is not None:  # None if the work item was settled meanwhile
                     self._dispatches[flight.hosted.device].add(flight)
                 self.source.weigh(flight)
         self.queues.wake()

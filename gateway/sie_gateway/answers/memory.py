@@ -21,7 +21,7 @@ from sie_gateway.answers.keys import DIGEST_BYTES
 
 ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its value
 SPACE_BYTES = 400  # bytes of memory that a space takes
-STEP = 10_000  # answers after which the event loop may run other tasks
+STEP = 10_000  # number of answers after which `erase` lets the event loop run other tasks
 PROTECTED_SHARE = 0.8
 # largest number of gateways whose erasures are counted. A further gateway replaces the gateway with the oldest erasure;
 # if the replaced gateway then announces more than one erasure, all answers are erased
@@ -67,11 +67,11 @@ class AnswerMemory:
         self.evictions = 0  # number of answers that were removed because the cache was full
         self._ttl_s = ttl_s
         self._clock = clock
-        # the least recently used first
+        # answers that were used at most once since they were cached, the least recently used first
         self._first: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
         self._protected: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
         self._protected_bytes = 0
-        self._spaces: dict[str, tuple[AnswerSpace, int]] = {}  # by name, with the number of answers
+        self._spaces: dict[str, tuple[AnswerSpace, int]] = {}  # by name of a space: the space, number of its answers
 
     def __len__(self) -> int:
         return len(self._first) + len(self._protected)

@@ -56,7 +56,7 @@ class CacheSegment:
         start, end = (self._values_at + int(offset) for offset in self._offsets[row : row + 2])
         packed = bytes(self._data[start:end])
         if checked(packed[:-CHECK_BYTES]) != packed:
-            raise ValueError("its checksum differs")
+            raise ValueError("the checksum of a cached answer is wrong")
         return unpack_row(packed[:-CHECK_BYTES])
 
 
@@ -215,12 +215,12 @@ class StoredAnswers:
                 claim(len(data))
                 await within(LONG_S, obstore.put_async(self._store, self._folder + name, data, mode="create"))
         except WrittenMeanwhile:
-            return 0  # an earlier leader stored the values of the same shard
+            return 0  # the gateway that ran this job before has stored the values of this shard
         return len(data)
 
 
 async def trim(store: ObjectStore, max_bytes: int) -> int:
-    """Remove the oldest segments until at most `max_bytes` bytes remain. Return their number. Raises StoreError."""
+    """Remove the oldest segments until at most `max_bytes` remain. Return the number removed. Raises StoreError."""
     import obstore
 
     metas = await within(LONG_S, objects_below(store, PREFIX))

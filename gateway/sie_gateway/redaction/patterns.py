@@ -26,7 +26,7 @@ _JOINT = r"[\s\u200b\u2060./\-\u2010-\u2013]{1,2}"
 _CARD_GROUPS = ((4, 4, 4, 4), (4, 4, 4, 4, 3), (4, 6, 5), (4, 6, 4))
 _CARDS = (r"\d{13,19}", *(_JOINT.join(rf"\d{{{size}}}" for size in groups) for groups in _CARD_GROUPS))
 _IBAN = rf"[A-Za-z]{{2}}[0-9]{{2}}(?:(?:{_JOINT})?[A-Za-z0-9]){{11,30}}"
-# \u0300-\u036f: combining marks, which \w leaves out
+# \u0300-\u036f: combining marks, which \w does not match
 _EMAIL = (
     r"[\w.!#$%&'*+/=?^`{|}~\u0300-\u036f-]{1,64}+[@\uff20]"
     r"[\w\u0300-\u036f-]{1,63}+(?:\.[\w\u0300-\u036f-]{1,63}+){1,8}"
@@ -166,6 +166,6 @@ def is_region(region: str) -> bool:
 
 
 def ranges_of(text: str, pattern: str, region: str) -> Iterator[Range]:
-    """Yield the ranges of all values of a kind in KINDS. They may overlap."""
+    """Yield the ranges of all values of a kind in KINDS. The ranges may overlap."""
     for finder in KINDS[pattern]:
         yield from finder(text, region)

@@ -32,7 +32,7 @@ _FIRST_NAMES = (
 )
 _NETS = ("192.0.2", "198.51.100", "203.0.113")  # networks that are reserved for documentation (RFC 5737)
 _HOSTS = 254  # addresses of each of these networks
-_StandIn = Callable[[str, int], str]  # writes the stand-in of a value, by the number of the value
+_StandIn = Callable[[str, int], str]  # returns a made-up value for a value and its number
 
 
 class ReplacedValue(NamedTuple):
@@ -64,7 +64,7 @@ class Replacer:
             digest = hmac.digest(self._key, f"{name}\0{value}".encode(), hashlib.sha256)
             return f"[{name}_{digest.hex()[:HASH_DIGITS]}]"
         write = _stand_in_of(kind) if self._style == "synthetic" else None
-        # kinds with the same stand-ins are counted together, so that two values never get one stand-in
+        # kinds with the same function share the numbers, so that two values never get the same made-up value
         numbers = self._numbers.setdefault(write or name, {})
         number = numbers.setdefault(value, len(numbers) + 1)
         if write is not None:

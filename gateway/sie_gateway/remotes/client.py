@@ -149,7 +149,7 @@ class RemoteClient:
     async def _answer(self, method: str, path: str, body: dict[str, Any] | None, limit: int) -> bytes:
         async with self._http.stream(method, self._server.url.rstrip("/") + path, json=body) as answer:
             if answer.status_code != 200:
-                raise RemoteFailed(f"it answered {answer.status_code}", is_fault=answer.status_code not in _UNFIT)
+                raise RemoteFailed(f"it sent status {answer.status_code}", is_fault=answer.status_code not in _UNFIT)
             if answer.headers.get("content-encoding", "identity").lower() != "identity":
                 raise RemoteFailed("it sent a compressed answer, which was not asked for")
             data = bytearray()
@@ -176,7 +176,7 @@ class RemoteClient:
             raise RemoteFailed(f"its answer is not that of a server of kind {self._server.kind}") from None
         if len(rows) != count or any(len(row) != width for row in rows):
             widths = sorted({len(row) for row in rows})
-            raise RemoteFailed(f"it answered {len(rows)} vectors of width {widths[:3]}, expected {count} of {width}")
+            raise RemoteFailed(f"it sent {len(rows)} vectors of width {widths[:3]}, expected {count} of {width}")
         with np.errstate(over="ignore"):  # a number too large for float32 becomes infinity, which is refused below
             vectors = np.array(rows, np.float64).astype(np.float32)
         if not np.isfinite(vectors).all():

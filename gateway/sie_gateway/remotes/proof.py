@@ -184,7 +184,7 @@ def plain_run(resolved: Resolved) -> RunOptions:
 
 
 def prompts_of(resolved: Resolved) -> dict[Prompt, Mapping[str, Any]]:
-    """Return at most MAX_PROMPTS prompts of the entry that requests may select, each with parameters that select it."""
+    """Return at most MAX_PROMPTS prompts of the entry, each with request parameters that select the prompt."""
     chosen: dict[Prompt, Mapping[str, Any]] = {}
     names: list[Mapping[str, Any]] = [{"prompt_name": name} for name in (None, *templates(resolved.entry))]
     for parameters in (names[0], {"is_query": False}, {"is_query": True}, *names[1:]):
@@ -208,7 +208,7 @@ def golden_reference(entry: ModelEntry, run: RunOptions) -> Reference | None:
     if not cases:
         return None
     vectors = np.array([case["vector"] for case in cases], np.float32)
-    # golden vectors have float32, so the bound of float32 holds, whatever the precision of the workers
+    # golden vectors are float32, so the bound of float32 is used, whatever the precision of the workers
     return Reference(tuple(case["text"] for case in cases), vectors, frozenset({Prompt.from_options(run)}), "float32")
 
 

@@ -50,18 +50,18 @@ from sie_runtime.feed import CatalogueFeed
 from sie_runtime.http.asgi import uuid7
 from sie_runtime.process import Stop, Trouble
 
-# codes of errors for a lack of capacity in this cluster
+# codes of the errors that mean a lack of capacity in this cluster
 REFUSALS = frozenset({"PROVISIONING", "MODEL_LOADING", "QUEUE_FULL", "QUEUE_UNAVAILABLE"})
 MAX_FAILURES = 2
 CHECK_S = 1.0
-PROVEN_S = 86_400.0  # seconds until a proof is repeated
+PROVEN_S = 86_400.0  # seconds from a proof by a worker's vectors to the next probe
 # seconds from a failed probe to the next probe; the pause doubles with each failed probe, up to MAX_PAUSE_S
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
 DEVIATES_S = 3600.0  # seconds until a server whose vectors differ is probed again
 # shortest time between a probe and the probe that follows failed calls or a report of another model
 AGAIN_S = 60.0
 MAX_MODELS = 16  # largest number of model names of one server; its replicas may differ, for example in precision
-# seconds until a proof by golden vectors is repeated: golden vectors prove less than vectors of a worker
+# seconds from a proof by golden vectors to the next probe; they prove less than vectors of a worker
 GOLDEN_S = 3600.0
 BUDGET_S = 30.0  # seconds in which a worker must compute reference vectors
 BROKER_S = 2.0
@@ -90,7 +90,7 @@ class Remote:
         self.budget = budget
         self.proof: Proof | None = None
         self.reason = UNTESTED
-        self.failures = 0  # failures in a row
+        self.failures = 0  # number of failed calls in a row
         self.due_s = 0.0
         self.probed_s = -AGAIN_S  # time of the last probe
         self.models: set[str] = set()  # model names that the server reported in proofs for the same catalogue entry
@@ -189,7 +189,7 @@ class Remotes:
         if left_s < MIN_LEFT_S:
             return None
         if call.charge is not None:
-            call.charge.refund()  # the attempt in this cluster failed
+            call.charge.refund()  # the attempt in this cluster failed, so its tokens are refunded
             call.charge.spend(sum(costs), request.inputs_field)
         try:
             async with asyncio.timeout(min(BROKER_S, left_s)):
@@ -239,7 +239,7 @@ class Remotes:
             async with asyncio.timeout(min(BROKER_S, left_s)):
                 await remote.budget.correct(difference, month)
         except (BrokerError, TimeoutError) as error:  # the budget keeps the estimated charge
-            _logger.warning("the tokens of remote %s could not be corrected: %s", remote.server.name, error)
+            _logger.warning("the token budget of remote %s keeps an estimated charge: %s", remote.server.name, error)
 
     def _failed(self, remote: Remote, failure: RemoteFailed) -> None:
         """Count a failed call. If the server has caused MAX_FAILURES failures in a row, drop its proof."""
@@ -387,13 +387,13 @@ class Remotes:
         if current is not None and (not statuses or current.fingerprint in fingerprints):
             return current
         served = {status.precision.served for status in statuses if status.precision is not None}
-        # if the workers have several precisions, the vectors must be within the strictest bound
+        # if the workers have loaded the model in several precisions, use the precision with the strictest bound
         precision = max(served & proofs.BOUNDS.keys(), key=lambda name: proofs.BOUNDS[name].cosine, default="")
         if not precision:
             return current
         computed = await self._computed(resolved, precision)
         await self._record.bucket.write([Write(key, messages.encode(computed), None)])
-        _logger.info("reference vectors of %s are stored, which a worker computed in %s", entry.id, precision)
+        _logger.info("reference vectors of %s were computed by a worker in %s and stored", entry.id, precision)
         return proofs.stored_reference(computed, entry)
 
     def _loaded(self, resolved: Resolved) -> list[ModelStatus]:
@@ -465,7 +465,7 @@ def _reference_in(stored: Entry, entry: ModelEntry) -> Reference | None:
 
 def _decode(entry: Entry) -> Stored:
     if entry.value is None:
-        raise ValueError("it was removed")
+        raise ValueError("the record was removed")
     stored: Stored = records.decode_remote(entry.value)
     return stored
 
@@ -487,7 +487,7 @@ def _may_leave(call: Call, request: PlannedRequest) -> bool:
 
 
 def _shares(costs: Sequence[int], tokens: int) -> list[int]:
-    """Return whole numbers in proportion to `costs`. The sum of these numbers is `tokens`."""
+    """Divide `tokens` into whole numbers in proportion to `costs`."""
     total, passed, shares = sum(costs), 0, list[int]()
     for cost in costs:
         before = passed * tokens // total

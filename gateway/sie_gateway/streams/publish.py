@@ -305,7 +305,7 @@ class WorkConsumers:
     def _stream(self, pool: str) -> StreamConsumers:
         stream = self._streams.get(pool)
         if stream is None:
-            raise PoolNotFound("the reservation whose pool this request uses has ended")
+            raise PoolNotFound(f"the pool {pool!r} does not exist any more, because its reservation has ended")
         return stream
 
     @property
@@ -513,7 +513,7 @@ class WorkQueue:
             )
 
     async def forget_pool(self, pool: str) -> None:
-        """Discard the state of an ended reservation's pool in this gateway, and stop to manage its consumers."""
+        """Discard this gateway's state of an ended reservation's pool, and stop managing the pool's consumers."""
         self._created.pop(pool, None)
         self._broker.troubles.pop(topology.stream_name(pool), None)
         await self.consumers.unfollow(pool)

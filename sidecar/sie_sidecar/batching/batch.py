@@ -42,7 +42,7 @@ LOOK_AHEAD = 4
 
 class BatchKey(NamedTuple):
     """Properties that all work items of one forward pass share. Output options are applied to each item afterwards.
-    `padded`: the model pads rows to the longest one of the batch, so items of similar length should run together.
+    `padded`: the model pads rows to the longest row of the batch, so items of similar length should run together.
     """
 
     residency: str
@@ -57,8 +57,8 @@ class BatchKey(NamedTuple):
 class BatchLimits:
     """Limits of a batch. `cost`: tokens. `requests`: work items. `wait_s`: seconds that its oldest work item may wait.
     `media_bytes`: bytes of pixels and audio features. `bulk_max_overtakes`: maximum number of interactive batches in a
-    row while bulk work waits. `reorder_s`: for a model with padding, a work item may overtake one that arrived at most
-    these seconds earlier.
+    row while bulk work waits. `reorder_s`: for a model with padding, a work item may overtake work items that arrived
+    at most this number of seconds earlier.
     """
 
     cost: int
@@ -247,8 +247,8 @@ class _PriorityLine(Generic[T]):
         return (queue for model in self.models.values() for queue in model.queues.values())
 
     def add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
-        """Add a work item to its queue. With `in_order`, put it at the end. Otherwise it was in the queue before:
-        insert it by its time of arrival.
+        """Add a work item to its queue: with `in_order` at the end. Without, insert the item by its time of arrival,
+        because it was in the queue before.
         """
         model = self.models.get(entry.key.residency)
         if model is None:

@@ -13,9 +13,9 @@ may slow down the others:
   x / 2. So all entries together lower the tokens per second by at most half.
 * An entry that would be late even in the smaller batch does not make the batch smaller.
 
-A batch that is sent while another one runs waits at the device. A work item that arrives then waits for both batches,
-and then its own batch must run: three batches. If three batches take too much of the budget of a work item (`binds`),
-the next batch is sealed only LEAD_S before the device is free, so that work items can join it until then.
+A batch that is sent while another batch runs waits at the device. A work item that arrives meanwhile waits for these
+two batches, and then for its own batch. If three batches take too much of the budget of a work item (`binds`), the next
+batch is sealed only LEAD_S before the device is free, so that work items can join it until then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sie_contracts.settings import Settings
 
 SHARE = 0.4  # part of a work item's remaining time that its batch may take, so that there is time for about two batches
 MAX_LOSS = 0.5  # part of the tokens per second that may be lost if all work items of a full batch need a smaller batch
-# the next batch is sent at the latest this many seconds before the running one ends, so that the device does not idle
+# seconds before the end of the running batch at which the next batch is sent at the latest, so that the device is busy
 LEAD_S = 0.01
 # seconds of budget below which a work item counts as urgent while the time of a full batch is unknown
 UNKNOWN_S = 10.0
@@ -67,9 +67,9 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
 
 def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
     """Return True if a batch takes more than AHEAD_SHARE of the budget of a work item, so that work items that arrive
-    after the batch was sealed could be late. The time of the batch is predicted from these work items; if the mean time
-    of the last batches is longer, it is used instead. Before any batch was measured, return True if a work item has a
-    short budget.
+    after the batch was sealed could be late. The time of the batch is the predicted time of these work items, or the
+    mean time of the last batches if that is longer. If no batch was measured yet, return True if a work item has a
+    budget of at most UNKNOWN_S.
     """
     if not times.is_known:
         return any(ask.budget_s <= UNKNOWN_S for ask in asks)

@@ -86,7 +86,7 @@ class DeviceQueue:
         self.wake = asyncio.Event()  # set when something has changed, so that a batch may be due now
         self._ended = asyncio.Event()  # set when a batch has ended
         self.is_reserved = False  # true while the device is reserved for an input that runs alone
-        self.sent = 0  # number of batches at the adapter, not counting those that generate text
+        self.sent = 0  # number of batches at the adapter, not counting batches that generate text
         # by id() of a work item that generates text: event that is set when no request waits for the text any more, and
         # the timer that sets the event
         self._written: dict[int, tuple[asyncio.Event, asyncio.TimerHandle]] = {}
@@ -113,7 +113,7 @@ class DeviceQueue:
 
     @property
     def at_adapter(self) -> int:
-        """Return how many batches are at the adapter, also those that generate text."""
+        """Return how many batches are at the adapter, including batches that generate text."""
         return self.sent + len(self._written)
 
     def is_behind(self, hosted: ModelState) -> bool:
@@ -183,7 +183,7 @@ class DeviceQueue:
         return [entry.work for entry in entries]
 
     def abandon(self, flight: InFlight) -> bool:
-        """Let the adapter stop a work item that generates text. Return False if it does not generate at the adapter."""
+        """Let the adapter stop a work item that generates text. Return False if no such item is at the adapter."""
         if id(flight) not in self._written:
             return False
         self._written[id(flight)][0].set()

@@ -73,7 +73,7 @@ class InFlight:
     hosted: ModelState | None = None
     # catalogue entry of the model when the item was assigned to a device (`hosted`); no later entry may run the item
     entry: ModelEntry | None = None
-    # fingerprint of the model that runs it, set when its batch is sent
+    # fingerprint of the model that runs the item, set when the item's batch is sent
     fingerprint: str = ""
     layout: ipc.Layout = "text"
     rows: list[TokenRow] = field(default_factory=list)
@@ -90,7 +90,7 @@ class InFlight:
     started_s: float = 0.0
     stage: Stage = "preparing"
     settled: bool = False  # true as soon as it has a result, is cancelled or returns to the queue
-    batch_entry: BatchEntry[InFlight] | None = None  # set only while it waits in the queue of a device
+    batch_entry: BatchEntry[InFlight] | None = None  # entry in the queue of a device; None if the item is in no queue
     given_up: SIEError | None = None  # error of work that is not tried again; the message becomes a dead letter
     dead: list[Mark] = field(default_factory=list)  # poison marks of the inputs that crash adapters
     is_coming: bool = False  # true from its delivery until it is assigned to a device or settled
@@ -113,7 +113,7 @@ class InFlight:
 
     @property
     def is_outdated(self) -> bool:
-        """Return True if the catalogue entry of its model has changed since it was assigned to a device."""
+        """Return True if the catalogue entry of the model has changed since the item was assigned to a device."""
         return self.hosted is not None and self.hosted.resolved.entry is not self.entry
 
     def of_input(self, index: int) -> list[TokenRow]:
@@ -127,7 +127,7 @@ class InFlight:
 
     @property
     def is_whole(self) -> bool:
-        """Return True if certainly all inputs run: none is unfit, and long ones are truncated, not refused."""
+        """Return True if certainly all inputs run: no input is unfit, and long inputs are truncated, not refused."""
         return self.item.options.truncate != "NONE" and not self.unfit
 
     def stopped(self) -> list[SIEError | None]:
@@ -179,8 +179,8 @@ def too_long(row: TokenRow) -> InvalidInput:
 
 
 def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-    """Return an outcome for each input: its own in `outcomes` if it ran, else an error. Truncated inputs and files with
-    several images are marked, and the length of a sound is added.
+    """Return an outcome for each input: the next of `outcomes` if the input ran, else its error. Mark truncated inputs
+    and files with several images, and add the length of a sound.
     """
     ran = iter(outcomes)
     common = any(row.truncated for row in flight.rows[: flight.shared])
@@ -250,12 +250,12 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
     tokenised_s = flight.tokenised_s or loaded_s
     dispatched_s = flight.dispatched_s or tokenised_s
     inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)
-    # time of tokenising in the adapter, which some model families do
+    # milliseconds of tokenising in the adapter: 0, except for some model families
     tokenised_there_ms = done.preprocess_ms if done else 0.0
     # `started_s` may be too late, because BatchStarted may be read only together with the result. So the waiting time
     # is at most the total time less the times that the adapter measured
     max_ms = (now_s - dispatched_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
-    # a batch that is tokenised in the adapter has started before it waits for the device
+    # if the adapter tokenises the batch, `started_s` is before the wait for the device and does not measure this wait
     started_ms = math.inf if tokenised_there_ms else (flight.started_s - dispatched_s) * 1000
     return Stages(
         fetch_ms=(fetched_s - flight.received_s) * 1000,
@@ -329,8 +329,8 @@ class Inventory:
         """Record that a work item does not need its model any more."""
         if flight.is_coming:
             self._arrived(flight)
-            # while this work item had no device, its consumer was not allowed to deliver further work items, which
-            # would wait for the same load
+            # the consumer may deliver again: while this work item had no device, further work items would have waited
+            # for the same load
             self._on_free(flight.lease.delivery.consumer)
         if flight.hosted is not None:
             self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)

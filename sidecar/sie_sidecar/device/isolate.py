@@ -110,7 +110,7 @@ class Isolate:
             try:
                 outcome, block, ran = await self._outcome(flight, index, keys[index])
             except AdapterGone:  # this device has no adapter, or no memory for the model: another device runs the item
-                if flight.hosted is not None:  # None if it was settled meanwhile
+                if flight.hosted is not None:  # None if the work item was settled meanwhile
                     self._isolates[self._loading.moved(flight.hosted, [flight]).device].add(flight)
                 return
             parts.append((outcome, block))
@@ -141,7 +141,7 @@ class Isolate:
                     self._device.end_reservation()
                 await self._loading.ensure(hosted, [flight], past_gate=True)
                 await self._take_device()
-                if flight.settled:  # cancelled meanwhile: nothing reads this outcome
+                if flight.settled:  # the work item was cancelled meanwhile, so this outcome is not used
                     raise GatewayTimeout("the request was withdrawn before it could run")
                 try:
                     done, note = await self._run_alone(flight, single, key, hosted)
@@ -183,7 +183,7 @@ class Isolate:
             raise
 
     async def _take_device(self) -> None:
-        """Reserve the device for inputs that run alone. After SLICE_S of this, let one waiting batch run first."""
+        """Reserve the device for inputs that run alone. If it was reserved for SLICE_S, first let a waiting batch run."""
         device = self._device
         if device.is_reserved and time.monotonic() - self._slice_s > SLICE_S and len(device.waiting):
             before = device.number

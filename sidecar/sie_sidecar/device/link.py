@@ -105,7 +105,7 @@ class AdapterLink:
         self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float, number: int = 0
     ) -> None:
         """Create the link; `run` connects it. `size`: number of connections for batches and loads, or a function of the
-        number of batches that the device runs at once. `number`: the device in this worker.
+        number of batches that the device runs at once. `number`: number of the device in this worker.
         """
         self.path = path
         self.number = number
@@ -123,7 +123,7 @@ class AdapterLink:
         self._control_lock = asyncio.Lock()  # held by the request that uses the control connection
         self._loads = asyncio.Semaphore(1)
         self._lost = asyncio.Event()
-        self._given_up = False  # true if this process closed the connections: this does not prove that the adapter died
+        self._given_up = False  # true if this process closed the connections, so that the adapter need not have died
         self._last_pong_s = -1e9
         self._lost_s = time.monotonic()  # time at which the adapter was lost
         self._up = asyncio.Event()
@@ -180,7 +180,7 @@ class AdapterLink:
             finally:
                 self._close()
             self._notify_listeners(False)
-            _logger.warning("the connection to the adapter is lost; connecting again")
+            _logger.warning("the connection to the adapter at %s is lost; connecting again", self.path)
 
     def _notify_listeners(self, connected: bool) -> None:
         for listener in self.listeners:

@@ -74,7 +74,7 @@ class WorkIntake:
         self._arrival = asyncio.Event()
 
     def accept(self, delivery: Delivery) -> InFlight | None:
-        """Return the work item of a delivery; None if it cannot be decoded, or is already in flight here."""
+        """Return the work item of a delivery; None if the message cannot be decoded or the item is in flight here."""
         now_s = time.monotonic()
         self._metrics.deliveries.labels("true" if delivery.delivered > 1 else "false").inc()
         if (lease_in_hand := self._leases.adopt(delivery)) is not None:
@@ -140,9 +140,9 @@ class WorkIntake:
         return self._quantum.p50_s, self._quantum.seconds(time.monotonic())
 
     async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> Gathered:
-        """Wait for a delivery, then a short time for more. Return the work items that are not settled. The wait ends
-        when they fill a batch, or when neither earlier work items are being tokenised (`is_tokenising`) nor more
-        messages may come from the broker (`more_expected`).
+        """Wait for a delivery, then a short time for more deliveries. Return the work items that are not settled. The
+        wait ends when the work items fill a batch. It also ends when no earlier work is being tokenised
+        (`is_tokenising`) and no more messages may come from the broker (`more_expected`).
         """
         await self._arrival.wait()
         began_s = last_s = time.monotonic()
@@ -158,12 +158,12 @@ class WorkIntake:
             last_s = time.monotonic()
         self._arrival.clear()
         arrived, self.arrived = [flight for flight in self.arrived if not flight.settled], []
-        if arrived:  # empty if all were cancelled meanwhile
+        if arrived:  # empty if all work items were cancelled meanwhile
             self._metrics.gathered.observe(len(arrived))
         gathered = _grouped(arrived)
         if len(self._queues.all) == 1:
             return gathered
-        # split, because each part can run on another device
+        # groups are split, because each part can run on another device
         parts = [part for group in gathered.groups for part in batch_parts(group, self._limits)]
         return gathered._replace(groups=parts)
 

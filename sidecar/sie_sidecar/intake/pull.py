@@ -39,7 +39,7 @@ from sie_sidecar.models.loading import Loading
 
 FIRST_S = 5.0
 OLD_S = 15.0
-# seconds until another attempt to load a model in advance, if the first one failed or the model was evicted
+# seconds until another attempt to load a model in advance, if the last attempt failed or the model was evicted
 AHEAD_AGAIN_S = 60.0
 Role = Literal["pull", "probe", "ahead", "none"]
 _ORDER: dict[Role, int] = {"none": 0, "ahead": 1, "probe": 2, "pull": 3}
@@ -119,7 +119,7 @@ class HostAssignment:
             self._await_table()
 
     def _await_table(self) -> None:
-        self._end_wait()  # `start` may be repeated
+        self._end_wait()  # ends the wait of an earlier call of `start`
         self._was_up = self._is_up()
         self._first = asyncio.get_running_loop().call_later(FIRST_S, self._no_table)
 
@@ -305,7 +305,7 @@ class Pulling:
         await self.refresh_consumers()
 
     async def refresh_consumers(self) -> None:
-        """List the consumers now, as notices may have been missed. If the broker does not answer, log a warning."""
+        """List the consumers now, because notices may have been missed. If the broker does not reply, log a warning."""
         try:
             await self.find_consumers()
         except BrokerError as error:
@@ -354,7 +354,7 @@ class Pulling:
             self._more.discard(name)
 
     def estimate(self, name: str, cost: int) -> None:
-        """Begin the mean cost of a consumer with `cost`, a gateway's estimate, if the consumer has no mean yet."""
+        """Set the mean cost of a consumer to `cost`, a gateway's estimate, if the consumer has no mean cost yet."""
         if (consumer := self._consumers.get(name)) is not None and not consumer.mean_cost:
             consumer.mean_cost = cost
 
@@ -364,7 +364,7 @@ class Pulling:
             consumer.mean_cost += 0.1 * (cost - consumer.mean_cost)
 
     def refill_all(self) -> None:
-        """Set how many messages each consumer may deliver: regularly, and after changes of this worker's models."""
+        """Set how many messages each consumer may deliver. Called regularly and after changes of the models."""
         self._refill(list(self._consumers))
 
     def refill_one(self, consumer: str) -> None:
@@ -413,7 +413,7 @@ class Pulling:
         return min(credit, max(1, credit // max(1, len(self._active))))
 
     def more_expected(self) -> bool:
-        """Return True if more messages wait at the broker and it may send them."""
+        """Return True if more messages wait at the broker, and the broker may send them to this worker."""
         return any(self._pulls.outstanding(name) > 0 for name in self._more)
 
     async def stop(self) -> None:
@@ -447,7 +447,7 @@ class WorkSource:
         self._loading = loading
         self._inventory = inventory
         self._accept = accept
-        self.pool: str | None = None  # pool from which it pulls now, None if it does not pull
+        self.pool: str | None = None  # pool from which this worker pulls now, None if it does not pull
         self._paused: Counter[str] = Counter()  # by name of a consumer: number of `paused` blocks that pause it now
         self._refilling = False
         self._open(lane)
@@ -552,9 +552,7 @@ class WorkSource:
             self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
 
     def refill_soon(self) -> None:
-        """Set the numbers of messages that consumers may deliver, once for all calls in this iteration of the event
-        loop.
-        """
+        """Let the event loop call `Pulling.refill` soon: once, however often this method is called until then."""
         if not self._refilling:
             self._refilling = True
             asyncio.get_running_loop().call_soon(self._refill)

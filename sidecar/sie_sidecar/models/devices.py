@@ -70,7 +70,7 @@ def _load_order(view: DeviceView) -> tuple[bool, float, float, int]:
 
 
 class SecondCopies:
-    """Decides which models are loaded on one more device: those whose work waits while another device is idle."""
+    """Decides which models are loaded on one more device: models whose work waits while another device is idle."""
 
     def __init__(self) -> None:
         # residency -> number of checks in a row in which its work waited and another device was free

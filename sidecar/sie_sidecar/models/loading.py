@@ -164,7 +164,7 @@ class Loading:
         self._on_unloaded = on_unloaded
 
     def revision(self, model: str) -> int:
-        """Return the revision of the model in this worker's catalogue; 0 if the model is not in it."""
+        """Return the revision of the model in this worker's catalogue; 0 if the catalogue lacks the model."""
         return self._feed.catalogue.revisions.get(model, 0)
 
     async def renewed(self, item: WorkItem, within_s: float) -> None:
@@ -182,9 +182,8 @@ class Loading:
         return self.models.obtain(resolved, self.revision(item.model))
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
-        """Wait until the catalogue has a revision after the one that could not be loaded, at most RESTORED_S seconds
-        after the failed load. Return True if it has. The config service writes an earlier revision that could be loaded
-        again.
+        """Wait until the config service has restored a revision of the model that could be loaded, at most RESTORED_S
+        seconds after the failed load. Return True if it has: the catalogue then has a later revision number.
         """
         left_s = hosted.failed_s + RESTORED_S - time.monotonic()
         if hosted.refusal(time.monotonic()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:
@@ -217,7 +216,7 @@ class Loading:
     async def _load(self, hosted: ModelState) -> None:
         try:
             await self.models.device_of(hosted).ensure(hosted)
-        except (SIEError, AdapterGone) as error:  # no caller waits; work that needs the model later gets the error
+        except (SIEError, AdapterGone) as error:  # only logged, because no caller waits; later work gets the error
             _logger.warning(
                 "the load of %s on device %d, for which no request waits, failed: %s",
                 hosted.name,

@@ -1,6 +1,6 @@
-"""Models of this worker. `ModelStates` has their states and decides, without I/O, which ones may be evicted. `Hosting`
-loads and unloads the models of one device: callers that need the same model share one load, models that do not fit into
-memory together alternate, and idle models are unloaded.
+"""Models of this worker. `ModelStates` has their states and decides, without I/O, which models may be evicted.
+`Hosting` loads and unloads the models of one device: callers that need the same model share one load, models that do
+not fit into memory together alternate, and idle models are unloaded.
 
     available ──► loading ──► loaded ──idle, or an operator's request──► unloading ──► available
                     │           └──evicted by the adapter, or adapter lost──► available
@@ -117,7 +117,7 @@ class ModelState:
         self.swapped = False  # true if the last load of this model closed another model to new work, for its memory
         self.load_s = 0.0  # seconds that the last load took
         self.memory_bytes = 0  # bytes of device memory that the model used after its last load
-        # mean fill of recent batches: tokens of a batch divided by those of a full batch; None before the first batch
+        # mean fill of recent batches: tokens of a batch divided by the tokens of a full batch; None before the first
         self.fill_ratio: float | None = None
         self._cost_rate = 0.0
         self._cost_s = 0.0
@@ -167,7 +167,7 @@ class ModelState:
         self.used(now_s)
 
     def filled(self, ratio: float) -> None:
-        """Add the fill of a batch (its tokens divided by those of a full batch) to the mean."""
+        """Add the fill of a batch (its tokens divided by the tokens of a full batch) to the mean."""
         self.fill_ratio = (
             ratio if self.fill_ratio is None else self.fill_ratio + FILL_WEIGHT * (ratio - self.fill_ratio)
         )
@@ -362,7 +362,7 @@ class ModelStates:
         return [state for state in states if state.arriving or (state.state == "loaded" and not state.is_quiet)]
 
     def left_over(self, loaded_models: Iterable[ipc.LoadedModel]) -> list[str]:
-        """Return the names of the loaded models that an earlier sidecar process requested, and not this process."""
+        """Return the names of the models that the adapter loaded for an earlier process of this sidecar."""
         names = {hosted.name for hosted in self._hosted.values() if hosted.state in ("loading", "loaded")}
         return [loaded.model for loaded in loaded_models if loaded.model not in names]
 
@@ -423,7 +423,7 @@ class ModelStates:
         return hosted.error
 
     def dropped(self, names: Iterable[str]) -> list[ModelState]:
-        """Record that the adapter has evicted these models. Return the states of those that this process knows."""
+        """Record that the adapter has evicted these models. Return the states of the models that this process knows."""
         unloaded = [self._hosted[name] for name in names if name in self._hosted]
         for hosted in unloaded:
             hosted.mark_unloaded()
@@ -431,8 +431,8 @@ class ModelStates:
 
 
 def _drop_spare_tokenizers(states: Iterable[ModelState]) -> None:
-    """Drop tokenizers of models that are not loaded, the least recently used first, until the remaining ones need at
-    most SPARE_TOKENIZER_BYTES. The next request to tokenize loads the model again.
+    """Drop tokenizers of models that are not loaded, the least recently used first, until the remaining tokenizers of
+    such models need at most SPARE_TOKENIZER_BYTES. The next request to tokenize loads the model again.
     """
     having = sorted((state for state in states if state.tokenizer), key=lambda state: state.used_s, reverse=True)
     retained = {id(state.tokenizer) for state in having if state.state == "loaded"}
@@ -487,10 +487,10 @@ class Hosting(ModelStates):
         )
         self.swaps = 0
         self.idle_evictions = 0
-        self._asked = 0  # loads that were requested from the adapter since the start
+        self._asked = 0  # number of loads that were requested from the adapter since the start
         # for each load that waits for memory: the time at which it began, and the future that ends its wait
         self._waiters: list[tuple[float, asyncio.Future[None]]] = []
-        # by name of a closed model: event that is set when it accepts new work again
+        # by name of a closed model: event that is set when the model accepts new work again
         self._gates: dict[str, asyncio.Event] = {}
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._releasing: dict[str, asyncio.Task[None]] = {}
@@ -592,7 +592,8 @@ class Hosting(ModelStates):
             if hosted.resolved.entry == resolved.entry:
                 self._ready(hosted, ready, ready.load_s or self._clock() - began_s)
         except SIEError:
-            # if the catalogue entry has changed meanwhile, the error is about the old entry; the new one is loaded next
+            # if the catalogue entry has changed meanwhile, the error is about the old entry; the new entry is loaded
+            # next
             if hosted.resolved.entry == resolved.entry:
                 raise
         finally:
@@ -821,7 +822,7 @@ class WorkerModels:
         return states[devices.choose([self._view(hosted, weighs_memory=weighs_memory) for hosted in states])]
 
     def _view(self, hosted: ModelState, *, weighs_memory: bool) -> DeviceView:
-        """Return a device's view for `choose`. `weighs_memory`: also compute `models` and `idle_since_s`, slowly."""
+        """Return a device's view for `choose`. `weighs_memory`: compute `models` and `idle_since_s`, which is slow."""
         device, now_s = self.device_of(hosted), time.monotonic()
         description = device.link.description
         usable = usable_bytes(description) if description else 0.0
@@ -875,7 +876,7 @@ class WorkerModels:
         return any(hosted.held for hosted in self.of_model(model))
 
     def is_closed(self, model: str) -> bool:
-        """Return True if the model is closed to new work on a device, and open on no other one."""
+        """Return True if the model is closed to new work on a device, and open on no other device."""
         closed = {hosted.device for hosted in self.of_model(model) if hosted.is_closed}
         return bool(closed) and not any(
             hosted.is_open and hosted.device not in closed for hosted in self.of_model(model)

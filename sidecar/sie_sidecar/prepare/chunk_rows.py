@@ -8,9 +8,9 @@ A text that is not longer than the model's limit is one window. A longer text ge
 neighbours overlap by about an eighth of the longest window. A token in an overlap belongs to the window in which it is
 further from the nearest end: each overlap is divided in the middle.
 
-Special tokens and the prompt are in every window. Those before the text belong to the chunk with the first token, and
-those after it to the chunk with the last token. So a single chunk that covers the text is pooled like a text without
-chunks.
+Special tokens and the prompt are in every window. Tokens before the text belong to the chunk with the first token of
+the text, and tokens after the text to the chunk with its last token. So a single chunk that covers the text is pooled
+like a text without chunks.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _TextTokens:
             raise InvalidInput("text: it has no token of the model", reason="no_tokens", param="text")
 
     def spans(self, chunks: TextChunks, text: str) -> Spans:
-        """Return the chunks with their numbers of tokens. Raises InvalidInput for too many, and for an empty chunk."""
+        """Return the chunks with their numbers of tokens. Raises InvalidInput for too many chunks or an empty chunk."""
         if chunks.rule is None:
             spans = _read_spans(chunks, text)
         else:
@@ -135,7 +135,7 @@ class _TextTokens:
         return spans
 
     def ranges(self, spans: Spans) -> NDArray[np.int64]:
-        """Return for each chunk its first token and the token after its last one, [chunks, 2]."""
+        """Return for each chunk the indexes of its first token and after its last token, [chunks, 2]."""
         bounds = np.searchsorted(self.ends, spans[:, :2], side="right")
         bounds[spans[:, 0] == 0, 0] = 0
         return bounds

@@ -3,8 +3,8 @@ module, because decoders are C code that reads the data of clients.
 
     first bytes ──► header ──► limits ──► decode ──► upright ──► alpha on white, 16 to 8 bits ──► resize, crop or pad
 
-FORMATS has the supported formats. Of a file with several images, the first one is read. Colour profiles and gamma are
-ignored, as in the image processors of transformers.
+FORMATS has the supported formats. Of a file with several images, only the first image is read. Colour profiles and
+gamma are ignored, as in the image processors of transformers.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _convert_clear_level(image: ImageFile.ImageFile) -> None:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Rotate the image as its EXIF data says. Unreadable EXIF data is ignored, as browsers do."""
+    """Rotate the image as its EXIF data says. Unreadable EXIF data is ignored, as in browsers."""
     turn = None
     with suppress(Exception):
         turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))

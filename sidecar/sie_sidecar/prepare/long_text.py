@@ -4,18 +4,19 @@ if the start is truncated), and stops when there are enough tokens.
     text ──► pieces, cut only where a cut does not change the ids ──► ids of each piece ──► joined ids
 
 The joined ids are equal to the ids of the whole text. A text is cut only at positions that match a pattern. By default
-these are before a space that follows a letter, a digit or punctuation; some tokenizers allow more positions, and some
-fewer. A cut there does not change the ids, because of these properties of the steps of a tokenizer:
+these positions are before a space that follows a letter, a digit or punctuation; some tokenizers allow more positions,
+and some fewer. A cut there does not change the ids, because of these properties of the steps of a tokenizer:
 
 - Added tokens: matches are leftmost and do not overlap, so only a match across the cut could change the ids. If an
   added token, with the white space of its `rstrip`, could match across such a position, a narrower pattern is used,
   or texts are not cut.
 - Normalizers: white space does not combine with characters before it, and begins a grapheme. So the forms of Unicode
   (NFC, NFD, NFKC, NFKD), Precompiled charsmaps (which work by grapheme) and maps of single characters never depend on
-  text across the cut. Characters that form a grapheme with the next one (prepended marks) may not stand before a cut.
-- Pre-tokenizers: each known one begins a new word at the cut, and never depends on text after it. Without a pre-
-  tokenizer (Llama 2, Gemma) BPE sees the text as one word. Its merges still do not cross the cut, because no token of
-  the vocabulary has a space after another character.
+  text across the cut. Characters that form a grapheme with the next character (prepended marks) never precede a cut.
+- Pre-tokenizers: each known pre-tokenizer begins a new word at the cut, and never depends on text after the cut.
+Without
+  one (Llama 2, Gemma) BPE sees the text as one word. Its merges still do not cross the cut, because no token of the
+  vocabulary has a space after another character.
 - The first word of a text is treated in a special way (a space is put before it). So each piece but the first is
   tokenised after the one-word text SENTINEL, whose tokens are dropped. If a tokenizer treats the text after each added
   token in this way, its texts are not cut after an added token.
@@ -248,7 +249,7 @@ def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[i
 
 def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """Return a pattern that matches the positions for cuts, chosen by this tokenizer's normalizers and pre-tokenizers.
-    If some of them are unknown, the pattern is a guess, which `_holds` tests.
+    If a normalizer or pre-tokenizer is unknown, the pattern is a guess, which `_holds` tests.
     """
     normalizers, steps = _steps(tokenizer.normalizer, "normalizers"), _steps(tokenizer.pre_tokenizer, "pretokenizers")
     marks = any(step.get("content") == "\u2581" for step in normalizers)

@@ -44,7 +44,7 @@ from sie_sidecar.prepare.media_frames import ImageJob, Job, PreparedFile, Prepar
 
 DEADLINE_S = 10.0  # seconds that a process may take for one file
 MEMORY_BYTES = 2 << 30  # bytes of address space of a process: decoding 100 megapixels takes 1.3 GB
-# maximum number of waiting files for each process: at 25 ms each, the last one waits 25 s, about as long as a request
+# maximum number of waiting files for each process: at 25 ms each, the last file waits 25 s, about as long as a request
 # may take
 MAX_WAITING = 1000
 RESULTS = ("prepared", *get_args(Cause), "failed")
@@ -70,7 +70,7 @@ class _ImageFile:
             check(self.recipe, reply.upright)
             expected = pixels_of(self.recipe, reply.upright)
         except InvalidInput as error:
-            raise _WorkerLost("its answer has an image size that is refused") from error
+            raise _WorkerLost("its answer has an image size that the recipe does not allow") from error
         if (reply.height, reply.width) != expected or len(reply.pixels) != 3 * reply.height * reply.width:
             raise _WorkerLost("its pixels do not have the size that the recipe requires")
 
@@ -200,7 +200,7 @@ class MediaPool:
                     job = await self._queue.get()
                 finally:
                     self._free -= 1
-                if job.done.done():  # its caller was cancelled, so no caller waits for the outcome
+                if job.done.done():  # the caller was cancelled, so the file need not be decoded
                     continue
                 try:
                     if worker is not None and worker.is_gone:

@@ -191,8 +191,8 @@ class Prepare:
             flight.refused, flight.unfit, flight.chunked = rows.error, rows.unfit, rows.chunked
 
     async def _decoded(self, flight: InFlight, layout: Rows) -> tuple[InFlight, WorkItemInput] | None:
-        """Return the data from which the rows of a work item are built. Its images and sounds are decoded if the model
-        reads them. If this fails, answer the work item with the error, and return None.
+        """Return the data from which the rows of a work item are built. Decode its images and sounds if the model reads
+        images or sounds. If this fails, send the error for the work item, and return None.
         """
         item = flight.item
         with self._settle.answering([flight], "preparing the input"):

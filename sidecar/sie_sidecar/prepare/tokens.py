@@ -1,5 +1,5 @@
-"""Token ids of texts. Texts of several requests are tokenised in one call of the Rust tokenizer: a few short ones on
-the event loop, more in threads. Texts are truncated here, and each truncation is reported.
+"""Token ids of texts. Texts of several requests are tokenised in one call of the Rust tokenizer: a few short texts on
+the event loop, more texts in threads. Texts are truncated here, and each truncation is reported.
 
 A tokenizer is immutable and releases the interpreter lock while it works, so all threads share it. Ids are truncated
 after tokenising, because a tokenizer for each limit would cost more.
@@ -25,8 +25,8 @@ from sie_sidecar.prepare.long_text import FIRST_CHARACTERS_PER_TOKEN, GROWTH, SE
 
 Ids = NDArray[np.int32]
 T = TypeVar("T")
-# largest number of characters of texts gathered together that are tokenised on the event loop. This takes up to 1.5 ms.
-# A thread would take longer, and would block the event loop for as long (bench/results/tokens.md).
+# texts that were gathered together are tokenised on the event loop if they have at most this number of characters in
+# all. This takes up to 1.5 ms; a thread would take longer, and block the event loop as long (bench/results/tokens.md)
 INLINE_CHARACTERS = 4096
 # number of characters that `prefix_of` first reads for each token: nearly all texts have fewer characters per token
 _CHARACTERS_PER_TOKEN = 64
@@ -310,7 +310,7 @@ class TokenizerPool:
 
 
 def _in_threads(parts: Sequence[_ThreadWork]) -> Iterator[list[_ThreadWork]]:
-    """Group calls by thread: a long call alone, short neighbours together up to THREAD_CHARACTERS characters."""
+    """Group calls by thread: a long call alone, consecutive short calls together up to THREAD_CHARACTERS characters."""
     some: list[_ThreadWork] = []
     for part in parts:
         if part.characters > INLINE_CHARACTERS:
@@ -339,7 +339,7 @@ def _on_run(parts: Sequence[_ThreadWork], running: asyncio.Future[list[Any]]) ->
     if running.cancelled():
         for part in parts:
             part.done.cancel()
-    elif (error := running.exception()) is not None:  # without a result, the callers would wait for ever
+    elif (error := running.exception()) is not None:  # raised for the callers, which would otherwise wait for ever
         _hand_out(parts, [RuntimeError(f"a thread of the tokenizer ended with {type(error).__name__}")] * len(parts))
     else:
         _hand_out(parts, running.result())
@@ -347,7 +347,7 @@ def _on_run(parts: Sequence[_ThreadWork], running: asyncio.Future[list[Any]]) ->
 
 def _hand_out(parts: Sequence[_ThreadWork], results: Sequence[Any]) -> None:
     for part, result in zip(parts, results, strict=True):
-        if part.done.done():  # its caller was cancelled, so no caller waits for the result
+        if part.done.done():  # the caller was cancelled, so no caller waits for the result
             continue
         if isinstance(result, Exception):
             part.done.set_exception(result)

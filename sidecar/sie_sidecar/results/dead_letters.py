@@ -64,7 +64,7 @@ class DeadLetterWriter:
                     return False
             await asyncio.sleep(PAUSE_S)  # the broker may be unreachable for a while
         _logger.error(
-            "work was given up and is now a dead letter, see `sie dlq show %s`: %s %s", name, error.code, error.reason
+            "a message failed and is now a dead letter, see `sie dlq show %s`: %s %s", name, error.code, error.reason
         )
         self._metrics.dead_letters.labels("kept").inc()
         failpoint("dead_letters.published")
@@ -72,5 +72,5 @@ class DeadLetterWriter:
 
 
 def letter_id(stream: str, delivery: Delivery) -> str:
-    """Return the id of the dead letter for a delivery. It is the same for each delivery of one message."""
+    """Return the id of the dead letter for a delivery. All deliveries of one message have the same id."""
     return hashlib.sha256(f"{stream} {delivery.sequence} {delivery.sent_s:.6f}".encode()).hexdigest()[:12]

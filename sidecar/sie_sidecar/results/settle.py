@@ -283,7 +283,7 @@ class Settle:
             stages,
             batch,
         )
-        self._let_go(flight)  # model and inputs are not needed while the result is sent, but the lease is
+        self._let_go(flight)  # releases the model and the inputs now: sending the result needs only the lease
         self._work.start(self._answer(flight, result, hosted.name if hosted else "other"), "answer")
 
     async def _answer(self, flight: InFlight, result: WorkResult, name: str) -> None:
@@ -498,7 +498,7 @@ class Leases:
     def adopt(self, delivery: Delivery) -> Lease | None:
         """If this worker has a lease of the delivered message, renew the lease and return it; otherwise return None."""
         lease = self._held.get(_place(delivery))
-        # an equal sequence may be another message: a stream that was lost and created again starts at 1
+        # another message may have the same sequence, because a stream that was lost and created again starts at 1
         if lease is None or lease.delivery.data != delivery.data:
             return None
         lease.delivery, lease.renewed_s = delivery, self._clock()
@@ -508,7 +508,7 @@ class Leases:
         return lease
 
     async def hand_back_left(self, queue: Queue) -> int:
-        """Return the messages that this worker's killed process had leased to the queue. Return their number."""
+        """Return the leased messages of this worker's killed process to the queue, and return their number."""
         left = self._ledger.take_over(FENCE * self._ack_wait_s) if self._ledger else []
         count = 0
         for reply in left:
@@ -574,7 +574,7 @@ class Leases:
             await results
         except BrokerError as error:
             _leases_logger.warning(
-                "the end of a delivery was not sent to the broker, so its message will be delivered again: %s", error
+                "the ack or nak of a message could not be sent, so the broker will deliver the message again: %s", error
             )
 
     async def renew_all(self) -> None:
