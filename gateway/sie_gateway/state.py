@@ -30,7 +30,7 @@ from sie_runtime.keys import Keys
 
 @dataclass(eq=False)
 class GatewayReadiness:
-    """Readiness of this gateway, and the stage of its shutdown. `keys`: API keys; None if the auth mode is not token."""
+    """Readiness of this gateway, and the stage of its shutdown. `keys`: API keys; None in auth modes without tokens."""
 
     broker: Connection
     feed: CatalogueFeed

@@ -183,7 +183,7 @@ class Isolate:
             raise
 
     async def _take_device(self) -> None:
-        """Reserve the device for inputs that run alone. If it was reserved for SLICE_S, first let a waiting batch run."""
+        """Reserve the device for inputs that run alone. After SLICE_S of reservation, first let a waiting batch run."""
         device = self._device
         if device.is_reserved and time.monotonic() - self._slice_s > SLICE_S and len(device.waiting):
             before = device.number

@@ -281,7 +281,7 @@ class AdapterLink:
 
     @contextlib.asynccontextmanager
     async def _borrowed(self, *, more: bool = False) -> AsyncIterator[_AdapterConnection]:
-        """Context manager: yield a free connection; with `more`, one for text generation, opened if none is free."""
+        """Context manager: yield a free connection. `more`: a connection for text generation, opened if needed."""
         if not self.connected:
             raise AdapterGone(f"{self.path}: not connected")
         pool = self._more if more else self._idle
@@ -354,7 +354,7 @@ class AdapterLink:
         """Return the reply like `_unwrapped`. Raises AdapterGone for a reply of another kind, SIEError."""
         reply = self._unwrapped(answer)
         if not isinstance(reply, kind):
-            raise AdapterGone(f"{self.path}: answered {type(question).__name__} with {type(reply).__name__}")
+            raise AdapterGone(f"{self.path}: the reply to {type(question).__name__} is {type(reply).__name__}")
         return reply
 
     def _unwrapped(self, answer: ipc.Reply) -> ipc.Reply:

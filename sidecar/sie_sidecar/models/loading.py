@@ -136,7 +136,7 @@ def named(resolved: Resolved) -> list[str]:
     )
 
 
-# seconds after a failed load in which the config service may write an earlier revision of the model again
+# seconds after a failed load for which work waits until the config service restores an earlier revision of the model
 RESTORED_S = 10.0
 _logger = logging.getLogger("sie.sidecar.loading")
 

@@ -114,7 +114,7 @@ class ModelState:
         self.loaded_s = 0.0
         self.used_s = 0.0  # time of the last load of the model, or of the last arrival, run or end of its work
         self.uses = 0  # number of arrivals and ends of work; if it has grown between two reads, the model was used
-        self.swapped = False  # true if the last load of this model closed another model to new work, for its memory
+        self.swapped = False  # true if another model was closed to new work to free memory for the last load
         self.load_s = 0.0  # seconds that the last load took
         self.memory_bytes = 0  # bytes of device memory that the model used after its last load
         # mean fill of recent batches: tokens of a batch divided by the tokens of a full batch; None before the first

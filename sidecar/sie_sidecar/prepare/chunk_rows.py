@@ -165,7 +165,7 @@ def _late(tokens: _TextTokens, spans: Spans, special: tuple[Ids, Ids], most: int
     bounds = windows(count, room)
     own = tokens.ids[tokens.before : tokens.before + count]
     rows = [np.concatenate((before, own[start:stop], after)) for start, stop in bounds]
-    # window i owns the tokens from `owned[i]` to `owned[i + 1]`; overlaps are divided in the middle
+    # the tokens from `owned[i]` to `owned[i + 1]` belong to window i; overlaps are divided in the middle
     owned = [0, *((start + stop + 1) // 2 for (_, stop), (start, _) in pairwise(bounds)), count]
     segments = []
     for chunk, (begin, end) in enumerate(tokens.ranges(spans).tolist()):

@@ -13,10 +13,9 @@ and some fewer. A cut there does not change the ids, because of these properties
 - Normalizers: white space does not combine with characters before it, and begins a grapheme. So the forms of Unicode
   (NFC, NFD, NFKC, NFKD), Precompiled charsmaps (which work by grapheme) and maps of single characters never depend on
   text across the cut. Characters that form a grapheme with the next character (prepended marks) never precede a cut.
-- Pre-tokenizers: each known pre-tokenizer begins a new word at the cut, and never depends on text after the cut.
-Without
-  one (Llama 2, Gemma) BPE sees the text as one word. Its merges still do not cross the cut, because no token of the
-  vocabulary has a space after another character.
+- Pre-tokenizers: each known pre-tokenizer begins a new word at the cut, and never depends on text after the cut. If a
+  tokenizer has none (Llama 2, Gemma), BPE sees the text as one word. Its merges still do not cross the cut, because no
+  token of the vocabulary has a space after another character.
 - The first word of a text is treated in a special way (a space is put before it). So each piece but the first is
   tokenised after the one-word text SENTINEL, whose tokens are dropped. If a tokenizer treats the text after each added
   token in this way, its texts are not cut after an added token.

@@ -36,7 +36,7 @@ FORMATS = ("WAV", "FLAC", "OGG", "MP3")
 _UNKNOWN_LENGTH = 1 << 62  # samples per channel; libsndfile reports this number or more if the length is unknown
 _BLOCK_FRAMES = 4096  # number of frames of a spectrogram that are transformed at a time, which takes 50 MB
 _LEAST_POWER = 1e-10
-_ADDED_POWER = 2.0**-24  # added to powers before the natural logarithm, because 0 has none
+_ADDED_POWER = 2.0**-24  # added to powers before the natural logarithm, because 0 has no logarithm
 _RANGE = 8.0  # dynamic range in powers of ten: a level is at least the loudest level less this range
 
 Float32 = NDArray[np.float32]
