@@ -185,7 +185,7 @@ class WorkerHealth:
         self.changed()
 
     async def _on_asked(self, message: CoreMessage) -> None:
-        """Do nothing: a gateway only checks that there is a subscriber."""
+        """Do nothing: a gateway only checks that the subject has a subscriber."""
 
     async def publish(self) -> None:
         with self._trouble.logged(BrokerError):

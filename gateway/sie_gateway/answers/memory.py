@@ -122,7 +122,9 @@ class AnswerMemory:
             self.evictions += 1
 
     async def erase(self, erasure: AnswerErasure) -> int:
-        """Remove the answers that `erasure` selects, and return their number. Answers being computed are not cached."""
+        """Remove the answers that `erasure` selects, and return their number. Answers of running requests are not
+        cached.
+        """
         self.erasures += 1
         count = 0
         for number, key in enumerate([*self._first, *self._protected]):

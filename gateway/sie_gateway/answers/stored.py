@@ -133,7 +133,7 @@ def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -
 
 
 class StoredAnswers:
-    """Cached answers of a space, as one job reads them and adds new answers. `open` must be called first."""
+    """Reads the cached answers of one space for one job, and stores the job's new answers. Call `open` first."""
 
     def __init__(self, store: ObjectStore, space: str) -> None:
         self._store = store

@@ -60,13 +60,14 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
 DEVIATES_S = 3600.0  # seconds until a server whose vectors differ is probed again
 # shortest time between a probe and the probe that follows failed calls or a report of another model
 AGAIN_S = 60.0
-MAX_MODELS = 16  # largest number of model names of one server; its replicas may differ, for example in precision
-# seconds from a proof by golden vectors to the next probe; they prove less than vectors of a worker
+# largest number of remembered model names of a server; replicas at its address may differ, for example in precision
+MAX_MODELS = 16
+# seconds from a proof by golden vectors to the next probe: golden vectors prove less than vectors of a worker
 GOLDEN_S = 3600.0
 BUDGET_S = 30.0  # seconds in which a worker must compute reference vectors
 BROKER_S = 2.0
 MIN_LEFT_S = 0.05
-# largest number of bytes of the texts of a request: the event loop is blocked while they are encoded as JSON
+# largest number of bytes of the texts of a request: encoding these texts as JSON blocks the event loop
 MAX_BYTES = 4 << 20
 KEY = "_remote"  # key of the requests for reference vectors
 MAYBE_TRUNCATED = (

@@ -73,8 +73,8 @@ class Offload:
         return msgspec.structs.replace(item, inputs=(), query=None, payload=key, count=len(item.inputs))
 
     async def sweep(self) -> int:
-        """Remove payloads that are older than any message that may name them. One call removes a limited number, see
-        `PayloadStore.sweep`. Return the number. Several gateways may call this at the same time. Raises StoreError.
+        """Remove payloads that are older than any message that may have their key, and return their number. One call
+        removes a limited number of payloads. Several gateways may sweep at the same time. Raises StoreError.
         """
         return await self.store.sweep(older_than_s=self.life_s, now_s=self.wall_clock(), timeout_s=SWEEP_TIMEOUT_S)
 

@@ -101,8 +101,8 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
     """Return the consumers to delete: all consumers that are unused for `idle_s` seconds. If more than 15/16 of `limit`
-    consumers of single models would remain, add as many of them as are too many, those unused for longest first, but no
-    consumer that was used in the last CROWDED_IDLE_S seconds.
+    consumers of single models would remain, also delete the excess: the consumers that are unused for longest first,
+    but no consumer that was used in the last CROWDED_IDLE_S seconds.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -132,7 +132,7 @@ class StreamConsumers:
         self._verified: set[str] = set()
         self._held: dict[str, tuple[ConsumerSpec, float]] = {}
         self._ensuring = SharedTasks()
-        # consumers whose deletion was reported while `_make` created them; they are created once more
+        # names of consumers whose deletion was reported while `_make` created them; `_make` creates them once more
         self._stale: set[str] = set()
         self._rests: dict[str, Rest] = {}
         self._watch: Subscription | None = None
@@ -165,7 +165,7 @@ class StreamConsumers:
         return spec.name in self._verified
 
     async def ensure(self, spec: ConsumerSpec) -> None:
-        """Create the consumer, or check that the existing one has the settings of `spec`. Raises TopologyMismatch,
+        """Create the consumer, or check that the existing consumer has the settings of `spec`. Raises TopologyMismatch,
         BrokerError.
         """
         if not self.is_verified(spec):
@@ -239,8 +239,8 @@ class StreamConsumers:
             )
 
     async def sweep(self, ack_wait_s: float) -> int:
-        """Delete unused consumers, create them again if messages for them have arrived meanwhile, and return the number
-        of deleted consumers. Raises BrokerError; then the next refresh of any gateway creates the missing consumers.
+        """Delete unused consumers, and return their number. Create a deleted consumer again if messages for it have
+        arrived meanwhile. Raises BrokerError; then the next refresh of any gateway creates the missing consumers.
         """
         now_s = self._clock()
         self._rests = rests(self._rests, await self._broker.consumer_states(self._stream), now_s)
@@ -466,8 +466,8 @@ class WorkQueue:
         return self._offload is not None
 
     async def ensure_pool(self, pool: str) -> None:
-        """Create the pool's stream, or check the existing one. Call `on_lost` if the stream is not the one that this
-        gateway knew. Concurrent calls share one call to the broker. Raises PoolNotFound for a reservation that has
+        """Create the pool's stream, or check the existing stream. Call `on_lost` if the stream was created again since
+        the last call. Concurrent calls share one call to the broker. Raises PoolNotFound for a reservation that has
         ended, BrokerError.
         """
         name = topology.stream_name(pool)
@@ -545,8 +545,8 @@ class WorkQueue:
 
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[StreamPosition]:
         """Publish the chunks of one request and return their positions. If a chunk cannot be stored, remove the stored
-        chunks. A missing consumer is created at the same time, because the stream stores messages without a consumer
-        too. Raises QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
+        chunks. A missing consumer is created at the same time, because a stream stores messages even without a
+        consumer. Raises QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
         """
         first = items[0]
         is_followed = self.consumers.follows(lane.pool)

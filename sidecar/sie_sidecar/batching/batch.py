@@ -72,7 +72,7 @@ class BatchLimits:
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """Load of a device. `sent`: batches at its adapter, at most `depth`; `lanes` of them run at a time.
+    """Load of a device. `sent`: batches at its adapter, at most `depth`; `lanes` batches run at a time.
     `more_expected`: more deliveries are on their way or being tokenised, so an idle device may wait for them, within
     the time limit. `busy_s`: predicted seconds until a batch that is sent now begins to run.
     """

@@ -102,7 +102,7 @@ class DeviceQueue:
 
     @property
     def depth(self) -> int:
-        """Return how many batches may be at the adapter, running or waiting there."""
+        """Return how many batches may run or wait at the adapter."""
         ahead = self.lanes + self._pipeline_depth - 1
         return min(ahead, self._most)
 
@@ -170,7 +170,7 @@ class DeviceQueue:
         return self.writes_for(consumer) and len(self.writing) >= WRITTEN_READY
 
     def withdraw(self, flight: InFlight) -> None:
-        """Remove a work item from the queue if it waits there."""
+        """Remove a work item from its queue if it waits in a queue of this device."""
         if flight.batch_entry is not None:
             self._line(flight.batch_entry).remove(flight.batch_entry)
             flight.batch_entry = None
@@ -413,8 +413,8 @@ class Dispatch:
         metrics: SidecarMetrics,
         work: Tasks,
     ) -> None:
-        """Create the dispatch of `device`. `quantum` gets the seconds from delivery to answer of each work item; from
-        them it computes for how long deliveries are gathered before they are tokenised.
+        """Create the dispatch of `device`. `quantum` gets the seconds from delivery to answer of each work item, and
+        computes for how long deliveries are gathered before they are tokenised.
         """
         self._device = device
         self._queues = queues

@@ -45,7 +45,7 @@ Stage = Literal["preparing", "waiting", "sealed", "running", "isolated", "settle
 
 
 class Lease:
-    """Delivery that the broker leases to this worker until it is acknowledged."""
+    """Message that the broker has leased to this worker: its last delivery, and the time of the last renewal."""
 
     __slots__ = ("delivery", "renewed_s", "slot")
 
@@ -57,11 +57,10 @@ class Lease:
 
 @dataclass(eq=False)
 class InFlight:
-    """Work item from its delivery to its settlement. Times are 0 until they are reached.
+    """Work item from its delivery to its settlement. A time is 0 until its stage is reached.
 
-    `rows`: token sequences for the adapter. The first `shared` rows belong to all inputs. After them, each input has
-    the same number of rows, in the order of the inputs. For texts with chunks, `chunked` says how many rows each input
-    has.
+    `rows`: token sequences for the adapter. The first `shared` rows belong to all inputs. The other rows are in the
+    order of the inputs: each input has the same number of rows, or the number in `chunked` if a text has chunks.
     """
 
     lease: Lease
@@ -149,7 +148,7 @@ def unsettled(flights: Iterable[InFlight]) -> int:
 
 
 def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
-    """Return the rows to run, and the indexes of the inputs of these rows: those without an error in `stopped`."""
+    """Return the rows to run, and the indexes of their inputs: all inputs without an error in `stopped`."""
     if flight.is_whole:
         return flight.rows, list(range(len(flight.item.inputs)))
     inputs = [index for index, error in enumerate(flight.stopped()) if error is None]
@@ -346,7 +345,7 @@ class Inventory:
         del self._all[flight.lease]
 
     def written_ended(self, flight: InFlight) -> None:
-        """Record that a work item that generates text has ended: its consumer may deliver another one."""
+        """Record that a work item that generates text has ended, so that its consumer may deliver another item."""
         self._on_free(flight.lease.delivery.consumer)
 
     def count(self, flight: InFlight, cost: int) -> None:

@@ -97,8 +97,8 @@ async def _connect(path: str) -> _AdapterConnection:
 
 
 class AdapterLink:
-    """Connections to one adapter. If one connection is lost, all are closed, and the adapter counts as lost, with its
-    models. Each of `listeners` is called with True when the adapter is connected and with False when it is lost.
+    """Connections to one adapter. If a connection is lost, all connections are closed, and the adapter with its models
+    counts as lost. Each of `listeners` is called with True when the adapter is connected, with False when it is lost.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class AdapterLink:
         self._dropped: Callable[[tuple[str, ...]], None] = lambda names: None
 
     def attach(self, may_drop: Callable[[], tuple[str, ...]], dropped: Callable[[tuple[str, ...]], None]) -> None:
-        """Set two callbacks. `may_drop` returns the models that the adapter may evict, in the order in which it should
-        evict them. `dropped` is called with the models that the adapter reports as evicted.
+        """Set two callbacks. `may_drop` returns the models that the adapter may evict, in the order of eviction.
+        `dropped` is called with the models that the adapter reports as evicted.
         """
         self._may_drop, self._dropped = may_drop, dropped
 
@@ -276,7 +276,7 @@ class AdapterLink:
             lost.cancel()
             getting.cancel()
         if not getting.done():
-            raise AdapterGone(f"{self.path}: lost", died=False)
+            raise AdapterGone(f"{self.path}: the adapter was lost", died=False)
         return getting.result()
 
     @contextlib.asynccontextmanager
@@ -289,7 +289,7 @@ class AdapterLink:
             connection = await _connect(self.path)
             if pool is not self._more or not self.connected:
                 connection.close()
-                raise AdapterGone(f"{self.path}: lost", died=False)
+                raise AdapterGone(f"{self.path}: the adapter was lost", died=False)
             self._all.append(connection)
         else:
             connection = await self._next(pool) if pool.empty() else pool.get_nowait()
@@ -367,8 +367,8 @@ class AdapterLink:
 
 
 class AdapterLinks:
-    """Links to the adapters of one worker; the index is the number of the device. The first adapter reports the number
-    of devices. Links are never removed: while an adapter is lost, its device is not used.
+    """Links to the adapters of one worker; the index of a link is the number of its device. The first adapter reports
+    the number of devices. Links are never removed: while an adapter is lost, its device is not used.
     """
 
     def __init__(self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float) -> None:

@@ -1,5 +1,5 @@
-"""First stage of a worker: a delivery becomes a work item, and work items that arrive together are gathered in groups,
-which are tokenised together. Cancelled work items are dropped.
+"""First stage of a worker: it decodes deliveries to work items, and gathers work items that arrive together in groups,
+which are tokenised together. It drops cancelled work items.
 
     delivery ──► lease ──► InFlight ──► gathered ──► groups that can be tokenised in one call (`_grouped`)
                    └──► message delivered again after its lease ended, work item still in flight: renew the lease

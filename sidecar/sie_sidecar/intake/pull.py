@@ -104,8 +104,8 @@ class HostAssignment:
             RecordBucket(broker, topology.PLACEMENT_BUCKET),
             stored_tables.decode,
             self._on_value,
-            # only the parts that were read from the bucket are cleared: the worker uses the last table until the new
-            # bucket has one
+            # clears only the parts that were read from the bucket: the worker uses the last table until the new bucket
+            # has a table
             on_lost=self._stored.clear,
             read=functools.partial(stored_tables.read_lane, lane_key=self._stored.key),
             wants=self._stored.has,

@@ -3,7 +3,7 @@ arguments.
 
     work of a model ──► loaded on some devices ──► of these, the device with the least work
                    ├──► being loaded on a device ──► this device
-                   └──► loaded nowhere ──► a device with free memory, else that with the least recently used model
+                   └──► loaded nowhere ──► a device with free memory, or with the least recently used model
 
     work waits on all devices with the model for seconds, another device is idle and has memory ──► load there too
 """

@@ -93,7 +93,7 @@ class LoraLoads:
                 )
 
     async def stop(self) -> None:
-        """Cancel the running loads. The callers that wait for them are cancelled too."""
+        """Cancel the running loads. This also cancels the callers that wait for a load."""
         await cancel_all(self._loads.values())
 
     def _load_of(self, hosted: ModelState, name: str) -> asyncio.Task[None]:
@@ -286,14 +286,16 @@ class Loading:
         raise GatewayTimeout("the time limit of the request passed before its model was loaded")
 
     async def _is_another_back(self) -> bool:
-        """Return True as soon as a lost adapter is connected again; False if none is AWAY_S seconds after its loss."""
+        """Wait for lost adapters, until AWAY_S seconds after their loss. Return True as soon as an adapter is
+        connected.
+        """
         for link in [link for link in self._links if not link.connected]:
             if await link.is_back():
                 return True
         return False
 
     def moved(self, hosted: ModelState, flights: Sequence[InFlight]) -> ModelState:
-        """Assign these work items to another device. Return the state of their model there."""
+        """Assign these work items to another device. Return the state of their model on this device."""
         return self._move(flights, self.models.obtain(hosted.resolved, hosted.revision))
 
     def _move(self, flights: Sequence[InFlight], chosen: ModelState) -> ModelState:
@@ -316,7 +318,7 @@ class Loading:
         try:
             request = messages.decode_residency(message.data)
         except UNDECODABLE as error:
-            _logger.error("a request to load or unload a model could not be decoded: %s", error)
+            _logger.error("a request to load or unload a model was ignored, because it could not be decoded: %s", error)
             return
         states = self.models.find(request.model)
         if request.action == "load":

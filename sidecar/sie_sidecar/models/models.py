@@ -123,7 +123,7 @@ class ModelState:
         self._cost_s = 0.0
         # one function for each caller that waits for the model; returns how many of its work items still need the model
         self.waiting_counts: list[Callable[[], int]] = []
-        # LoRAs that were loaded into the model; the adapter may have unloaded some since then
+        # names of LoRAs that were loaded into the model; the adapter may have unloaded a LoRA since then
         self.loras: set[str] = set()
         self.lora_digests: dict[str, str] = {}  # by name of each LoRA that was loaded: digest of its files
         self._fingerprints: dict[tuple[str, str], str] = {}
@@ -340,9 +340,10 @@ class ModelStates:
         return [hosted for hosted in loaded if hosted.is_quiet and hosted.used_s <= before_s]
 
     def evictable(self, idle_s: float) -> list[ModelState]:
-        """Return the models idle for `idle_s` seconds in the order of eviction: those that the placement table does not
-        assign to this worker, then the others. Each group begins with its least recently used model. The rest of the
-        group is sorted by size, the largest first, so that few evictions are needed.
+        """Return the models idle for `idle_s` seconds in the order of eviction. Models that the placement table does
+        not assign to this worker are the first group, the other models the second. A group begins with its least
+        recently used model. The rest of the group is sorted by size, the largest first, so that few evictions are
+        needed.
         """
         assigned = self._assigned()
         elsewhere: list[ModelState] = []
@@ -386,7 +387,7 @@ class ModelStates:
 
     def _tokenizer_of(self, ready: ipc.Ready) -> ModelTokenizer:
         """Return the tokenizer of a model that the adapter has loaded. An equal tokenizer of any model is used again,
-        because creating one stops the event loop for up to a second: the library does not release the interpreter lock.
+        because creating a tokenizer blocks the event loop for up to a second: the library holds the interpreter lock.
         Raises ModelLoadFailed if the tokenizer cannot be used.
         """
         states = list(self._everywhere())
@@ -744,7 +745,7 @@ class Hosting(ModelStates):
         """Wait until the model is neither being loaded nor needed, then unload it. `ModelState.retain` ends the wait.
         Return True if this call has unloaded the model. Raises AdapterGone, SIEError.
         """
-        if hosted.leaves:  # another call waits for the unload of this model already
+        if hosted.leaves:  # another call already waits to unload this model
             return False
         hosted.leaves = True
         try:

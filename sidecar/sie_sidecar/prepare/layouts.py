@@ -303,8 +303,8 @@ def _joined(
 
 
 def _share_ids(whole: Tokens, shortened: Tokens, room: int, truncate: Truncate) -> Ids:
-    """Return the ids of `whole`, the text of a pair that is truncated last. It may use QUERY_SHARE of `room`, and more
-    if the other text (`shortened`) is short.
+    """Return the ids of `whole`, the text of a pair that is truncated last. This text may use QUERY_SHARE of `room`,
+    and more if the other text (`shortened`) is short.
     """
     return cut(whole.ids, max(int(room * QUERY_SHARE), room - shortened.full), truncate)
 

@@ -124,9 +124,9 @@ class LongTexts:
     def read(
         self, texts: Sequence[str], room: int, *, from_end: bool, count_all: bool
     ) -> list[tuple[NDArray[np.int32], int]]:
-        """Return for each text its first (`from_end`: last) `room` ids, int32, without special tokens, and the number
-        of its ids. A number up to `room` is exact. Above `room`, reading stops, so the true number may be higher. With
-        `count_all`, every number is exact.
+        """Return for each text its first `room` ids (with `from_end`, its last), int32, without special tokens, and the
+        number of ids that were read. Reading stops after more than `room` ids; with `count_all`, it reads the whole
+        text.
         """
         readings = [_TextReading(self._pieces(text, room * FIRST_CHARACTERS_PER_TOKEN, from_end)) for text in texts]
         going = readings

@@ -80,7 +80,7 @@ class Prepare:
 
     async def run(self, group: list[InFlight], together: int) -> list[InFlight]:
         """Prepare a group and return the work items that can be dispatched. `together`: characters of all groups that
-        were gathered at the same time; if they are few, texts are tokenised on the event loop. Raises SIEError, which
+        were gathered at the same time; a small number lets texts be tokenised on the event loop. Raises SIEError, which
         is the error of all work items of the group.
         """
         group = self._settle.still_wanted(group)

@@ -1,6 +1,6 @@
 """End of work items. `ResultDelivery` sends a result as a request to the gateway's inbox, and repeats it until the
 gateway confirms it or the time limit ends; only then the message is acknowledged. `Settle` does this once for each work
-item. `Leases` has the leases of the messages.
+item. `Leases` renews the leases of the messages.
 
     result that fits into a message ──► one request ──► verdict: taken, duplicate or unknown
     larger result ──► parts, one after the other, each repeated until it is confirmed ──► verdict on the last: taken
@@ -9,8 +9,8 @@ item. `Leases` has the leases of the messages.
 
 `unknown`: no request waits for the result at the gateway any more.
 
-`LeaseLedger` records the leased deliveries in a file that outlives the process. If the process is killed, the next one
-returns these deliveries to the queue at once, before their leases have ended.
+`LeaseLedger` records the leased deliveries in a file that outlives the process. If the process is killed, the next
+process returns these deliveries to the queue at once, before their leases have ended.
 
     delivery leased ──► record in a slot of the file ──► lease ended: slot cleared
     process killed  ──► the next process reads the slots and returns the deliveries
@@ -296,7 +296,7 @@ class Settle:
             self._metrics.answered(name, flight.item.endpoint or flight.item.operation, result)
 
     def _burial(self, flight: InFlight) -> Callable[[], Awaitable[object]] | None:
-        """Return a function that writes a dead letter after the result and before the ack; None if none is needed."""
+        """Return a function that writes a dead letter between result and ack; None if no dead letter is needed."""
         write = functools.partial(self._dead_letters.write, flight.lease.delivery)
         if flight.given_up is not None:
             return functools.partial(write, flight.given_up.info())
