@@ -339,7 +339,7 @@ class Remotes:
             raise NoReference(f"{model} has no dense vectors")
         run = proofs.plain_run(resolved)
         if run.dtype != "float32":
-            raise NoReference(f"the vectors of {model} are {run.dtype} by its entry, not float32")
+            raise NoReference(f"the entry of {model} sets the dtype {run.dtype}: its vectors must be float32")
         reference = await self._reference(resolved) or proofs.golden_reference(resolved.entry, run)
         if reference is None:
             raise NoReference(

@@ -281,7 +281,7 @@ class WorkConsumers:
         self._ack_wait_s = float(settings.ack_wait_s)
         self._idle_s = idle_s
         self._clock = clock
-        self._streams: dict[str, StreamConsumers] = {}  # by pool
+        self._streams: dict[str, StreamConsumers] = {}  # by pool: consumers of the pool's stream
         self._following = asyncio.Lock()  # prevents two concurrent calls of `follow` from subscribing twice for a pool
         leases = leases_of(broker, storage=settings.stream_storage, replicas=settings.stream_replicas)
         self._lease = LeaderLease(leases, "consumers")

@@ -52,7 +52,7 @@ class Lease:
     def __init__(self, delivery: Delivery, now_s: float, slot: int) -> None:
         self.delivery = delivery
         self.renewed_s = now_s
-        self.slot = slot  # slot of its record in the file of leased deliveries (`LeaseLedger`); 0 without a record
+        self.slot = slot  # number of the lease's record in the file of leased deliveries (`LeaseLedger`); 0 if none
 
 
 @dataclass(eq=False)
@@ -88,18 +88,18 @@ class InFlight:
     dispatched_s: float = 0.0
     started_s: float = 0.0
     stage: Stage = "preparing"
-    settled: bool = False  # true as soon as it has a result, is cancelled or returns to the queue
+    settled: bool = False  # true as soon as the item has a result, is cancelled or returns to the queue
     batch_entry: BatchEntry[InFlight] | None = None  # entry in the queue of a device; None if the item is in no queue
     given_up: SIEError | None = None  # error of work that is not tried again; the message becomes a dead letter
     dead: list[Mark] = field(default_factory=list)  # poison marks of the inputs that crash adapters
-    is_coming: bool = False  # true from its delivery until it is assigned to a device or settled
-    payload_bytes: int = 0  # bytes of its inputs in memory that were read from the payload store
-    counted: int = 0  # number of its tokens that are counted now as waiting for a device
-    span: Span | None = None  # its span in a trace; None if it is not traced
+    is_coming: bool = False  # true from the item's delivery until the item is assigned to a device or settled
+    payload_bytes: int = 0  # bytes of memory of inputs that were read from the payload store
+    counted: int = 0  # number of the item's tokens that count as waiting for a device now
+    span: Span | None = None  # span of the item in a trace; None if the item is not traced
 
     def move(self, stage: Stage, batch_entry: BatchEntry[InFlight] | None = None) -> None:
-        """Move this work item to a stage. `batch_entry`: its entry in a device's queue, only for the stage `waiting`. A
-        settled work item stays settled.
+        """Move this work item to a stage. A settled work item stays settled. `batch_entry`: entry of the item in a
+        device's queue, for the stage `waiting`.
         """
         self.batch_entry = batch_entry
         if not self.settled:

@@ -244,7 +244,7 @@ class AdapterLink:
         async with self._control_lock:
             control = self._control
             if control is None:
-                raise AdapterGone(f"{self.path}: not connected")
+                raise AdapterGone(f"{self.path}: the adapter is not connected")
             try:
                 async with asyncio.timeout(CONTROL_TIMEOUT_S):
                     answer = await self._exchange(control, question)
@@ -283,7 +283,7 @@ class AdapterLink:
     async def _borrowed(self, *, more: bool = False) -> AsyncIterator[_AdapterConnection]:
         """Context manager: yield a free connection. `more`: a connection for text generation, opened if needed."""
         if not self.connected:
-            raise AdapterGone(f"{self.path}: not connected")
+            raise AdapterGone(f"{self.path}: the adapter is not connected")
         pool = self._more if more else self._idle
         if more and pool.empty():
             connection = await _connect(self.path)

@@ -8,8 +8,8 @@ the first heartbeat. Without this wait, each new worker would load every model t
 FIRST_S, there is no gateway, and the worker pulls the work of all models. If no adapter was connected when the wait
 began, the wait is repeated, because gateways place models only on workers with an adapter.
 
-A table that no gateway confirmed for OLD_S seconds is old: no gateway runs. Hosts still serve their models. If a model
-is loaded on a worker that the table does not name as its host, this worker also pulls waiting work of the model.
+A table that no gateway confirmed for OLD_S seconds is old: no gateway runs. Hosts still serve their models. A worker
+that has loaded a model, but is not its host in the old table, then also pulls waiting work of the model.
 """
 
 from __future__ import annotations
@@ -487,8 +487,8 @@ class WorkSource:
         return self._queues.narrowed(load, is_bulk, self.assignment.models_of(consumer))
 
     def _holds(self, model: str) -> bool:
-        """Return True if this worker should pull no more work of this model: some waits here already, or the model is
-        closed to new work.
+        """Return True if this worker should pull no more work of this model: a work item of the model waits here, or
+        the model is closed to new work.
         """
         models = self._loading.models
         return self._inventory.is_coming(model) or models.holds(model) or models.is_closed(model)

@@ -90,13 +90,15 @@ def usable_bytes(device: ipc.Description) -> float:
 
 
 class ModelState:
-    """Residency (a model with one set of load options) on one device. `held`: number of work items that need it."""
+    """State of a residency (a model with one set of load options) on one device. `held`: number of work items that need
+    the model.
+    """
 
     def __init__(self, resolved: Resolved, device: int = 0) -> None:
         self.resolved = resolved
         self.device = device  # number of the device
         self.revision = 0  # revision of the catalogue entry in `resolved`, 0 if unknown
-        self.loaded_revision = 0  # revision that was loaded last
+        self.loaded_revision = 0  # revision of the catalogue entry that was loaded last
         self.state: State = "available"
         self.ready: ipc.Ready | None = None
         self.tokenizer: ModelTokenizer | None = None
@@ -104,8 +106,8 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # one function for each group of parked work items, which returns their number. Parked work items wait, and the
-        # model may be evicted meanwhile
+        # one function for each group of parked work items, which returns the number of items. Parked work items wait,
+        # and the model may be evicted meanwhile
         self.before_gate: list[Callable[[], int]] = []
         self.arriving = False  # true while the adapter loads the model; `state` is "loading" also while the load waits
         self.leaves = False  # true if an operator wants the model unloaded as soon as it is idle
@@ -139,12 +141,12 @@ class ModelState:
 
     @property
     def has_waiters(self) -> bool:
-        """Return True if a caller waits for the model and still needs it."""
+        """Return True if a caller waits for the model, and a work item of this caller still needs the model."""
         return any(count() for count in self.waiting_counts)
 
     @property
     def parked(self) -> int:
-        """Return the number of parked work items: they wait, and the model may be evicted meanwhile."""
+        """Return the number of parked work items: items that wait while the model may be evicted."""
         return sum(count() for count in self.before_gate)
 
     @property

@@ -77,9 +77,9 @@ _LOCAL_NORMALIZERS = {
 _WHITE_SPACE_SPLITTERS = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 _OF_WHITE_SPACE = {" ", " +", " {2,}", r"\s+", r"\s{2,}"}
 
-# Alternatives of the Split patterns in use (GPT-2, Llama 3, Qwen 2 to 3.5, o200k, Tekken). In a match,
-# no white space comes after a character that is not white space, except newlines after punctuation, and no clause mark
-# comes after a letter: so no match crosses a cut. Only patterns of white space look ahead, and only by one character.
+# Alternatives of the Split patterns in use (GPT-2, Llama 3, Qwen 2 to 3.5, o200k, Tekken). A match has white space only
+# at its beginning, apart from newlines after punctuation, and has no clause mark after a letter. So no match crosses a
+# cut. Only patterns of white space look ahead, and only by one character.
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
