@@ -46,7 +46,7 @@ class WorkerHealth:
         self._change = asyncio.Event()
         self.worker: Worker | None = None
         self.leaving = False
-        self.asks = False  # true if the worker asks gateways which pool it serves
+        self.asks = False  # true if the worker requests its pool from gateways
         self.preloading = ""
         self._listens = False
         self._on_disk: tuple[str, ...] = ()

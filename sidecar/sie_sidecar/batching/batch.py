@@ -225,7 +225,9 @@ class _KeyQueue(Generic[T]):
 
 @dataclass(eq=False)
 class _ModelLine(Generic[T]):
-    """Queues of one residency (a model with one set of load options), one for each key, in order of their turns."""
+    """Queues of one residency (a model with one set of load options), one for each key. The queue of the last batch is
+    at the end.
+    """
 
     name: str
     head_s: float  # arrival time of the oldest work item

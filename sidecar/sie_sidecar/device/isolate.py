@@ -2,7 +2,7 @@
 nothing else is at the device. If the adapter dies again, the input that ran is the cause. There is no search if the
 adapter process did not die, but only stopped replying.
 
-    batch during which an adapter died ──► its inputs, one by one ──► answered: not the cause
+    batch during which an adapter died ──► its inputs, one by one ──► it succeeds: not the cause
                                                      └──► the adapter dies again: the input is poison, and is refused
                                                           from now on
 

@@ -205,7 +205,7 @@ class AdapterLink:
             for connection in opened:
                 connection.close()
             if isinstance(error, TimeoutError):
-                raise AdapterGone(f"{self.path}: no answer in {CONTROL_TIMEOUT_S} s") from error
+                raise AdapterGone(f"{self.path}: no reply in {CONTROL_TIMEOUT_S} s") from error
             raise
         connections = opened[1:]
         self._lost.clear()
@@ -253,7 +253,7 @@ class AdapterLink:
                 # a part of the reply may be unread, so the connection cannot be used again
                 self._lost.set()
                 if isinstance(error, TimeoutError):
-                    raise AdapterGone(f"{self.path}: no answer in {CONTROL_TIMEOUT_S} s") from error
+                    raise AdapterGone(f"{self.path}: no reply in {CONTROL_TIMEOUT_S} s") from error
                 raise
             return self._unwrapped(answer)
 

@@ -1,7 +1,7 @@
 """Inputs that crash adapters: records for all workers, which outlive restarts. An input is identified by a digest of
 its content; its text is not stored.
 
-    an adapter dies ──► the inputs that were running are marked, and each runs alone ──► answered: its mark is removed
+    an adapter dies ──► the inputs that were running are marked, and each runs alone ──► success: its mark is removed
                                                            └──► an adapter dies again while it runs alone:
                                                                 the input is poison, and is refused from now on
 

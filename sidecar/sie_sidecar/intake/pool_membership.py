@@ -1,4 +1,4 @@
-"""Pool from which this worker pulls; gateways assign it. If no gateway has answered for CLOSED_AFTER_S, a worker
+"""Pool from which this worker pulls; gateways assign it. If no gateway has replied for CLOSED_AFTER_S, a worker
 whose own pool is `_default` pulls from that pool, and any other worker stops pulling.
 
     every ASK_S seconds, and when a gateway sends a hint:
@@ -40,8 +40,8 @@ _answer = msgspec.json.Decoder(Assignments)
 
 
 def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None:
-    """Return the pool to pull from, or None. `own`: the worker's own pool. `answered`: the pools in the last answer, at
-    first only `own`. `silent_s`: age of that answer. Of several pools, a worker serves its own, or else the first.
+    """Return the pool to pull from, or None. `own`: the worker's own pool. `answered`: the pools in the last reply, at
+    first only `own`. `silent_s`: age of that reply. Of several pools, a worker serves its own, or else the first.
     """
     if silent_s > CLOSED_AFTER_S:
         return own if own == _DEFAULT else None
@@ -122,8 +122,8 @@ class PoolMembership:
         try:
             assignments = _answer.decode(answer.content)
         except UNDECODABLE as error:
-            return f"not the expected answer: {error}"
+            return f"the reply is not valid: {error}"
         if assignments.worker != self._worker:
-            return "it answered for another worker"
+            return "the reply is for another worker"
         self._answered, self.pinned, self._answered_s = assignments.pools, assignments.pinned_models, time.monotonic()
         return ""

@@ -63,14 +63,14 @@ class _ImageFile:
         return ImageJob(number, self.recipe, self.data)
 
     def check(self, reply: PreparedFile) -> None:
-        """Raise _WorkerLost if a worker's answer does not fit this file."""
+        """Raise _WorkerLost if the reply of a media worker does not fit this file."""
         if not isinstance(reply, PreparedImage):
-            raise _WorkerLost("its answer is not an image")
+            raise _WorkerLost("its reply is not an image")
         try:
             check(self.recipe, reply.upright)
             expected = pixels_of(self.recipe, reply.upright)
         except InvalidInput as error:
-            raise _WorkerLost("its answer has an image size that the recipe does not allow") from error
+            raise _WorkerLost("its reply has an image size that the recipe does not allow") from error
         if (reply.height, reply.width) != expected or len(reply.pixels) != 3 * reply.height * reply.width:
             raise _WorkerLost("its pixels do not have the size that the recipe requires")
 
@@ -86,9 +86,9 @@ class _SoundFile:
         return SoundJob(number, self.recipe, self.data, self.from_s)
 
     def check(self, reply: PreparedFile) -> None:
-        """Raise _WorkerLost if a worker's answer does not fit this file."""
+        """Raise _WorkerLost if the reply of a media worker does not fit this file."""
         if not isinstance(reply, SoundFeatures):
-            raise _WorkerLost("its answer is not a sound")
+            raise _WorkerLost("its reply is not a sound")
         if not self.recipe.can_make(reply.shape) or len(reply.features) != 4 * math.prod(reply.shape):
             raise _WorkerLost("its features do not have the shape that the recipe requires")
 
@@ -105,7 +105,7 @@ class _PendingFile:
             self.done.set_exception(error)
 
     def succeed(self, reply: PreparedFile) -> None:
-        """Pass a worker's answer to the caller. Raises _WorkerLost if the answer does not fit the file."""
+        """Pass the reply of a media worker to the caller. Raises _WorkerLost if the reply does not fit the file."""
         self.file.check(reply)
         if not self.done.done():
             self.done.set_result(reply)
@@ -242,7 +242,7 @@ class MediaPool:
             job.fail(fault("timeout", f"decoding the {job.file.noun} {how}"))
         except _WorkerLost as error:
             status = await worker.ended()
-            how = f"was killed by signal {-status}" if status < 0 else f"ended, or sent no usable answer: {error}"
+            how = f"was killed by signal {-status}" if status < 0 else f"ended, or sent no usable reply: {error}"
             # this pool did not kill the process, so the kernel probably did, for lack of memory: the file may be valid
             if status == -signal.SIGKILL:
                 job.fail(
@@ -277,7 +277,7 @@ class _WorkerNotStarted(Exception):
 
 
 class _WorkerLost(Exception):
-    """Raised if a process ended, or sent an answer that does not fit its job."""
+    """Raised if a process ended, or sent a reply that does not fit its job."""
 
 
 class _MediaProcess:
@@ -336,7 +336,7 @@ class _MediaProcess:
         return worker
 
     async def run(self, job: Job) -> PreparedFile | Unusable:
-        """Send a job and return its answer. Raises _WorkerLost."""
+        """Send a job and return the reply. Raises _WorkerLost."""
         try:
             for part in media_frames.FRAMES.frame(job):
                 self._writer.write(part)
@@ -345,7 +345,7 @@ class _MediaProcess:
             raise _WorkerLost("the file could not be sent to it") from error
         answer = await self._read()
         if isinstance(answer, Hello) or answer.number != job.number:
-            raise _WorkerLost("its answer belongs to another job")
+            raise _WorkerLost("its reply belongs to another job")
         return answer
 
     async def _read(self) -> media_frames.Answer:
