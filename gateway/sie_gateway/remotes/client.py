@@ -39,7 +39,7 @@ class RemoteAnswer(NamedTuple):
 
 
 class RemoteFailed(Exception):
-    """Raised if a remote server gave no usable answer. `is_fault`: false if the request or the deadline caused it."""
+    """Raised if a remote server sent no usable reply. `is_fault`: False if the request or the deadline is the cause."""
 
     def __init__(self, message: str, *, is_fault: bool = True) -> None:
         super().__init__(message)
@@ -142,7 +142,7 @@ class RemoteClient:
             async with asyncio.timeout(min(left_s, self._server.timeout_s)):
                 return await self._answer(method, path, body, ENVELOPE_BYTES + VALUE_BYTES * values)
         except TimeoutError:
-            raise RemoteFailed("no answer in time", is_fault=left_s > self._server.timeout_s) from None
+            raise RemoteFailed("no reply in time", is_fault=left_s > self._server.timeout_s) from None
         except httpx.HTTPError as error:
             raise RemoteFailed(f"the connection failed ({type(error).__name__})") from None
 

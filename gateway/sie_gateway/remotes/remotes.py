@@ -6,8 +6,8 @@
     a refused request ──► may it leave, server proven? ──► budget ──► the remote server ──► checked vectors
                              └ no: client gets the refusal               └ no reply: client gets the refusal
 
-A remote server without a proof gets no requests. After two failed calls in a row, or a report of another model, it
-loses its proof until it passes a probe. Probes run in the background, not during a request.
+A remote server without a proof gets no requests. After two failed calls in a row, or a report of another model, a
+server loses its proof until it passes a probe. Probes run in the background, not during a request.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 A batch has work items with equal keys only. It is sealed, and then sent, when it is full (tokens or work items), when
 its oldest work item has waited for the time limit, or at once if the device is idle and no more work is expected. While
-the device is busy, it can grow. If deadlines do not allow a full batch, only the first work items run, see `sizing`.
+the device is busy, a batch can grow. If deadlines forbid a full batch, only its first work items run, see `sizing`.
 
 Order: interactive work comes first, but after `bulk_max_overtakes` interactive batches in a row, a bulk batch is sent
 if bulk work waits. Within a priority, the model with the oldest work item comes first if a batch of it is ready. Within
@@ -12,8 +12,8 @@ a model, its keys (LoRA, operation and so on) take turns, so that much work of o
 
 This limits every wait. A work item that has waited for the time limit and is the oldest of its priority is in one of
 the next K batches of its priority, where K is the number of keys of its model that have work. Batches of the other
-priority come between them. So with k = `bulk_max_overtakes` above 0, an interactive work item runs within the
-next K + ceil(K / k) batches, and a bulk work item within the next K (k + 1) batches.
+priority come between these batches. So with k = `bulk_max_overtakes` above 0, an interactive work item runs within
+the next K + ceil(K / k) batches, and a bulk work item within the next K (k + 1) batches.
 """
 
 from __future__ import annotations
@@ -249,8 +249,8 @@ class _PriorityLine(Generic[T]):
         return (queue for model in self.models.values() for queue in model.queues.values())
 
     def add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
-        """Add a work item to its queue: with `in_order` at the end. Without, insert the item by its time of arrival,
-        because it was in the queue before.
+        """Add a work item to its queue. With `in_order`, add the item at the end. Otherwise insert the item by its time
+        of arrival, because it was in the queue before.
         """
         model = self.models.get(entry.key.residency)
         if model is None:

@@ -2,7 +2,7 @@
 
     preparing ──► waiting ──► sealed (in a batch) ──► running ──► settled
         ▲                                             │  └── isolated: its inputs run alone, because a batch ──► settled
-        └── model evicted, or adapter gone ◄──────────┘      with them crashed an adapter
+        └── model evicted, or adapter lost ◄──────────┘      with them crashed an adapter
 
 A work item may become settled in every stage: its result was sent, or it was cancelled, refused or late. If a running
 work item is cancelled, it still runs to its end and its result is sent. If it generates text, the adapter stops it

@@ -1,5 +1,5 @@
-"""Inputs that crash adapters: records for all workers, which outlive restarts. An input is identified by a digest of
-its content; its text is not stored.
+"""Records of inputs that crash adapters. All workers share the records, which outlive restarts. A record has a digest
+of the input's content, and not its text.
 
     an adapter dies ──► the inputs that were running are marked, and each runs alone ──► success: its mark is removed
                                                            └──► an adapter dies again while it runs alone:

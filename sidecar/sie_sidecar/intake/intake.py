@@ -113,7 +113,7 @@ class WorkIntake:
         try:
             notice = messages.decode_cancel(message.data)
         except UNDECODABLE as error:
-            _logger.error("a message about cancelled requests could not be decoded: %s", error)
+            _logger.error("a message about cancelled requests was ignored, because it could not be decoded: %s", error)
         else:
             self.cancel(notice.requests)
 

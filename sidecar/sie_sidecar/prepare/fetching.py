@@ -88,7 +88,7 @@ class PayloadFetching:
         self.held_bytes += size
 
     def let_go(self, flight: InFlight) -> None:
-        """Drop the inputs of `flight`, which must not run any more."""
+        """Drop the inputs of `flight`, and free their memory. The work item must not run after this call."""
         if flight.payload_bytes:
             flight.item = msgspec.structs.replace(flight.item, inputs=(), query=None)
             self.held_bytes -= flight.payload_bytes

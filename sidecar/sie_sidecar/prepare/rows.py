@@ -283,7 +283,7 @@ def _row_count(layout: Rows, item: WorkItemInput) -> int:
 
 
 def _characters(layout: Rows, item: WorkItemInput) -> int:
-    """Count the characters of all texts of a work item, as often as they are tokenised."""
+    """Count the characters to tokenise for a work item. Texts that are tokenised several times count each time."""
     options, query = item.options, len(query_of(item))
     around = len(options.prefix) + len(options.suffix)
     once = query + len(options.query_prefix) + len(options.query_suffix)

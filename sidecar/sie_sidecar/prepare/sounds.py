@@ -4,8 +4,8 @@ import this module, because decoders are C code that reads the data of clients.
     first bytes ──► header ──► limits ──► decode ──► one channel ──► the model's rate ──► its length ──► features
 
 FORMATS has the supported formats. A sound is resampled as in `librosa.load` (soxr, high quality). The features are
-those of transformers' feature extractors, computed without torch. For a sound that fits into the model's window, they
-are equal bit for bit. From a longer sound, transformers may take another part (`sie_contracts.media.sounds`).
+those of transformers' feature extractors, computed without torch. For a sound that fits into the model's window, the
+features are equal bit for bit. For a longer sound, transformers may use another part (`sie_contracts.media.sounds`).
 """
 
 from __future__ import annotations
