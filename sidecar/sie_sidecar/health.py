@@ -214,7 +214,7 @@ class WorkerHealth:
     async def refresh(self) -> None:
         """Read the description of each connected adapter, with its used memory. A failed read changes nothing."""
         connected = [link for link in self.links if link.connected]
-        if len(connected) > 1:  # concurrently, so that an adapter that hangs does not delay the others
+        if len(connected) > 1:  # reads concurrently, so that an adapter that hangs does not delay the other adapters
             await asyncio.gather(*(self._refresh(link) for link in connected))
             return
         for link in connected:

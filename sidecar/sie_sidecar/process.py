@@ -221,7 +221,7 @@ async def _preload(
         left = ", ".join(entry.canonical for entry in resolved[index:])
         health.preloading = left
         while not stop.requested:
-            # the entry may have changed since `resolved` was made; if it was removed, the last known entry is loaded
+            # the catalogue entry may have changed since `resolved` was made; if it was removed, load the previous entry
             with contextlib.suppress(ModelNotFound, BundleConflict):
                 model = feed.catalogue.resolve(f"{model.entry.id}:{model.profile}", follow=False)
             hosted = worker.models.obtain(model, feed.catalogue.revisions.get(model.entry.id, 0))

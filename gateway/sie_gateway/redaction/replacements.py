@@ -109,7 +109,7 @@ def _card_number(value: str, number: int) -> str:
 
 def _iban(value: str, number: int) -> str:
     account = f"{number:018}"
-    return f"XX{98 - iban_remainder(f'XX00{account}'):02}{account}"  # XX is no country
+    return f"XX{98 - iban_remainder(f'XX00{account}'):02}{account}"  # the country code XX is not assigned
 
 
 def _ip_address(value: str, number: int) -> str:

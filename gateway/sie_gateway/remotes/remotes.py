@@ -57,7 +57,7 @@ CHECK_S = 1.0
 PROVEN_S = 86_400.0  # seconds from a proof by a worker's vectors to the next probe
 # seconds from a failed probe to the next probe; the pause doubles with each failed probe, up to MAX_PAUSE_S
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
-DEVIATES_S = 3600.0  # seconds until a server whose vectors differ is probed again
+DEVIATES_S = 3600.0  # seconds from a probe whose vectors deviate to the next probe
 # shortest time between a probe and the probe that follows failed calls or a report of another model
 AGAIN_S = 60.0
 # largest number of remembered model names of a server; replicas at its address may differ, for example in precision
@@ -69,7 +69,7 @@ BROKER_S = 2.0
 MIN_LEFT_S = 0.05
 # largest number of bytes of the texts of a request: encoding these texts as JSON blocks the event loop
 MAX_BYTES = 4 << 20
-KEY = "_remote"  # key of the requests for reference vectors
+KEY = "_remote"  # name of the API key of requests for reference vectors
 MAYBE_TRUNCATED = (
     "truncated_items: a remote server answered, which does not report truncated texts; long texts may be truncated"
 )
@@ -283,7 +283,7 @@ class Remotes:
                 await self._probe(remote)
 
     async def _probe(self, remote: Remote) -> None:
-        """Probe a remote server, and store its proof or the reason of its refusal."""
+        """Probe a remote server, and store its proof, or the reason why the server gets no requests."""
         name = remote.server.name
         remote.probed_s = self._clock()
         try:

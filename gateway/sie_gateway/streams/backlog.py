@@ -85,7 +85,7 @@ class Backlog:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     def messages(self, lane: Lane, priority: Priority) -> int | None:
-        """Return the number of messages of a lane with a priority. None while it is unknown."""
+        """Return the number of messages of a lane with a priority; None while the number is unknown."""
         read = self._read.get(lane.pool)
         if read is None or self._clock() - read[0] > UNKNOWN_S:
             return None

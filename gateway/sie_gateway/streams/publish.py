@@ -152,8 +152,8 @@ class StreamConsumers:
         name = own.consumer.name
         route = own if name in self._own or len(self._own) < self._limit else shared
         if route is own:
-            # added before the consumer exists, so that the next requests respect the limit; if the consumer cannot be
-            # created, the next refresh removes the name
+            # the name is added before the consumer exists, so that the next requests respect the limit. If the consumer
+            # cannot be created, the next refresh removes the name
             self._own.add(name)
         spec = route.consumer
         held = self._held.get(spec.name)
@@ -598,7 +598,7 @@ class WorkQueue:
         """Wait at most UNDO_S seconds for the background work, then cancel it."""
         if not await self._undoing.settle(UNDO_S):
             _logger.warning(
-                "%d removals of messages of ended requests from the queue did not finish in time", len(self._undoing)
+                "%d removals of messages of ended requests were cut short by the shutdown", len(self._undoing)
             )
         await self._undoing.cancel()
         await self._ensuring.stop()

@@ -145,7 +145,7 @@ class _KeyQueue(Generic[T]):
         return idle or self.is_full(limits) or now_s >= self.head_s + limits.wait_s
 
     def is_full(self, limits: BatchLimits) -> bool:
-        """Return True if waiting cannot make the next batch larger: it is full, or a work item must run alone."""
+        """Return True if the next batch cannot become larger: it is full, or a work item must run alone."""
         return self.alone > 0 or self.cost >= limits.cost or len(self.entries) >= limits.requests
 
     def insert(self, entry: BatchEntry[T], index: int) -> None:
@@ -172,7 +172,7 @@ class _KeyQueue(Generic[T]):
 
     def binds(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> bool:
         """Return True if an urgent deadline forbids sealing the next batch while the device is busy: work items that
-        arrive until the device is free must still be able to join it. See `sizing.binds`.
+        arrive until the device is free must still be able to join the batch. See `sizing.binds`.
         """
         return binds(self._asks(self._together(limits), begins_s), times)
 
@@ -205,7 +205,7 @@ class _KeyQueue(Generic[T]):
 
     def _alike(self, limits: BatchLimits) -> list[int]:
         """Return the indexes of the oldest work item and of the work items that join it until the batch is full. Work
-        items that join arrived within `reorder_s` after the oldest; the most similar in length come first.
+        items that join arrived within `reorder_s` after the oldest item. Items of the most similar length join first.
         """
         head = self.entries[0]
         near = []

@@ -79,7 +79,7 @@ def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
     """Return the largest cost of a batch with which the urgent work items are in time. The two rules of this module
-    limit how small it may be.
+    limit how small this cost may be.
     """
     smallest_cost = full
     asking_cost = 0.0

@@ -54,7 +54,7 @@ from sie_sidecar.results.settle import Settle
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
 
-WRITTEN_AT_ONCE = 16  # maximum number of work items that generate text at the adapter; each needs a connection
+WRITTEN_AT_ONCE = 16  # maximum number of work items that generate text at the adapter; each item needs a connection
 # maximum number of work items that generate text and wait for a device; further work items stay in the broker's queue
 WRITTEN_READY = 16
 _LONGEST_S = 86_400.0  # longest timer of the event loop, in seconds
@@ -439,7 +439,7 @@ class Dispatch:
             self._device.put(flight)
 
     async def run(self, more_expected: Callable[[], bool]) -> None:
-        """Send batches until cancelled. `more_expected()`: deliveries are on their way or being prepared."""
+        """Send batches until cancelled. `more_expected()` returns True if more work may soon wait for a device."""
         device = self._device
         while True:
             device.wake.clear()

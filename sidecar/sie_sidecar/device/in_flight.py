@@ -374,8 +374,8 @@ class Inventory:
         return cost, items
 
     def ages(self) -> tuple[int, dict[str, float]]:
-        """Return the number of tokens of all work at this worker (estimates until it is tokenised), and by model the
-        age in seconds of its oldest work item that is assigned to a device.
+        """Return the number of tokens of all work at this worker, estimated for work that is not tokenised yet. Also
+        return by model the age in seconds of its oldest work item that is assigned to a device.
         """
         cost, oldest_s = 0, dict[str, float]()
         now_s = time.monotonic()

@@ -162,7 +162,7 @@ class AdapterLink:
         return time.monotonic() - self._last_pong_s < self._stale_s
 
     async def run(self, stop: Stop) -> None:
-        """Connect, send pings, and connect again after a loss. Ends if cancelled, or at `stop` while not connected."""
+        """Connect, send pings, and connect again after a loss. Ends at `stop` if the adapter is not connected."""
         trouble = Trouble(_logger, "waiting for the adapter", START_S)
         while True:
             try:
@@ -212,7 +212,7 @@ class AdapterLink:
         self._given_up = False
         self._control, self._all, self.description = control, connections, description
         self._idle, self._more = asyncio.LifoQueue(), asyncio.LifoQueue()
-        self._loads = asyncio.Semaphore(max(1, size - 1))  # limits loads, so that one connection is free for batches
+        self._loads = asyncio.Semaphore(max(1, size - 1))  # loads must leave one connection free for batches
         for connection in connections:
             self._idle.put_nowait(connection)
         self._last_pong_s = time.monotonic()

@@ -31,7 +31,7 @@ from sie_sidecar.results.settle import Leases, Settle
 if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
-CHARACTERS_PER_TOKEN = 4  # a gateway estimates the tokens of a text as its characters divided by this
+CHARACTERS_PER_TOKEN = 4  # a gateway estimates the tokens of a text as its characters divided by this number
 # a work item counts as late this many seconds after its time limit plus the possible error of the broker's clock
 LATE_S = 0.25
 _logger = logging.getLogger("sie.sidecar.intake")

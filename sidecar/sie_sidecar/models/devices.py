@@ -53,8 +53,8 @@ def choose(views: Sequence[DeviceView]) -> int:
     for able in (
         [number for number in numbers if views[number].loaded],
         [number for number in numbers if views[number].coming],
-        # after a failed load with a permanent error class, choose its device, so that the work gets the stored error:
-        # on the other devices the load would probably fail too
+        # if a load failed with a permanent error class, choose the device of this load, so that the work gets the
+        # stored error: the load would probably fail on the other devices too
         [number for number in numbers if views[number].gives_up],
     ):
         if able:

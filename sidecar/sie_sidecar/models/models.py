@@ -371,9 +371,9 @@ class ModelStates:
 
     def next_to_close(self, had_work: list[ModelState], asked_s: float) -> tuple[ModelState | None, float | None]:
         """Choose a model of `had_work` to close to new work, for a load that began at `asked_s` and needs memory.
-        Return the model and the seconds until it may be closed: when the load has waited for `swap_after_s` and
-        `_turn_ends_s` of the model has passed. Return (None, None) if all models of `had_work` are closed or unloaded
-        already. `had_work`: models that could not be evicted because they had work.
+        Return the model and the seconds until it may be closed. It may be closed when the load has waited for
+        `swap_after_s`, but not before `_turn_ends_s`. Return (None, None) if all models of `had_work` are closed or
+        unloaded. `had_work`: models that could not be evicted because they had work.
         """
         able = [state for state in had_work if state.is_open]
         first = min(able, key=self._turn_ends_s, default=None)

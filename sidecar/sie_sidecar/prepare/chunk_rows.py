@@ -32,7 +32,7 @@ from sie_sidecar.prepare.tokens import Ids, ModelTokenizer
 MAX_CHUNKS = 4096  # maximum number of chunks of one text
 MAX_TOKENS = 1 << 16  # maximum number of tokens of a text with chunks, without special tokens and prompt
 LEAST_WINDOW = 16  # minimum number of tokens of the text in a window, besides special tokens and prompt
-OVERLAP_SHARE = 8  # windows overlap by this fraction of the longest window: 1 / 8
+OVERLAP_SHARE = 8  # neighbouring windows overlap by 1 / OVERLAP_SHARE of the longest window
 
 Spans = NDArray[np.int32]  # shape [chunks, 3]: start and end in code points, number of tokens
 
@@ -110,7 +110,7 @@ class _TextTokens:
         own = places[self.before : len(places) - self.after, 1]
         self.ends = np.minimum(np.maximum.accumulate(own), length) if len(own) else own
         if len(own) > MAX_TOKENS:
-            message = f"text: it has {len(own)} tokens, a text with chunks at most {MAX_TOKENS}"
+            message = f"text: it has {len(own)} tokens, but a text with chunks may have at most {MAX_TOKENS}"
             raise InvalidInput(message, reason="too_many_tokens", param="text", extras={"limit": MAX_TOKENS})
         if not len(own):
             raise InvalidInput("text: it has no token of the model", reason="no_tokens", param="text")

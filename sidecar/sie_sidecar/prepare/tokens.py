@@ -94,7 +94,7 @@ class ModelTokenizer:
 
     def contents(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[Tokens]:
         """Return the ids of each text without special tokens, truncated to `room`. Of a very long text, only the needed
-        part is read. With the mode NONE, the whole text is read, and the caller must refuse it if it was truncated.
+        part is read. With the mode NONE, the whole text is read, and the caller must refuse a text that was truncated.
         Raises InvalidInput for a text that is too long to be tokenised as a whole and cannot be cut.
         """
         from_end = truncate == "START"
@@ -166,7 +166,7 @@ class ModelTokenizer:
         return self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
-        """Return the text of these ids. All must be valid token ids."""
+        """Return the text of these ids. Every id must be a valid token id."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:

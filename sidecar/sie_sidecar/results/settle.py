@@ -221,7 +221,7 @@ class Settle:
             self.answer_all(flights, InternalFailure(f"the worker failed while {doing}"))
 
     def still_wanted(self, flights: Sequence[InFlight]) -> list[InFlight]:
-        """Return the work items that should run: none that is settled. Send an error for each item that is past its
+        """Return the work items that should run, without settled items. Send an error for each item that is past its
         deadline or whose model has a new catalogue entry.
         """
         now_s = time.monotonic()
