@@ -239,7 +239,7 @@ class Remotes:
         try:
             async with asyncio.timeout(min(BROKER_S, left_s)):
                 await remote.budget.correct(difference, month)
-        except (BrokerError, TimeoutError) as error:  # the budget keeps the estimated charge
+        except (BrokerError, TimeoutError) as error:  # only logged, because the vectors are already computed
             _logger.warning("the token budget of remote %s keeps an estimated charge: %s", remote.server.name, error)
 
     def _failed(self, remote: Remote, failure: RemoteFailed) -> None:

@@ -232,7 +232,7 @@ class AdapterLink:
                 pong = await self.request(ipc.Ping())
             except AdapterGone:
                 return
-            except SIEError as error:  # the adapter still replies, so its batches go on; `is_fresh` needs a Pong
+            except SIEError as error:  # the adapter replies, so its batches go on; without a Pong, `is_fresh` ends
                 _logger.warning("the adapter refused a health check; its batches go on: %s", error)
                 continue
             if isinstance(pong, ipc.Pong):

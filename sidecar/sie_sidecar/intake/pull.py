@@ -359,7 +359,7 @@ class Pulling:
             consumer.mean_cost = cost
 
     def weigh(self, name: str, cost: int) -> None:
-        """Add a tokenised delivery to the mean cost of its consumer. `cost`: its exact number of tokens."""
+        """Add a tokenised delivery to the mean cost of its consumer. `cost`: exact number of tokens of the delivery."""
         if (consumer := self._consumers.get(name)) is not None:
             consumer.mean_cost += 0.1 * (cost - consumer.mean_cost)
 
