@@ -220,7 +220,7 @@ class StoredAnswers:
 
 
 async def trim(store: ObjectStore, max_bytes: int) -> int:
-    """Remove the oldest segments until at most `max_bytes` remain. Return the number removed. Raises StoreError."""
+    """Remove the oldest segments until at most `max_bytes` remain. Return how many were removed. Raises StoreError."""
     import obstore
 
     metas = await within(LONG_S, objects_below(store, PREFIX))

@@ -281,7 +281,7 @@ class ModelStates:
         self._everywhere = everywhere or self.all
         self._hosted: dict[str, ModelState] = {}
         self._of_model: dict[str, list[ModelState]] = {}
-        # bytes of the device that models may use, computed when no load was running; None before the first time
+        # bytes of the device that models may use, computed when no load was running; None until it was computed once
         self._usable_bytes: float | None = None
 
     def all(self) -> list[ModelState]:

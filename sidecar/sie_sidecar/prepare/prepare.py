@@ -58,7 +58,7 @@ class Prepare:
         self._fetching = fetching
         self._tokenizers = tokenizers
         self._media = media
-        self.tokenising = 0  # how many groups of texts are being tokenised now
+        self.tokenising = 0  # number of groups of work items whose texts are being tokenised now
 
     async def fetch(self, flight: InFlight) -> bool:
         """Read the inputs of a work item from the payload store. Return False if the item was settled instead."""
