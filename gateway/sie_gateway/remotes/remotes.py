@@ -159,8 +159,6 @@ class Remotes:
         for server in servers:
             metrics.remote_ready.labels(server.name).set(0)
 
-    # ---- answers
-
     async def instead(self, call: Call, request: PlannedRequest, error: SIEError) -> RequestResult | None:
         """Return the result of a remote server for a request that this cluster refused with `error`; None if no remote
         server ran it, so that the client gets `error`. Raises RateLimited, PayloadTooLarge.
@@ -260,8 +258,6 @@ class Remotes:
 
     def _count(self, remote: Remote, result: str) -> None:
         self._metrics.remote_requests.labels(remote.server.name, result).inc()
-
-    # ---- probes
 
     async def run(self, stop: Stop) -> None:
         """Probe each remote server when its probe is due, until `stop`."""

@@ -425,8 +425,7 @@ class WorkQueue:
     ) -> None:
         """`on_lost` is called with a pool whose stream was lost with its work, `on_publish` with work items before they
         are published. `offload` stores inputs that are too large for a message. `serves(pool)`: the pool exists.
-        `is_reservation(pool)`: the pool is a reservation. Raises SettingError for a limit of the broker that is too
-        low.
+        `is_reservation(pool)`: the pool is a reservation. Raises SettingError if a limit of the broker is too low.
         """
         self._broker = broker
         self._settings = settings
@@ -656,9 +655,7 @@ class WorkQueue:
             await self.withdraw(pool, [StreamPosition(created, sequence)], request)
 
     def _is_too_large(self, item: WorkItem, message_bytes: int) -> bool:
-        """Return True if the inputs exceed the inline limit, or if a dead letter with this message would exceed the
-        broker's limit.
-        """
+        """Return True if the inputs exceed the inline limit, or a dead letter with them exceeds the broker's limit."""
         if message_bytes > self._broker.max_payload - ENVELOPE_BYTES:
             return True
         return sum(entry.nbytes for entry in _inputs(item)) > self.payload_bytes

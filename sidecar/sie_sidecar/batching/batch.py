@@ -225,8 +225,8 @@ class _KeyQueue(Generic[T]):
 
 @dataclass(eq=False)
 class _ModelLine(Generic[T]):
-    """Queues of one residency (a model with one set of load options), one for each key. The queue of the last batch is
-    at the end.
+    """Queues of one residency (a model with one set of load options), by key. The queue of the last batch is at the
+    end.
     """
 
     name: str

@@ -286,9 +286,7 @@ class Loading:
         raise GatewayTimeout("the time limit of the request passed before its model was loaded")
 
     async def _is_another_back(self) -> bool:
-        """Wait for lost adapters, until AWAY_S seconds after their loss. Return True as soon as an adapter is
-        connected.
-        """
+        """Wait for lost adapters, until AWAY_S seconds after their loss. Return True once an adapter is connected."""
         for link in [link for link in self._links if not link.connected]:
             if await link.is_back():
                 return True

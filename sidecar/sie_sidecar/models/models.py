@@ -90,9 +90,7 @@ def usable_bytes(device: ipc.Description) -> float:
 
 
 class ModelState:
-    """State of a residency (a model with one set of load options) on one device. `held`: number of work items that need
-    the model.
-    """
+    """State of a residency (a model with one set of load options) on a device. `held`: work items that need it."""
 
     def __init__(self, resolved: Resolved, device: int = 0) -> None:
         self.resolved = resolved
@@ -712,7 +710,6 @@ class Hosting(ModelStates):
                 waiter.set_result(None)
 
     def _close(self, hosted: ModelState) -> None:
-        """Let new work of this model wait."""
         hosted.is_closed = True
         self._gates[hosted.name] = asyncio.Event()
         self._on_role(hosted)

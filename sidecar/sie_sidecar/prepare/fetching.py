@@ -37,8 +37,7 @@ class PayloadFetching:
         self._clock = clock
         self._max_bytes = max_bytes
         self._freed = asyncio.Event()
-        # held while a work item waits for memory, so that items with smaller inputs do not overtake it for ever
-        self._turn = asyncio.Lock()
+        self._turn = asyncio.Lock()  # held while an item waits for memory, so that smaller items do not overtake it
 
     async def fetch(self, flight: InFlight) -> None:
         """Read the inputs and the query of `flight`. They stay in memory until `let_go`. Raises QueueUnavailable,
