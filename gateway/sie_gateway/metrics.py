@@ -16,8 +16,8 @@ _VERDICTS = ("taken", "duplicate", "unknown", "undecodable", "no_room", "damaged
 
 
 class Metrics:
-    """Metrics of the gateway. Series with label values that are listed here exist from the start, because alerts cannot
-    fire on missing series.
+    """Metrics of the gateway. Series whose label values are known here exist from the start, because an alert cannot
+    fire on a missing series.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Metrics:
         self._traffic = make.traffic
         self.requests = make.counters("sie_gateway_requests")
         self.latency = make.histograms("sie_gateway_request_latency_seconds")
-        # series by label values, stored because a call of `labels` takes longer than counting
+        # metric objects by their label values, stored because a call of `labels` takes longer than counting
         self._answered: dict[tuple[str, int, str], tuple[Counter, Histogram]] = {}
         self.rejected = make.counters("sie_gateway_rejected_requests")
         self.key_tokens = make.counters("sie_gateway_key_tokens")
@@ -75,8 +75,8 @@ class Metrics:
         self.refused.labels(reason).inc()
 
     def answered(self, endpoint: str, status: int, machine_profile: str, seconds: float | None) -> None:
-        """Count a request that has ended, with an answer or by a disconnect. `endpoint` and `machine_profile` come from
-        fixed sets, never from a client's text. `seconds` is the latency, None for a websocket.
+        """Count a request that has ended, by a response or because the client disconnected. `endpoint` and
+        `machine_profile`: label values of fixed sets, never a client's text. `seconds`: latency, None for a websocket.
         """
         counted = self._answered.get((endpoint, status, machine_profile))
         if counted is None:

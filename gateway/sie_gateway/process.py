@@ -1,6 +1,6 @@
 """The gateway process: connect to NATS, create the streams, listen, serve, shut down.
 
-SIGTERM ──► lame duck: not ready, serves every request, closes each connection after its answer
+SIGTERM ──► lame duck: not ready, serves every request, closes each connection after its response
         ──► drain: refuses new work, finishes the requests in progress ──► exit 0
 """
 
@@ -66,9 +66,9 @@ from sie_store.payloads import open_store
 EPOCH_POLL_S = 5.0
 FULL_EXPORT_S = 300.0
 FIRST_ANSWER_S = 2.0
-# seconds by which a drain is longer than the longest time limit of a request, to send the last answers
+# seconds by which a drain is longer than the longest time limit of a request, so that the last responses can be sent
 _LATE_S = 1.0
-# field of a stream -> setting that the error names if an existing stream has another value in this field
+# field of a stream's configuration -> setting to name in the error if an existing stream has another value there
 _SETTINGS = {
     "storage": "SIE_STREAM_STORAGE",
     "replicas": "SIE_STREAM_REPLICAS",
@@ -94,10 +94,10 @@ async def serve(
     data_dir: Path | None = None,
 ) -> int:
     """Serve until `stop`. Then accept requests for `lame_duck_s` more seconds, and finish the open requests in at most
-    `drain_s` seconds (None: as long as any inference request may take). Return the exit status. Raises SettingError.
+    `drain_s` seconds; None: `longest_drain_s`. Return the exit status. Raises SettingError.
 
-    `network`: connections and DNS resolver for images at URLs. `data_dir`: data folder of the `sie serve` that runs
-    this gateway, if one does.
+    `network`: connections and DNS resolver for images at URLs. `data_dir`: data folder if `sie serve` runs this
+    gateway, else None.
     """
     tracer = tracing.start(settings.tracing, "gateway")
     metrics = Metrics()
@@ -238,8 +238,8 @@ async def serve(
         raise
     tasks = Tasks(_logger, stop.request)
     drained_s = 0.0
-    # `drained` ends most background tasks, and only after the drain, because open requests need these tasks. The tasks
-    # of jobs end at `stop` already; the measurement of the broker's clock is cancelled.
+    # `drained` ends most background tasks. It is set after the drain, because open requests need these tasks. The tasks
+    # of jobs end at `stop`, before the drain. The measurement of the broker's clock is cancelled.
     drained = Stop()
     measuring: asyncio.Task[None] | None = None
     owning: asyncio.Task[None] | None = None
@@ -258,8 +258,8 @@ async def serve(
             await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, task=purpose)
         own = functools.partial(_own_streams, queue, placer, settings, record, jobs.bucket)
         owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, task="work streams"))
-        # The operating system already accepts connections on the port, but none is served yet. A request that arrives
-        # during a restart waits here for a moment, instead of getting the error that the gateway is not ready.
+        # The operating system accepts connections on the port, but the gateway does not read requests yet. A request
+        # that arrives now waits at most FIRST_ANSWER_S, and need not be refused because the gateway is not ready.
         loaded = asyncio.create_task(feed.first.wait())
         await asyncio.wait({owning, loaded}, timeout=FIRST_ANSWER_S)
         loaded.cancel()
@@ -310,7 +310,7 @@ async def serve(
                 inference.in_progress,
             )
             await stop.lame_duck(lame_duck_s)
-            # idle connections are closed only now, because requests may arrive on them during the lame-duck time
+            # idle connections are closed after the lame-duck time, because requests may arrive on them until then
             await main.hang_up()
         readiness.draining = True
         inference.away.close()
@@ -341,7 +341,7 @@ async def serve(
 
 
 def longest_drain_s(settings: Settings) -> float:
-    """Return the seconds after which every accepted inference request has been answered."""
+    """Return the seconds within which every accepted inference request gets its response."""
     return settings.gateway_request_timeout + _LATE_S
 
 
@@ -349,8 +349,8 @@ async def _own_streams(
     queue: WorkQueue, placer: Placer, settings: Settings, pools: PoolRecord, jobs: JobsBucket
 ) -> None:
     """Create the buckets of placements, reservations and jobs, then the streams of this installation's own pools.
-    Raises BrokerError, and SettingError if an existing stream has other settings (they are not changed), or if
-    SIE_STREAM_REPLICAS is above 1 and the broker is a single server.
+    Raises BrokerError. Raises SettingError if an existing stream has other settings than this gateway, or if the broker
+    is a single server and SIE_STREAM_REPLICAS is above 1.
     """
     try:
         await placer.start()
@@ -370,7 +370,7 @@ async def _own_streams(
 
 async def run(settings: Settings, stop: Stop, **options: Any) -> int:
     """Connect to NATS, then `serve` with these options until `stop`. Return the exit status. Raises SettingError."""
-    # checked before the connection to NATS is opened, so that the error also appears if NATS is down
+    # checked before the connection to NATS is opened, so that the operator sees this error even if NATS is down
     require_tokens(settings)
     async with connected(settings.nats_url, "sie-gateway", stop, password=settings.nats_password) as broker:
         if broker is None:

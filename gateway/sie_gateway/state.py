@@ -1,5 +1,5 @@
-"""The object with the parts of a gateway that handlers of routes use, and the gateway's readiness. `process` creates
-both.
+"""`Gateway` has the objects that handlers of routes use. `GatewayReadiness` has the readiness of the gateway. `process`
+creates both objects.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sie_runtime.keys import Keys
 
 @dataclass(eq=False)
 class GatewayReadiness:
-    """Readiness of this gateway, and the stage of its shutdown. `keys` is None unless the auth mode is token."""
+    """Readiness of this gateway, and the stage of its shutdown. `keys`: API keys; None in auth modes without tokens."""
 
     broker: Connection
     feed: CatalogueFeed
@@ -56,7 +56,7 @@ class GatewayReadiness:
 
 @dataclass(frozen=True)
 class Gateway:
-    """Parts of a gateway that the handlers of its routes use."""
+    """Objects of a gateway that the handlers of its routes use."""
 
     settings: Settings
     metrics: Metrics

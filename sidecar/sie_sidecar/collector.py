@@ -57,8 +57,8 @@ class WorkerCollector(Collector):
             yield counter(f"sie_oom_{remedy}", {(model,): remedies[model, remedy] for model in model_names})
 
     def _devices(self) -> Iterator[Metric]:
-        """Yield the metrics of the devices, from the last description of each connected adapter. Unknown values are
-        left out. A device without a connected adapter has 0 lanes.
+        """Yield the metrics of the devices, from the last description of each connected adapter. Values that an adapter
+        does not report have no sample. A device without a connected adapter has 0 lanes.
         """
         health, gauge = self._health, self._scrape.gauge
         shown = {(health.device_name(health.links[number]),): here for number, here in health.descriptions.items()}

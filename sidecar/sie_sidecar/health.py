@@ -46,7 +46,7 @@ class WorkerHealth:
         self._change = asyncio.Event()
         self.worker: Worker | None = None
         self.leaving = False
-        self.asks = False  # true if the worker asks gateways which pool it serves
+        self.asks = False  # true if the worker requests its pool from gateways
         self.preloading = ""
         self._listens = False
         self._on_disk: tuple[str, ...] = ()
@@ -80,7 +80,9 @@ class WorkerHealth:
         return {link.number: link.description for link in self.links if link.connected and link.description is not None}
 
     def device_name(self, link: AdapterLink) -> str:
-        """Return the last reported name of a link's device (empty at first), with its number if it is not unique."""
+        """Return the device name that the link's adapter reported last; empty before its first report. If several
+        devices have the same name, add the number of the device.
+        """
         names = [described.device for adapter in self.links if (described := adapter.description) is not None]
         name = link.description.device if link.description else ""
         return f"{name}:{link.number}" if names.count(name) > 1 else name
@@ -96,14 +98,14 @@ class WorkerHealth:
         return len(self.links) if len(self.links) > 1 else self._settings.gpu_count
 
     def memory(self) -> tuple[int, int]:
-        """Return the used and the total bytes of memory of the connected devices. CPU devices share one memory."""
+        """Return the used and the total bytes of memory of the connected devices. CPU devices count once in all."""
         shown = list(self.descriptions.values())
         if any(description.device == "cpu" for description in shown):
             shown = shown[:1]
         return sum(device.memory_used_bytes for device in shown), sum(device.memory_total_bytes for device in shown)
 
     def devices(self) -> tuple[DeviceBeat, ...]:
-        """Return the state of each device for the heartbeat; empty for one device, which other fields describe."""
+        """Return the state of each device. Empty for one device: other fields of the heartbeat describe this device."""
         if len(self.links) == 1:
             return ()
         states = []
@@ -183,7 +185,7 @@ class WorkerHealth:
         self.changed()
 
     async def _on_asked(self, message: CoreMessage) -> None:
-        """Do nothing: a gateway only checks that there is a subscriber."""
+        """Do nothing: a gateway only checks that the subject has a subscriber."""
 
     async def publish(self) -> None:
         with self._trouble.logged(BrokerError):
@@ -210,9 +212,9 @@ class WorkerHealth:
         self._on_disk = models[:ON_DISK]
 
     async def refresh(self) -> None:
-        """Read the descriptions of connected adapters, with their used memory. If this fails, the last ones stay."""
+        """Read the description of each connected adapter, with its used memory. A failed read changes nothing."""
         connected = [link for link in self.links if link.connected]
-        if len(connected) > 1:  # concurrently, so that an adapter that hangs does not delay the others
+        if len(connected) > 1:  # reads concurrently, so that an adapter that hangs does not delay the other adapters
             await asyncio.gather(*(self._refresh(link) for link in connected))
             return
         for link in connected:

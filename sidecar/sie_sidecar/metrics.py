@@ -1,6 +1,6 @@
 """Metrics of the sidecar. `SidecarMetrics` counts events when they happen; `collector` reads states at each scrape.
 
-The adapter has no port for metrics: its counts are in the description that it sends.
+The adapter has no HTTP port: it reports its counts in `ipc.Description`.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ class SidecarMetrics:
         self.adapter_deaths = make.counter("sie_adapter_deaths")
 
     def count_refused(self, reason: str) -> None:
-        """Count a request to this worker's HTTP port (probes, metrics) that its server refused before a route handled
-        it. `reason` is one of REFUSED.
-        """
+        """Count a request that the server of probes and metrics refused before routing. `reason`: one of REFUSED."""
         self.refused.labels(reason).inc()
 
     def count_file(self, noun: str, result: str) -> None:
@@ -119,7 +117,7 @@ class AdapterCounts:
         """Update the sums with the counts that the adapter of this device reported last."""
         pid, last = self._running.get(device, (0, {}))
         now = self._counts_of(description)
-        # in a container, a new adapter may have the pid of the previous one; then lower counts show that it is new
+        # a new adapter in a container may have the pid of the previous adapter, but its counts are lower
         if pid != description.pid or any(now.get(key, 0) < count for key, count in last.items()):
             self._ended.update(last)
         self._running[device] = description.pid, now
@@ -132,7 +130,7 @@ class AdapterCounts:
 
 
 def oom_counts(description: Description) -> dict[tuple[str, ...], int]:
-    """Return by model and remedy (see OOM) how often the remedy was used after the device ran out of memory."""
+    """Return the uses of each remedy after the device ran out of memory, by model and remedy (one of OOM)."""
     return {(shortage.model, remedy): getattr(shortage, remedy) for shortage in description.shortages for remedy in OOM}
 
 

@@ -36,14 +36,14 @@ from sie_sidecar.worker import Worker, WorkerIdentity
 from sie_store.payloads import open_store
 
 DRAIN_S = 9.0
-# minimum number of connections to an adapter, for batches and for loads of models, unless the settings allow fewer
+# smallest number of connections to an adapter, which batches and loads share; the settings may allow fewer
 MIN_CONNECTIONS = 6
 REFILL_S = 1.0
 PRELOAD_RETRY_S = 5.0
 # seconds to wait for the adapters of all devices before preloading, so that the models can be distributed over them
 DEVICES_S = 30.0
 SERVE_RETRY_S = 0.5
-# seconds that the answer to a ping may take; they are added to the time after which an adapter counts as silent
+# seconds that an adapter may take to reply to a ping; added to the time after which it counts as unresponsive
 PING_ANSWER_S = 0.25
 _logger = logging.getLogger("sie.sidecar")
 
@@ -121,7 +121,7 @@ async def serve(
         await with_broker(health.listen, task="listening for gateways that look for this worker")
         tasks.start(health.run(), "heartbeats")
         tasks.start(status.run(), "status")
-        # next to the adapter's socket, on a volume that outlives the container; several workers may use one folder
+        # the file is next to the adapter's socket, on a volume that outlives the container and that workers may share
         ledger = Path(f"{settings.ipc_socket_path}.{topology.token(worker_id)}.leases")
         identity = WorkerIdentity(
             worker_id,
@@ -143,7 +143,7 @@ async def serve(
             await with_broker(lambda: broker.subscribe(*hints), task="listening for changes of the assigned pool")
             tasks.start(admission.run(stop), "pool admission")
         stream = topology.stream_name(lane.pool)
-        # the state of a missing stream cannot be read; gateways request its creation, workers never do
+        # wait until the stream exists: its state cannot be read before. Gateways request its creation, workers never do
         await with_broker(lambda: broker.stream_state(stream), task=f"waiting for {stream}")
         try:
             if not stop.requested:
@@ -221,7 +221,7 @@ async def _preload(
         left = ", ".join(entry.canonical for entry in resolved[index:])
         health.preloading = left
         while not stop.requested:
-            # the entry may have changed since `resolved` was made; if it was removed, the last known entry is loaded
+            # the catalogue entry may have changed since `resolved` was made; if it was removed, load the previous entry
             with contextlib.suppress(ModelNotFound, BundleConflict):
                 model = feed.catalogue.resolve(f"{model.entry.id}:{model.profile}", follow=False)
             hosted = worker.models.obtain(model, feed.catalogue.revisions.get(model.entry.id, 0))
@@ -242,7 +242,7 @@ async def _preload(
 
 
 async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, object]) -> None:
-    """Wait for `work`. If `stop` is set first, or if this is cancelled, cancel it. Raises the exceptions of `work`."""
+    """Wait until `work` ends or `stop` is set. Cancel `work` if it still runs. Raises the exceptions of `work`."""
     doing = asyncio.create_task(work)
     tasks = doing, asyncio.create_task(stop.wait())
     try:
@@ -254,9 +254,7 @@ async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, object]) -> None
 
 
 async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
-    """Log an error if the catalogue lacks the bundle: this worker then gets no work. A later catalogue may have the
-    bundle.
-    """
+    """Log an error if the first catalogue lacks the bundle: this worker gets no work until a catalogue has it."""
     await feed.first.wait()
     if bundle not in (bundles := feed.catalogue.bundles):
         _logger.error(
@@ -267,8 +265,8 @@ async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
 
 
 def _named(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]:
-    """Return the model, or all models of the alias, with this name. Raises SettingError for an unknown name, and if
-    this bundle does not serve all of them.
+    """Return the model of this name, or all models of the alias of this name. Raises SettingError if the name is
+    unknown, or if `bundle` does not serve all of these models.
     """
     try:
         entries = resolve_all(catalogue, name)
@@ -289,8 +287,8 @@ def _named(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]
 
 
 async def _upkeep(worker: Worker, stop: Stop) -> None:
-    """Every second, adjust how many messages the consumers may deliver, and load a model on one more device if its
-    devices cannot keep up; every ten seconds, also list the consumers.
+    """Every second, adjust the credit of the consumers, and load each model whose devices cannot keep up on one more
+    device. Every ten seconds, also list the consumers.
     """
     trouble = Trouble(_logger, "the consumers or the placement table cannot be checked")
     rounds = 0

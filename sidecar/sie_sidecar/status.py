@@ -1,7 +1,7 @@
 """Websocket `/ws/status`: the full state of this worker, five times per second.
 
-It is on the port of the metrics and probes. If SIE_CONFIG_READ_TOKEN is set, a client must send this token, because a
-worker has no other token.
+The websocket is on the port of the metrics and probes. If SIE_CONFIG_READ_TOKEN is set, a client must send this token,
+because a worker has no other token.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PATH = "/ws/status"
 
 
 class WorkerStatus:
-    """Frames with the status of one worker, and the websockets that get them."""
+    """Status of one worker as JSON frames, and the websockets that receive these frames."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class WorkerStatus:
         self._seats = Seats(MAX_SOCKETS, "worker")
 
     async def run(self) -> None:
-        """While there are viewers, update the slow parts of the frames every DEVICE_EVERY_S. Runs until cancelled."""
+        """While websockets are open, read devices and sum metrics every DEVICE_EVERY_S. Runs until cancelled."""
         while True:
             await self.frames.looked.wait()
             self._summed = of_models(self._metrics.registry)
@@ -77,7 +77,7 @@ class WorkerStatus:
             await asyncio.sleep(DEVICE_EVERY_S)
 
     async def show(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a websocket until it is closed, or refuse it."""
+        """Send frames to a websocket until it closes; refuse it with a wrong path or token, or beyond MAX_SOCKETS."""
         try:
             self._admit(scope)
             with self._seats.seat(scope):
@@ -92,10 +92,10 @@ class WorkerStatus:
         expected, token = self._settings.config_read_token, bearer(headers_of(scope).get("authorization", ""))
         if expected is not None and not expected.matches(token):
             raise Unauthenticated(
-                "the config read token is needed" if not token else "this token is not the config read token"
+                "send the config read token as bearer token" if not token else "this token is not the config read token"
             )
         if scope["path"] != PATH:
-            raise NotFound("no such path")
+            raise NotFound(f"no such path; the status of a worker is at {PATH}")
 
     def _frame(self) -> str:
         worker, health = self._health.worker, self._health
@@ -146,8 +146,8 @@ class WorkerStatus:
         ]
 
     def _models(self, worker: Worker | None, hosted: dict[str, list[ModelState]]) -> list[dict[str, Any]]:
-        """Return the models of this worker's bundle, and others that it loaded or tried to load. The models that use
-        most memory come first.
+        """Return the models of this worker's bundle, and other models that it loaded or tried to load, sorted by used
+        memory, the largest first.
         """
         pending = worker.inventory.pending_inputs() if worker else {}
         statuses = {status.model: status for status in worker.models.statuses()} if worker else {}
@@ -204,7 +204,7 @@ class WorkerStatus:
     def _batching(self, worker: Worker, hosted: ModelState) -> dict[str, Any]:
         """Return how long deliveries are gathered (equal for all models) and how full this model's batches are.
         `p50_ms`: median time of recent work items from delivery to answer. `headroom_ms`: target minus `p50_ms`.
-        Before the first answer, both are null, and `calibrated` is false.
+        Before the first answer, `p50_ms` and `headroom_ms` are null, and `calibrated` is false.
         """
         p50_s, wait_s = worker.intake.gathering()
         target_ms = self._settings.adaptive_target_p50_ms

@@ -1,13 +1,13 @@
-"""Worker: it creates and connects the stages below, runs them on one event loop, and drains them at the end. If a stage
-fails, its work items are answered with an error or returned to the queue.
+"""Worker: it creates and connects the stages below, runs them on one event loop, and drains them at shutdown. If a
+stage raises an exception, the gateway gets an error for its work items, or their messages return to the queue.
 
     Source ──► Intake ──► Prepare ──► Dispatch ──► Settle
     (pulls)   (groups)   (device,    (batches) └─► Isolate (runs inputs alone after
                           model,                            a crash of an adapter)
                           tokens)
 
-Each device has its own link to its adapter, models (`Hosting`), queue, dispatch and isolation. The devices share all
-other parts.
+Each device has its own `AdapterLink`, `Hosting` (its models), `DeviceQueue`, `Dispatch` and `Isolate`. All devices
+share the other objects.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ _logger = logging.getLogger("sie.sidecar.worker")
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Facts that distinguish a worker. `lane`: its pool, machine profile and bundle. `ledger`: path of the file that
-    records leased deliveries; None if the broker runs in this process. `store`: payload store with large inputs.
+    """Identity and limits of a worker. `lane`: its pool, machine profile and bundle. `ledger`: path of the file that
+    records leased deliveries; None if the broker runs in this process. `store`: payload store with large inputs, or
+    None.
     """
 
     id: str
@@ -70,7 +71,7 @@ class WorkerIdentity:
 
 
 class Worker:
-    """A worker: it pulls work items, prepares them, forms and runs batches, and answers."""
+    """Worker: pulls work items, prepares them, runs them in batches, and sends the results to the gateways."""
 
     def __init__(
         self,
@@ -165,10 +166,10 @@ class Worker:
         return len(self.leases)
 
     async def start(self, stop: Stop) -> None:
-        """Start all parts. First, if an earlier process of this worker was killed, return its deliveries to the queue.
-        Wait for the broker without a time limit, until `stop`. No work arrives before `WorkSource.pull`.
+        """Start the loops of all stages. If an earlier process of this worker was killed, first return its deliveries
+        to the queue. While the broker is unreachable, retry until `stop`. `WorkSource.pull` then begins to pull work.
         """
-        with contextlib.suppress(BrokerError):  # without an answer, the clock of this machine is used at first
+        with contextlib.suppress(BrokerError):  # if the broker does not reply, begin with the clock of this machine
             await self.broker_clock.measure()
         if left := await self.leases.hand_back_left(self._broker):
             _logger.warning("an earlier process of this worker was killed: %d deliveries returned to the queue", left)
@@ -195,7 +196,7 @@ class Worker:
         while True:
             gathered = await self.intake.next(self._is_tokenising, self._has_more)
             for flight in gathered.stored:
-                # loads the model while the inputs are read from the payload store
+                # begin to load the model now, while the inputs are read from the payload store
                 self.loading.ahead([f"{flight.item.model}:{flight.item.profile}"])
                 self._work.start(self._fetch_and_prepare(flight), "fetch")
             for group in gathered.groups:
@@ -209,7 +210,7 @@ class Worker:
     async def _prepare_and_dispatch(self, group: list[InFlight], together: int) -> None:
         with self._settle.answering(group, "preparing the input"):
             for flight in await self._prepare.run(group, together):
-                if flight.hosted is not None:  # None if it was settled meanwhile
+                if flight.hosted is not None:  # None if the work item was settled meanwhile
                     self._dispatches[flight.hosted.device].add(flight)
                 self.source.weigh(flight)
         self.queues.wake()
@@ -244,7 +245,7 @@ class Worker:
             self.loading.copy(hosted)
 
     async def drain(self, grace_s: float) -> None:
-        """Stop pulling and finish the work in flight. Return work that is unfinished after `grace_s` to the queue."""
+        """Stop pulling. Wait at most `grace_s` seconds for the work in flight, then return the rest to the queue."""
         end_s = time.monotonic() + grace_s
         await self.source.stop()
         if not await wait_set(self.leases.empty, max(0.0, end_s - time.monotonic())):

@@ -112,7 +112,7 @@ async def test_an_adapter_that_does_not_answer_a_question_is_gone(
     link, adapter = linked
     monkeypatch.setattr(links, "CONTROL_TIMEOUT_S", 0.05)
     adapter.freeze()
-    with pytest.raises(AdapterGone, match="no answer"):
+    with pytest.raises(AdapterGone, match="no reply"):
         await link.request(ipc.Ping())
     await until(lambda: not link.connected, "the link is given up")
 

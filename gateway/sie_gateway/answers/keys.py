@@ -1,5 +1,5 @@
-"""Keys of cached answers. A key has two parts: the space, which stands for everything that determines the answer
-except the input, and the digest of the input.
+"""Keys of cached answers. A key has two parts: the name of a space and the digest of the input. The name is a hash of
+everything except the input that determines the answer.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ DIGEST_BYTES = 16
 def space_of(owner: str, fingerprint: str, operation: Operation, run: RunOptions) -> str:
     """Return the name of a space.
 
-    `owner`: API key whose requests use the answers; empty if all keys share them. `fingerprint`: fingerprint of the
-    answers (`answer_fingerprint`). All fields of `run` are part of the name, so a new option needs no change here.
+    `owner`: API key whose requests use the answers; empty if all API keys share the answers. `fingerprint`: fingerprint
+    of the answers (`answer_fingerprint`). All fields of `run` are in the hash, so a new option needs no change here.
     """
     key = msgspec.json.encode([owner, fingerprint, operation, run], order="sorted")
     return hashlib.sha256(key).hexdigest()[:32]
 
 
 def digests_of(items: Sequence[RequestItem], query: RequestItem | None = None) -> Iterator[bytes]:
-    """Yield the digest of each input: of all that a worker reads of the input, and of the query of a score."""
+    """Yield a digest for each item: of all fields that a worker reads, also those of `query`, which a score has."""
     start = hashlib.blake2b(digest_size=DIGEST_BYTES)
     if query is not None:
         start.update(b"query" + hashlib.blake2b(messages.encode(input_of(query))).digest())

@@ -4,7 +4,7 @@
                    │  ◄── least recently used ──┘
                    └ least recently used: removed
 
-Inputs that occur only once do not remove answers that are used often, even if they are many (segmented LRU).
+The cache is a segmented LRU: many inputs that occur only once do not evict answers that are used often.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from sie_gateway.answers.keys import DIGEST_BYTES
 
 ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its value
 SPACE_BYTES = 400  # bytes of memory that a space takes
-STEP = 10_000  # answers after which the event loop may run other tasks
+STEP = 10_000  # number of answers after which `erase` lets the event loop run other tasks
 PROTECTED_SHARE = 0.8
-# largest number of gateways whose erasures are counted; if a gateway that was dropped announces several erasures, all
-# answers are erased
+# largest number of gateways whose erasures are counted. A further gateway replaces the gateway with the oldest erasure;
+# if the replaced gateway then announces more than one erasure, all answers are erased
 MAX_PEERS = 1024
 LARGEST_SHARE = 8  # an answer is cached only if it takes at most 1 / LARGEST_SHARE of the memory
 
@@ -51,7 +51,7 @@ class _CachedAnswer:
 
     @property
     def size(self) -> int:
-        """Bytes of memory that count for the answer."""
+        """Bytes of memory that the answer counts towards `max_bytes`."""
         return ENTRY_BYTES + len(self.value)
 
 
@@ -64,20 +64,20 @@ class AnswerMemory:
         self.max_bytes = max_bytes
         self.held_bytes = 0
         self.erasures = 0  # number of erasures; an answer whose computation began before the last erasure is not cached
-        self.evictions = 0  # answers that were removed for lack of room
+        self.evictions = 0  # number of answers that were removed because the cache was full
         self._ttl_s = ttl_s
         self._clock = clock
-        # the least recently used first
+        # answers that were used at most once since they were cached, the least recently used first
         self._first: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
         self._protected: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
         self._protected_bytes = 0
-        self._spaces: dict[str, tuple[AnswerSpace, int]] = {}  # by name, with the number of answers
+        self._spaces: dict[str, tuple[AnswerSpace, int]] = {}  # by name of a space: the space, number of its answers
 
     def __len__(self) -> int:
         return len(self._first) + len(self._protected)
 
     def find(self, key: bytes) -> bytes | None:
-        """Return the packed answer with this key; None if there is none."""
+        """Return the packed answer with this key; None if no answer is cached."""
         answer = self._protected.get(key) or self._first.get(key)
         if answer is None:
             return None
@@ -103,13 +103,13 @@ class AnswerMemory:
             self._first[oldest] = answer
 
     def keep(self, space: AnswerSpace, key: bytes, value: bytes) -> None:
-        """Cache a packed answer, and remove others if there is no room for it."""
+        """Cache a packed answer. Evict other answers until all cached answers fit into `max_bytes`."""
         answer = _CachedAnswer(space, value, self._clock() + self._ttl_s)
         if answer.size * LARGEST_SHARE > self.max_bytes:
             return
         if key in self._first or key in self._protected:
             self._remove(key)
-        # all answers of a space refer to the same object
+        # all answers of a space refer to one AnswerSpace object, which saves memory
         answer.space, count = self._spaces.get(space.name, (space, 0))
         if not count:
             self.held_bytes += SPACE_BYTES
@@ -122,7 +122,9 @@ class AnswerMemory:
             self.evictions += 1
 
     async def erase(self, erasure: AnswerErasure) -> int:
-        """Remove the selected answers and return their number. Answers to requests that run now will not be cached."""
+        """Remove the answers that `erasure` selects, and return their number. Answers of running requests are not
+        cached.
+        """
         self.erasures += 1
         count = 0
         for number, key in enumerate([*self._first, *self._protected]):
@@ -157,15 +159,15 @@ class AnswerMemory:
 
 
 class PeerErasures:
-    """Number of erasures that each other gateway has announced. If this gateway has missed one of them, for example
-    while it had no connection to the broker, all its answers are erased.
+    """Number of erasures that each other gateway has announced. If this gateway has missed an announcement, for example
+    while it had no connection to the broker, it erases all its answers.
     """
 
     def __init__(self) -> None:
         self._counts: OrderedDict[str, int] = OrderedDict()
 
     def due(self, beat: GatewayBeat) -> AnswerErasure | None:
-        """Return the erasure that is due after another gateway's announcement; None if it announces no new one."""
+        """Return the erasure to carry out after another gateway's announcement; None if it has no new erasure."""
         before = self._counts.get(beat.gateway, 0)
         if beat.erasures <= before:
             return None

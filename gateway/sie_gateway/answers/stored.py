@@ -2,16 +2,16 @@
 
     cache/{space}/{segment}    one object for each shard that computed answers
 
-A segment is written in one step, and never changed:
+A segment is written in one step and never changed. Its bytes:
 
     number of values (8 bytes) | digests of inputs, sorted (16 each) | offsets of values, and the end (8 each) | values
 
-Numbers are little-endian. After each value is its CRC-32 (4 bytes): after a power failure, a file may have its length
-but zeros in place of its bytes, and a vector of zeros looks like any other. When a job begins, it reads the digests of
-all segments of its space, the newest segment first, at most MAX_ITEMS digests. A segment is read as a whole, and the
-SEGMENTS_KEPT segments that were used last stay in memory: if the corpus changed little, the values of consecutive rows
-are in one segment, because these rows were in one shard before. Long computations run in a thread, so that the event
-loop can renew the leases of jobs meanwhile.
+Numbers are little-endian. A CRC-32 (4 bytes) follows each value, because a file may have its full length but zeros as
+content after a power failure, and a vector of zeros is a valid value. When a job begins, it reads the digests of all
+segments of its space, the newest segment first, at most MAX_ITEMS digests. To read a value, it reads the whole segment.
+The SEGMENTS_KEPT segments that were used last stay in memory: consecutive rows of a corpus are mostly in one segment,
+because they were in one shard of the earlier job. Long computations run in a thread, so that the event loop can renew
+the leases of jobs meanwhile.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class CacheSegment:
         self._offsets = np.frombuffer(data, "<u8", count + 1, COUNT_BYTES + DIGEST_BYTES * count)
 
     def value(self, row: int) -> RowAnswer:
-        """Return value number `row` of the segment. Raises ValueError if it is damaged."""
+        """Return value number `row` of the segment. Raises ValueError if the value is damaged."""
         start, end = (self._values_at + int(offset) for offset in self._offsets[row : row + 2])
         packed = bytes(self._data[start:end])
         if checked(packed[:-CHECK_BYTES]) != packed:
-            raise ValueError("its checksum differs")
+            raise ValueError("the checksum of a cached answer is wrong")
         return unpack_row(packed[:-CHECK_BYTES])
 
 
@@ -79,8 +79,8 @@ def segment(values: Mapping[bytes, RowAnswer]) -> bytes:
 
 class _KnownDigests(NamedTuple):
     """Digests of all segments, sorted. `high` and `low`: the two halves of each digest, as numbers in the machine's
-    byte order: numbers are sorted and searched many times faster than bytes. `segments` and `rows`: the segment of each
-    digest, and the row of its value there.
+    byte order, because numbers are sorted and searched many times faster than bytes. `segments`: number of the segment
+    of each digest. `rows`: number of the digest's value in this segment.
     """
 
     high: NDArray[np.uint64]
@@ -95,7 +95,7 @@ class _KnownDigests(NamedTuple):
         high, low = _halves(b"".join(digests))
         segments = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
         rows = np.concatenate([np.empty(0, np.uint32), *(np.arange(count, dtype=np.uint32) for count in counts)])
-        order = np.lexsort((low, high))  # of equal digests, the digest of the newest segment is first
+        order = np.lexsort((low, high))  # among equal digests, the digest of the newest segment comes first
         return cls(high[order], low[order], segments[order], rows[order])
 
     def places(self, digests: Sequence[bytes]) -> dict[int, list[tuple[int, int]]]:
@@ -118,7 +118,7 @@ def _halves(digests: bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
 
 
 def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -> dict[int, RowAnswer]:
-    """Read values of a segment. `rows`: (index of a digest, row of its value). Returns the values by index."""
+    """Read values of a segment, and return them by index. `rows`: pairs (index of a digest, row of its value)."""
     answers: dict[int, RowAnswer] = {}
     fault: Exception | None = None
     for place, row in rows:
@@ -133,7 +133,7 @@ def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -
 
 
 class StoredAnswers:
-    """Cached answers of earlier jobs. One job reads them and adds to them. `open` must be called first."""
+    """Reads the cached answers of one space for one job, and stores the job's new answers. Call `open` first."""
 
     def __init__(self, store: ObjectStore, space: str) -> None:
         self._store = store
@@ -157,8 +157,8 @@ class StoredAnswers:
         self._known = await asyncio.to_thread(_KnownDigests.from_digests, digests)
 
     async def _rows(self, name: str, size: int) -> bytes:
-        """Return the digests of a segment of `size` bytes, concatenated; empty if the segment was removed in the
-        meantime, or if it was cut, for example by a power failure. Raises StoreError.
+        """Return the digests of a segment of `size` bytes, concatenated. Empty if the segment was removed meanwhile, or
+        if it is incomplete, for example after a power failure. Raises StoreError.
         """
         import obstore
 
@@ -202,8 +202,8 @@ class StoredAnswers:
         return self._read[number]
 
     async def keep(self, name: str, values: Mapping[bytes, RowAnswer]) -> int:
-        """Store values as a segment. `name`: unique for the shard. Return the bytes of the segment; 0 if no segment was
-        stored. Raises StoreError.
+        """Store values as a segment. `name`: unique for the shard. Return the number of stored bytes, 0 if there are no
+        values or the segment exists already. Raises StoreError.
         """
         import obstore
 
@@ -215,7 +215,7 @@ class StoredAnswers:
                 claim(len(data))
                 await within(LONG_S, obstore.put_async(self._store, self._folder + name, data, mode="create"))
         except WrittenMeanwhile:
-            return 0  # an earlier leader stored the values of the same shard
+            return 0  # the gateway that ran this job before has stored the values of this shard
         return len(data)
 
 
@@ -231,7 +231,7 @@ async def trim(store: ObjectStore, max_bytes: int) -> int:
         total -= entry["size"]
         try:
             await within(SHORT_S, obstore.delete_async(store, entry["path"]))
-        except ObjectMissing:  # another process removed it after the list was read
+        except ObjectMissing:  # another process removed the segment after the list was read
             continue
         removed += 1
     return removed

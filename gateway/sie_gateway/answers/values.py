@@ -1,5 +1,5 @@
-"""Form of a cached answer: msgpack with the bytes of each array, the score or the maps of an extraction, and the number
-of tokens that the model read.
+"""Encoding of a cached answer in msgpack: the bytes of each array, the score, the JSON data of an extraction, and the
+number of tokens that the model read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sie_store.datasets.answers import RowAnswer
 
 
 class PackedAnswer(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
-    """An answer without an error. `arrays`: dtype, shape and bytes by name."""
+    """Answer to one input, which is not an error. `arrays`: dtype, shape and bytes by name of the output."""
 
     arrays: dict[str, tuple[str, tuple[int, ...], bytes]]
     score: float | None = None
@@ -44,7 +44,7 @@ def unpack_row(packed: bytes) -> RowAnswer:
 
 
 def pack(result: WorkResult, outcome: Ok) -> bytes:
-    """Encode the answer to one input of a request. The bytes of its arrays are copied out of the worker's result."""
+    """Encode the answer to one input of a request. Copy the bytes of its arrays out of the worker's result."""
     arrays = {
         name: (piece.dtype, piece.shape, array_of(result, outcome, name).tobytes())
         for name, piece in outcome.outputs.items()
@@ -63,7 +63,7 @@ def pack(result: WorkResult, outcome: Ok) -> bytes:
 
 
 def unpack(packed: bytes, fingerprint: str) -> WorkResult:
-    """Decode an answer to a result of a chunk with one input. The chunk's number is -1, because no worker ran it."""
+    """Decode an answer to the result of a chunk with one input. The chunk has the number -1: no worker ran it."""
     decoded = _decode(packed)
     outputs: dict[str, ArraySlice] = {}
     size = 0

@@ -1,9 +1,8 @@
 """Kinds of personal data with a fixed form: card numbers, IBANs, e-mail and IP addresses, phone numbers.
 
-A regular expression finds candidates, and a check decides: it computes check digits, or parses the IP address. An
-e-mail address has no check. The library phonenumbers finds phone numbers, and compares them with the ranges of numbers
-that are assigned. Every repetition in an expression has a limit, so the time of the expressions for a text is
-proportional to its length, whatever the text is.
+A regular expression finds candidates. A check then accepts or rejects a candidate: it computes check digits, or parses
+the IP address. E-mail addresses have no check. The library phonenumbers finds phone numbers that are in an assigned
+range. Every repetition in an expression has a limit, so that the time for a text is proportional to its length.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ Check = Callable[[str], int]
 # returns the ranges of a kind in a text. The second argument is the region in which national phone numbers are valid
 Finder = Callable[[str, str], Iterator[Range]]
 
-# one or two characters between the groups of digits or letters of a value: spaces of all widths, line breaks, hyphens,
-# dots, slashes. Two are allowed, because the text of a PDF file may have doubled spaces
+# one or two separators between groups of digits or letters of a value: spaces of all widths, line breaks, hyphens,
+# dots, slashes. Two separators are allowed because the text of a PDF file may have doubled spaces
 _JOINT = r"[\s\u200b\u2060./\-\u2010-\u2013]{1,2}"
 _CARD_GROUPS = ((4, 4, 4, 4), (4, 4, 4, 4, 3), (4, 6, 5), (4, 6, 4))
 _CARDS = (r"\d{13,19}", *(_JOINT.join(rf"\d{{{size}}}" for size in groups) for groups in _CARD_GROUPS))
 _IBAN = rf"[A-Za-z]{{2}}[0-9]{{2}}(?:(?:{_JOINT})?[A-Za-z0-9]){{11,30}}"
-# \u0300-\u036f: combining marks, which \w leaves out
+# \u0300-\u036f: combining marks, which \w does not match
 _EMAIL = (
     r"[\w.!#$%&'*+/=?^`{|}~\u0300-\u036f-]{1,64}+[@\uff20]"
     r"[\w\u0300-\u036f-]{1,63}+(?:\.[\w\u0300-\u036f-]{1,63}+){1,8}"
 )
 _IPV4 = r"(?<!\d)(?<!\d\.)(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?!\.?\d)"
-# An address may follow a word and a colon, as in IP:2001:db8::1. It does not begin in the middle of a longer one.
+# An address may follow a word and a colon, as in IP:2001:db8::1. It must not begin inside a longer address.
 _IPV6 = (
     r"(?<!\w)(?<!\w\.)(?<![0-9A-Fa-f]:)(?<!::)(?:\w{1,64}:)??"
     r"([0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?:\.[0-9]{1,3}){0,3}(?!\w))"
@@ -66,7 +65,7 @@ _IBAN_LENGTHS: Mapping[str, int] = {
 
 
 def is_luhn(digits: Iterable[int]) -> bool:
-    """Return whether the last digit is the check digit of the digits before it (ISO/IEC 7812)."""
+    """Return True if the last digit is the check digit of the digits before it (ISO/IEC 7812)."""
     total = sum(
         digit if index % 2 == 0 else sum(divmod(2 * digit, 10)) for index, digit in enumerate(reversed(list(digits)))
     )
@@ -95,8 +94,8 @@ def _iban(candidate: str) -> int:
 
 
 def _address(candidate: str) -> int:
-    """Return the length of the IP address; 0 if the candidate is none, and for the IPv6 address `::`. A single colon at
-    the end of the candidate belongs to the sentence, not to an IPv6 address.
+    """Return the length of the IP address; 0 if the candidate is no IP address, or is the IPv6 address `::`. A single
+    colon at the end of the candidate is punctuation, and not part of the address.
     """
     end = len(candidate) - (candidate.endswith(":") and not candidate.endswith("::"))
     try:
@@ -119,7 +118,7 @@ def _checked(expression: str, check: Check) -> Finder:
 
 
 def _phone_numbers(text: str, region: str) -> Iterator[Range]:
-    """Yield the ranges of valid phone numbers: with a country code, or as they are dialled in the region."""
+    """Yield the ranges of valid phone numbers: international numbers, and national numbers of the region."""
     matches = phonenumbers.PhoneNumberMatcher(
         text, region or None, leniency=phonenumbers.Leniency.VALID, max_tries=len(text) + 1
     )
@@ -129,7 +128,7 @@ def _phone_numbers(text: str, region: str) -> Iterator[Range]:
 
 KINDS: Mapping[str, tuple[Finder, ...]] = MappingProxyType(
     {
-        # a look-ahead finds candidates that overlap: a valid number may begin inside a candidate that fails the check
+        # candidates are in a look-ahead, so that they may overlap: a valid number may begin inside an invalid candidate
         "card_number": tuple(_checked(rf"(?<!\d)(?=({card})(?!\d))", _card) for card in _CARDS),
         "iban": (_checked(rf"(?<![A-Za-z0-9])(?=({_IBAN}))", _iban),),
         "email": (_checked(f"({_EMAIL})", len),),
@@ -157,16 +156,16 @@ def plain_name(kind: str) -> str:
 
 
 def pattern_of(kind: str) -> str:
-    """Return the key in KINDS for the name of a kind; an empty string if KINDS does not have this kind."""
+    """Return the key in KINDS for a name of a kind; an empty string if no kind in KINDS has this name."""
     return _NAMES.get(plain_name(kind), "")
 
 
 def is_region(region: str) -> bool:
-    """Return whether a region, as two upper-case letters, has phone numbers."""
+    """Return True if a region (two upper-case letters) has phone numbers."""
     return region in phonenumbers.SUPPORTED_REGIONS
 
 
 def ranges_of(text: str, pattern: str, region: str) -> Iterator[Range]:
-    """Yield the ranges of all values of a kind in KINDS. They may overlap."""
+    """Yield the ranges of all values of a kind in KINDS. The ranges may overlap."""
     for finder in KINDS[pattern]:
         yield from finder(text, region)

@@ -1,4 +1,4 @@
-"""Replacements for personal data in four styles, and the redacted text with the map that undoes it."""
+"""Replacements for personal data in four styles, and redacted texts with the replacements that were made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sie_contracts.api.inference import RedactionStyle
 from sie_gateway.redaction.patterns import iban_remainder, is_luhn, pattern_of, plain_name
 from sie_gateway.redaction.spans import SensitiveSpan
 
-MASK = "*****"  # has the same length for every value, so that it does not show how long the value is
+MASK = "*****"  # the same mask for every value, so that it does not show how long the value is
 HASH_DIGITS = 16  # hexadecimal digits of a hash in a replacement
 _NAME_CHARACTERS = 64
 _FIRST_NAMES = (
@@ -31,13 +31,13 @@ _FIRST_NAMES = (
     "Lee",
 )
 _NETS = ("192.0.2", "198.51.100", "203.0.113")  # networks that are reserved for documentation (RFC 5737)
-_HOSTS = 254  # addresses of each of these networks
-_StandIn = Callable[[str, int], str]  # writes the stand-in of a value, by the number of the value
+_HOSTS = 254  # number of addresses that are used in each of these networks
+_StandIn = Callable[[str, int], str]  # returns a made-up value for a value and its number
 
 
 class ReplacedValue(NamedTuple):
-    """Replacement of a span. `start` and `end`: where the replacement is in the redacted text, in code points. `value`:
-    the original text.
+    """Replacement of a span. `start` and `end`: position of the replacement in the redacted text, in code points.
+    `value`: the original text of the span.
     """
 
     start: int
@@ -47,8 +47,8 @@ class ReplacedValue(NamedTuple):
 
 
 class Replacer:
-    """Replacements for the values of one text. Equal values of a kind get the same replacement, different values get
-    different ones. In the style `mask`, all values get the same one.
+    """Replacements for the values of one text. Equal values of a kind get equal replacements, different values get
+    different replacements. In the style `mask`, all values get the replacement MASK.
     """
 
     def __init__(self, style: RedactionStyle, key: bytes = b"") -> None:
@@ -64,7 +64,7 @@ class Replacer:
             digest = hmac.digest(self._key, f"{name}\0{value}".encode(), hashlib.sha256)
             return f"[{name}_{digest.hex()[:HASH_DIGITS]}]"
         write = _stand_in_of(kind) if self._style == "synthetic" else None
-        # kinds with the same stand-ins are counted together, so that two values never get one stand-in
+        # kinds with the same function share the numbers, so that two values never get the same made-up value
         numbers = self._numbers.setdefault(write or name, {})
         number = numbers.setdefault(value, len(numbers) + 1)
         if write is not None:
@@ -87,7 +87,8 @@ def redacted(text: str, spans: Sequence[SensitiveSpan], replacer: Replacer) -> t
     return "".join([*pieces, text[end:]]), parts
 
 
-# Made-up values: valid in form, but assigned to nobody. `number` counts the different values of a kind, from 1.
+# The functions below return made-up values, which are valid but assigned to nobody. `number`: number of the value among
+# the different values of its kind, from 1.
 
 
 def _email(value: str, number: int) -> str:
@@ -96,7 +97,7 @@ def _email(value: str, number: int) -> str:
 
 def _phone_number(value: str, number: int) -> str:
     extension = f" ext. {number // 1000}" if number >= 1000 else ""
-    # numbers for films: the British regulator (Ofcom) assigns them to nobody
+    # numbers for use in films, which the British regulator (Ofcom) assigns to nobody
     return f"+44 7700 900{number % 1000:03}{extension}"
 
 
@@ -108,7 +109,7 @@ def _card_number(value: str, number: int) -> str:
 
 def _iban(value: str, number: int) -> str:
     account = f"{number:018}"
-    return f"XX{98 - iban_remainder(f'XX00{account}'):02}{account}"  # XX is no country
+    return f"XX{98 - iban_remainder(f'XX00{account}'):02}{account}"  # the country code XX is not assigned
 
 
 def _ip_address(value: str, number: int) -> str:

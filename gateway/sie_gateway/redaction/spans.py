@@ -1,4 +1,4 @@
-"""Choice of the parts of a text to replace, from all parts that a model and the patterns found."""
+"""Choice of the spans of a text to replace, from all spans that the model and the patterns return."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class SensitiveSpan(NamedTuple):
 def disjoint(spans: Iterable[SensitiveSpan]) -> list[SensitiveSpan]:
     """Return spans that do not overlap, in the order of the text. Together they cover the same characters as `spans`.
 
-    Spans that overlap become one, which gets the kind of the longest span. Among equally long ones, a span found by a
-    pattern comes first, then the highest score, then the order in the text. Spans that only touch stay apart.
+    Spans that overlap are joined to one span, which gets the kind of the longest span. Among spans of equal length, it
+    gets the kind of a pattern's span, else of the highest score, else of the first span in the text. Spans that only
+    touch are not joined.
     """
     joined: list[SensitiveSpan] = []
     best: SensitiveSpan | None = None
-    # without the score, which is None for a pattern and so has no order
+    # the score is not part of the sort key, because it is None for a pattern and None cannot be compared
     for span in sorted(spans, key=lambda span: (span.start, span.end, span.kind, span.source)):
         if best is None or span.start >= joined[-1].end:
             joined.append(span)
@@ -43,7 +44,7 @@ def _rank(span: SensitiveSpan) -> tuple[int, bool, float]:
 
 
 def with_marks(text: str, span: SensitiveSpan) -> SensitiveSpan:
-    """Return the span with the combining marks behind it, which belong to the last character of the span."""
+    """Return the span extended by the combining marks that follow it: they belong to its last character."""
     end = span.end
     while end < len(text) and unicodedata.category(text[end]) in ("Mn", "Me", "Mc"):
         end += 1
@@ -51,6 +52,6 @@ def with_marks(text: str, span: SensitiveSpan) -> SensitiveSpan:
 
 
 def utf16_offsets(text: str, places: Sequence[int]) -> list[int]:
-    """Return the number of UTF-16 code units before each of `places`, which are ascending offsets in code points."""
+    """Return the number of UTF-16 code units before each of `places`: ascending offsets in code points."""
     pieces = [text[start:end] for start, end in zip((0, *places), places, strict=False)]
     return list(accumulate(len(piece) + sum(map("\uffff".__lt__, piece)) for piece in pieces))

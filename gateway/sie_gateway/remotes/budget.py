@@ -1,8 +1,8 @@
 """Tokens that all gateways together may send to a remote server in a calendar month (UTC, by the broker's clock).
 
-Each request and each probe is charged before it is sent, by compare-and-set in the broker. If the broker cannot be
-reached, nothing is sent. The charge of a request is corrected when the server reports its tokens. The charges of probes
-and of failed requests stay.
+Each request and each probe is charged before it is sent, by compare-and-set in the broker. If the broker is
+unreachable, nothing is sent. The charge of a request is corrected when the server reports its tokens. The charges of
+probes and of failed requests are not corrected.
 """
 
 from __future__ import annotations

@@ -19,18 +19,18 @@ from sie_contracts.url_names import quoted
 from sie_gateway.remotes.configuration import RemoteServer
 
 MAX_TEXTS = 32  # largest number of texts of one call: the default limit of TEI
-# largest number of bytes of an answer: VALUE_BYTES for each number of its vectors, and ENVELOPE_BYTES
+# largest number of bytes of a reply: VALUE_BYTES for each number of its vectors, plus ENVELOPE_BYTES
 VALUE_BYTES, ENVELOPE_BYTES = 32, 64 << 10
-_UNFIT = frozenset({400, 413, 422})  # statuses that a request causes, not a fault of the server
+_UNFIT = frozenset({400, 413, 422})  # statuses that are caused by the request, and do not count as faults of the server
 
 MAX_NAME = 200  # largest number of characters of a reported model name that are compared
 Vectors = NDArray[np.float32]
 
 
 class RemoteAnswer(NamedTuple):
-    """Vectors of a remote server. `tokens`: number of tokens that the server reports, if any. `models`: names that the
-    server reports: the fingerprint of SIE, the model of an OpenAI server, the revision, precision and model of TEI.
-    Replicas behind one address may report several names.
+    """Vectors of a remote server. `tokens`: number of tokens that the server reports, or None. `models`: names that the
+    server reports: the fingerprint of SIE, the model of an OpenAI server, or the revision, precision and model of TEI.
+    There are several names if replicas behind one address differ.
     """
 
     vectors: Vectors
@@ -39,7 +39,7 @@ class RemoteAnswer(NamedTuple):
 
 
 class RemoteFailed(Exception):
-    """Raised if a remote server gave no usable answer. `is_fault`: false if the request or the deadline caused it."""
+    """Raised if a remote server sent no usable reply. `is_fault`: False if the request or the deadline is the cause."""
 
     def __init__(self, message: str, *, is_fault: bool = True) -> None:
         super().__init__(message)
@@ -95,7 +95,7 @@ class RemoteClient:
     def __init__(self, server: RemoteServer, token: Secret | None) -> None:
         self._server = server
         self._model = server.served_model or server.model
-        # X-SIE-Remote: forbid keeps two clusters that are remotes of each other from sending a request back
+        # with X-SIE-Remote: forbid, a remote cluster does not send the request back to this cluster
         headers = {"Accept": "application/json", "Accept-Encoding": "identity", "X-SIE-Remote": "forbid"}
         if token is not None:
             headers["Authorization"] = f"Bearer {token.reveal()}"
@@ -107,7 +107,7 @@ class RemoteClient:
     async def encode(
         self, texts: Sequence[str], width: int, timeout_s: float, *, normalize: bool = True
     ) -> RemoteAnswer:
-        """Return the answer to the texts. All calls together take at most `timeout_s` seconds. Raises RemoteFailed."""
+        """Return the vectors of the texts. All calls together take at most `timeout_s` seconds. Raises RemoteFailed."""
         answers: list[RemoteAnswer] = []
         until_s = time.monotonic() + timeout_s
         for start in range(0, len(texts), MAX_TEXTS):
@@ -117,7 +117,7 @@ class RemoteClient:
             answers.append(self._read(raw, len(piece), width))
         vectors, tokens, models = zip(*answers, strict=True)
         reported = frozenset().union(*models)
-        if self._server.kind == "tei":  # requested last, to notice that the model was replaced during this call
+        if self._server.kind == "tei":  # /info is read last, to notice if the model was replaced during this call
             reported = frozenset({_tei_model(await self._send("GET", "/info", None, 0, until_s))})
         return RemoteAnswer(np.concatenate(vectors), None if None in tokens else sum(tokens), reported)
 
@@ -134,20 +134,20 @@ class RemoteClient:
         }
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None, values: int, until_s: float) -> bytes:
-        """Return the answer to a request, with room for `values` numbers. Raises RemoteFailed, also after `until_s`."""
+        """Return the body of a reply with at most `values` numbers. Raises RemoteFailed, also after `until_s`."""
         left_s = until_s - time.monotonic()
         try:
             async with asyncio.timeout(min(left_s, self._server.timeout_s)):
                 return await self._answer(method, path, body, ENVELOPE_BYTES + VALUE_BYTES * values)
         except TimeoutError:
-            raise RemoteFailed("no answer in time", is_fault=left_s > self._server.timeout_s) from None
+            raise RemoteFailed("no reply in time", is_fault=left_s > self._server.timeout_s) from None
         except httpx.HTTPError as error:
             raise RemoteFailed(f"the connection failed ({type(error).__name__})") from None
 
     async def _answer(self, method: str, path: str, body: dict[str, Any] | None, limit: int) -> bytes:
         async with self._http.stream(method, self._server.url.rstrip("/") + path, json=body) as answer:
             if answer.status_code != 200:
-                raise RemoteFailed(f"it answered {answer.status_code}", is_fault=answer.status_code not in _UNFIT)
+                raise RemoteFailed(f"it sent status {answer.status_code}", is_fault=answer.status_code not in _UNFIT)
             if answer.headers.get("content-encoding", "identity").lower() != "identity":
                 raise RemoteFailed("it sent a compressed answer, which was not asked for")
             data = bytearray()
@@ -158,7 +158,7 @@ class RemoteClient:
         return bytes(data)
 
     def _read(self, raw: bytes, count: int, width: int) -> RemoteAnswer:
-        """Return an answer whose vectors have been checked for count, width and finite numbers."""
+        """Decode a reply. Raises RemoteFailed for a wrong count or width of vectors, or a number not finite."""
         used: int | None = None
         model: str | None = None
         try:
@@ -174,12 +174,12 @@ class RemoteClient:
             raise RemoteFailed(f"its answer is not that of a server of kind {self._server.kind}") from None
         if len(rows) != count or any(len(row) != width for row in rows):
             widths = sorted({len(row) for row in rows})
-            raise RemoteFailed(f"it answered {len(rows)} vectors of width {widths[:3]}, expected {count} of {width}")
-        with np.errstate(over="ignore"):  # too large a number becomes infinity, which the next check refuses
+            raise RemoteFailed(f"it sent {len(rows)} vectors of width {widths[:3]}, expected {count} of {width}")
+        with np.errstate(over="ignore"):  # a number too large for float32 becomes infinity, which is refused below
             vectors = np.array(rows, np.float64).astype(np.float32)
         if not np.isfinite(vectors).all():
             raise RemoteFailed("its vectors have numbers that are not finite")
-        # each text has at least one token. A smaller number is ignored, or the texts would cost too little
+        # each text has at least one token: a smaller number is ignored, because the texts would cost too little
         tokens = used if used is not None and used >= count else None
         return RemoteAnswer(vectors, tokens, frozenset({(model or "")[:MAX_NAME]}))
 

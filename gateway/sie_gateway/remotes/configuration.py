@@ -1,4 +1,4 @@
-"""The document of SIE_REMOTES: which remote server may answer for which model."""
+"""The document of SIE_REMOTES: remote servers, each with the model whose requests it may get."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MAX_FILE_BYTES = 1 << 20
 
 
 class RemoteServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A remote server for a model. `served_model`: name of the model there. `token_env`: environment variable with its
-    bearer token. `timeout_s`: longest time for one call.
+    """A remote server for a model. `served_model`: name of the model at the server. `token_env`: environment variable
+    with the server's bearer token. `timeout_s`: longest time for one call.
     """
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
@@ -62,9 +62,9 @@ def read_remotes(value: str) -> tuple[RemoteServer, ...]:
 
 
 def _fault(server: RemoteServer) -> str:
-    """Return why a name or a URL is wrong, or an empty text. The URL is not repeated: it may contain a password."""
+    """Return the error of a name or URL, or an empty text. The error does not quote the URL: it may have a password."""
     if server.name == "local":
-        return "this name means the cluster itself"
+        return "name: local means the cluster itself; choose another name"
     try:
         parsed = httpx.URL(server.url)
     except httpx.InvalidURL:
@@ -73,7 +73,7 @@ def _fault(server: RemoteServer) -> str:
         return "url: expected http://HOST or https://HOST"
     if parsed.userinfo or parsed.query or parsed.fragment:
         return "url: expected no credentials, query or fragment; token_env names the variable of a token"
-    try:  # only servers of SIE get the name in the path
+    try:  # only servers of SIE get the model name in the path
         if server.kind == "sie":
             quoted(server.served_model or server.model, "served_model" if server.served_model else "model")
     except ValueError as error:

@@ -4,8 +4,8 @@
                                    ├──► Reference ── compared with the vectors of the remote server ──► Proof
     vectors of a worker, stored  ──┘                                                        └ too far: Deviates
 
-Both the cosine and the relative difference have a bound: a cosine does not depend on the lengths of the vectors, and
-changes little with small errors.
+The cosine and the relative difference both have a bound. The cosine alone is not enough: it does not depend on the
+lengths of the vectors, and it changes little with small errors.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from sie_contracts.wire.messages import RunOptions
 from sie_contracts.wire.records import RemoteReference
 from sie_gateway.remotes.client import Vectors
 
-# Texts of several scripts, with digits, an emoji, ligatures, code and white space of all kinds: a remote server with
-# another tokenizer, another normalisation of texts or another pooling gives at least one of them another vector. Each
-# kind of white space has a text of its own, because a server may change any one of them.
+# Texts of several scripts, with digits, an emoji, ligatures, code and white space of all kinds. If a remote server has
+# another tokenizer, normalisation of texts or pooling, at least one of these texts gets another vector. Each kind of
+# white space has a text of its own, because a server may change only one kind.
 PROBES = (
     "The harbour master signed the papers before noon.",
     "Übergrößenträger fahren im Dezember nach Zürich.",
@@ -43,20 +43,20 @@ PROBES = (
     "  two  spaces   or more ",
 )
 MAX_PROMPTS = 4  # largest number of prompts whose vectors are proven; requests with other prompts stay in this cluster
-MAX_LONG_TOKENS = 8192  # models with longer texts get no long probe text, because each probe would cost so many tokens
+MAX_LONG_TOKENS = 8192  # a model with a higher limit has no long probe text, because each probe would cost too much
 SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to a text
 MAX_GOLDEN_BYTES = 64 << 20
 
 
 class ParityBound(NamedTuple):
-    """Smallest cosine, and largest length of the difference relative to the length of the reference vector."""
+    """Smallest cosine, and largest norm of the difference divided by the norm of the reference vector."""
 
     cosine: float
     difference: float
 
 
-# the difference for 16 and 8 bits is the distance of two unit vectors with the cosine of the bound; in float32 servers
-# agree far better
+# for 16 and 8 bits, the difference is the distance of two unit vectors with the cosine of the bound. For float32 it is
+# smaller, because servers agree better
 BOUNDS: Mapping[str, ParityBound] = {
     "float32": ParityBound(COSINE_32, 5e-4),
     "float16": ParityBound(COSINE_16, 0.045),
@@ -81,7 +81,7 @@ class Prompt(NamedTuple):
 
 
 class ProbeAgreement(NamedTuple):
-    """Agreement of a vector with its reference vector. `probe`: number of the text, from 0."""
+    """Agreement of a vector with its reference vector. `probe`: index of the probe text."""
 
     cosine: float
     difference: float
@@ -101,7 +101,7 @@ class Deviates(Exception):
 
 @dataclass(frozen=True)
 class Reference:
-    """Texts as they are sent to a remote server, and their vectors. `long`: position of the long text, if any."""
+    """Texts as they are sent to a remote server, and their vectors. `long`: index of the long text, or None."""
 
     texts: tuple[str, ...]
     vectors: Vectors
@@ -113,13 +113,13 @@ class Reference:
 
 @dataclass(frozen=True)
 class Proof:
-    """Proof that a remote server's vectors of some texts (probes) agree with those of this cluster. It holds for this
-    entry of the model and for requests with these prompts.
+    """Proof that a remote server's vectors of the probe texts agree with the vectors of this cluster. The proof holds
+    for this catalogue entry and for requests with these prompts.
 
-    `any_length`: it also holds for texts that the model truncates, because the vectors of a probe of such length agree.
-    `any_spaces`: it also holds for texts with other white space than single spaces between words. `unit_length`: all
-    vectors have the length 1. `cosine`: the lowest cosine of all probes but the long one. `difference`: their largest
-    difference. `models`: the models that the server reported, see `RemoteAnswer`.
+    `any_length`: the proof also holds for texts that the model truncates, because the vectors of the long probe text
+    agree. `any_spaces`: it also holds for texts with other white space than single spaces between words. `unit_length`:
+    all reference vectors have the length 1. `cosine`, `difference`: lowest cosine and largest difference of all probe
+    texts except the long text. `models`: the models that the server reported, see `RemoteAnswer`.
     """
 
     entry: ModelEntry
@@ -135,17 +135,17 @@ class Proof:
     models: frozenset[str] = frozenset()
 
     def covers(self, entry: ModelEntry, run: RunOptions, texts: Sequence[str]) -> bool:
-        """Return whether the vectors of these texts, which contain the prompt, are proven for these options."""
+        """Return True if the proof holds for these texts, which contain the prompt, and for these options."""
         prompt = Prompt.from_options(run)
         if entry != self.entry or prompt not in self.prompts or without_prompt(run) != self.run:
             return False
         if not self.any_spaces and not all(map(has_plain_spaces, texts)):
             return False
-        # if a text is too long, this cluster keeps the suffix of the prompt, but a remote server truncates it too
+        # if a text is too long, this cluster truncates only the text, but a remote server also truncates the suffix
         return (self.any_length and not prompt.suffix) or all(fits(text, entry.max_tokens) for text in texts)
 
     def accepts(self, vectors: Vectors) -> bool:
-        """Return whether the norms of these vectors fit the model: about 1 if all its vectors have the length 1."""
+        """Return True if the vectors have a length of about 1, or if the model's vectors have other lengths too."""
         return not self.unit_length or bool(np.abs(np.linalg.norm(vectors, axis=1) - 1).max() < 0.01)
 
 
@@ -155,16 +155,16 @@ def without_prompt(run: RunOptions) -> RunOptions:
 
 
 def fits(text: str, max_tokens: int) -> bool:
-    """Return whether a text surely has at most `max_tokens` tokens: a token has at least one byte of the normalised
+    """Return True if a text surely has at most `max_tokens` tokens. A token has at least one byte of the normalised
     text.
     """
     most = max_tokens - SPECIAL_TOKENS
-    # the normalised text never has fewer characters, so a text that is already too long need not be normalised
+    # the normalised text never has fewer characters, so a text with too many characters need not be normalised
     return len(text) <= most and len(unicodedata.normalize("NFKD", text).encode()) <= most
 
 
 def has_plain_spaces(text: str) -> bool:
-    """Return whether a text has no white space but single spaces between words."""
+    """Return True if single spaces between words are the only white space of a text."""
     return " ".join(text.split()) == text
 
 
@@ -174,7 +174,7 @@ def source_of(entry: ModelEntry) -> str:
 
 
 def long_text(entry: ModelEntry) -> str:
-    """Return a probe text that the model truncates; empty for a model with very long texts."""
+    """Return a probe text that the model truncates; empty if the model's limit is above MAX_LONG_TOKENS."""
     return " ".join(map(str, range(entry.max_tokens + 1))) if entry.max_tokens <= MAX_LONG_TOKENS else ""
 
 
@@ -184,7 +184,7 @@ def plain_run(resolved: Resolved) -> RunOptions:
 
 
 def prompts_of(resolved: Resolved) -> dict[Prompt, Mapping[str, Any]]:
-    """Return at most MAX_PROMPTS prompts of the entry that requests may select, each with parameters that select it."""
+    """Return at most MAX_PROMPTS prompts of the entry, each with request parameters that select the prompt."""
     chosen: dict[Prompt, Mapping[str, Any]] = {}
     names: list[Mapping[str, Any]] = [{"prompt_name": name} for name in (None, *templates(resolved.entry))]
     for parameters in (names[0], {"is_query": False}, {"is_query": True}, *names[1:]):
@@ -198,8 +198,8 @@ def prompts_of(resolved: Resolved) -> dict[Prompt, Mapping[str, Any]]:
 
 
 def golden_reference(entry: ModelEntry, run: RunOptions) -> Reference | None:
-    """Return the golden vectors in the entry's file for texts without a prompt. None if it has none or more than
-    MAX_GOLDEN_BYTES, or if the entry accepts unproven answers.
+    """Return the golden vectors of texts without a prompt, from the file that the entry names. None if the file has no
+    such vectors or more than MAX_GOLDEN_BYTES bytes, or if the entry accepts unproven answers.
     """
     path = packaged_folder() / entry.golden
     if not entry.golden or entry.load.accept_unproven or not path.is_file() or path.stat().st_size > MAX_GOLDEN_BYTES:
@@ -208,13 +208,13 @@ def golden_reference(entry: ModelEntry, run: RunOptions) -> Reference | None:
     if not cases:
         return None
     vectors = np.array([case["vector"] for case in cases], np.float32)
-    # golden vectors have float32, so the bound of float32 holds, whatever the precision of the workers
+    # golden vectors are float32, so the bound of float32 is used, whatever the precision of the workers
     return Reference(tuple(case["text"] for case in cases), vectors, frozenset({Prompt.from_options(run)}), "float32")
 
 
 def stored_reference(stored: RemoteReference, entry: ModelEntry) -> Reference | None:
-    """Return the reference vectors that a worker computed; None if they were computed for another entry or other probe
-    texts, in a precision without a bound, or if their number is wrong.
+    """Return the stored reference vectors of a worker. None if they are of another entry or of other probe texts, of a
+    precision without a bound, or if their number is wrong.
     """
     if stored.source != source_of(entry) or stored.precision not in BOUNDS:
         return None
@@ -239,8 +239,8 @@ def measure(expected: Vectors, actual: Vectors) -> Iterator[ProbeAgreement]:
 
 
 def prove(entry: ModelEntry, run: RunOptions, reference: Reference, actual: Vectors) -> Proof:
-    """Compare the vectors of a remote server with the reference vectors. If only the vector of the long text deviates,
-    the proof does not hold for texts that the model truncates. Raises Deviates if another vector does.
+    """Compare the vectors of a remote server with the reference vectors, and return the proof. If only the vector of
+    the long text deviates, the proof has no `any_length`. Raises Deviates if another vector deviates.
     """
     bound = BOUNDS[reference.precision]
     agreements = list(measure(reference.vectors, actual))

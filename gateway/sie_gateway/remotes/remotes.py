@@ -1,13 +1,13 @@
-"""Answers of proven remote servers to requests that this cluster refuses for lack of capacity.
+"""Remote servers for requests that this cluster refuses for lack of capacity. Only proven servers get requests.
 
     every second ──► is a probe due? ──► reference vectors ──► probe texts, remotely ──► equal: proven for a day, or by
                                             │                     │                      golden vectors for an hour
-                                            └ none: not proven    └ no answer, or too far: not proven
-    a refused request ──► allowed to be sent, server proven? ──► budget ──► the remote server ──► checked vectors
-                             └ no: the refusal stays                           └ no answer: the refusal stays
+                                            └ none: not proven    └ no reply, or too far: not proven
+    a refused request ──► may it leave, server proven? ──► budget ──► the remote server ──► checked vectors
+                             └ no: client gets the refusal               └ no reply: client gets the refusal
 
-A remote server without a proof gets no requests. After two failed calls in a row, or a report of another model, it
-loses its proof until it passes a probe. Probes run in the background, not during a request.
+A remote server without a proof gets no requests. After two failed calls in a row, or a report of another model, a
+server loses its proof until it passes a probe. Probes run in the background, not during a request.
 """
 
 from __future__ import annotations
@@ -50,25 +50,26 @@ from sie_runtime.feed import CatalogueFeed
 from sie_runtime.http.asgi import uuid7
 from sie_runtime.process import Stop, Trouble
 
-# codes of errors for a lack of capacity in this cluster
+# codes of the errors that mean a lack of capacity in this cluster
 REFUSALS = frozenset({"PROVISIONING", "MODEL_LOADING", "QUEUE_FULL", "QUEUE_UNAVAILABLE"})
 MAX_FAILURES = 2
 CHECK_S = 1.0
-PROVEN_S = 86_400.0  # seconds until a proof is repeated
-# seconds until the next probe after a probe failed; the pause doubles with each failed probe, up to MAX_PAUSE_S
+PROVEN_S = 86_400.0  # seconds from a proof by a worker's vectors to the next probe
+# seconds from a failed probe to the next probe; the pause doubles with each failed probe, up to MAX_PAUSE_S
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
-DEVIATES_S = 3600.0  # seconds until a server whose vectors differ is probed again
+DEVIATES_S = 3600.0  # seconds from a probe whose vectors deviate to the next probe
 # shortest time between a probe and the probe that follows failed calls or a report of another model
 AGAIN_S = 60.0
-MAX_MODELS = 16  # models that a server may report in turn, such as replicas in several precisions
-# seconds until a proof by golden vectors is repeated: golden vectors prove less than vectors of a worker
+# largest number of remembered model names of a server; replicas at its address may differ, for example in precision
+MAX_MODELS = 16
+# seconds from a proof by golden vectors to the next probe: golden vectors prove less than vectors of a worker
 GOLDEN_S = 3600.0
 BUDGET_S = 30.0  # seconds in which a worker must compute reference vectors
 BROKER_S = 2.0
 MIN_LEFT_S = 0.05
-# largest number of bytes of the texts of a request: the event loop is blocked while they are encoded as JSON
+# largest number of bytes of the texts of a request: encoding these texts as JSON blocks the event loop
 MAX_BYTES = 4 << 20
-KEY = "_remote"  # key of the requests for reference vectors
+KEY = "_remote"  # name of the API key of requests for reference vectors
 MAYBE_TRUNCATED = (
     "truncated_items: a remote server answered, which does not report truncated texts; long texts may be truncated"
 )
@@ -78,7 +79,7 @@ _logger = logging.getLogger("sie.gateway.remotes")
 
 
 class NoReference(Exception):
-    """Raised if there are no vectors with which a remote server can be compared."""
+    """Raised if there are no reference vectors to compare with the vectors of a remote server."""
 
 
 class Remote:
@@ -90,10 +91,10 @@ class Remote:
         self.budget = budget
         self.proof: Proof | None = None
         self.reason = UNTESTED
-        self.failures = 0  # failures in a row
+        self.failures = 0  # number of failed calls in a row
         self.due_s = 0.0
         self.probed_s = -AGAIN_S  # time of the last probe
-        self.models: set[str] = set()  # models that it reported in proofs for the same entry
+        self.models: set[str] = set()  # model names that the server reported in proofs for the same catalogue entry
         self.pause_s = FIRST_PAUSE_S
         self.shortage = Trouble(_logger, f"remote {server.name} gets no requests because of its monthly budget")
 
@@ -110,7 +111,7 @@ class Remote:
         self.proof, self.reason, self.due_s = None, reason, due_s
 
     def again_s(self, now_s: float) -> float:
-        """Return the seconds until AGAIN_S has passed since the last probe."""
+        """Return the seconds until AGAIN_S seconds after the last probe; 0 if this time has passed."""
         return max(0.0, self.probed_s + AGAIN_S - now_s)
 
     def answered(self, *, failed: bool) -> None:
@@ -118,15 +119,15 @@ class Remote:
         self.failures = self.failures + 1 if failed else 0
 
     def next_pause_s(self) -> float:
-        """Return the pause in seconds after a probe without an answer, and double it for the next call."""
+        """Return the pause in seconds after a failed probe, and double it for the next call."""
         pause_s, self.pause_s = self.pause_s, min(MAX_PAUSE_S, 2 * self.pause_s)
         return pause_s
 
 
 class Remotes:
-    """All remote servers of a gateway. `run` executes a request in this cluster. `now_s` is the broker's time. Used
-    only in the gateway's event loop. Raises SettingError if the variable of a token is not set, or has characters that
-    no header may have.
+    """All remote servers of a gateway. `run` executes a request in this cluster. `now_s` returns the broker's time. Not
+    thread-safe. Raises SettingError if the environment variable of a token is not set, or if the token has characters
+    that a header must not have.
     """
 
     def __init__(
@@ -158,11 +159,9 @@ class Remotes:
         for server in servers:
             metrics.remote_ready.labels(server.name).set(0)
 
-    # ---- answers
-
     async def instead(self, call: Call, request: PlannedRequest, error: SIEError) -> RequestResult | None:
-        """Return the answer of a remote server to a request that was refused with `error`; None if the refusal stays.
-        Raises RateLimited, PayloadTooLarge.
+        """Return the result of a remote server for a request that this cluster refused with `error`; None if no remote
+        server ran it, so that the client gets `error`. Raises RateLimited, PayloadTooLarge.
         """
         if error.code not in REFUSALS or not _may_leave(call, request):
             return None
@@ -189,7 +188,7 @@ class Remotes:
         if left_s < MIN_LEFT_S:
             return None
         if call.charge is not None:
-            call.charge.refund()  # the attempt in this cluster failed
+            call.charge.refund()  # the attempt in this cluster failed, so its tokens are refunded
             call.charge.spend(sum(costs), request.inputs_field)
         try:
             async with asyncio.timeout(min(BROKER_S, left_s)):
@@ -198,7 +197,7 @@ class Remotes:
             self._count(remote, "budget")
             remote.shortage.met(used)
             return None
-        except (BrokerError, TimeoutError) as error:  # without the broker, the rest of the budget is unknown
+        except (BrokerError, TimeoutError) as error:  # the unused tokens are unknown, so the request is not sent
             self._count(remote, "budget")
             remote.shortage.met(f"the broker did not report the rest: {error or type(error).__name__}")
             return None
@@ -217,9 +216,9 @@ class Remotes:
             self._failed(remote, failure)
             return None
         remote.answered(failed=False)
-        if self._feed.catalogue.entries.get(entry.id) != entry:  # the vectors belong to an old entry
+        if self._feed.catalogue.entries.get(entry.id) != entry:  # the vectors belong to an old catalogue entry
             return None
-        # a text has at most one token for each byte: a server cannot make a key pay for more
+        # a text has at most one token for each byte, so an API key never pays for more, whatever the server reports
         most = sum(sizes) + proofs.SPECIAL_TOKENS * len(sizes)
         tokens = sum(costs) if used_tokens is None else min(used_tokens, most)
         await self._correct(remote, tokens - sum(costs), month, call.received_s + call.budget_s - time.perf_counter())
@@ -233,16 +232,16 @@ class Remotes:
         return finished
 
     async def _correct(self, remote: Remote, difference: int, month: str, left_s: float) -> None:
-        if not difference:  # saves a read at the broker before the reply
+        if not difference:  # without a difference, the reply need not wait for the broker
             return
         try:
             async with asyncio.timeout(min(BROKER_S, left_s)):
                 await remote.budget.correct(difference, month)
-        except (BrokerError, TimeoutError) as error:  # the estimated charge stays
-            _logger.warning("the tokens of remote %s could not be corrected: %s", remote.server.name, error)
+        except (BrokerError, TimeoutError) as error:  # only logged, because the vectors are already computed
+            _logger.warning("the token budget of remote %s keeps an estimated charge: %s", remote.server.name, error)
 
     def _failed(self, remote: Remote, failure: RemoteFailed) -> None:
-        """Count a failed call. MAX_FAILURES faults of the server in a row void its proof."""
+        """Count a failed call. If the server has caused MAX_FAILURES failures in a row, drop its proof."""
         self._count(remote, "failed")
         if not failure.is_fault:
             return
@@ -250,7 +249,7 @@ class Remotes:
         _logger.warning("remote %s failed: %s", remote.server.name, failure)
         if remote.proof is None:
             return
-        # probe again soon: after an outage, another server may answer at this address
+        # probe again soon, because another server may have this address after an outage
         now_s = self._clock()
         remote.due_s = min(remote.due_s, now_s + remote.again_s(now_s))
         if remote.failures >= MAX_FAILURES:
@@ -260,10 +259,8 @@ class Remotes:
     def _count(self, remote: Remote, result: str) -> None:
         self._metrics.remote_requests.labels(remote.server.name, result).inc()
 
-    # ---- probes
-
     async def run(self, stop: Stop) -> None:
-        """Probe each remote server when that is due, until `stop`."""
+        """Probe each remote server when its probe is due, until `stop`."""
         try:
             await asyncio.gather(*(self._follow(remote, stop) for remote in self._remotes))
         finally:
@@ -282,7 +279,7 @@ class Remotes:
                 await self._probe(remote)
 
     async def _probe(self, remote: Remote) -> None:
-        """Probe a remote server, and store its proof or the reason of its refusal."""
+        """Probe a remote server, and store its proof, or the reason why the server gets no requests."""
         name = remote.server.name
         remote.probed_s = self._clock()
         try:
@@ -297,7 +294,7 @@ class Remotes:
             self._refuse(remote, str(error), MAX_PAUSE_S)
         except (RemoteFailed, BrokerError, SIEError, FailedRequest, EntryChanged) as error:
             self._refuse(remote, f"its probe failed: {error}", remote.next_pause_s())
-        except Exception as error:  # the outermost handler of the task: the other remote servers go on
+        except Exception as error:  # catches everything, so that the probes of other remote servers go on
             _logger.exception("the probe of remote %s failed", name)
             self._refuse(remote, f"its probe failed: {type(error).__name__}", MAX_PAUSE_S)
         else:
@@ -338,7 +335,7 @@ class Remotes:
             raise NoReference(f"{model} has no dense vectors")
         run = proofs.plain_run(resolved)
         if run.dtype != "float32":
-            raise NoReference(f"the vectors of {model} are {run.dtype} by its entry, not float32")
+            raise NoReference(f"the entry of {model} sets the dtype {run.dtype}: its vectors must be float32")
         reference = await self._reference(resolved) or proofs.golden_reference(resolved.entry, run)
         if reference is None:
             raise NoReference(
@@ -355,8 +352,8 @@ class Remotes:
         self, remote: Remote, reference: Reference, *, normalize: bool
     ) -> tuple[Vectors, frozenset[str]]:
         """Return the vectors of a remote server for the reference texts, and the models that the server reports. If the
-        server refuses the long text, or does not answer it in time, the vector of this text is zero, which differs from
-        every reference vector. Raises RemoteFailed.
+        server refuses the long text, or sends no reply in time, return zeros as the vector of this text: zeros differ
+        from every reference vector. Raises RemoteFailed.
         """
         width, timeout_s = reference.vectors.shape[1], remote.server.timeout_s
         texts = [text for place, text in enumerate(reference.texts) if place != reference.long]
@@ -371,12 +368,12 @@ class Remotes:
             if error.is_fault:
                 raise
             long = 0 * vectors[:1]
-        return np.concatenate([vectors, long]), models  # the long text is the last one
+        return np.concatenate([vectors, long]), models  # the long text is the last reference text
 
     async def _reference(self, resolved: Resolved) -> Reference | None:
-        """Return the vectors that a worker computed for this entry. If the workers that have the model loaded now have
-        other fingerprints, they compute the vectors again. Return None if there are no vectors, and no worker has the
-        model loaded in a precision of BOUNDS. Raises BrokerError, SIEError, FailedRequest, EntryChanged.
+        """Return the vectors that a worker computed for this entry. If no worker that has the model loaded has their
+        fingerprint, let a worker compute them again. Return None if no vectors are stored and no worker has the model
+        loaded in a precision of BOUNDS. Raises BrokerError, SIEError, FailedRequest, EntryChanged.
         """
         entry = resolved.entry
         key = f"reference.{model_token(entry.id)}"
@@ -387,13 +384,13 @@ class Remotes:
         if current is not None and (not statuses or current.fingerprint in fingerprints):
             return current
         served = {status.precision.served for status in statuses if status.precision is not None}
-        # if the workers have several precisions, the vectors must be within the strictest bound
+        # if the workers have loaded the model in several precisions, use the precision with the strictest bound
         precision = max(served & proofs.BOUNDS.keys(), key=lambda name: proofs.BOUNDS[name].cosine, default="")
         if not precision:
             return current
         computed = await self._computed(resolved, precision)
         await self._record.bucket.write([Write(key, messages.encode(computed), None)])
-        _logger.info("reference vectors of %s are stored, which a worker computed in %s", entry.id, precision)
+        _logger.info("reference vectors of %s were computed by a worker in %s and stored", entry.id, precision)
         return proofs.stored_reference(computed, entry)
 
     def _loaded(self, resolved: Resolved) -> list[ModelStatus]:
@@ -411,7 +408,7 @@ class Remotes:
         long = proofs.long_text(resolved.entry)
         requests = [(parameters, proofs.PROBES) for parameters in prompts.values()]
         for parameters, texts in [*requests, *([({"prompt_name": None}, (long,))] if long else [])]:
-            # priority bulk, because bulk requests are never sent to a remote server
+            # the priority is bulk, because bulk requests are never sent to a remote server
             call = Call(
                 uuid7(),
                 time.perf_counter(),
@@ -431,7 +428,7 @@ class Remotes:
         return RemoteReference(source, precision, fingerprint, tuple(prompts), len(rows[0]), block, bool(long))
 
     def findings(self) -> list[ClusterFinding]:
-        """List the remote servers that get no requests, with the reason, except servers that were never probed."""
+        """Return a finding for each remote server that was probed and gets no requests, with the reason."""
         return [
             ClusterFinding(
                 check="remotes",
@@ -465,14 +462,14 @@ def _reference_in(stored: Entry, entry: ModelEntry) -> Reference | None:
 
 def _decode(entry: Entry) -> Stored:
     if entry.value is None:
-        raise ValueError("it was removed")
+        raise ValueError("the record was removed")
     stored: Stored = records.decode_remote(entry.value)
     return stored
 
 
 def _may_leave(call: Call, request: PlannedRequest) -> bool:
-    """Return whether a request may be sent to another server: its credential allows it, its headers select no place to
-    run, it is an interactive encode with the default profile, and its inputs are at most MAX_BYTES of plain texts.
+    """Return True if a request may be sent to a remote server: its credential allows this, none of its headers is in
+    _PINNED, it is an interactive encode with the default profile, and its inputs are plain texts of at most MAX_BYTES.
     """
     if not call.grant.remote or any(name in call.headers for name in _PINNED):
         return False
@@ -487,7 +484,7 @@ def _may_leave(call: Call, request: PlannedRequest) -> bool:
 
 
 def _shares(costs: Sequence[int], tokens: int) -> list[int]:
-    """Return whole numbers in proportion to `costs`. The sum of these numbers is `tokens`."""
+    """Divide `tokens` into whole numbers in proportion to `costs`."""
     total, passed, shares = sum(costs), 0, list[int]()
     for cost in costs:
         before = passed * tokens // total

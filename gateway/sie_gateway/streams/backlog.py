@@ -1,8 +1,8 @@
-"""Numbers of messages in the streams, by lane and priority. A lane is a pool, a machine profile and a bundle.
-Waiting and leased messages count, also if there are no workers.
+"""Numbers of messages in the streams, by lane and priority. A lane is a pool, a machine profile and a bundle. Waiting
+and leased messages are counted, even if no worker runs.
 
-The numbers are read from the stream once per second, and earlier if a caller needs newer numbers. When the broker has
-not answered for UNKNOWN_S seconds, the numbers are unknown, never zero.
+The numbers are read from the broker once per second, and earlier if a caller needs newer numbers. If no read succeeded
+in the last UNKNOWN_S seconds, the numbers are None.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Backlog:
 
     def __init__(self, queue: Queue, pools: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._queue = queue
-        self._pools = pools  # not a copy: pools are added to it and removed from it while the gateway runs
+        self._pools = pools  # not copied, because its owner adds and removes pools while the gateway runs
         self._clock = clock
         self._read: dict[
             str, tuple[float, dict[str, int], dict[str, int]]
@@ -77,7 +77,7 @@ class Backlog:
         """
         stream = topology.stream_name(pool)
         questions = (self._queue.first_stored(stream, subject=subject) for subject in subjects)
-        # waits for all queries, so that none is still running after this call if one of them fails
+        # wait for all queries even if a query fails, so that no query still runs after this call
         answers = await asyncio.gather(*questions, return_exceptions=True)
         failed = next((answer for answer in answers if isinstance(answer, BaseException)), None)
         if failed is not None:
@@ -85,7 +85,7 @@ class Backlog:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     def messages(self, lane: Lane, priority: Priority) -> int | None:
-        """Return the number of messages of a lane with a priority. None while it is unknown."""
+        """Return the number of messages of a lane with a priority; None while the number is unknown."""
         read = self._read.get(lane.pool)
         if read is None or self._clock() - read[0] > UNKNOWN_S:
             return None

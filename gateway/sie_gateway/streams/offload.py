@@ -32,16 +32,16 @@ LONGEST_PAUSE_S = 600.0
 
 
 def life_s(settings: Settings, max_age_s: float) -> int:
-    """Return the seconds that a payload is stored. `max_age_s`: longest life of a message that names the payload.
-    Raises SettingError if SIE_PAYLOAD_TTL_S is not longer.
+    """Return the seconds for which a payload is stored. `max_age_s`: longest life of a message with the payload's key.
+    Raises SettingError if SIE_PAYLOAD_TTL_S is not longer than `max_age_s`.
     """
     ttl_s = settings.payload_ttl_s
     if ttl_s is None:
         return int(max_age_s) + TTL_MARGIN_S
     if ttl_s <= max_age_s:
         message = (
-            f"got {ttl_s}, but work may be delivered again for {max_age_s:.0f} s: an object must live longer than its "
-            "message"
+            f"got {ttl_s}, but a message may be delivered again for {max_age_s:.0f} s, and its inputs must be stored "
+            "for longer: set a larger value"
         )
         raise SettingError("SIE_PAYLOAD_TTL_S", message)
     return ttl_s
@@ -49,7 +49,7 @@ def life_s(settings: Settings, max_age_s: float) -> int:
 
 @dataclass(eq=False)
 class Offload:
-    """Writer of large inputs to the payload store, which also removes old ones. `wall_clock`: seconds since 1970."""
+    """Writes large inputs to the payload store and removes old payloads. `wall_clock`: seconds since 1970."""
 
     store: PayloadStore
     life_s: int
@@ -57,7 +57,7 @@ class Offload:
     wall_clock: Callable[[], float] = time.time
 
     async def stored(self, item: WorkItem, timeout_s: float) -> WorkItem:
-        """Store inputs and query of a work item; return the item with their key instead. Raises QueueUnavailable."""
+        """Store inputs and query of a work item. Return the item with their key instead. Raises QueueUnavailable."""
         data = await asyncio.to_thread(messages.encode_in_pieces, Payload(item.inputs, item.query))
         try:
             key = await self.store.put(data, period=int(self.wall_clock() // self.life_s), timeout_s=timeout_s)
@@ -71,8 +71,8 @@ class Offload:
         return msgspec.structs.replace(item, inputs=(), query=None, payload=key, count=len(item.inputs))
 
     async def sweep(self) -> int:
-        """Remove payloads that are older than any message can be, as many as `PayloadStore.sweep` removes in one call;
-        return their number. Several gateways may do this at the same time. Raises StoreError.
+        """Remove payloads that are older than any message that may have their key, and return their number. One call
+        removes a limited number of payloads. Several gateways may sweep at the same time. Raises StoreError.
         """
         return await self.store.sweep(older_than_s=self.life_s, now_s=self.wall_clock(), timeout_s=SWEEP_TIMEOUT_S)
 

@@ -1,8 +1,8 @@
 """Publishing of work: the streams, their durable consumers, acknowledged messages, and the withdrawal of messages.
 
-A model's work of a lane and priority has a consumer of its own. A stream has a limit of consumers of single models.
+Each model has its own consumer for its work of a lane and priority. A stream has a limit of consumers of single models.
 When the limit is reached, a hash assigns further models to 16 slots, and the models of a slot share one consumer.
-Consumers are created when they are needed, and deleted when they are not used:
+Consumers are created when a request needs them, and deleted when they are unused:
 
     publish ──► route: the model's own consumer, or the consumer of its slot; needed until the deadline of the request
             ──► message, acknowledged ──► StreamPosition ──► withdraw: the message is removed if its request has ended
@@ -12,9 +12,9 @@ Consumers are created when they are needed, and deleted when they are not used:
     one gateway, every minute ──► consumers unused for an hour (5 min if the limit is near) are deleted
                               ──► missing consumers of subjects with messages are created again
 
-A consumer can be deleted while a publish still relies on it. The messages for this consumer are not lost, because they
-stay in the stream. The consumer is created again by the check after the deletion, by the gateway that published (after
-the notice of the deletion), or by the check every 10 s.
+A gateway may delete a consumer while another gateway publishes messages for it. These messages stay in the stream. The
+consumer is created again by the deleting gateway, which checks for messages after the deletion, by the publishing
+gateway when it gets the notice of the deletion, or by the check every 10 s.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from sie_runtime.process import Stop, Tasks, Trouble
 ROUND_S = 10.0
 SWEEP_S = 60.0
 IDLE_S = 3600.0
-# seconds without a message after which a consumer is deleted if the stream has too many consumers. Nearly all requests
-# take less time; for a longer request, its gateway creates the consumer again
+# seconds without a message after which a consumer may be deleted if the stream has too many consumers. Nearly all
+# requests end in less time; if a request takes longer, its gateway creates the consumer again
 CROWDED_IDLE_S = 300.0
 _AT_ONCE = 16
 _ATTEMPTS = 3
@@ -71,7 +71,7 @@ class WorkRoute(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """Number of messages that a consumer had delivered, and the time since which it has delivered no more."""
+    """Number of messages that a consumer has delivered, and the time since which it is unused."""
 
     delivered: int
     since_s: float
@@ -79,7 +79,7 @@ class Rest(NamedTuple):
 
 @functools.lru_cache(4096)
 def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[WorkRoute, WorkRoute]:
-    """Return two routes: with the model's own consumer, and with the consumer that the models of its slot share."""
+    """Return two routes: one to the model's own consumer, and one to the consumer that the models of its slot share."""
     own, shared = topology.work_subject(lane, priority, model), topology.slot_subject(lane, priority, model)
     return WorkRoute(own, topology.consumer_of(own, ack_wait_s)), WorkRoute(
         shared, topology.consumer_of(shared, ack_wait_s)
@@ -87,9 +87,9 @@ def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[W
 
 
 def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: float) -> dict[str, Rest]:
-    """Return for each consumer the time since which it has been unused: it has delivered nothing, and no message waits
-    or is leased. A consumer in use gets `now_s`. `before`: the previous result, because the broker does not store these
-    times.
+    """Return for each consumer the time since which it is unused. An unused consumer has delivered nothing since the
+    last call, and has no waiting or leased message. A consumer in use gets `now_s`. `before`: the previous result,
+    because the broker does not store these times.
     """
     resting = {}
     for state in states:
@@ -100,9 +100,9 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """Return the consumers to delete: all that were unused for `idle_s` seconds. If more than 15/16 of `limit`
-    consumers of single models would then remain, the excess is deleted too: the longest unused ones, but none that was
-    used within CROWDED_IDLE_S.
+    """Return the consumers to delete: all consumers that are unused for `idle_s` seconds. If more than 15/16 of `limit`
+    consumers of single models would remain, also delete the excess: the consumers that are unused for longest first,
+    but no consumer that was used in the last CROWDED_IDLE_S seconds.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -115,9 +115,9 @@ def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: floa
 
 
 class StreamConsumers:
-    """Consumers of one stream: those that exist, and those that this gateway needs. At most `limit` consumers serve one
-    model each. Two gateways together may exceed the limit, because each of them may add a consumer before it gets the
-    notice of the other gateway's consumer.
+    """Consumers of one stream: those that exist, and those that this gateway needs. At most `limit` consumers are of
+    single models. Two gateways may exceed the limit together, because each gateway may create a consumer before it gets
+    the notice of the other gateway's consumer.
     """
 
     def __init__(
@@ -132,13 +132,13 @@ class StreamConsumers:
         self._verified: set[str] = set()
         self._held: dict[str, tuple[ConsumerSpec, float]] = {}
         self._ensuring = SharedTasks()
-        # consumers whose deletion was reported while `_make` created them; they are created once more
+        # names of consumers whose deletion was reported while `_make` created them; `_make` creates them once more
         self._stale: set[str] = set()
         self._rests: dict[str, Rest] = {}
         self._watch: Subscription | None = None
 
     async def start(self) -> None:
-        """Subscribe to notices about consumers, and read which exist. Raises BrokerError."""
+        """Subscribe to notices about created and deleted consumers, and list the consumers. Raises BrokerError."""
         watch = await self._broker.watch_consumers(self._stream, self._on_consumer)
         try:
             self._own |= {name for name in await self._broker.consumers(self._stream) if not topology.is_slot(name)}
@@ -152,8 +152,8 @@ class StreamConsumers:
         name = own.consumer.name
         route = own if name in self._own or len(self._own) < self._limit else shared
         if route is own:
-            # added before the consumer exists, so that the next requests respect the limit; if the consumer cannot be
-            # created, the next refresh removes the name
+            # the name is added before the consumer exists, so that the next requests respect the limit. If the consumer
+            # cannot be created, the next refresh removes the name
             self._own.add(name)
         spec = route.consumer
         held = self._held.get(spec.name)
@@ -161,11 +161,11 @@ class StreamConsumers:
         return route
 
     def is_verified(self, spec: ConsumerSpec) -> bool:
-        """Return True if the consumer had the settings of `spec` at the last check, and no deletion was seen since."""
+        """Return True if the consumer had the settings of `spec` at the last check, and was not deleted since then."""
         return spec.name in self._verified
 
     async def ensure(self, spec: ConsumerSpec) -> None:
-        """Create the consumer, or check that the existing one has the settings of `spec`. Raises TopologyMismatch,
+        """Create the consumer, or check that the existing consumer has the settings of `spec`. Raises TopologyMismatch,
         BrokerError.
         """
         if not self.is_verified(spec):
@@ -239,8 +239,8 @@ class StreamConsumers:
             )
 
     async def sweep(self, ack_wait_s: float) -> int:
-        """Delete unused consumers and return their number. Then create those again for which messages have arrived
-        meanwhile. Raises BrokerError. In this case, the next refresh of any gateway creates the missing consumers.
+        """Delete unused consumers, and return their number. Create a deleted consumer again if messages for it have
+        arrived meanwhile. Raises BrokerError; then the next refresh of any gateway creates the missing consumers.
         """
         now_s = self._clock()
         self._rests = rests(self._rests, await self._broker.consumer_states(self._stream), now_s)
@@ -275,14 +275,14 @@ class WorkConsumers:
         idle_s: float = IDLE_S,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`clock` measures deadlines of requests. `idle_s`: seconds without a message until a consumer is deleted."""
+        """`idle_s`: seconds without a message until a consumer is deleted. `clock`: clock of request deadlines."""
         self._broker = broker
         self._settings = settings
         self._ack_wait_s = float(settings.ack_wait_s)
         self._idle_s = idle_s
         self._clock = clock
-        self._streams: dict[str, StreamConsumers] = {}  # by pool
-        self._following = asyncio.Lock()  # two concurrent calls of `follow` must not subscribe twice for one pool
+        self._streams: dict[str, StreamConsumers] = {}  # by pool: consumers of the pool's stream
+        self._following = asyncio.Lock()  # prevents two concurrent calls of `follow` from subscribing twice for a pool
         leases = leases_of(broker, storage=settings.stream_storage, replicas=settings.stream_replicas)
         self._lease = LeaderLease(leases, "consumers")
         self._swept_s = -SWEEP_S
@@ -305,7 +305,7 @@ class WorkConsumers:
     def _stream(self, pool: str) -> StreamConsumers:
         stream = self._streams.get(pool)
         if stream is None:
-            raise PoolNotFound("the reservation whose pool this request uses has ended")
+            raise PoolNotFound(f"the pool {pool!r} does not exist any more, because its reservation has ended")
         return stream
 
     @property
@@ -345,7 +345,7 @@ class WorkConsumers:
         )
 
     async def run(self, stop: Stop) -> None:
-        """Create missing consumers every ROUND_S until `stop`; as the leader, also delete unused ones."""
+        """Every ROUND_S until `stop`, create missing consumers. If this gateway leads, also delete unused consumers."""
         trouble, pause_s = Trouble(_consumers_logger, "not every consumer could be checked"), 0.0
         while not await stop.wait_for(pause_s):
             pause_s = ROUND_S
@@ -371,23 +371,23 @@ class WorkConsumers:
 PUBLISH_TIMEOUT_S = 2.0
 PUBLISHES_AT_ONCE = 64
 PUBLISH_PATIENCE_S = 10.0
-# seconds that the last attempt may take beyond PUBLISH_PATIENCE_S, so that it fails with its own error instead of a
-# time-out
+# seconds that the last attempt may take beyond PUBLISH_PATIENCE_S, so that the request gets the error of this attempt
+# instead of a time-out
 LAST_ATTEMPT_S = 0.1
 UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
 HEADROOM_BYTES = 16 << 10  # bytes reserved in a message for all fields except the inputs
-# bytes reserved beside a message: for the NATS headers of its publish, and for the error and the ids of the dead letter
-# that contains the message if workers give it up
+# bytes reserved beside a message: for the NATS headers of its publish, and, if it becomes a dead letter, for the error
+# and the ids of the dead letter
 ENVELOPE_BYTES = 4 << 10
-# smallest limit of a broker for the bytes of a message that SIE accepts: the result of one input of the widest model
-# fits, and the heartbeat of a worker with a few hundred models
+# smallest max_payload of a broker that SIE accepts: large enough for the result of one input of the widest model, and
+# for the heartbeat of a worker with a few hundred models
 MIN_PAYLOAD_BYTES = 64 << 10
 _logger = logging.getLogger("sie.gateway.queue")
 
 
 def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topology.StreamSpec:
-    """Return the spec of a pool's work stream by the settings. `reserved`: a reservation's stream is smaller."""
+    """Return the spec of a pool's work stream. `reserved`: the pool is a reservation, whose stream is smaller."""
     max_bytes = topology.reservation_bytes(settings.queue_max_bytes) if reserved else settings.queue_max_bytes
     return topology.work_stream(
         pool,
@@ -400,7 +400,7 @@ def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topol
 
 
 class StreamPosition(NamedTuple):
-    """Position of a message in a stream. A sequence alone is not unique: a stream created again starts at 1."""
+    """Position of a message in a stream. A sequence alone is not unique: a recreated stream starts again at 1."""
 
     created: str  # time at which the broker created the stream, in the broker's format
     sequence: int
@@ -423,9 +423,9 @@ class WorkQueue:
         serves: Callable[[str], bool] = lambda pool: True,
         is_reservation: Callable[[str], bool] = lambda pool: False,
     ) -> None:
-        """`on_lost` is called with the pool when its stream was lost with its work, `on_publish` with work items before
-        they are published. `offload` stores inputs that are too large for a message. `serves(pool)` returns whether the
-        pool exists, `is_reservation(pool)` whether it is a reservation. Raises SettingError.
+        """`on_lost` is called with a pool whose stream was lost with its work, `on_publish` with work items before they
+        are published. `offload` stores inputs that are too large for a message. `serves(pool)`: the pool exists.
+        `is_reservation(pool)`: the pool is a reservation. Raises SettingError if a limit of the broker is too low.
         """
         self._broker = broker
         self._settings = settings
@@ -437,7 +437,8 @@ class WorkQueue:
         self._is_reservation = is_reservation
         # by pool: the creation time of its stream; a new time shows that the stream was lost
         self._created: dict[str, str] = {}
-        # a failure of these tasks does not end the gateway: the age limit of a stream removes the messages that remain
+        # tasks that withdraw messages; their failure does not end the gateway, because the stream's age limit removes
+        # the messages too
         self._undoing = Tasks(_logger, lambda: None)
         self._ensuring = SharedTasks()
         self.consumers = WorkConsumers(broker, settings)
@@ -460,12 +461,12 @@ class WorkQueue:
 
     @property
     def holds_any_size(self) -> bool:
-        """Return True if inputs that are too large for a message go to the payload store."""
+        """Return True if this gateway writes inputs that are too large for a message to a payload store."""
         return self._offload is not None
 
     async def ensure_pool(self, pool: str) -> None:
-        """Create the pool's stream, or check the existing one. Call `on_lost` if the stream is not the one that this
-        gateway knew. Concurrent calls share one call to the broker. Raises PoolNotFound for a reservation that has
+        """Create the pool's stream, or check the existing stream. Call `on_lost` if the stream was created again since
+        the last call. Concurrent calls share one call to the broker. Raises PoolNotFound for a reservation that has
         ended, BrokerError.
         """
         name = topology.stream_name(pool)
@@ -493,7 +494,7 @@ class WorkQueue:
             await self._ensure_dead_letters(pool)
         spec = work_spec(self._settings, pool, reserved=reserved)
         state = await self._broker.ensure_stream(spec)
-        # the reservation ended during this call: `ensure_stream` may have created its stream again after the removal
+        # if the reservation ended during this call, `ensure_stream` may have created its stream again after the removal
         if not self._serves(pool):
             await self._broker.delete_stream(spec.name)
             self._require(pool)
@@ -511,7 +512,7 @@ class WorkQueue:
             )
 
     async def forget_pool(self, pool: str) -> None:
-        """Discard what this gateway stores about an ended reservation's pool."""
+        """Discard this gateway's state of an ended reservation's pool, and stop managing the pool's consumers."""
         self._created.pop(pool, None)
         self._broker.troubles.pop(topology.stream_name(pool), None)
         await self.consumers.unfollow(pool)
@@ -542,20 +543,20 @@ class WorkQueue:
         await independently((functools.partial(self.ensure_pools, pools), self.consumers.reverify))
 
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[StreamPosition]:
-        """Publish chunks of one request and return their positions. If one of these chunks cannot be stored, the stored
-        ones are removed. The consumer is created meanwhile: the stream stores messages even without a consumer. Raises
-        QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
+        """Publish the chunks of one request and return their positions. If a chunk cannot be stored, remove the stored
+        chunks. A missing consumer is created at the same time, because a stream stores messages even without a
+        consumer. Raises QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
         """
         first = items[0]
         is_followed = self.consumers.follows(lane.pool)
         if not is_followed:
-            self._require(lane.pool)  # nothing may be stored for an ended reservation: nothing would remove it again
+            self._require(lane.pool)  # an ended reservation gets no messages, because nothing would remove them again
         self._on_publish(lane, items)
         started_s = time.perf_counter()
         if not is_followed:
             await self._with_patience(functools.partial(self.ensure_pool, lane.pool), lane.pool, deadline_s)
         subject, spec = self.consumers.route(lane, first.priority, first.model, deadline_s)
-        # nearly every request takes this path, which saves the costs of a task and a semaphore
+        # nearly every request has one chunk and a verified consumer: this branch needs no task and no semaphore
         if len(items) == 1 and self.consumers.is_verified(lane.pool, spec):
             stored = [await self._publish_one(lane, subject, first, deadline_s)]
         else:
@@ -589,14 +590,14 @@ class WorkQueue:
         return stored
 
     def undo(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`, which cleans up after a failed request, in the background: the answer does not wait for it."""
+        """Run `work`, which cleans up after a failed request, in the background, so that the response need not wait."""
         self._undoing.start(work, "undo")
 
     async def close(self) -> None:
         """Wait at most UNDO_S seconds for the background work, then cancel it."""
         if not await self._undoing.settle(UNDO_S):
             _logger.warning(
-                "%d removals of messages of ended requests from the queue did not finish in time", len(self._undoing)
+                "%d removals of messages of ended requests were cut short by the shutdown", len(self._undoing)
             )
         await self._undoing.cancel()
         await self._ensuring.stop()
@@ -609,12 +610,12 @@ class WorkQueue:
         await self.withdraw(pool, [stored for stored in settled if isinstance(stored, StreamPosition)], request)
 
     async def _publish_one(self, lane: Lane, subject: str, item: WorkItem, deadline_s: float) -> StreamPosition:
-        """Publish one message and return its position. If the call is cancelled, a message that may be stored is
-        withdrawn. After an error nothing is withdrawn, because workers drop messages whose time limit has passed.
+        """Publish one message and return its position. If this call is cancelled, withdraw the message, because the
+        broker may have stored it. After an error withdraw nothing: workers drop messages whose time limit has passed.
         """
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
         stored, tried = StreamPosition("", 0), False
-        # large inputs are not encoded here: they go to the payload store, and encoding would block the event loop
+        # large inputs are not encoded here, because encoding would block the event loop; `Offload.stored` uses a thread
         is_large = self._offload is not None and sum(entry.least_bytes for entry in _inputs(item)) > self.payload_bytes
         data = b"" if is_large else messages.encode(item)
         if self._offload is not None and (
@@ -645,8 +646,8 @@ class WorkQueue:
         return stored
 
     async def _take_back(self, pool: str, subject: str, data: bytes, message_id: str, request: str) -> None:
-        """Withdraw a message that may be stored. To get its sequence number, publish it again with the same message id:
-        if the stream has it, the broker returns the number of the first copy.
+        """Withdraw a message that the broker may have stored. Its sequence number is not known. If it is published
+        again with the same message id, the broker returns the sequence number of the stored message.
         """
         with contextlib.suppress(BrokerError):  # after an error, the age limit of the stream removes the message
             created = self._created.get(pool, "")
@@ -654,15 +655,14 @@ class WorkQueue:
             await self.withdraw(pool, [StreamPosition(created, sequence)], request)
 
     def _is_too_large(self, item: WorkItem, message_bytes: int) -> bool:
-        """Return True if the inputs exceed the inline limit, or a dead letter with the message the broker's limit."""
+        """Return True if the inputs exceed the inline limit, or a dead letter with them exceeds the broker's limit."""
         if message_bytes > self._broker.max_payload - ENVELOPE_BYTES:
             return True
         return sum(entry.nbytes for entry in _inputs(item)) > self.payload_bytes
 
     async def _with_patience(self, attempt: Callable[[], Awaitable[None]], pool: str, deadline_s: float) -> None:
-        """Call `attempt` until the broker answers, for at most PUBLISH_PATIENCE_S and not beyond `deadline_s`, plus
-        LAST_ATTEMPT_S for the last attempt. Between the attempts, check the stream, which the broker may have lost, and
-        create it if it is missing.
+        """Call `attempt` until the broker replies, at most for PUBLISH_PATIENCE_S and until `deadline_s`. The last
+        attempt may take LAST_ATTEMPT_S more. After a failed attempt, create the stream again if the broker has lost it.
         """
         end_s = min(time.perf_counter() + PUBLISH_PATIENCE_S, deadline_s)
         try:
@@ -689,7 +689,7 @@ class WorkQueue:
             except BrokerUnavailable as error:
                 if time.perf_counter() + 0.1 >= end_s:
                     raise QueueUnavailable("the gateway has no connection to the broker: try again") from error
-                # only a pause: the client library reconnects by itself
+                # a pause between attempts; the client library reconnects by itself
                 await asyncio.sleep(0.1)
                 if self._broker.connected:
                     with contextlib.suppress(BrokerError):  # if this fails, the next attempt reports the error
@@ -700,11 +700,11 @@ class WorkQueue:
                 return
 
     async def withdraw(self, pool: str, stored: Sequence[StreamPosition], request: str = "") -> None:
-        """Remove the waiting and leased messages of an ended request, except positions in an earlier stream that was
-        lost. If the broker fails, the age limit of the stream removes the messages later.
+        """Remove the waiting and leased messages of an ended request. Ignore positions in an earlier stream that the
+        broker has lost. If the broker fails, the age limit of the stream removes the messages later.
 
-        With `request`, the workers are told afterwards to cancel this request. If the cancellation came first, a worker
-        would drop its messages of the request and then pull the messages that are still in the stream.
+        With `request`, then send the workers a cancellation of this request. It is sent after the removal, because a
+        worker could otherwise drop its messages of the request and then pull further messages from the stream.
         """
         if stored and self._serves(pool):
             try:
@@ -721,12 +721,12 @@ class WorkQueue:
             try:
                 await self._broker.send(topology.cancel_subject(pool), messages.encode(CancelRequests((request,))))
             except BrokerError as error:
-                _logger.info("request %s: the workers could not be told that it was cancelled: %s", request, error)
+                _logger.info("request %s: its cancellation could not be sent to the workers: %s", request, error)
 
     async def _remove(self, stream: str, stored: Sequence[StreamPosition]) -> None:
         """Delete messages from the stream, except messages of an earlier stream of this name. Raises BrokerError."""
         for start in range(0, len(stored), PUBLISHES_AT_ONCE):
-            # read before each group of deletions: the stream may have been lost and created again meanwhile
+            # read before each group of deletions, because the stream may have been lost and created again meanwhile
             created = (await self._broker.stream_state(stream)).created
             piece = stored[start : start + PUBLISHES_AT_ONCE]
             removals = [

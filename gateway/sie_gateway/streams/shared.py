@@ -12,7 +12,7 @@ from sie_runtime.process import cancel_all
 
 
 class SharedTasks:
-    """Running tasks by key. If no caller waits for a task any more, it continues, and its exception is ignored."""
+    """Running tasks by key. A task continues if no caller waits for it any more; its exception is then ignored."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -24,7 +24,7 @@ class SharedTasks:
         return iter(self._tasks)
 
     def begin(self, key: str, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
-        """Return the running task of this key. If there is none, start one with `work`."""
+        """Return the running task of this key. If no task runs, start a task with `work`."""
         task = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.get_running_loop().create_task(work(), name=key)
@@ -32,7 +32,7 @@ class SharedTasks:
         return task
 
     async def run(self, key: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Wait for the task of this key; start it if there is none. Raises the task's exception. If `stop` cancelled
+        """Wait for the task of this key; start a task if none runs. Raises the task's exception. If `stop` cancelled
         the task, raise BrokerUnavailable: CancelledError would wrongly mean that the caller itself was cancelled.
         """
         task = self.begin(key, work)

@@ -4,7 +4,7 @@
 
 A batch has work items with equal keys only. It is sealed, and then sent, when it is full (tokens or work items), when
 its oldest work item has waited for the time limit, or at once if the device is idle and no more work is expected. While
-the device is busy, it can grow. If deadlines do not allow a full batch, only the first work items run, see `sizing`.
+the device is busy, a batch can grow. If deadlines forbid a full batch, only its first work items run, see `sizing`.
 
 Order: interactive work comes first, but after `bulk_max_overtakes` interactive batches in a row, a bulk batch is sent
 if bulk work waits. Within a priority, the model with the oldest work item comes first if a batch of it is ready. Within
@@ -12,8 +12,8 @@ a model, its keys (LoRA, operation and so on) take turns, so that much work of o
 
 This limits every wait. A work item that has waited for the time limit and is the oldest of its priority is in one of
 the next K batches of its priority, where K is the number of keys of its model that have work. Batches of the other
-priority come between them. So with k = `bulk_max_overtakes` above 0, an interactive work item runs within the
-next K + ceil(K / k) batches, and a bulk work item within the next K (k + 1) batches.
+priority come between these batches. So with k = `bulk_max_overtakes` above 0, an interactive work item runs within
+the next K + ceil(K / k) batches, and a bulk work item within the next K (k + 1) batches.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ T = TypeVar("T")
 READY_PER_LANE = 2
 TIMES_OVER = 20  # the time of a model's next batch is predicted from this number of its last batches
 MAX_TIMES = 1024  # maximum number of models whose batch times are stored
-# for a model with padding, a batch takes work items of similar length from the oldest ones: from as many as fit into
-# this number of batches
+# for a model with padding, a batch takes work items of similar length from the oldest work items of its queue, at most
+# as many as this number of full batches has
 LOOK_AHEAD = 4
 
 
 class BatchKey(NamedTuple):
     """Properties that all work items of one forward pass share. Output options are applied to each item afterwards.
-    `padded`: the model pads rows to the longest one of the batch, so items of similar length should run together.
+    `padded`: the model pads rows to the longest row of the batch, so items of similar length should run together.
     """
 
     residency: str
@@ -57,8 +57,8 @@ class BatchKey(NamedTuple):
 class BatchLimits:
     """Limits of a batch. `cost`: tokens. `requests`: work items. `wait_s`: seconds that its oldest work item may wait.
     `media_bytes`: bytes of pixels and audio features. `bulk_max_overtakes`: maximum number of interactive batches in a
-    row while bulk work waits. `reorder_s`: for a model with padding, a work item may overtake one that arrived at most
-    these seconds earlier.
+    row while bulk work waits. `reorder_s`: for a model with padding, a work item may overtake work items that arrived
+    at most this number of seconds earlier.
     """
 
     cost: int
@@ -72,7 +72,7 @@ class BatchLimits:
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """Load of a device. `sent`: batches at its adapter, at most `depth`; `lanes` of them run at a time.
+    """Load of a device. `sent`: batches at its adapter, at most `depth`; `lanes` batches run at a time.
     `more_expected`: more deliveries are on their way or being tokenised, so an idle device may wait for them, within
     the time limit. `busy_s`: predicted seconds until a batch that is sent now begins to run.
     """
@@ -89,8 +89,8 @@ class BatchEntry(Generic[T]):
     """Tokenised work item. `cost`: its tokens. `time_cost`: its computing time, given as the number of tokens of short
     texts that take the same time; 0 means equal to `cost`. `alone`: the message was delivered before and may have
     crashed an adapter, so the work item runs in its own batch. `deadline_s`: end of the request's time limit.
-    `budget_s`: seconds from its publication to this end. `media_bytes`: size of its pixels and audio features.
-    `writes`: its answer is generated token by token, and uses no lane of the device (`ipc.Rows.writes`).
+    `budget_s`: seconds from its publication to its deadline. `media_bytes`: size of its pixels and audio features.
+    `writes`: it generates text token by token, and uses no lane of the device (`ipc.Rows.writes`).
     """
 
     key: BatchKey
@@ -116,10 +116,8 @@ class Batch(Generic[T]):
 
     @property
     def writes(self) -> bool:
-        """Return True if the answer is generated token by token. The batch then uses no lane of the device (see
-        READY_PER_LANE).
-        """
-        # equal for all work items of a batch: work items with generated answers wait in a separate queue
+        """Return True if the batch generates text token by token, so that it uses no lane of the device."""
+        # equal for all work items of a batch: work items that generate text wait in a separate queue
         return bool(self.entries) and self.entries[0].writes
 
 
@@ -147,7 +145,7 @@ class _KeyQueue(Generic[T]):
         return idle or self.is_full(limits) or now_s >= self.head_s + limits.wait_s
 
     def is_full(self, limits: BatchLimits) -> bool:
-        """Return True if waiting cannot make the next batch larger: it is full, or a work item must run alone."""
+        """Return True if the next batch cannot become larger: it is full, or a work item must run alone."""
         return self.alone > 0 or self.cost >= limits.cost or len(self.entries) >= limits.requests
 
     def insert(self, entry: BatchEntry[T], index: int) -> None:
@@ -174,7 +172,7 @@ class _KeyQueue(Generic[T]):
 
     def binds(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> bool:
         """Return True if an urgent deadline forbids sealing the next batch while the device is busy: work items that
-        arrive until the device is free must still be able to join it. See `sizing.binds`.
+        arrive until the device is free must still be able to join the batch. See `sizing.binds`.
         """
         return binds(self._asks(self._together(limits), begins_s), times)
 
@@ -207,7 +205,7 @@ class _KeyQueue(Generic[T]):
 
     def _alike(self, limits: BatchLimits) -> list[int]:
         """Return the indexes of the oldest work item and of the work items that join it until the batch is full. Work
-        items that join arrived within `reorder_s` after the oldest; the most similar in length come first.
+        items that join arrived within `reorder_s` after the oldest item. Items of the most similar length join first.
         """
         head = self.entries[0]
         near = []
@@ -227,7 +225,9 @@ class _KeyQueue(Generic[T]):
 
 @dataclass(eq=False)
 class _ModelLine(Generic[T]):
-    """Queues of one residency (a model with one set of load options), one for each key, in order of their turns."""
+    """Queues of one residency (a model with one set of load options), by key. The queue of the last batch is at the
+    end.
+    """
 
     name: str
     head_s: float  # arrival time of the oldest work item
@@ -236,8 +236,8 @@ class _ModelLine(Generic[T]):
 
 
 class _PriorityLine(Generic[T]):
-    """Work items of one priority. In the heap `_heads`, only a model's newest entry is valid; older ones are ignored
-    when they are popped.
+    """Work items of one priority. In the heap `_heads`, only a model's newest entry is valid; older entries of the
+    model are ignored when they are popped.
     """
 
     def __init__(self) -> None:
@@ -249,8 +249,8 @@ class _PriorityLine(Generic[T]):
         return (queue for model in self.models.values() for queue in model.queues.values())
 
     def add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
-        """Add a work item to its queue. With `in_order`, put it at the end. Otherwise it was in the queue before:
-        insert it by its time of arrival.
+        """Add a work item to its queue. With `in_order`, add the item at the end. Otherwise insert the item by its time
+        of arrival, because it was in the queue before.
         """
         model = self.models.get(entry.key.residency)
         if model is None:
@@ -286,7 +286,7 @@ class _PriorityLine(Generic[T]):
         queues = model.queues.values()
         if (queue := next((queue for queue in queues if queue.is_ready(now_s, limits, idle=idle)), None)) is not None:
             return queue
-        # the oldest work item has not waited for the time limit yet, so no other one has: only full queues can be ready
+        # the oldest work item has not waited for the time limit yet, so no work item has: only full queues are ready
         full = (queue for queue in self.queues() if queue.is_full(limits))
         return min(full, key=lambda queue: queue.head_s, default=None)
 
@@ -399,7 +399,9 @@ class Waiting(Generic[T]):
 def next_batch(
     waiting: Waiting[T], now_s: float, limits: BatchLimits, device: DeviceLoad
 ) -> Batch[T] | WaitUntil | None:
-    """Return the batch to send now, WaitUntil if none is due, or None until a batch ends or a work item arrives."""
+    """Return the batch to send now; WaitUntil if a batch is due later; None if nothing can be sent before a batch ends
+    or a work item arrives.
+    """
     if device.sent >= device.depth or not len(waiting):
         return None
     interactive, bulk = waiting.lines

@@ -11,11 +11,11 @@ may slow down the others:
 
 * Urgent entries with a share x of the tokens of the full batch may lower the device's tokens per second by at most
   x / 2. So all entries together lower the tokens per second by at most half.
-* An entry that would be late even in the smaller batch is ignored.
+* An entry that would be late even in the smaller batch does not make the batch smaller.
 
-A batch that is sent while another one runs waits at the device. A work item that arrives then waits for both batches,
-and then its own batch must run: three batches. If three batches take too much of the budget of a work item (`binds`),
-the next batch is sealed only LEAD_S before the device is free, so that work items can join it until then.
+A batch that is sent while another batch runs waits at the device. A work item that arrives meanwhile waits for these
+two batches, and then for its own batch. If three batches take too much of the budget of a work item (`binds`), the next
+batch is sealed only LEAD_S before the device is free, so that work items can join it until then.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from sie_contracts.models.costs import AHEAD_SHARE, BatchTimes
 from sie_contracts.settings import Settings
 
 SHARE = 0.4  # part of a work item's remaining time that its batch may take, so that there is time for about two batches
-MAX_LOSS = 0.5  # part of the tokens per second that may be lost if all work items of a full batch need a smaller one
-# the next batch is sent at the latest this many seconds before the running one ends, so that the device does not idle
+MAX_LOSS = 0.5  # part of the tokens per second that may be lost if all work items of a full batch need a smaller batch
+# seconds before the end of the running batch at which the next batch is sent at the latest, so that the device is busy
 LEAD_S = 0.01
 # seconds of budget below which a work item counts as urgent while the time of a full batch is unknown
 UNKNOWN_S = 10.0
@@ -67,9 +67,9 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
 
 def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
     """Return True if a batch takes more than AHEAD_SHARE of the budget of a work item, so that work items that arrive
-    after the batch was sealed could be late. The time of the batch is predicted from these work items; if the mean time
-    of the last batches is longer, it is used instead. Before any batch was measured, return True if a work item has a
-    short budget.
+    after the batch was sealed could be late. The time of the batch is the predicted time of these work items, or the
+    mean time of the last batches if that is longer. If no batch was measured yet, return True if a work item has a
+    budget of at most UNKNOWN_S.
     """
     if not times.is_known:
         return any(ask.budget_s <= UNKNOWN_S for ask in asks)
@@ -79,14 +79,14 @@ def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
     """Return the largest cost of a batch with which the urgent work items are in time. The two rules of this module
-    limit how small it may be.
+    limit how small this cost may be.
     """
     smallest_cost = full
     asking_cost = 0.0
     for cost, left_s, _ in sorted(asking, key=lambda ask: ask.left_s):
         fitting_cost = times.tokens(SHARE * left_s)
         if fitting_cost >= smallest_cost:
-            break  # the work items are sorted: all further ones have more time
+            break  # the work items are sorted: all further work items have more time
         asking_cost += cost
         smallest = max(fitting_cost, times.efficient(full, MAX_LOSS * asking_cost / full))
         if smallest < smallest_cost and times.seconds(smallest) <= left_s:
@@ -118,13 +118,13 @@ class DeviceForecast:
 
 WINDOW = 128  # number of last answers from which the median is computed
 WINDOW_S = 10.0  # seconds after which an answer no longer counts
-EVERY = 16  # number of answers after which the median is computed again; not after each, as this takes time
+EVERY = 16  # number of answers after which the median is computed again, which takes too long to do after each answer
 
 
 class Quantum:
     """Seconds for which deliveries are gathered before they are tokenised together. Without recent answers this is
-    `shortest_s`. Otherwise it depends on the median time from delivery to answer: the further this is below
-    `target_p50_s`, the closer it is to `longest_s`.
+    `shortest_s`. Otherwise it depends on the median time from delivery to answer: the further this median is below
+    `target_p50_s`, the closer the quantum is to `longest_s`.
     """
 
     def __init__(self, shortest_s: float, longest_s: float, target_p50_s: float) -> None:
@@ -154,7 +154,7 @@ class Quantum:
         return self.shortest_s + headroom * (self._longest_s - self.shortest_s)
 
     def until_s(self, began_s: float, last_s: float) -> float:
-        """Return the end of gathering that began at `began_s`, if the last delivery arrived at `last_s`."""
+        """Return the time at which gathering ends, if it began at `began_s` and the last delivery came at `last_s`."""
         return min(began_s + self.seconds(last_s), last_s + self.shortest_s)
 
 

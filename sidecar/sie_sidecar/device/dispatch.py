@@ -1,7 +1,7 @@
-"""Running of tokenised work items: they wait for a device, are sent in batches, and are answered. If their model or
-LoRA was evicted, or the adapter is lost, when their batch runs, they are queued again.
+"""Running of tokenised work items: they wait for a device, the adapter runs them in batches, and their results are sent
+to the gateways. If the model was evicted or the adapter is lost before a batch has run, its work items wait again.
 
-    add ──► DeviceQueue ──► batch ──► adapter ──► answered
+    add ──► DeviceQueue ──► batch ──► adapter ──► results sent
              ▲                          ├──► model evicted, or adapter lost: load it, then put back ──┐
              └──────────────────────────┼─────────────────────────────────────────────────────────────┘
                                         ├──► LoRA evicted: load it, and run before another LoRA replaces it
@@ -13,9 +13,9 @@ sent next.
     put ──► waiting ──► next: a batch (`batch.next_batch`) ──► run ──► end
        └──► writing ──► next: one work item ──► run ──► end
 
-Some work items generate text: their answer is computed token by token. They wait in a separate queue (`writing`). They
-use no lane of the device (a lane runs one batch at a time), because the adapter runs all of them together. They do not
-lower the credit, which is the number of deliveries that the broker may still send.
+Some work items generate text token by token. They wait in a separate queue (`writing`). They use no lane of the device
+(a lane runs one batch at a time), because the adapter runs all of them together. They do not lower the credit, which is
+the number of deliveries that the broker may still send.
 
 Each device has its own queue and its own dispatch. `DeviceQueues` has the queues of all devices. If the adapter of a
 device is lost, its waiting work moves to devices with an adapter.
@@ -54,8 +54,8 @@ from sie_sidecar.results.settle import Settle
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
 
-WRITTEN_AT_ONCE = 16  # maximum number of work items that generate text at the adapter; each needs a connection
-# maximum number of work items that generate text and wait for a device; the broker sends further ones to other workers
+WRITTEN_AT_ONCE = 16  # maximum number of work items that generate text at the adapter; each item needs a connection
+# maximum number of work items that generate text and wait for a device; further work items stay in the broker's queue
 WRITTEN_READY = 16
 _LONGEST_S = 86_400.0  # longest timer of the event loop, in seconds
 
@@ -86,9 +86,9 @@ class DeviceQueue:
         self.wake = asyncio.Event()  # set when something has changed, so that a batch may be due now
         self._ended = asyncio.Event()  # set when a batch has ended
         self.is_reserved = False  # true while the device is reserved for an input that runs alone
-        self.sent = 0  # number of batches at the adapter, not counting those that generate text
-        # by id() of a work item that generates text: event that is set when no request waits for its answer any more,
-        # and the timer that sets it
+        self.sent = 0  # number of batches at the adapter, not counting batches that generate text
+        # by id() of a work item that generates text: event that is set when no request waits for the text any more, and
+        # the timer that sets the event
         self._written: dict[int, tuple[asyncio.Event, asyncio.TimerHandle]] = {}
         self._writers: set[str] = set()  # names of consumers that delivered work items that generate text
         self.number = 0  # number of batches sent since the start, from which the next batch gets its name
@@ -102,7 +102,7 @@ class DeviceQueue:
 
     @property
     def depth(self) -> int:
-        """Return how many batches may be at the adapter, running or waiting there."""
+        """Return how many batches may run or wait at the adapter."""
         ahead = self.lanes + self._pipeline_depth - 1
         return min(ahead, self._most)
 
@@ -113,7 +113,7 @@ class DeviceQueue:
 
     @property
     def at_adapter(self) -> int:
-        """Return how many batches are at the adapter, also those that generate text."""
+        """Return how many batches are at the adapter, including batches that generate text."""
         return self.sent + len(self._written)
 
     def is_behind(self, hosted: ModelState) -> bool:
@@ -170,7 +170,7 @@ class DeviceQueue:
         return self.writes_for(consumer) and len(self.writing) >= WRITTEN_READY
 
     def withdraw(self, flight: InFlight) -> None:
-        """Remove a work item from the queue if it waits there."""
+        """Remove a work item from its queue if it waits in a queue of this device."""
         if flight.batch_entry is not None:
             self._line(flight.batch_entry).remove(flight.batch_entry)
             flight.batch_entry = None
@@ -183,15 +183,15 @@ class DeviceQueue:
         return [entry.work for entry in entries]
 
     def abandon(self, flight: InFlight) -> bool:
-        """Let the adapter stop a work item that generates text. Return False if it does not generate at the adapter."""
+        """Let the adapter stop a work item that generates text. Return False if no such item is at the adapter."""
         if id(flight) not in self._written:
             return False
         self._written[id(flight)][0].set()
         return True
 
     def next(self, *, more_expected: bool) -> Batch[InFlight] | WaitUntil | None:
-        """Return the batch to send now, which then counts as sent; WaitUntil if none is due yet; None if none can be
-        sent before something changes. `more_expected`: more deliveries are on their way or being tokenised.
+        """Return the batch to send now, and count it as sent; WaitUntil if no batch is due yet; None if nothing can be
+        sent before `wake` is set. `more_expected`: more deliveries are on their way or being tokenised.
         """
         now_s, lanes, depth = time.monotonic(), self.lanes, self.depth
         allowed = depth if self.link.connected and not self.is_reserved else 0
@@ -244,7 +244,7 @@ class DeviceQueue:
         flights = [entry.work for entry in batch.entries]
         with spans.batch(self._tracer, flights) if self._tracer is not None else contextlib.nullcontext() as span:
             frame, note = _frame(batch, f"{self._name}-{self.number}", span)
-            # set when no request waits for generated text any more; None for other batches
+            # event that is set when no request waits for generated text any more; None if the batch generates none
             abandoned, _ = self._written.get(id(flights[0]), (None, None))
             done = await self.link.run_batch(frame, on_started, abandoned)
         if len(done.outcomes) != note.items:
@@ -287,7 +287,7 @@ class DeviceQueues:
         self.all: list[DeviceQueue] = []  # the index is the number of the device
 
     def queue_of(self, flight: InFlight) -> DeviceQueue:
-        """Return the queue of the device to which this work item was assigned. An item without a device is an error."""
+        """Return the queue of the device to which this work item is assigned."""
         assert flight.hosted is not None
         return self.all[flight.hosted.device]
 
@@ -314,8 +314,8 @@ class DeviceQueues:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the sum of tokens per second over the devices; 0 while no device has finished a batch. A device that
-        has not finished a batch counts with the mean of the others.
+        """Return the sum of tokens per second over the devices; 0 while no device has finished a batch. For a device
+        that has not finished a batch, add the mean of the other devices.
         """
         queues = self.connected or self.all
         rates = [rate for queue in queues if (rate := queue.rate.tokens_per_s)]
@@ -329,7 +329,7 @@ class DeviceQueues:
         return Load(*self._inventory.load(bulk=bulk), sum(queue.lanes for queue in queues)) if queues else None
 
     def narrowed(self, load: Load, bulk: bool, models: Collection[str]) -> Load:
-        """Return the part of `load` for devices on which one of these models accepts work; `load` if there are none."""
+        """Return the load of the devices on which one of these models accepts work; `load` if no device does."""
         if len(self.all) == 1:
             return load
         open_on = {hosted.device for model in models for hosted in self._models.of_model(model) if hosted.is_open}
@@ -339,15 +339,15 @@ class DeviceQueues:
         return Load(*self._inventory.load(bulk=bulk, devices=able), sum(self.all[number].lanes for number in able))
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if this consumer delivers work that generates text, and no device has room for more of it."""
+        """Return True if this consumer delivers work that generates text, and all queues of such work are full."""
         full = [queue.is_full_of(consumer) for queue in self.all if queue.writes_for(consumer)]
         return bool(full) and all(full)
 
 
 def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.RunBatch, BatchNote]:
-    """Return the frame that sends a batch to the adapter, and the note about the batch for answers and metrics. `span`:
-    the batch's span in a trace; without it, the batch belongs to the trace of its first work item. Raises ModelLoading
-    if the model is not loaded: without its fingerprint, the adapter could run another entry of the model.
+    """Return the frame that sends a batch to the adapter, and the note about the batch for results and metrics. `span`:
+    the batch's span in a trace; if None, the batch belongs to the trace of its first work item. Raises ModelLoading if
+    the model is not loaded: without its fingerprint, the adapter could run another catalogue entry of the model.
     """
     first, key = batch.entries[0].work, batch.key
     ready = first.hosted.ready if first.hosted is not None else None
@@ -414,7 +414,7 @@ class Dispatch:
         work: Tasks,
     ) -> None:
         """Create the dispatch of `device`. `quantum` gets the seconds from delivery to answer of each work item, and
-        decides by them for how long deliveries are gathered before they are tokenised.
+        computes for how long deliveries are gathered before they are tokenised.
         """
         self._device = device
         self._queues = queues
@@ -426,7 +426,7 @@ class Dispatch:
         self._work = work
 
     def add(self, flight: InFlight) -> None:
-        """Queue a tokenised work item. If none of its inputs can run, answer it at once."""
+        """Queue a tokenised work item. If none of its inputs can run, send their errors at once."""
         if flight.settled:
             return
         if flight.refused is not None:
@@ -439,12 +439,12 @@ class Dispatch:
             self._device.put(flight)
 
     async def run(self, more_expected: Callable[[], bool]) -> None:
-        """Send batches until cancelled. `more_expected()`: deliveries are on their way or being prepared."""
+        """Send batches until cancelled. `more_expected()` returns True if more work may soon wait for a device."""
         device = self._device
         while True:
             device.wake.clear()
             if not device.link.connected and self._queues.connected:
-                self._again(device.withdraw_all())  # they move to the other devices, which have an adapter
+                self._again(device.withdraw_all())  # the waiting work moves to devices that have an adapter
             action = device.next(more_expected=more_expected())
             if isinstance(action, Batch):
                 self._work.start(self._run(action), "batch")
@@ -453,9 +453,10 @@ class Dispatch:
             await wait_set(device.wake, timeout_s)
 
     async def _run(self, batch: Batch[InFlight], *, in_turn: bool = False) -> bool:
-        """Run a batch and answer its work items, or queue them again if the model was evicted or the adapter is lost.
-        If the LoRA was evicted, start `_run_in_turn`, which loads it and runs the batch. With `in_turn`, the caller is
-        `_run_in_turn`: return False instead, so that it loads the LoRA again.
+        """Run a batch and send the results of its work items. If the model was evicted or the adapter is lost, queue
+        the work items again. If the LoRA was evicted, start `_run_in_turn`, which loads the LoRA and runs the batch.
+        With `in_turn`, the caller is `_run_in_turn`: if the LoRA was evicted, return False, and the caller loads it
+        again.
         """
         sent, batch = batch, self._fit(batch)
         if not batch.entries:
@@ -489,7 +490,7 @@ class Dispatch:
                     self._on_gone(flights, suspects=started and gone.died)
                 except ModelLoading:  # the model was evicted after this work was prepared
                     self._again(flights)
-                except LoraLoading:  # other LoRAs have replaced the batch's LoRA since this work was prepared
+                except LoraLoading:  # the adapter evicted the batch's LoRA for other LoRAs after this work was prepared
                     if in_turn:
                         return False
                     self._work.start(self._run_in_turn(batch), "lora")

@@ -2,11 +2,11 @@
 
     preparing ──► waiting ──► sealed (in a batch) ──► running ──► settled
         ▲                                             │  └── isolated: its inputs run alone, because a batch ──► settled
-        └── model evicted, or adapter gone ◄──────────┘      with them crashed an adapter
+        └── model evicted, or adapter lost ◄──────────┘      with them crashed an adapter
 
-A work item may become settled from every stage: answered, cancelled, refused or late. A work item that is cancelled
-while it runs is still run and answered, unless it generates text token by token: then the adapter stops it. If it is
-isolated, no further input of it runs.
+A work item may become settled in every stage: its result was sent, or it was cancelled, refused or late. If a running
+work item is cancelled, it still runs to its end and its result is sent. If it generates text, the adapter stops it
+instead. If it is isolated, none of its further inputs run.
 
 `Inventory` has all work items in flight. It counts their tokens, and knows which models must not be evicted because
 work items need them.
@@ -45,23 +45,22 @@ Stage = Literal["preparing", "waiting", "sealed", "running", "isolated", "settle
 
 
 class Lease:
-    """Delivery that the broker leases to this worker until it is acknowledged."""
+    """Message that the broker has leased to this worker: its last delivery, and the time of the last renewal."""
 
     __slots__ = ("delivery", "renewed_s", "slot")
 
     def __init__(self, delivery: Delivery, now_s: float, slot: int) -> None:
         self.delivery = delivery
         self.renewed_s = now_s
-        self.slot = slot  # slot of its record in the file of leased deliveries (`LeaseLedger`); 0 without a record
+        self.slot = slot  # number of the lease's record in the file of leased deliveries (`LeaseLedger`); 0 if none
 
 
 @dataclass(eq=False)
 class InFlight:
-    """Work item from its delivery to its settlement. Times are 0 until they are reached.
+    """Work item from its delivery to its settlement. A time is 0 until its stage is reached.
 
-    `rows`: token sequences for the adapter. The first `shared` rows belong to all inputs. After them, each input has
-    the same number of rows, in the order of the inputs. For texts with chunks, `chunked` says how many rows each input
-    has.
+    `rows`: token sequences for the adapter. The first `shared` rows belong to all inputs. The other rows are in the
+    order of the inputs: each input has the same number of rows, or the number in `chunked` if a text has chunks.
     """
 
     lease: Lease
@@ -73,7 +72,7 @@ class InFlight:
     hosted: ModelState | None = None
     # catalogue entry of the model when the item was assigned to a device (`hosted`); no later entry may run the item
     entry: ModelEntry | None = None
-    # fingerprint of the model that runs it, set when its batch is sent
+    # fingerprint of the model that runs the item, set when the item's batch is sent
     fingerprint: str = ""
     layout: ipc.Layout = "text"
     rows: list[TokenRow] = field(default_factory=list)
@@ -89,31 +88,31 @@ class InFlight:
     dispatched_s: float = 0.0
     started_s: float = 0.0
     stage: Stage = "preparing"
-    settled: bool = False  # true as soon as it is answered, cancelled or handed back to the queue
-    batch_entry: BatchEntry[InFlight] | None = None  # set only while it waits in the queue of a device
-    given_up: SIEError | None = None  # error of work that was given up: its message becomes a dead letter
-    dead: list[Mark] = field(default_factory=list)  # marks of its inputs that are known to crash adapters
-    is_coming: bool = False  # true from its delivery until it is assigned to a device or settled
-    payload_bytes: int = 0  # bytes of its inputs in memory that were read from the payload store
-    counted: int = 0  # number of its tokens that are counted now as waiting for a device
-    span: Span | None = None  # its span in a trace; None if it is not traced
+    settled: bool = False  # true as soon as the item has a result, is cancelled or returns to the queue
+    batch_entry: BatchEntry[InFlight] | None = None  # entry in the queue of a device; None if the item is in no queue
+    given_up: SIEError | None = None  # error of work that is not tried again; the message becomes a dead letter
+    dead: list[Mark] = field(default_factory=list)  # poison marks of the inputs that crash adapters
+    is_coming: bool = False  # true from the item's delivery until the item is assigned to a device or settled
+    payload_bytes: int = 0  # bytes of memory of inputs that were read from the payload store
+    counted: int = 0  # number of the item's tokens that count as waiting for a device now
+    span: Span | None = None  # span of the item in a trace; None if the item is not traced
 
     def move(self, stage: Stage, batch_entry: BatchEntry[InFlight] | None = None) -> None:
-        """Move this work item to a stage. `batch_entry`: its entry in a device's queue, only for the stage `waiting`. A
-        settled work item stays settled.
+        """Move this work item to a stage. A settled work item stays settled. `batch_entry`: entry of the item in a
+        device's queue, for the stage `waiting`.
         """
         self.batch_entry = batch_entry
         if not self.settled:
             self.stage, self.settled = stage, stage == "settled"
 
     def waited_for_load(self, seconds: float) -> None:
-        """Add seconds of waiting for a model or LoRA after tokenising. Earlier waits are computed from the times."""
+        """Add seconds of waiting for a model or LoRA after tokenising; `loaded_s` has the time of earlier waits."""
         if self.tokenised_s and not self.dispatched_s:
             self.reload_s += seconds
 
     @property
     def is_outdated(self) -> bool:
-        """Return True if the catalogue entry of its model has changed since it was assigned to a device."""
+        """Return True if the catalogue entry of the model has changed since the item was assigned to a device."""
         return self.hosted is not None and self.hosted.resolved.entry is not self.entry
 
     def of_input(self, index: int) -> list[TokenRow]:
@@ -127,11 +126,11 @@ class InFlight:
 
     @property
     def is_whole(self) -> bool:
-        """Return True if certainly all inputs run: none is unfit, and long ones are truncated, not refused."""
+        """Return True if certainly all inputs run: no input is unfit, and long inputs are truncated, not refused."""
         return self.item.options.truncate != "NONE" and not self.unfit
 
     def stopped(self) -> list[SIEError | None]:
-        """Return for each input None, or the error for which it does not run: unfit for the model, or too long."""
+        """Return for each input the error because of which it does not run (unfit, or too long), or None if it runs."""
         if self.is_whole:
             return [None] * len(self.item.inputs)
         common = next((row for row in self.rows[: self.shared] if row.truncated), None)
@@ -149,7 +148,7 @@ def unsettled(flights: Iterable[InFlight]) -> int:
 
 
 def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
-    """Return the rows to run, and the indexes of the inputs to which they belong: all inputs except stopped ones."""
+    """Return the rows to run, and the indexes of their inputs: all inputs without an error in `stopped`."""
     if flight.is_whole:
         return flight.rows, list(range(len(flight.item.inputs)))
     inputs = [index for index, error in enumerate(flight.stopped()) if error is None]
@@ -179,8 +178,8 @@ def too_long(row: TokenRow) -> InvalidInput:
 
 
 def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-    """Return an outcome for each input: its own in `outcomes` if it ran, else an error. Truncated inputs and files with
-    several images are marked, and the length of a sound is added.
+    """Return an outcome for each input: the next of `outcomes` if the input ran, else its error. Mark truncated inputs
+    and files with several images, and add the length of a sound.
     """
     ran = iter(outcomes)
     common = any(row.truncated for row in flight.rows[: flight.shared])
@@ -230,7 +229,7 @@ def only(flight: InFlight, index: int) -> InFlight:
 
 
 def joined(parts: Sequence[tuple[Outcome, bytes]]) -> tuple[tuple[Outcome, ...], bytes]:
-    """Join outcomes whose arrays are in separate blocks of bytes. Return them, and one common block of their arrays."""
+    """Join outcomes whose arrays are in separate blocks of bytes. Return the outcomes and one block of all arrays."""
     outcomes: list[Outcome] = []
     start = 0
     for outcome, block in parts:
@@ -250,12 +249,12 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
     tokenised_s = flight.tokenised_s or loaded_s
     dispatched_s = flight.dispatched_s or tokenised_s
     inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)
-    # time of tokenising in the adapter, which some model families do
+    # milliseconds of tokenising in the adapter: 0, except for some model families
     tokenised_there_ms = done.preprocess_ms if done else 0.0
     # `started_s` may be too late, because BatchStarted may be read only together with the result. So the waiting time
     # is at most the total time less the times that the adapter measured
     max_ms = (now_s - dispatched_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
-    # a batch that is tokenised in the adapter has started before it waits for the device
+    # if the adapter tokenises the batch, `started_s` is before the wait for the device and does not measure this wait
     started_ms = math.inf if tokenised_there_ms else (flight.started_s - dispatched_s) * 1000
     return Stages(
         fetch_ms=(fetched_s - flight.received_s) * 1000,
@@ -326,15 +325,15 @@ class Inventory:
             del self._coming[flight.item.model]
 
     def let_model_go(self, flight: InFlight) -> None:
-        """Record that a work item no longer needs its model, or will not need one."""
+        """Record that a work item does not need its model any more."""
         if flight.is_coming:
             self._arrived(flight)
-            # while this work item had no device, its consumer was not allowed to deliver others, which would wait for
-            # the same load
+            # the consumer may deliver again: while this work item had no device, further work items would have waited
+            # for the same load
             self._on_free(flight.lease.delivery.consumer)
         if flight.hosted is not None:
             self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)
-            # a consumer delivers only one work item of a model that is not loaded: it may deliver the next one now
+            # a consumer delivers only one work item of a model that is not loaded: it may deliver the next item now
             if flight.hosted.state != "loaded":
                 self._on_free(flight.lease.delivery.consumer)
             flight.hosted = None
@@ -346,7 +345,7 @@ class Inventory:
         del self._all[flight.lease]
 
     def written_ended(self, flight: InFlight) -> None:
-        """Record that a work item that generates text has ended: its consumer may deliver another one."""
+        """Record that a work item that generates text has ended, so that its consumer may deliver another item."""
         self._on_free(flight.lease.delivery.consumer)
 
     def count(self, flight: InFlight, cost: int) -> None:
@@ -375,8 +374,8 @@ class Inventory:
         return cost, items
 
     def ages(self) -> tuple[int, dict[str, float]]:
-        """Return the number of tokens of all work at this worker (estimates until it is tokenised), and by model the
-        age in seconds of its oldest work item that is assigned to a device.
+        """Return the number of tokens of all work at this worker, estimated for work that is not tokenised yet. Also
+        return by model the age in seconds of its oldest work item that is assigned to a device.
         """
         cost, oldest_s = 0, dict[str, float]()
         now_s = time.monotonic()
@@ -387,7 +386,7 @@ class Inventory:
         return cost, oldest_s
 
     def pending_inputs(self) -> dict[str, int]:
-        """Return by model the number of inputs that are assigned to a device and not answered yet."""
+        """Return by model the number of inputs that are assigned to a device and have no result yet."""
         counts: Counter[str] = Counter()
         for flight in self._all.values():
             if flight.hosted is not None and not flight.settled:

@@ -1,8 +1,8 @@
 """Search for the input that crashed an adapter. The inputs that the device had begun run again one at a time, while
 nothing else is at the device. If the adapter dies again, the input that ran is the cause. There is no search if the
-adapter only stopped answering.
+adapter process did not die, but only stopped replying.
 
-    batch during which an adapter died ──► its inputs, one by one ──► answered: not the cause
+    batch during which an adapter died ──► its inputs, one by one ──► it succeeds: not the cause
                                                      └──► the adapter dies again: the input is poison, and is refused
                                                           from now on
 
@@ -59,8 +59,8 @@ class Isolate:
         self._settle = settle
         self._metrics = metrics
         self._work = work
-        # Work items that wait to run alone. They are few, because the broker sends only a limited number of work items.
-        # While they wait, their models may be evicted, because the next item to run may need the memory for its model.
+        # Work items that wait to run alone, at most as many as the credit allows. While a work item waits, its model
+        # may be evicted, because the next item may need the memory; the function next to the item forbids this again.
         self._suspects: deque[tuple[InFlight, Callable[[], None]]] = deque()
         self._news = asyncio.Event()
         self._slice_s = 0.0
@@ -109,8 +109,8 @@ class Isolate:
                 return
             try:
                 outcome, block, ran = await self._outcome(flight, index, keys[index])
-            except AdapterGone:  # this device has no adapter or no memory any more: another device takes over
-                if flight.hosted is not None:  # None if it was settled meanwhile
+            except AdapterGone:  # this device has no adapter, or no memory for the model: another device runs the item
+                if flight.hosted is not None:  # None if the work item was settled meanwhile
                     self._isolates[self._loading.moved(flight.hosted, [flight]).device].add(flight)
                 return
             parts.append((outcome, block))
@@ -122,8 +122,8 @@ class Isolate:
     async def _outcome(
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
-        """Run an input alone and return its outcome: an error if the input has crashed two adapters, is late, or if
-        loading its model or running it fails. Raises AdapterGone if another device must run it.
+        """Run an input alone and return its outcome. The outcome is an error if the input has crashed two adapters or
+        is late, or if the model cannot be loaded or run. Raises AdapterGone if another device must run the input.
         """
         hosted, lora = flight.hosted, flight.item.options.lora
         assert hosted is not None
@@ -141,7 +141,7 @@ class Isolate:
                     self._device.end_reservation()
                 await self._loading.ensure(hosted, [flight], past_gate=True)
                 await self._take_device()
-                if flight.settled:  # cancelled meanwhile: nothing reads this outcome
+                if flight.settled:  # the work item was cancelled meanwhile, so this outcome is not used
                     raise GatewayTimeout("the request was withdrawn before it could run")
                 try:
                     done, note = await self._run_alone(flight, single, key, hosted)
@@ -155,7 +155,7 @@ class Isolate:
                 continue
             except SIEError as error:
                 return Failed(error.info()), b"", None
-            # not awaited: the broker may be unreachable, and the device would idle
+            # not awaited, because the device would idle while the broker is unreachable
             self._work.start(self._marks.clear(key), "marks")
             return done.outcomes[0], done.block, (done, note)
 
@@ -183,7 +183,7 @@ class Isolate:
             raise
 
     async def _take_device(self) -> None:
-        """Reserve the device for inputs that run alone. After SLICE_S of this, let one waiting batch run first."""
+        """Reserve the device for inputs that run alone. After SLICE_S of reservation, first let a waiting batch run."""
         device = self._device
         if device.is_reserved and time.monotonic() - self._slice_s > SLICE_S and len(device.waiting):
             before = device.number

@@ -1,5 +1,5 @@
-"""Connections to the adapters of a worker; each device has one adapter. To each adapter there are connections for
-batches and loads, and one control connection for short requests and for pings, which show whether the adapter answers.
+"""Connections to the adapters of a worker; each device has one adapter. The sidecar has several connections to each
+adapter for batches and loads, and a control connection for short requests and pings. Pings show if the adapter replies.
 
     AdapterLinks.run ──► link to the first adapter ──► its description: number of devices ──► links to the others
 """
@@ -23,15 +23,15 @@ from sie_runtime.process import START_S, Stop, Trouble, wait_set
 
 CONTROL_TIMEOUT_S = 5.0
 CONNECT_PAUSE_S = 0.05
-AWAY_S = 10.0  # seconds until work moves to another device, if the adapter of its device does not come back
+AWAY_S = 10.0  # seconds after which the work of a lost adapter moves to another device, if no adapter connects again
 _R = TypeVar("_R", ipc.Ready, ipc.Done, ipc.BatchDone)
 _logger = logging.getLogger("sie.sidecar.link")
 
 
 class AdapterGone(Exception):
-    """Raised if the adapter closed the connection, accepts no connection, does not answer a short request in time, or
-    answers with an unexpected message. Work that was sent may have run, but is not answered. `died` False: this process
-    closed the connection, so the work may not have crashed the adapter.
+    """Raised if the adapter closes the connection, accepts no connection, does not reply to a short request in time, or
+    sends an unexpected reply. Work that was sent may have run, but its result is lost. `died` is False if this process
+    closed the connection, so that the work need not have crashed the adapter.
     """
 
     def __init__(self, message: str, *, died: bool = True) -> None:
@@ -70,7 +70,7 @@ class _AdapterConnection:
 @contextlib.asynccontextmanager
 async def _cancelled_when(abandoned: asyncio.Event | None, connection: _AdapterConnection) -> AsyncIterator[None]:
     """Context manager: if `abandoned` is set during its block, send a Cancel for the batch on this connection. The
-    adapter answers the batch nevertheless.
+    adapter still sends a reply to the batch, so the block must read this reply.
     """
     if abandoned is None:
         yield
@@ -78,7 +78,7 @@ async def _cancelled_when(abandoned: asyncio.Event | None, connection: _AdapterC
 
     async def cancel() -> None:
         await abandoned.wait()
-        with contextlib.suppress(AdapterGone):  # the code that waits for the answer gets the same error
+        with contextlib.suppress(AdapterGone):  # the block, which waits for the reply, gets the same error
             await connection.send(ipc.frame(ipc.Cancel()))
 
     cancelling = asyncio.create_task(cancel())
@@ -97,15 +97,15 @@ async def _connect(path: str) -> _AdapterConnection:
 
 
 class AdapterLink:
-    """Connections to one adapter. If one connection is lost, all are closed, and the adapter counts as lost, with its
-    models. Each of `listeners` is called with True when the adapter is connected and with False when it is lost.
+    """Connections to one adapter. If a connection is lost, all connections are closed, and the adapter with its models
+    counts as lost. Each of `listeners` is called with True when the adapter is connected, with False when it is lost.
     """
 
     def __init__(
         self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float, number: int = 0
     ) -> None:
         """Create the link; `run` connects it. `size`: number of connections for batches and loads, or a function of the
-        number of batches that the device runs at once. `number`: the device in this worker.
+        number of batches that the device runs at once. `number`: number of the device in this worker.
         """
         self.path = path
         self.number = number
@@ -123,7 +123,7 @@ class AdapterLink:
         self._control_lock = asyncio.Lock()  # held by the request that uses the control connection
         self._loads = asyncio.Semaphore(1)
         self._lost = asyncio.Event()
-        self._given_up = False  # true if this process closed the connections: this does not prove that the adapter died
+        self._given_up = False  # true if this process closed the connections, so that the adapter need not have died
         self._last_pong_s = -1e9
         self._lost_s = time.monotonic()  # time at which the adapter was lost
         self._up = asyncio.Event()
@@ -132,8 +132,8 @@ class AdapterLink:
         self._dropped: Callable[[tuple[str, ...]], None] = lambda names: None
 
     def attach(self, may_drop: Callable[[], tuple[str, ...]], dropped: Callable[[tuple[str, ...]], None]) -> None:
-        """Set two callbacks. `may_drop` returns the models that the adapter may evict, in the order in which it should
-        evict them. `dropped` is called with the models that the adapter reports as evicted.
+        """Set two callbacks. `may_drop` returns the models that the adapter may evict, in the order of eviction.
+        `dropped` is called with the models that the adapter reports as evicted.
         """
         self._may_drop, self._dropped = may_drop, dropped
 
@@ -158,11 +158,11 @@ class AdapterLink:
         return answer
 
     def is_fresh(self) -> bool:
-        """Return True if the adapter has answered a ping recently."""
+        """Return True if the adapter has replied to a ping in the last `stale_s` seconds."""
         return time.monotonic() - self._last_pong_s < self._stale_s
 
     async def run(self, stop: Stop) -> None:
-        """Connect, send pings, and connect again after a loss. Ends if cancelled, or at `stop` while not connected."""
+        """Connect, send pings, and connect again after a loss. Ends at `stop` if the adapter is not connected."""
         trouble = Trouble(_logger, "waiting for the adapter", START_S)
         while True:
             try:
@@ -180,7 +180,7 @@ class AdapterLink:
             finally:
                 self._close()
             self._notify_listeners(False)
-            _logger.warning("the connection to the adapter is lost; connecting again")
+            _logger.warning("the connection to the adapter at %s is lost; connecting again", self.path)
 
     def _notify_listeners(self, connected: bool) -> None:
         for listener in self.listeners:
@@ -205,14 +205,14 @@ class AdapterLink:
             for connection in opened:
                 connection.close()
             if isinstance(error, TimeoutError):
-                raise AdapterGone(f"{self.path}: no answer in {CONTROL_TIMEOUT_S} s") from error
+                raise AdapterGone(f"{self.path}: no reply in {CONTROL_TIMEOUT_S} s") from error
             raise
         connections = opened[1:]
         self._lost.clear()
         self._given_up = False
         self._control, self._all, self.description = control, connections, description
         self._idle, self._more = asyncio.LifoQueue(), asyncio.LifoQueue()
-        self._loads = asyncio.Semaphore(max(1, size - 1))  # limits loads, so that one connection is free for batches
+        self._loads = asyncio.Semaphore(max(1, size - 1))  # loads must leave one connection free for batches
         for connection in connections:
             self._idle.put_nowait(connection)
         self._last_pong_s = time.monotonic()
@@ -232,7 +232,7 @@ class AdapterLink:
                 pong = await self.request(ipc.Ping())
             except AdapterGone:
                 return
-            except SIEError as error:  # the adapter answers, so its batches go on; without a Pong, `is_fresh` is false
+            except SIEError as error:  # the adapter replies, so its batches go on; without a Pong, `is_fresh` ends
                 _logger.warning("the adapter refused a health check; its batches go on: %s", error)
                 continue
             if isinstance(pong, ipc.Pong):
@@ -244,7 +244,7 @@ class AdapterLink:
         async with self._control_lock:
             control = self._control
             if control is None:
-                raise AdapterGone(f"{self.path}: not connected")
+                raise AdapterGone(f"{self.path}: the adapter is not connected")
             try:
                 async with asyncio.timeout(CONTROL_TIMEOUT_S):
                     answer = await self._exchange(control, question)
@@ -253,7 +253,7 @@ class AdapterLink:
                 # a part of the reply may be unread, so the connection cannot be used again
                 self._lost.set()
                 if isinstance(error, TimeoutError):
-                    raise AdapterGone(f"{self.path}: no answer in {CONTROL_TIMEOUT_S} s") from error
+                    raise AdapterGone(f"{self.path}: no reply in {CONTROL_TIMEOUT_S} s") from error
                 raise
             return self._unwrapped(answer)
 
@@ -276,20 +276,20 @@ class AdapterLink:
             lost.cancel()
             getting.cancel()
         if not getting.done():
-            raise AdapterGone(f"{self.path}: lost", died=False)
+            raise AdapterGone(f"{self.path}: the adapter was lost", died=False)
         return getting.result()
 
     @contextlib.asynccontextmanager
     async def _borrowed(self, *, more: bool = False) -> AsyncIterator[_AdapterConnection]:
-        """Context manager that lends a free connection. `more`: one for text generation, opened if none is free."""
+        """Context manager: yield a free connection. `more`: a connection for text generation, opened if needed."""
         if not self.connected:
-            raise AdapterGone(f"{self.path}: not connected")
+            raise AdapterGone(f"{self.path}: the adapter is not connected")
         pool = self._more if more else self._idle
         if more and pool.empty():
             connection = await _connect(self.path)
             if pool is not self._more or not self.connected:
                 connection.close()
-                raise AdapterGone(f"{self.path}: lost", died=False)
+                raise AdapterGone(f"{self.path}: the adapter was lost", died=False)
             self._all.append(connection)
         else:
             connection = await self._next(pool) if pool.empty() else pool.get_nowait()
@@ -299,7 +299,7 @@ class AdapterLink:
             self._lost.set()
             raise
         except BaseException:
-            # the request was interrupted: its late answer would count as the answer to the next request
+            # the request was interrupted, so its late reply would be taken for the reply to the next request
             connection.close()
             self._given_up = True
             self._lost.set()
@@ -330,9 +330,8 @@ class AdapterLink:
         self, batch: ipc.RunBatch, on_started: Callable[[], None], abandoned: asyncio.Event | None = None
     ) -> ipc.BatchDone:
         """Run one batch and return its result. `on_started` is called when the device begins the batch. `abandoned` is
-        set when no request waits for generated text. A batch larger than a frame is refused here: the adapter would
-        close the connection, and all batches at the adapter would be lost. Raises AdapterGone, or the SIEError of a
-        refused batch.
+        set when no request waits for generated text. A batch larger than a frame is refused here, because the adapter
+        would close the connection, and all batches at the adapter would be lost. Raises AdapterGone, SIEError.
         """
         if may_drop := self._may_drop():
             batch = msgspec.structs.replace(batch, may_drop=may_drop)
@@ -355,7 +354,7 @@ class AdapterLink:
         """Return the reply like `_unwrapped`. Raises AdapterGone for a reply of another kind, SIEError."""
         reply = self._unwrapped(answer)
         if not isinstance(reply, kind):
-            raise AdapterGone(f"{self.path}: answered {type(question).__name__} with {type(reply).__name__}")
+            raise AdapterGone(f"{self.path}: the reply to {type(question).__name__} is {type(reply).__name__}")
         return reply
 
     def _unwrapped(self, answer: ipc.Reply) -> ipc.Reply:
@@ -368,8 +367,8 @@ class AdapterLink:
 
 
 class AdapterLinks:
-    """Links to the adapters of one worker; the index is the number of the device. The first adapter reports the number
-    of devices. Links are never removed: while an adapter is lost, its device is not used.
+    """Links to the adapters of one worker; the index of a link is the number of its device. The first adapter reports
+    the number of devices. Links are never removed: while an adapter is lost, its device is not used.
     """
 
     def __init__(self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float) -> None:
@@ -408,8 +407,8 @@ class AdapterLinks:
         return any(link.connected for link in self._all)
 
     def is_fresh(self) -> bool:
-        """Return True if any adapter answered a ping recently. One adapter is enough, because the device of this
-        adapter takes over the work of the others.
+        """Return True if an adapter has replied to a ping recently. One adapter is enough, because its device takes
+        over the work of the other devices.
         """
         return any(link.is_fresh() for link in self._all)
 
@@ -422,7 +421,7 @@ class AdapterLinks:
                 wait.cancel()
 
     async def wait_all_connected(self, within_s: float) -> None:
-        """Wait until all adapters are connected, but at most `within_s` seconds after the first one."""
+        """Wait until all adapters are connected, but at most `within_s` seconds after the first adapter connected."""
         await self._all[0].wait_connected()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):

@@ -1,7 +1,7 @@
-"""Inputs that crash adapters: records for all workers, which outlive restarts. An input is identified by a digest of
-its content; its text is not stored.
+"""Records of inputs that crash adapters. All workers share the records, which outlive restarts. A record has a digest
+of the input's content, and not its text.
 
-    an adapter dies ──► the inputs that were running are marked, and each runs alone ──► answered: its mark is removed
+    an adapter dies ──► the inputs that were running are marked, and each runs alone ──► success: its mark is removed
                                                            └──► an adapter dies again while it runs alone:
                                                                 the input is poison, and is refused from now on
 
@@ -27,7 +27,7 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Trouble
 
 POISON_DEATHS = 2
-# maximum number of marks in memory. Further marks replace the oldest, whose input can then crash adapters again
+# maximum number of marks in memory. A further mark replaces the oldest mark, whose input can then crash adapters again
 MAX_MARKS = 1 << 16
 WRITES_AT_ONCE = 256  # marks in one write; the broker accepts at most 1,000 in one batch
 PATIENCE_S = 2.0  # seconds to wait until the broker has stored marks; after that, work goes on without waiting
@@ -127,7 +127,7 @@ class PoisonMarks:
         await self.died(model, [key for key in keys if self.get(key) is None])
 
     async def clear(self, key: str) -> None:
-        """Remove the mark of a content that was answered."""
+        """Remove the mark of a content that ran without a crash."""
         _, revision = self._known.get(key, (None, 0))
         self._discard(key)
         await self._write([Write(key, None, revision)] if revision else [])
@@ -147,8 +147,8 @@ class PoisonMarks:
             )
 
     async def _write_some(self, writes: list[Write]) -> None:
-        """Write marks in one batch. If another worker has changed one of them, write each mark alone: only the
-        changed marks then stay as they are in the bucket.
+        """Write marks in one batch. If another worker has changed one of these marks, write each mark alone; a mark
+        that another worker has changed is not written.
         """
         try:
             last = await self._bucket.write(writes)

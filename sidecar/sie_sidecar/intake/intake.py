@@ -1,8 +1,8 @@
-"""First stage of a worker: a delivery becomes a work item, and work items that arrive together are gathered in groups,
-which are tokenised together. Cancelled work items are dropped.
+"""First stage of a worker: it decodes deliveries to work items, and gathers work items that arrive together in groups,
+which are tokenised together. It drops cancelled work items.
 
     delivery ──► lease ──► InFlight ──► gathered ──► groups that can be tokenised in one call (`_grouped`)
-                   └──► delivered again because its lease had ended, and still in flight here: the lease is renewed
+                   └──► message delivered again after its lease ended, work item still in flight: renew the lease
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sie_sidecar.results.settle import Leases, Settle
 if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
-CHARACTERS_PER_TOKEN = 4  # a gateway estimates the tokens of a text as its characters divided by this
+CHARACTERS_PER_TOKEN = 4  # a gateway estimates the tokens of a text as its characters divided by this number
 # a work item counts as late this many seconds after its time limit plus the possible error of the broker's clock
 LATE_S = 0.25
 _logger = logging.getLogger("sie.sidecar.intake")
@@ -74,7 +74,7 @@ class WorkIntake:
         self._arrival = asyncio.Event()
 
     def accept(self, delivery: Delivery) -> InFlight | None:
-        """Return the work item of a delivery; None if it cannot be decoded, or is already in flight here."""
+        """Return the work item of a delivery; None if the message cannot be decoded or the item is in flight here."""
         now_s = time.monotonic()
         self._metrics.deliveries.labels("true" if delivery.delivered > 1 else "false").inc()
         if (lease_in_hand := self._leases.adopt(delivery)) is not None:
@@ -99,9 +99,9 @@ class WorkIntake:
         return flight
 
     def _left_s(self, delivery: Delivery, item: WorkItem) -> tuple[float, float]:
-        """Return the estimated seconds until a request's time limit, and the seconds to add until it has certainly
-        passed, because the broker's clock is known only with an error. The limit counts from the publication of the
-        message, also if it is delivered again. While the clock is unknown, the whole limit remains.
+        """Return the estimated seconds until a request's time limit, and the possible error of this estimate, because
+        the broker's clock is measured with an error. The limit counts from the publication of the message, also after a
+        redelivery. While the broker's clock is not measured, return the whole limit.
         """
         left_s = item.budget_ms / 1000
         if not math.isfinite(self._broker_clock.margin_s):
@@ -113,7 +113,7 @@ class WorkIntake:
         try:
             notice = messages.decode_cancel(message.data)
         except UNDECODABLE as error:
-            _logger.error("a message about cancelled requests could not be decoded: %s", error)
+            _logger.error("a message about cancelled requests was ignored, because it could not be decoded: %s", error)
         else:
             self.cancel(notice.requests)
 
@@ -140,9 +140,9 @@ class WorkIntake:
         return self._quantum.p50_s, self._quantum.seconds(time.monotonic())
 
     async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> Gathered:
-        """Wait for a delivery, then a short time for more. Return the work items that are not settled. The wait ends
-        when they fill a batch, or when neither earlier work items are being tokenised (`is_tokenising`) nor more
-        messages may come from the broker (`more_expected`).
+        """Wait for a delivery, then a short time for more deliveries. Return the work items that are not settled. The
+        wait ends when the work items fill a batch. It also ends when no earlier work is being tokenised
+        (`is_tokenising`) and no more messages may come from the broker (`more_expected`).
         """
         await self._arrival.wait()
         began_s = last_s = time.monotonic()
@@ -158,12 +158,12 @@ class WorkIntake:
             last_s = time.monotonic()
         self._arrival.clear()
         arrived, self.arrived = [flight for flight in self.arrived if not flight.settled], []
-        if arrived:  # empty if all were cancelled meanwhile
+        if arrived:  # empty if all work items were cancelled meanwhile
             self._metrics.gathered.observe(len(arrived))
         gathered = _grouped(arrived)
         if len(self._queues.all) == 1:
             return gathered
-        # split, because each part can run on another device
+        # groups are split, because each part can run on another device
         parts = [part for group in gathered.groups for part in batch_parts(group, self._limits)]
         return gathered._replace(groups=parts)
 

@@ -1,4 +1,4 @@
-"""Pool from which this worker pulls; gateways assign it. If no gateway has answered for CLOSED_AFTER_S, a worker
+"""Pool from which this worker pulls; gateways assign it. If no gateway has replied for CLOSED_AFTER_S, a worker
 whose own pool is `_default` pulls from that pool, and any other worker stops pulling.
 
     every ASK_S seconds, and when a gateway sends a hint:
@@ -29,7 +29,7 @@ _logger = logging.getLogger("sie.sidecar.admission")
 
 
 class Assignments(msgspec.Struct, frozen=True):
-    """A gateway's answer: the pools of this worker. `pinned_models` must be loaded even if no request needs them."""
+    """Reply of a gateway: the pools of this worker. `pinned_models` must be loaded even if no request needs them."""
 
     worker: str
     pools: tuple[str, ...]
@@ -40,8 +40,8 @@ _answer = msgspec.json.Decoder(Assignments)
 
 
 def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None:
-    """Return the pool to pull from, or None. `own`: the worker's own pool. `answered`: the pools in the last answer, at
-    first only `own`. `silent_s`: age of that answer. Of several pools, a worker serves its own, or else the first.
+    """Return the pool to pull from, or None. `own`: the worker's own pool. `answered`: the pools in the last reply, at
+    first only `own`. `silent_s`: age of that reply. Of several pools, a worker serves its own, or else the first.
     """
     if silent_s > CLOSED_AFTER_S:
         return own if own == _DEFAULT else None
@@ -49,9 +49,9 @@ def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None
 
 
 class PoolMembership:
-    """Asks gateways which pool this worker serves. If a gateway does not answer, the next one is asked. `asked` is set
-    after the first round, also if it failed. `changed` is set when the worker must serve another pool or load other
-    models.
+    """Requests the pool of this worker from gateways. If a gateway does not reply, the next gateway is asked. `asked`
+    is set after the first attempt, also if no gateway replied. `changed` is set when the worker must serve another pool
+    or load other models.
     """
 
     def __init__(self, urls: str, token: Secret | None, worker: str, own: str) -> None:
@@ -97,8 +97,8 @@ class PoolMembership:
             await self._client.aclose()
 
     async def _ask_any(self) -> str:
-        """Request this worker's pools from the gateways, one after the other, until one answers. Return an empty string
-        then; otherwise the errors of all gateways.
+        """Request this worker's pools from the gateways, one after the other, until a gateway replies. Return an empty
+        string, or the errors of all gateways if none replies.
         """
         reasons = []
         for url in list(self._urls):
@@ -106,7 +106,7 @@ class PoolMembership:
             if not trouble:
                 return ""
             reasons.append(trouble)
-            # moved to the end: the gateway that answered last is asked first next time
+            # move this gateway to the end, so that the gateway that replied last is asked first the next time
             self._urls.append(self._urls.pop(0))
         return "; ".join(dict.fromkeys(reasons))
 
@@ -122,8 +122,8 @@ class PoolMembership:
         try:
             assignments = _answer.decode(answer.content)
         except UNDECODABLE as error:
-            return f"not the expected answer: {error}"
+            return f"the reply is not valid: {error}"
         if assignments.worker != self._worker:
-            return "it answered for another worker"
+            return "the reply is for another worker"
         self._answered, self.pinned, self._answered_s = assignments.pools, assignments.pinned_models, time.monotonic()
         return ""

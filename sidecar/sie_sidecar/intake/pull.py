@@ -8,8 +8,8 @@ the first heartbeat. Without this wait, each new worker would load every model t
 FIRST_S, there is no gateway, and the worker pulls the work of all models. If no adapter was connected when the wait
 began, the wait is repeated, because gateways place models only on workers with an adapter.
 
-A table that no gateway confirmed for OLD_S seconds is old: no gateway runs. Hosts still serve their models. If a model
-is loaded on a worker that the table does not name as its host, this worker also pulls waiting work of the model.
+A table that no gateway confirmed for OLD_S seconds is old: no gateway runs. Hosts still serve their models. A worker
+that has loaded a model, but is not its host in the old table, then also pulls waiting work of the model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sie_sidecar.models.loading import Loading
 
 FIRST_S = 5.0
 OLD_S = 15.0
-# seconds until another attempt to load a model in advance, if the first one failed or the model was evicted
+# seconds until another attempt to load a model in advance, if the last attempt failed or the model was evicted
 AHEAD_AGAIN_S = 60.0
 Role = Literal["pull", "probe", "ahead", "none"]
 _ORDER: dict[Role, int] = {"none": 0, "ahead": 1, "probe": 2, "pull": 3}
@@ -48,11 +48,11 @@ _logger = logging.getLogger("sie.sidecar.pull")
 
 def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits: bool) -> Role:
     """Return the role of `worker` for a model with these hosts. `held`: the worker should pull no more of the model's
-    work, because some waits here already, or because the model is closed to new work to make room for another model.
-    `waits`: work of the model waits in the stream, and no gateway runs that could place the model.
+    work, because work of the model waits here already, or because the model is closed to new work while another model
+    needs its memory. `waits`: work of the model waits in the stream, and no gateway runs that could place the model.
 
-    A host with the model loaded pulls. Otherwise, only the first host pulls one message, which waits for the load: the
-    table puts hosts that have loaded the model first. The other hosts load the model in advance, then pull.
+    A host that has loaded the model pulls. The table puts such hosts first. If the first host has not loaded the model,
+    it pulls one message, which waits for the load. The other hosts load the model in advance, then pull.
     """
     if worker not in hosts:
         return "pull" if loaded and waits else "none"
@@ -78,8 +78,8 @@ class HostAssignment:
         is_up: Callable[[], bool],
     ) -> None:
         """Create the assignment without a table. `now_s`: the broker's clock. `loaded(model)`: the model is loaded here
-        and accepts work. `held(model)`: no more of its work should wait here, as in `role`. `on_change` is called after
-        a change of the table. `is_up()`: an adapter is connected; gateways place models only on workers with one.
+        and accepts work. `held(model)`: as in `role`. `on_change` is called after a change of the table. `is_up()`: an
+        adapter is connected; gateways place models only on workers with a connected adapter.
         """
         self._broker = broker
         self._lane = lane
@@ -104,8 +104,8 @@ class HostAssignment:
             RecordBucket(broker, topology.PLACEMENT_BUCKET),
             stored_tables.decode,
             self._on_value,
-            # only the parts that were read from the bucket are cleared: the worker uses the last table until the new
-            # bucket has one
+            # clears only the parts that were read from the bucket: the worker uses the last table until the new bucket
+            # has a table
             on_lost=self._stored.clear,
             read=functools.partial(stored_tables.read_lane, lane_key=self._stored.key),
             wants=self._stored.has,
@@ -119,7 +119,7 @@ class HostAssignment:
             self._await_table()
 
     def _await_table(self) -> None:
-        self._end_wait()  # `start` may be repeated
+        self._end_wait()  # ends the wait of an earlier call of `start`
         self._was_up = self._is_up()
         self._first = asyncio.get_running_loop().call_later(FIRST_S, self._no_table)
 
@@ -197,8 +197,9 @@ class HostAssignment:
         return role(hosts, self._worker, loaded=loaded, held=held, waits=model in self._waiting)
 
     def ahead(self) -> list[str]:
-        """Return the models to load in advance: placed here, with another worker as the first host, not loaded, and not
-        tried in the last AHEAD_AGAIN_S seconds. Empty if there is no table, or if the table is old.
+        """Return the models to load in advance: models that are placed here, have another worker as their first host,
+        are not loaded, and were not returned in the last AHEAD_AGAIN_S seconds. Empty without a table or with an old
+        table.
         """
         if self.table is None or self.is_old():
             return []
@@ -218,7 +219,7 @@ class HostAssignment:
 
     async def check_unassigned(self, loaded: Iterable[str]) -> None:
         """If the table is old, find the `loaded` models that it does not place here and that had waiting work in this
-        check and the last one. Raises BrokerError.
+        check and in the previous check. Raises BrokerError.
         """
         if self._is_stopped:
             return
@@ -257,9 +258,9 @@ class Pulling:
     """Open pull requests to the consumers of a lane. Credit is the number of messages that a consumer may still
     deliver.
 
-    `backlog(bulk)`: the work at this worker that a new work item would wait for, None if nothing may be pulled.
-    `role(consumer)`: as in `HostAssignment`. `narrowed(load, consumer)`: the part of `load` that waits for the devices
-    that would run the consumer's work.
+    `backlog(bulk)`: work at this worker that runs before a new work item; None if nothing may be pulled.
+    `role(consumer)`: as in `HostAssignment`. `narrowed(load, consumer)`: the part of `load` on the devices that would
+    run the consumer's work.
     """
 
     def __init__(
@@ -288,7 +289,8 @@ class Pulling:
         # work waited here
         self._short: dict[str, None] = {}
         self._more: set[str] = set()  # consumers whose last delivery said that more messages wait
-        # consumers whose creation the broker reported since the last listing began: the listing may not have them
+        # consumers whose creation the broker reported since the last listing began: the listing may lack these
+        # consumers
         self._announced: set[str] = set()
         self._open = False  # true if the last refill allowed pulls
         self._pulls: Pulls = queue.pulls(self._stream, on_delivery)
@@ -296,12 +298,14 @@ class Pulling:
         self._stopped = False
 
     async def start(self) -> None:
-        """Subscribe to notices about consumers, and list the existing ones. Raises BrokerError."""
+        """Subscribe to notices about created and deleted consumers, and list the existing consumers. Raises
+        BrokerError.
+        """
         self._notices = await self._queue.watch_consumers(self._stream, self._on_consumer)
         await self.refresh_consumers()
 
     async def refresh_consumers(self) -> None:
-        """List the consumers now, as notices may have been missed. If the broker does not answer, log a warning."""
+        """List the consumers now, because notices may have been missed. If the broker does not reply, log a warning."""
         try:
             await self.find_consumers()
         except BrokerError as error:
@@ -350,17 +354,17 @@ class Pulling:
             self._more.discard(name)
 
     def estimate(self, name: str, cost: int) -> None:
-        """Begin the mean cost of a consumer with `cost`, a gateway's estimate, if the consumer has no mean yet."""
+        """Set the mean cost of a consumer to `cost`, a gateway's estimate, if the consumer has no mean cost yet."""
         if (consumer := self._consumers.get(name)) is not None and not consumer.mean_cost:
             consumer.mean_cost = cost
 
     def weigh(self, name: str, cost: int) -> None:
-        """Add a tokenised delivery to the mean cost of its consumer. `cost`: its exact number of tokens."""
+        """Add a tokenised delivery to the mean cost of its consumer. `cost`: exact number of tokens of the delivery."""
         if (consumer := self._consumers.get(name)) is not None:
             consumer.mean_cost += 0.1 * (cost - consumer.mean_cost)
 
     def refill_all(self) -> None:
-        """Set how many messages each consumer may deliver: regularly, and after changes of this worker's models."""
+        """Set how many messages each consumer may deliver. Called regularly and after changes of the models."""
         self._refill(list(self._consumers))
 
     def refill_one(self, consumer: str) -> None:
@@ -368,7 +372,7 @@ class Pulling:
             self._refill([consumer])
 
     def refill(self) -> None:
-        """Raise the number of messages that may be delivered by the consumers for which it may be too low."""
+        """Raise how many messages a consumer may deliver, for all consumers whose credit may be too low."""
         self._refill(list(self._short))
 
     def level(self) -> None:
@@ -409,7 +413,7 @@ class Pulling:
         return min(credit, max(1, credit // max(1, len(self._active))))
 
     def more_expected(self) -> bool:
-        """Return True if more messages wait at the broker and it may send them."""
+        """Return True if more messages wait at the broker, and the broker may send them to this worker."""
         return any(self._pulls.outstanding(name) > 0 for name in self._more)
 
     async def stop(self) -> None:
@@ -420,8 +424,8 @@ class Pulling:
 
 
 class WorkSource:
-    """Source of deliveries from one pool at a time. `accept` returns the work item of a delivery; None if the work item
-    is already in flight here, or the message cannot be decoded.
+    """Source of deliveries from one pool at a time. `accept` returns the work item of a delivery; None if the item is
+    already in flight here, or if the message cannot be decoded.
     """
 
     def __init__(
@@ -443,7 +447,7 @@ class WorkSource:
         self._loading = loading
         self._inventory = inventory
         self._accept = accept
-        self.pool: str | None = None  # pool from which it pulls now, None if it does not pull
+        self.pool: str | None = None  # pool from which this worker pulls now, None if it does not pull
         self._paused: Counter[str] = Counter()  # by name of a consumer: number of `paused` blocks that pause it now
         self._refilling = False
         self._open(lane)
@@ -483,8 +487,8 @@ class WorkSource:
         return self._queues.narrowed(load, is_bulk, self.assignment.models_of(consumer))
 
     def _holds(self, model: str) -> bool:
-        """Return True if no more work of this model should wait here: some work waits here already, or the model is
-        closed to new work.
+        """Return True if this worker should pull no more work of this model: a work item of the model waits here, or
+        the model is closed to new work.
         """
         models = self._loading.models
         return self._inventory.is_coming(model) or models.holds(model) or models.is_closed(model)
@@ -496,8 +500,8 @@ class WorkSource:
         self.pool = self.lane.pool
 
     async def serve(self, pool: str | None) -> None:
-        """Pull only from this pool (None: from none). Work that was already pulled is finished. Raises BrokerError,
-        also if the pool has no stream yet. The worker then pulls nothing, and the call may be repeated.
+        """Pull only from this pool; None: pull nothing. Work that was already pulled is finished. Raises BrokerError,
+        also if the pool has no stream yet. After an error the worker pulls nothing, and the call may be repeated.
         """
         if pool == self.pool:
             return
@@ -548,9 +552,7 @@ class WorkSource:
             self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
 
     def refill_soon(self) -> None:
-        """Set the numbers of messages that consumers may deliver, once for all calls in this iteration of the event
-        loop.
-        """
+        """Let the event loop call `Pulling.refill` soon: once, however often this method is called until then."""
         if not self._refilling:
             self._refilling = True
             asyncio.get_running_loop().call_soon(self._refill)

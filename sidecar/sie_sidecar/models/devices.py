@@ -1,11 +1,11 @@
 """Choice of a device for a model in a worker with several devices. No I/O and no clock: facts about the devices are
 arguments.
 
-    work of a model ──► loaded on some devices ──► the one of them with the least work
+    work of a model ──► loaded on some devices ──► of these, the device with the least work
                    ├──► being loaded on a device ──► this device
-                   └──► loaded nowhere ──► a device with free memory, else the one with the least recently used model
+                   └──► loaded nowhere ──► a device with free memory, or with the least recently used model
 
-    all devices with the model are behind for seconds, another device is idle and has memory ──► a second copy there
+    work waits on all devices with the model for seconds, another device is idle and has memory ──► load there too
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MEMORY_STEPS = 8  # free memory is compared in eighths of the usable memory; smaller differences are ignored
-# a model gets a second copy after this many checks in a row (one per second) in which its work waited
+# checks in a row (one per second) in which a model's work must wait before the model is loaded on one more device
 CHECKS_BEHIND = 3
 
 
@@ -23,11 +23,11 @@ CHECKS_BEHIND = 3
 class DeviceView:
     """Facts about one device for the choice of a device for one model.
 
-    `loaded`: the model is loaded and accepts work. `coming`: a caller waits for its load here, or the model is loaded
-    but closed to new work. `refused`: loading it here failed, and must not be tried again yet. `gives_up`: the load was
-    refused with an error class in `models.PERMANENT`. `held_cost`: tokens of the work for this device. `models`: number
-    of models that are loaded or being loaded. `size_bytes`: memory of the model, 0 if unknown. `idle_since_s`: time of
-    the last use of the model that would be evicted first; infinite if no model may be evicted.
+    `loaded`: the model is loaded and accepts work. `coming`: a caller waits until the model is loaded here, or it is
+    loaded but closed to new work. `refused`: its load failed here, and must not be tried again yet. `gives_up`: this
+    load failed with an error class in `models.PERMANENT`. `held_cost`: tokens of the work for this device. `models`:
+    number of models that are loaded or being loaded. `size_bytes`: memory of the model, 0 if unknown. `idle_since_s`:
+    time of the last use of the model that would be evicted first; infinite if no model may be evicted.
     """
 
     connected: bool
@@ -53,8 +53,8 @@ def choose(views: Sequence[DeviceView]) -> int:
     for able in (
         [number for number in numbers if views[number].loaded],
         [number for number in numbers if views[number].coming],
-        # after a failed load with a permanent error class, choose its device, so that the work gets the stored error:
-        # on the other devices the load would probably fail too
+        # if a load failed with a permanent error class, choose the device of this load, so that the work gets the
+        # stored error: the load would probably fail on the other devices too
         [number for number in numbers if views[number].gives_up],
     ):
         if able:
@@ -70,15 +70,15 @@ def _load_order(view: DeviceView) -> tuple[bool, float, float, int]:
 
 
 class SecondCopies:
-    """Decides which models are loaded on one more device: those whose work waits while another device is idle."""
+    """Decides which models are loaded on one more device: models whose work waits while another device is idle."""
 
     def __init__(self) -> None:
         # residency -> number of checks in a row in which its work waited and another device was free
         self._behind: dict[str, int] = {}
 
     def check(self, behind: Mapping[str, Sequence[DeviceView]]) -> dict[str, int]:
-        """Return by residency the device on which one more copy is to be loaded. `behind`: residencies whose work waits
-        on all their devices, each with the facts about every device.
+        """Return the residencies to load on one more device, each with the number of this device. `behind`: residencies
+        whose work waits on all devices that have loaded them, each with the view of every device.
         """
         copies = {}
         counts = {}

@@ -1,7 +1,7 @@
 """Loading of models and LoRAs when work needs them, and operators' requests to load or unload models. All callers that
 need the same LoRA share one load, and work items wait for HOLD_S seconds at most. A LoRA that could not be loaded is
-not tried again for COOL_DOWN_S seconds. A batch that has the turn of its model (`in_turn`) loads its LoRA by itself,
-without these limits.
+not tried again for COOL_DOWN_S seconds. A batch that holds the lock `LoraLoads.turn` (`in_turn`) loads its LoRA by
+itself, without these limits.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from sie_sidecar.models.models import ModelState, WorkerModels
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0
-# maximum number of stored failures of LoRAs, and of stored loaded LoRAs of each model: clients must not fill the memory
-# with new names
+# largest number of remembered failed loads, and of remembered LoRAs of each model: clients choose the names, and must
+# not fill the memory with them
 MAX_REMEMBERED = 1000
 _Key = tuple[int, str, str]  # number of the device, residency (a model with one set of load options), LoRA
 
 
 class LoraLoads:
-    """Loads LoRAs into loaded models, and lists them in `ModelState.loras`. The adapter may unload some again."""
+    """Loads LoRAs into loaded models, and lists them in `ModelState.loras`. The adapter may unload a listed LoRA."""
 
     def __init__(self, links: AdapterLinks) -> None:
         self._links = links
@@ -71,8 +71,8 @@ class LoraLoads:
         load.result()
 
     async def preload(self, hosted: ModelState) -> None:
-        """Load the LoRAs of the model's profiles one by one. Failures are logged. A LoraLoadFailed is also the
-        answer to later requests, for COOL_DOWN_S seconds.
+        """Load the LoRAs of the model's profiles one by one, and log failures. For COOL_DOWN_S seconds after a
+        LoraLoadFailed, requests for the LoRA get the same error.
         """
         for name in named(hosted.resolved):
             try:
@@ -86,7 +86,7 @@ class LoraLoads:
                 )
 
     async def stop(self) -> None:
-        """Cancel the running loads. The callers that wait for them are cancelled too."""
+        """Cancel the running loads. This also cancels the callers that wait for a load."""
         await cancel_all(self._loads.values())
 
     def _load_of(self, hosted: ModelState, name: str) -> asyncio.Task[None]:
@@ -94,7 +94,7 @@ class LoraLoads:
         load = self._loads.get(key)
         if load is None:
             load = self._loads[key] = asyncio.create_task(self._load(hosted, name), name="lora")
-            # retrieves the exception: otherwise asyncio would log it if no caller waits for this load any more
+            # retrieve the exception, so that asyncio does not log it when no caller waits for this load any more
             load.add_done_callback(lambda task: task.cancelled() or task.exception())
         return load
 
@@ -129,7 +129,7 @@ def named(resolved: Resolved) -> list[str]:
     )
 
 
-# seconds after a failed load in which the config service may write an earlier revision of the model again
+# seconds after a failed load for which work waits until the config service restores an earlier revision of the model
 RESTORED_S = 10.0
 _logger = logging.getLogger("sie.sidecar.loading")
 
@@ -157,11 +157,11 @@ class Loading:
         self._on_unloaded = on_unloaded
 
     def revision(self, model: str) -> int:
-        """Return the revision of the model in this worker's catalogue; 0 if the model is not in it."""
+        """Return the revision of the model in this worker's catalogue; 0 if the catalogue lacks the model."""
         return self._feed.catalogue.revisions.get(model, 0)
 
     async def renewed(self, item: WorkItem, within_s: float) -> None:
-        """Wait at most `within_s` for a catalogue with the model of `item` at the gateway's revision or a later one."""
+        """Wait at most `within_s` seconds for a catalogue with the item's model at the gateway's revision or later."""
         await self._feed.renewed(
             lambda catalogue: catalogue.revisions.get(item.model, 0) >= item.config_revision, max(0.0, within_s)
         )
@@ -175,8 +175,8 @@ class Loading:
         return self.models.obtain(resolved, self.revision(item.model))
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
-        """If a revision of the model could not be loaded but an earlier one was, the config service writes the earlier
-        one again. Wait for this until RESTORED_S seconds after the failed load. Return True if it has happened.
+        """Wait until the config service has restored a revision of the model that could be loaded, at most RESTORED_S
+        seconds after the failed load. Return True if it has: the catalogue then has a later revision number.
         """
         left_s = hosted.failed_s + RESTORED_S - time.monotonic()
         if hosted.refusal(time.monotonic()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:
@@ -202,16 +202,16 @@ class Loading:
         self._work.start(self._load(hosted), "load of a copy")
 
     async def _obtain_and_load(self, resolved: Resolved) -> None:
-        # `obtain` chooses a device with free memory. It is called in this task, and not in `ahead`, because the memory
-        # of loads that began earlier must count
+        # `obtain` chooses a device by its free memory. It is called in this task, and not in `ahead`, so that it counts
+        # the models whose loads `ahead` started before
         await self._load(self.models.obtain(resolved, self.revision(resolved.entry.id)))
 
     async def _load(self, hosted: ModelState) -> None:
         try:
             await self.models.device_of(hosted).ensure(hosted)
-        except (SIEError, AdapterGone) as error:  # no caller waits; work that needs the model later gets the error
+        except (SIEError, AdapterGone) as error:  # only logged, because no caller waits; later work gets the error
             _logger.warning(
-                "%s could not be loaded on device %d, where no request waits for it yet: %s",
+                "the load of %s on device %d, for which no request waits, failed: %s",
                 hosted.name,
                 hosted.device,
                 error,
@@ -224,11 +224,11 @@ class Loading:
         """Load the model and the LoRA of these work items if needed. Return early if all items were settled meanwhile.
         Raises SIEError, and AdapterGone with `past_gate`.
 
-        If the adapter is lost, wait for it or another device and try again, until the last deadline of the items: an
-        input that crashes every adapter must not run for ever. `past_gate`: the items have left the queue, and run on
-        their device although the model is closed to new work; if the adapter stays away, or another device may have
-        room for the model, raise AdapterGone instead of moving them. `in_turn`: the caller holds the lock
-        `ModelState.lora_lock`.
+        If the adapter is lost, wait for a new adapter or move the items to another device, and try again. This ends at
+        the last deadline of the items, so that an input that crashes every adapter does not run for ever. `past_gate`:
+        the items have left the queue. They run on their device even if the model is closed to new work. If no new
+        adapter connects, or another device may have memory for the model, raise AdapterGone and do not move the items.
+        `in_turn`: the caller holds the lock `ModelState.lora_lock`.
         """
         began_s = time.monotonic()
         try:
@@ -263,7 +263,7 @@ class Loading:
                         await (link.wait_connected() if past_gate else self._links.wait_connected())
             except ModelLoadFailed as error:
                 chosen = self.models.obtain(hosted.resolved, hosted.revision)
-                # without a device where the model may fit, the chosen one has a failed load too
+                # if the load failed on the chosen device too, there is no device where the model may fit
                 if chosen.refusal(time.monotonic()) is not None:
                     if error.extras.get("permanent") or not await self._is_another_back():
                         raise
@@ -274,19 +274,19 @@ class Loading:
             except ModelLoading:  # the model was evicted before its LoRA was loaded
                 hosted.mark_unloaded()
             else:
-                if hosted.state == "loaded":  # otherwise it was evicted: the loop loads it again
+                if hosted.state == "loaded":  # if the model was evicted meanwhile, the loop loads it again
                     return
         raise GatewayTimeout("the time limit of the request passed before its model was loaded")
 
     async def _is_another_back(self) -> bool:
-        """Wait until a device without an adapter has one again, at most until AWAY_S seconds after the last loss."""
+        """Wait for lost adapters, until AWAY_S seconds after their loss. Return True once an adapter is connected."""
         for link in [link for link in self._links if not link.connected]:
             if await link.is_back():
                 return True
         return False
 
     def moved(self, hosted: ModelState, flights: Sequence[InFlight]) -> ModelState:
-        """Assign these work items to another device. Return the state of their model there."""
+        """Assign these work items to another device. Return the state of their model on this device."""
         return self._move(flights, self.models.obtain(hosted.resolved, hosted.revision))
 
     def _move(self, flights: Sequence[InFlight], chosen: ModelState) -> ModelState:
@@ -309,7 +309,7 @@ class Loading:
         try:
             request = messages.decode_residency(message.data)
         except UNDECODABLE as error:
-            _logger.error("a request to load or unload a model could not be decoded: %s", error)
+            _logger.error("a request to load or unload a model was ignored, because it could not be decoded: %s", error)
             return
         states = self.models.find(request.model)
         if request.action == "load":

@@ -1,22 +1,22 @@
-"""Models of this worker. `ModelStates` has their states and decides, without I/O, which ones may be evicted. `Hosting`
-loads and unloads the models of one device: callers that need the same model share one load, models take turns in
-memory, and idle models are unloaded.
+"""Models of this worker. `ModelStates` has their states and decides, without I/O, which models may be evicted.
+`Hosting` loads and unloads the models of one device: callers that need the same model share one load, models that do
+not fit into memory together alternate, and idle models are unloaded.
 
     available ──► loading ──► loaded ──idle, or an operator's request──► unloading ──► available
                     │           └──evicted by the adapter, or adapter lost──► available
                     └──error──► failed ──after a pause──► loading
 
 The sidecar decides which models may be evicted and in what order; the adapter decides when, because it knows its
-memory. Three kinds of requests list the models that the adapter may evict: loads, batches, and one that is sent every
-second to free memory. Their replies list the evicted models. So the adapter evicts a model only during these requests.
-The sidecar unloads one model with the request `Release`.
+memory. Three kinds of calls list the models that the adapter may evict: loads, batches, and `AdapterLink.relieve`,
+which runs every second. Their replies list the evicted models. The adapter evicts models only during these calls. The
+sidecar unloads one model with the request `Release`.
 
     Hosting.ensure ──► the model is loaded and open to new work ──► return
           └──► load ──► the adapter evicts listed models if it needs memory ──► Ready
                   └──► only models with work are left ──► one is closed to new work until it is idle ──► load again
 
-`WorkerModels` has the `Hosting` of each device. A model may be loaded on several devices; `devices` chooses one of them
-for work.
+`WorkerModels` has the `Hosting` of each device. A model may be loaded on several devices. The module `devices` chooses
+the device for new work.
 
 A residency is a model with one set of load options. Profiles of a model with equal load options share a residency, and
 so one copy of the weights in memory.
@@ -56,8 +56,8 @@ from sie_sidecar.prepare.tokens import ModelTokenizer, without_panic
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]
 
-# seconds until a failed load may be tried again, by error class. After a permanent failure, it is tried again only if
-# the entry changes or an operator requests the load
+# seconds until a failed load may be tried again, by error class. After a permanent failure, the load is tried again
+# only if the catalogue entry changes or an operator requests the load
 COOL_DOWN_S = {"OOM": 60.0}
 OTHER_COOL_DOWN_S = 30.0
 PASSING = ("OOM", "NETWORK")  # error classes that never become permanent, however often the load fails
@@ -72,9 +72,9 @@ SPARE_TOKENIZER_BYTES = 1 << 30
 # states of the least recently used models that are not loaded are removed
 MAX_STATES = 1000
 UNUSED_S = 600.0  # seconds after its last use until a state may be removed: no task refers to it any more
-# for at most this many seconds after its load (or for `swap_after_s`, if that is longer), a model with work is not
-# closed to new work. The time is short, because a request for another model first waits for it and then for its own
-# load, together at most SIE_LOAD_HOLD_S
+# largest number of seconds (unless `swap_after_s` is longer) for which a loaded model with work stays open to new work
+# while another model needs its memory. A request for the other model waits for these seconds and for its load, together
+# at most SIE_LOAD_HOLD_S
 MAX_TURN_S = 5.0
 
 
@@ -94,13 +94,13 @@ def usable_bytes(device: ipc.Description) -> float:
 
 
 class ModelState:
-    """Residency (a model with one set of load options) on one device. `held`: number of work items that need it."""
+    """State of a residency (a model with one set of load options) on a device. `held`: work items that need it."""
 
     def __init__(self, resolved: Resolved, device: int = 0) -> None:
         self.resolved = resolved
         self.device = device  # number of the device
         self.revision = 0  # revision of the catalogue entry in `resolved`, 0 if unknown
-        self.loaded_revision = 0  # revision that was loaded last
+        self.loaded_revision = 0  # revision of the catalogue entry that was loaded last
         self.state: State = "available"
         self.ready: ipc.Ready | None = None
         self.tokenizer: ModelTokenizer | None = None
@@ -108,29 +108,29 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # one function for each group of parked work items, which returns their number. Parked work items wait, and the
-        # model may be evicted meanwhile
+        # one function for each group of parked work items, which returns the number of items. Parked work items wait,
+        # and the model may be evicted meanwhile
         self.before_gate: list[Callable[[], int]] = []
-        self.arriving = False  # true during the adapter's load call; `state` is "loading" for longer
-        self.leaves = False  # true if an operator wants it unloaded as soon as it is idle
-        # true while it accepts no new work, because another model needs its memory
+        self.arriving = False  # true while the adapter loads the model; `state` is "loading" also while the load waits
+        self.leaves = False  # true if an operator wants the model unloaded as soon as it is idle
+        # true while the model accepts no new work, because another model needs its memory
         self.is_closed = False
         self.loaded_s = 0.0
-        self.used_s = 0.0  # time at which it was last loaded, or work last arrived, ran or ended
+        self.used_s = 0.0  # time of the last load of the model, or of the last arrival, run or end of its work
         self.uses = 0  # number of arrivals and ends of work; if it has grown between two reads, the model was used
-        self.swapped = False  # true if another model was closed to new work to make room for the last load of this one
-        self.load_s = 0.0  # seconds that its last load took
-        self.memory_bytes = 0  # bytes of the copy that was loaded last
-        # mean fill of recent batches: tokens of a batch divided by those of a full batch; None before the first batch
+        self.swapped = False  # true if another model was closed to new work to free memory for the last load
+        self.load_s = 0.0  # seconds that the last load took
+        self.memory_bytes = 0  # bytes of device memory that the model used after its last load
+        # mean fill of recent batches: tokens of a batch divided by the tokens of a full batch; None before the first
         self.fill_ratio: float | None = None
         self._cost_rate = 0.0
         self._cost_s = 0.0
-        # one function for each caller that waits for the model; it returns the number of work items that still need it
+        # one function for each caller that waits for the model; returns how many of its work items still need the model
         self.waiting_counts: list[Callable[[], int]] = []
         # A batch holds this lock while it loads its LoRA and runs, so that no load of another LoRA begins in between.
         # Without it, LoRAs that do not fit into memory together could replace each other for ever.
         self.lora_lock = asyncio.Lock()
-        # LoRAs that were loaded into this copy; the adapter may have unloaded some since then
+        # names of LoRAs that were loaded into the model; the adapter may have unloaded a LoRA since then
         self.loras: set[str] = set()
         self.lora_digests: dict[str, str] = {}  # by name of each LoRA that was loaded: digest of its files
         self._fingerprints: dict[tuple[str, str], str] = {}
@@ -146,12 +146,12 @@ class ModelState:
 
     @property
     def has_waiters(self) -> bool:
-        """Return True if a caller waits for the model and still needs it."""
+        """Return True if a caller waits for the model, and a work item of this caller still needs the model."""
         return any(count() for count in self.waiting_counts)
 
     @property
     def parked(self) -> int:
-        """Return the number of parked work items: they wait, and the model may be evicted meanwhile."""
+        """Return the number of parked work items: items that wait while the model may be evicted."""
         return sum(count() for count in self.before_gate)
 
     @property
@@ -180,7 +180,7 @@ class ModelState:
         self.used(now_s)
 
     def filled(self, ratio: float) -> None:
-        """Add the fill of a batch (its tokens divided by those of a full batch) to the mean."""
+        """Add the fill of a batch (its tokens divided by the tokens of a full batch) to the mean."""
         self.fill_ratio = (
             ratio if self.fill_ratio is None else self.fill_ratio + FILL_WEIGHT * (ratio - self.fill_ratio)
         )
@@ -191,7 +191,7 @@ class ModelState:
 
     def fingerprint(self, profile: str, options: RunOptions) -> str:
         """Return the fingerprint of answers with this profile and these options. Empty if the model is not loaded, or
-        if its present entry lacks the profile: work for this profile was sent for an earlier entry, and does not run.
+        if its catalogue entry lacks the profile: such work was published for an earlier entry, and does not run.
         """
         entry = self.resolved.entry
         if self.ready is None or (profile != "default" and profile not in entry.profiles):
@@ -237,7 +237,7 @@ class ModelState:
         cool_down_s = COOL_DOWN_S.get(str(self.error.extras.get("error_class")), OTHER_COOL_DOWN_S)
         if not self.error.extras.get("permanent") and now_s - self.failed_s >= cool_down_s:
             return None
-        # a new exception each time: a stored one would keep the stack frames of its callers in memory
+        # a new exception each time: a stored exception would keep the stack frames of its callers in memory
         return SIEError.from_info(self.error.info())
 
     def mark_unloaded(self) -> None:
@@ -260,7 +260,7 @@ class ModelState:
         self.reset_failure()
 
     def reset_loras(self) -> None:
-        """Mark all LoRAs as not loaded. The next use of a LoRA requests it again: fast, if the adapter still has it."""
+        """Mark all LoRAs as not loaded. The next use of a LoRA loads it again, at once if the adapter still has it."""
         self.loras.clear()
         self.lora_digests.clear()
 
@@ -278,10 +278,10 @@ class ModelStates:
         everywhere: Callable[[], Iterable[ModelState]] | None = None,
         device: int = 0,
     ) -> None:
-        """Create the states of a device. `swap_after_s`: seconds that a load waits for memory before another model,
-        which has work, is closed to new work to make room. `assigned()`: models that the placement table assigns to
-        this worker, None if unknown. `fetching()`: progress of downloads by id of the catalogue entry. `everywhere()`:
-        states on all devices of this worker, which share tokenizers; None: the worker has only this device.
+        """Create the states of a device. `swap_after_s`: seconds that a load waits for memory before it closes another
+        model to new work. `assigned()`: models that the placement table assigns to this worker, None if unknown.
+        `fetching()`: progress of downloads by id of the catalogue entry. `everywhere()`: states on all devices of this
+        worker, which share tokenizers; None if the worker has only this device.
         """
         self.device = device
         self.held_cost = 0  # tokens of the work items that need a model here, as estimated by gateways
@@ -292,7 +292,7 @@ class ModelStates:
         self._everywhere = everywhere or self.all
         self._hosted: dict[str, ModelState] = {}
         self._of_model: dict[str, list[ModelState]] = {}
-        # bytes of the device that models may use, computed when no load was running; None before the first time
+        # bytes of the device that models may use, computed when no load was running; None until it was computed once
         self._usable_bytes: float | None = None
 
     def all(self) -> list[ModelState]:
@@ -307,9 +307,10 @@ class ModelStates:
         return self._of_model.get(model, [])
 
     def slots(self, device: ipc.Description) -> int:
-        """Return how many models of mean size fit into the memory that is left for models; 0 if unknown."""
+        """Return how many models of mean size fit into the memory that models may use; 0 if unknown."""
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
-        # the adapter does not report the bytes of a model that is being loaded: they would count as other programs'
+        # not computed during a load: `device.models` lacks that model, so its bytes would count as other programs'
+        # bytes
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):
             beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
             self._usable_bytes = usable_bytes(device) - beside_bytes
@@ -318,7 +319,7 @@ class ModelStates:
         )
 
     def obtain(self, resolved: Resolved, revision: int = 0) -> ModelState:
-        """Return the state of a model at `revision`. If it was loaded for another entry, it now counts as unloaded."""
+        """Return the state of a model at `revision`. If its catalogue entry has changed, mark the model as unloaded."""
         hosted = self._hosted.get(resolved.residency)
         if hosted is None:
             hosted = self._hosted[resolved.residency] = ModelState(resolved, self.device)
@@ -349,7 +350,7 @@ class ModelStates:
         return self._hosted.get(residency)
 
     def add_items(self, hosted: ModelState, items: int = 1, cost: int = 0) -> None:
-        """Record that work items of `cost` tokens need the model: no eviction until `park` or `let_go` is called."""
+        """Record that work items of `cost` tokens need the model. It is not evicted until `park` or `let_go`."""
         hosted.add_items(items, self._clock())
         self.held_cost += cost
 
@@ -365,9 +366,10 @@ class ModelStates:
         return [hosted for hosted in loaded if hosted.is_quiet and hosted.used_s <= before_s]
 
     def evictable(self, idle_s: float) -> list[ModelState]:
-        """Return the models idle for `idle_s` seconds in the order of eviction: those that the placement table does not
-        assign to this worker, then the others. Each group begins with its least recently used model. The rest of the
-        group is sorted by size, the largest first, so that few evictions are needed.
+        """Return the models idle for `idle_s` seconds in the order of eviction. Models that the placement table does
+        not assign to this worker are the first group, the other models the second. A group begins with its least
+        recently used model. The rest of the group is sorted by size, the largest first, so that few evictions are
+        needed.
         """
         assigned = self._assigned()
         elsewhere: list[ModelState] = []
@@ -387,15 +389,15 @@ class ModelStates:
         return [state for state in states if state.arriving or (state.state == "loaded" and not state.is_quiet)]
 
     def left_over(self, loaded_models: Iterable[ipc.LoadedModel]) -> list[str]:
-        """Return the names of loaded models that an earlier sidecar process loaded, not this one."""
+        """Return the names of the models that the adapter loaded for an earlier process of this sidecar."""
         names = {hosted.name for hosted in self._hosted.values() if hosted.state in ("loading", "loaded")}
         return [loaded.model for loaded in loaded_models if loaded.model not in names]
 
     def next_to_close(self, had_work: list[ModelState], asked_s: float) -> tuple[ModelState | None, float | None]:
-        """Choose a model to close to new work, for a load that began at `asked_s` and needs memory. Return it, and the
-        seconds until it may be closed: the load must have waited for `swap_after_s`, and the time until which the model
-        stays open must have passed (`_turn_ends_s`). `had_work`: the models that could not be evicted because they had
-        work. Return (None, None) if all of these are closed or unloaded already.
+        """Choose a model of `had_work` to close to new work, for a load that began at `asked_s` and needs memory.
+        Return the model and the seconds until it may be closed. It may be closed when the load has waited for
+        `swap_after_s`, but not before `_turn_ends_s`. Return (None, None) if all models of `had_work` are closed or
+        unloaded. `had_work`: models that could not be evicted because they had work.
         """
         able = [state for state in had_work if state.is_open]
         first = min(able, key=self._turn_ends_s, default=None)
@@ -411,7 +413,7 @@ class ModelStates:
 
     def _tokenizer_of(self, ready: ipc.Ready) -> ModelTokenizer:
         """Return the tokenizer of a model that the adapter has loaded. An equal tokenizer of any model is used again,
-        because creating one stops the event loop for up to a second: the library does not release the interpreter lock.
+        because creating a tokenizer blocks the event loop for up to a second: the library holds the interpreter lock.
         Raises ModelLoadFailed if the tokenizer cannot be used.
         """
         states = list(self._everywhere())
@@ -448,7 +450,7 @@ class ModelStates:
         return hosted.error
 
     def dropped(self, names: Iterable[str]) -> list[ModelState]:
-        """Record that the adapter has evicted these models. Return the states of those that this process knows."""
+        """Record that the adapter has evicted these models. Return the states of the models that this process knows."""
         unloaded = [self._hosted[name] for name in names if name in self._hosted]
         for hosted in unloaded:
             hosted.mark_unloaded()
@@ -456,8 +458,8 @@ class ModelStates:
 
 
 def _drop_spare_tokenizers(states: Iterable[ModelState]) -> None:
-    """Drop tokenizers of models that are not loaded, the least recently used first, until the remaining ones need at
-    most SPARE_TOKENIZER_BYTES. The next request to tokenize loads the model again.
+    """Drop tokenizers of models that are not loaded, the least recently used first, until the remaining tokenizers of
+    such models need at most SPARE_TOKENIZER_BYTES. The next request to tokenize loads the model again.
     """
     having = sorted((state for state in states if state.tokenizer), key=lambda state: state.used_s, reverse=True)
     retained = {id(state.tokenizer) for state in having if state.state == "loaded"}
@@ -505,18 +507,17 @@ class Hosting(ModelStates):
         """Create the object without models. A load that needs memory waits until other models have no work; after
         `swap_after_s`, one of them is closed to new work. `assigned()`: models that the placement table assigns to this
         worker, None if unknown. `on_role` is called when a model is unloaded, evicted by the adapter, closed to new
-        work, or opened again.
-        `everywhere()`: as in `ModelStates`.
+        work, or opened again. `everywhere()`: as in `ModelStates`.
         """
         super().__init__(
             clock, swap_after_s, assigned=assigned, fetching=lambda: link.fetching, everywhere=everywhere, device=device
         )
         self.swaps = 0
         self.idle_evictions = 0
-        self._asked = 0  # loads that were requested from the adapter since the start
-        # loads that wait for memory: time at which each began, and the future that wakes it
+        self._asked = 0  # number of loads that were requested from the adapter since the start
+        # for each load that waits for memory: the time at which it began, and the future that ends its wait
         self._waiters: list[tuple[float, asyncio.Future[None]]] = []
-        # by name of a closed model: event that is set when it accepts new work again
+        # by name of a closed model: event that is set when the model accepts new work again
         self._gates: dict[str, asyncio.Event] = {}
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._releasing: dict[str, asyncio.Task[None]] = {}
@@ -560,8 +561,8 @@ class Hosting(ModelStates):
     ) -> None:
         """Load the model if needed, and wait until it accepts new work. Return early if no work item needs it any more.
         `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: do not wait
-        if the model is closed to new work. This is for work that it accepted earlier: the other model, which waits for
-        its memory, is loaded only when that work is done.
+        if the model is closed to new work. This is for work that it accepted before it was closed: the model that needs
+        its memory is loaded only after this work.
 
         Raises ModelLoadFailed, AdapterGone.
         """
@@ -586,12 +587,12 @@ class Hosting(ModelStates):
             if (refusal := hosted.refusal(self._clock())) is not None:
                 raise refusal
             if (releasing := self._releasing.get(hosted.name)) is not None:
-                # waits for the end of the unload, also if it fails; then the model is loaded again
+                # wait until the unload has ended or failed, then load the model again
                 await asyncio.wait([releasing])
                 continue
             if (loading := self._loading.get(hosted.name)) is None:
                 loading = asyncio.create_task(self._load(hosted), name=f"load:{hosted.name}")
-                # retrieves the exception: otherwise asyncio would log it if no caller waits for this load any more
+                # retrieve the exception, so that asyncio does not log it when no caller waits for this load any more
                 loading.add_done_callback(lambda task: task.cancelled() or task.exception())
                 self._loading[hosted.name] = loading
             await asyncio.shield(loading)
@@ -606,7 +607,7 @@ class Hosting(ModelStates):
         closed: ModelState | None = None
         try:
             ready, began_s = None, asked_s
-            # ends if no caller waits for this catalogue entry any more: an unneeded load could evict a used model
+            # stop if no caller waits for this catalogue entry any more: an unneeded load could evict a model in use
             while ready is None and hosted.has_waiters and hosted.resolved.entry == resolved.entry:
                 began_s = self._clock()
                 ready = await self._asked_to_load(hosted, resolved)
@@ -618,7 +619,8 @@ class Hosting(ModelStates):
             if hosted.resolved.entry == resolved.entry:
                 self._ready(hosted, ready, ready.load_s or self._clock() - began_s)
         except SIEError:
-            # if the catalogue entry has changed meanwhile, the error is about the old entry; the new one is loaded next
+            # if the catalogue entry has changed meanwhile, the error is about the old entry; the new entry is loaded
+            # next
             if hosted.resolved.entry == resolved.entry:
                 raise
         finally:
@@ -630,9 +632,9 @@ class Hosting(ModelStates):
             self._on_change()
 
     async def _asked_to_load(self, hosted: ModelState, resolved: Resolved) -> ipc.Ready | None:
-        """Let the adapter load a model, and return its report. Return None if the model did not fit into memory beside
-        models that were in use or being loaded, or that came into use meanwhile. Raises AdapterGone, ModelLoadFailed;
-        another SIEError if the catalogue entry has changed meanwhile.
+        """Let the adapter load a model, and return its report. Return None if memory was short because other models
+        were in use or being loaded. Raises AdapterGone, ModelLoadFailed; another SIEError if the catalogue entry has
+        changed meanwhile.
         """
         offered = [candidate for candidate in self.evictable(0.0) if candidate is not hosted]
         left_over = self.left_over(self._described())
@@ -676,8 +678,8 @@ class Hosting(ModelStates):
         await self.link.describe()
         there = {loaded.model for loaded in self._described()}
         finding = [load for name, load in self._loading.items() if name in there]
-        # the adapter has these models from the earlier process, so their loads by this process end at once. After that,
-        # each of them has work or can be evicted
+        # the adapter has already loaded these models for the earlier process, so this process's loads of them end at
+        # once. After that, each of these models has work or can be evicted
         if finding:
             await asyncio.wait(finding, timeout=EARLIER_LOAD_S)
             return True
@@ -734,7 +736,6 @@ class Hosting(ModelStates):
                 waiter.set_result(None)
 
     def _close(self, hosted: ModelState) -> None:
-        """Let new work of this model wait."""
         hosted.is_closed = True
         self._gates[hosted.name] = asyncio.Event()
         self._on_role(hosted)
@@ -769,7 +770,7 @@ class Hosting(ModelStates):
         """Wait until the model is neither being loaded nor needed, then unload it. `ModelState.retain` ends the wait.
         Return True if this call has unloaded the model. Raises AdapterGone, SIEError.
         """
-        if hosted.leaves:  # another call waits for the unload of this model already
+        if hosted.leaves:  # another call already waits to unload this model
             return False
         hosted.leaves = True
         try:
@@ -798,7 +799,7 @@ class Hosting(ModelStates):
             await asyncio.sleep(RELIEVE_S)
             await self.relieve()
             self.remove_unused()
-            # listed again after each unload, because work may have come meanwhile
+            # list the idle models again after each unload, because new work may have arrived meanwhile
             while idle := self.idle(math.inf if idle_evict_s is None else idle_evict_s):
                 hosted = idle[0]
                 _logger.info(
@@ -815,7 +816,7 @@ class Hosting(ModelStates):
         may_drop = _names(self.evictable(IDLE_S))
         if not may_drop:
             return
-        # without an adapter, no model is loaded
+        # AdapterGone is not logged: without an adapter, no model is loaded
         with contextlib.suppress(AdapterGone), self._relief.logged(SIEError):
             await self.link.relieve(may_drop)
 
@@ -850,7 +851,7 @@ class WorkerModels:
         return states[devices.choose([self._view(hosted, weighs_memory=weighs_memory) for hosted in states])]
 
     def _view(self, hosted: ModelState, *, weighs_memory: bool) -> DeviceView:
-        """Return a device's facts for `choose`. `weighs_memory`: with `models` and `idle_since_s`, which is slow."""
+        """Return a device's view for `choose`. `weighs_memory`: compute `models` and `idle_since_s`, which is slow."""
         device, now_s = self.device_of(hosted), time.monotonic()
         description = device.link.description
         usable = usable_bytes(description) if description else 0.0
@@ -860,7 +861,7 @@ class WorkerModels:
         return DeviceView(
             connected=device.link.connected,
             loaded=hosted.is_open,
-            # the callers that wait for a load still count for a moment after it has failed
+            # `has_waiters` stays true for a moment after a load has failed
             coming=not hosted.is_open
             and (hosted.state in ("loaded", "loading") or (refusal is None and hosted.has_waiters)),
             refused=refusal is not None,
@@ -874,7 +875,9 @@ class WorkerModels:
         )
 
     def second_copies(self, is_behind: Callable[[ModelState], bool]) -> list[ModelState]:
-        """Return the models to load on one more device, as states on it. `is_behind`: work waits for its device."""
+        """Return the states of the models to load on one more device, on that device. `is_behind(state)` returns True
+        if the model's work waits for the device of the state.
+        """
         if len(self.devices) == 1:
             return []
         loaded: dict[str, list[ModelState]] = {}
@@ -902,7 +905,7 @@ class WorkerModels:
         return any(hosted.held for hosted in self.of_model(model))
 
     def is_closed(self, model: str) -> bool:
-        """Return True if the model is closed to new work on a device, and open on no other one."""
+        """Return True if the model is closed to new work on a device, and open on no other device."""
         closed = {hosted.device for hosted in self.of_model(model) if hosted.is_closed}
         return bool(closed) and not any(
             hosted.is_open and hosted.device not in closed for hosted in self.of_model(model)

@@ -8,9 +8,9 @@ A text that is not longer than the model's limit is one window. A longer text ge
 neighbours overlap by about an eighth of the longest window. A token in an overlap belongs to the window in which it is
 further from the nearest end: each overlap is divided in the middle.
 
-Special tokens and the prompt are in every window. Those before the text belong to the chunk with the first token, and
-those after it to the chunk with the last token. So a single chunk that covers the text is pooled like a text without
-chunks.
+Special tokens and the prompt are in every window. Tokens before the text belong to the chunk with the first token of
+the text, and tokens after the text to the chunk with its last token. So a single chunk that covers the text is pooled
+like a text without chunks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sie_sidecar.prepare.tokens import Ids, ModelTokenizer
 MAX_CHUNKS = 4096  # maximum number of chunks of one text
 MAX_TOKENS = 1 << 16  # maximum number of tokens of a text with chunks, without special tokens and prompt
 LEAST_WINDOW = 16  # minimum number of tokens of the text in a window, besides special tokens and prompt
-OVERLAP_SHARE = 8  # windows overlap by this fraction of the longest window: 1 / 8
+OVERLAP_SHARE = 8  # neighbouring windows overlap by 1 / OVERLAP_SHARE of the longest window
 
 Spans = NDArray[np.int32]  # shape [chunks, 3]: start and end in code points, number of tokens
 
@@ -110,13 +110,13 @@ class _TextTokens:
         own = places[self.before : len(places) - self.after, 1]
         self.ends = np.minimum(np.maximum.accumulate(own), length) if len(own) else own
         if len(own) > MAX_TOKENS:
-            message = f"text: it has {len(own)} tokens, a text with chunks at most {MAX_TOKENS}"
+            message = f"text: it has {len(own)} tokens, but a text with chunks may have at most {MAX_TOKENS}"
             raise InvalidInput(message, reason="too_many_tokens", param="text", extras={"limit": MAX_TOKENS})
         if not len(own):
             raise InvalidInput("text: it has no token of the model", reason="no_tokens", param="text")
 
     def spans(self, chunks: TextChunks, text: str) -> Spans:
-        """Return the chunks with their numbers of tokens. Raises InvalidInput for too many, and for an empty chunk."""
+        """Return the chunks with their numbers of tokens. Raises InvalidInput for too many chunks or an empty chunk."""
         if chunks.rule is None:
             spans = _read_spans(chunks, text)
         else:
@@ -135,7 +135,7 @@ class _TextTokens:
         return spans
 
     def ranges(self, spans: Spans) -> NDArray[np.int64]:
-        """Return for each chunk its first token and the token after its last one, [chunks, 2]."""
+        """Return for each chunk the indexes of its first token and after its last token, [chunks, 2]."""
         bounds = np.searchsorted(self.ends, spans[:, :2], side="right")
         bounds[spans[:, 0] == 0, 0] = 0
         return bounds
@@ -165,7 +165,7 @@ def _late(tokens: _TextTokens, spans: Spans, special: tuple[Ids, Ids], most: int
     bounds = windows(count, room)
     own = tokens.ids[tokens.before : tokens.before + count]
     rows = [np.concatenate((before, own[start:stop], after)) for start, stop in bounds]
-    # window i owns the tokens from `owned[i]` to `owned[i + 1]`; overlaps are divided in the middle
+    # the tokens from `owned[i]` to `owned[i + 1]` belong to window i; overlaps are divided in the middle
     owned = [0, *((start + stop + 1) // 2 for (_, stop), (start, _) in pairwise(bounds)), count]
     segments = []
     for chunk, (begin, end) in enumerate(tokens.ranges(spans).tolist()):

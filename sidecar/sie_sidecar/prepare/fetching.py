@@ -1,5 +1,5 @@
-"""Reading of inputs that are too large for a message from the payload store. The bytes in memory are limited. Each
-chunk (part of a request) is read in its own task, so that other work does not wait for it.
+"""Reading of large inputs from the payload store: inputs that no message can hold. The bytes in memory are limited.
+Each work item's inputs are read in a task of their own, so that other work does not wait.
 
     delivery with a key ──► reserve memory ──► read the object, with retries until the time limit ──► whole work item
 """
@@ -37,7 +37,7 @@ class PayloadFetching:
         self._clock = clock
         self._max_bytes = max_bytes
         self._freed = asyncio.Event()
-        self._turn = asyncio.Lock()  # held while one input waits for memory: otherwise small inputs would overtake it
+        self._turn = asyncio.Lock()  # held while an item waits for memory, so that smaller items do not overtake it
 
     async def fetch(self, flight: InFlight) -> None:
         """Read the inputs and the query of `flight`. They stay in memory until `let_go`. Raises QueueUnavailable,
@@ -87,7 +87,7 @@ class PayloadFetching:
         self.held_bytes += size
 
     def let_go(self, flight: InFlight) -> None:
-        """Drop the inputs of `flight`, which must not run any more."""
+        """Drop the inputs of `flight`, and free their memory. The work item must not run after this call."""
         if flight.payload_bytes:
             flight.item = msgspec.structs.replace(flight.item, inputs=(), query=None)
             self.held_bytes -= flight.payload_bytes

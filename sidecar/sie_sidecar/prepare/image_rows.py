@@ -42,7 +42,7 @@ def beside(
     tokenizer: ModelTokenizer, content: Beside, around: tuple[Ids, Ids], most: int, truncate: Truncate
 ) -> TokenRow:
     """Return the row of a text with images. If it has more than `most` tokens, the text after the images is cut. The
-    text before them is cut only if it alone has more, so the row may still be too long.
+    text before the images is cut only to `most` tokens, so the row may still be too long.
     """
     first, last = around
     before = tokenizer.contents([content.before], most, "END")[0].ids
@@ -101,7 +101,7 @@ def _whole(ids: Ids) -> Tokens:
 
 
 def ids_of(images: PreparedImages, layout: Rows) -> Ids:
-    """Return the token ids that stand for these images, concatenated. Empty if the model's images have no ids."""
+    """Return the placeholder token ids of these images, concatenated. Empty if images of the model have no ids."""
     tokens = layout.image_tokens
     if tokens is None:
         return _NONE
@@ -121,8 +121,8 @@ def _size(image: PreparedImage) -> Size:
 
 
 def unreserved(work_rows: WorkRows, layout: Rows, tokens: ImageTokens) -> WorkRows:
-    """Return the rows, with an error for each input whose text contains the token that stands for images: the model
-    would read this token as an image. If the query contains it, the whole work item gets the error.
+    """Return the rows, with an error for each input whose text contains the model's placeholder token for images: the
+    model would read this token as an image. If the query contains it, the whole work item gets the error.
     """
     assert layout.images is not None
     error = InvalidInput("text: it contains a token that the model uses for images only", reason="reserved_token")

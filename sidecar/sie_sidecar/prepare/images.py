@@ -3,8 +3,8 @@ module, because decoders are C code that reads the data of clients.
 
     first bytes ──► header ──► limits ──► decode ──► upright ──► alpha on white, 16 to 8 bits ──► resize, crop or pad
 
-FORMATS has the supported formats. Of a file with several images, the first one is read. Colour profiles and gamma are
-ignored, as in the image processors of transformers.
+FORMATS has the supported formats. Of a file with several images, only the first image is read. Colour profiles and
+gamma are ignored, as in the image processors of transformers.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _FILTERS: Mapping[Filter, Image.Resampling] = {
     "box": Image.Resampling.BOX,
     "hamming": Image.Resampling.HAMMING,
 }
-# pixels that are laid over a white background at a time, which needs five times their memory
+# number of pixels that are laid over a white background at a time; this needs five times the memory of these pixels
 _STRIP_PIXELS = 1 << 20
 _LEVELS_16 = [round(level / 257) for level in range(1 << 16)]
 _LEVELS_12 = [min(255, round(level * 255 / 4095)) for level in range(1 << 16)]
 _BITS, _WHITE = 0x0102, 0x0106  # numbers of the TIFF tags for the bits of a sample, and for the meaning of 0
 # raw mode of a PNG file's samples -> conversion of its transparent level to 8 bits. Pillow converts only the samples,
-# not this level. Of 16 bits only the upper 8 can be compared.
+# not this level. Of a level of 16 bits, only the upper 8 bits can be compared.
 _CLEAR_LEVELS: Mapping[object, Callable[[int], int]] = {
     "L;2": lambda level: level % 4 * 85,
     "L;4": lambda level: level % 16 * 17,
@@ -70,7 +70,7 @@ AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 
 
 class Pixels(NamedTuple):
-    """Pixels of an image, uint8 RGB by rows. `upright`: size after EXIF rotation. `animated`: more images follow."""
+    """Pixels of an image, uint8 RGB by rows. `upright`: size after EXIF rotation. `animated`: one of several images."""
 
     pixels: bytes
     size: Size
@@ -119,12 +119,12 @@ def _decoded(data: bytes, recipe: Recipe) -> tuple[Image.Image, bool]:
     animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
     _convert_clear_level(image)
     image.load()
-    check(recipe, Size(image.height, image.width))  # again, as the decoded image may be larger than the header said
+    check(recipe, Size(image.height, image.width))  # again: the decoded image may be larger than its header says
     return _rgb(_upright(image)), animated
 
 
 def _opened(data: bytes) -> ImageFile.ImageFile:
-    """Open a file and read its header. Only the decoder of the format that its first bytes show is used."""
+    """Open a file and read its header. Allow only the decoder of the format that the first bytes show."""
     if not data:
         raise fault("undecodable", "the image file is empty")
     kind = next((kind for kind, is_of in _MAGIC if kind in FORMATS and is_of(data[:16])), None)
@@ -134,7 +134,7 @@ def _opened(data: bytes) -> ImageFile.ImageFile:
 
 
 def _convert_clear_level(image: ImageFile.ImageFile) -> None:
-    """Convert the transparent level of a PNG file like the samples, which `load` converts. Call this before `load`."""
+    """Convert the transparent level of a PNG file before `load`, in the way in which `load` converts the samples."""
     clear = image.info.get("transparency")
     convert = _CLEAR_LEVELS.get(image.tile[0].args) if image.format == "PNG" and image.tile else None
     if convert is not None and clear is not None:
@@ -142,7 +142,7 @@ def _convert_clear_level(image: ImageFile.ImageFile) -> None:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Rotate the image as its EXIF data says. Unreadable EXIF data is ignored, as browsers do."""
+    """Rotate the image as its EXIF data says. Unreadable EXIF data is ignored, as in browsers."""
     turn = None
     with suppress(Exception):
         turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))

@@ -287,8 +287,8 @@ def _hypothesis_texts(options: RunOptions) -> list[str]:
 def _joined(
     template: PairTemplate, left: Tokens, right: Tokens, room: int, truncate: Truncate, *, cut_first: bool
 ) -> TokenRow:
-    """Return the row of a pair in the tokenizer's template. If the row is too long, the second text (with `cut_first`
-    the first) is truncated before the other, which may always use QUERY_SHARE of `room` (`_share_ids`).
+    """Return the row of two texts with the special tokens of `template`. If the row is too long, truncate the right
+    text (with `cut_first`, the left text). Truncate the other text only if it uses more than QUERY_SHARE of `room`.
     """
     whole, shortened = (right, left) if cut_first else (left, right)
     whole_ids = _share_ids(whole, shortened, room, truncate)
@@ -303,8 +303,8 @@ def _joined(
 
 
 def _share_ids(whole: Tokens, shortened: Tokens, room: int, truncate: Truncate) -> Ids:
-    """Return the ids of `whole`, the text of a pair that is truncated last. It may use QUERY_SHARE of `room`, and more
-    if the other text (`shortened`) is short.
+    """Return the ids of `whole`, the text of a pair that is truncated last. This text may use QUERY_SHARE of `room`,
+    and more if the other text (`shortened`) is short.
     """
     return cut(whole.ids, max(int(room * QUERY_SHARE), room - shortened.full), truncate)
 
@@ -321,9 +321,7 @@ def _pieces(
 
 
 def _with_texts(item: WorkItemInput, empty: str) -> WorkItemInput:
-    """Return the work item. Inputs with neither text nor images get `empty`, the text that the model expects for
-    them.
-    """
+    """Return the work item, with `empty` as the text of inputs without text and images, as the model expects it."""
     if not empty:
         return item
 
@@ -353,9 +351,9 @@ def _pieces_with_images(
 def _text_pieces(
     tokenizer: ModelTokenizer, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
-    """Return one row for each input: the filled pieces of the prompt template, each tokenised alone. The end of the
-    template is never truncated: the model answers after it. A query may always use QUERY_SHARE of the limit. If the
-    pieces are too long, the piece with the document is truncated. Source: README of Qwen3-Reranker, mxbai-rerank.
+    """Return one row for each input: the pieces of the prompt template with query and document, each tokenised alone.
+    If they are too long, truncate the piece with the document. A query may always use QUERY_SHARE of `limit`. The end
+    of the template stays whole, because the model's output follows it. Source: README of Qwen3-Reranker, mxbai-rerank.
     """
     share = int(limit * QUERY_SHARE)
     texts = dict.fromkeys(
@@ -466,8 +464,8 @@ def _raw(
     tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
     """Return rows for a model that tokenises in the adapter. The ids are zeros: only their number is used, to estimate
-    the cost. Texts and documents are sent unchanged. A work item with more than MAX_TOKENS tokens together with its
-    questions is refused.
+    the cost. Texts and documents are sent unchanged. Refuse a work item with more than MAX_TOKENS tokens, counted once
+    for each question.
     """
     results = []
     for item in items:
@@ -480,7 +478,7 @@ def _raw(
             results.append(WorkRows([], error=too_many(message, MAX_TOKENS)))
             continue
         rows = []
-        # the query, if there is one, is the first text and has the number -1, which `rows.OF_QUERY` names
+        # the query, if there is one, is the first text; its number is -1 (`rows.OF_QUERY`)
         for number, (content, text, cost) in enumerate(zip(contents, texts, costs, strict=True), -shared):
             tokens, beside = content.full, len(text) // COST_CHARACTERS
             row = TokenRow(np.zeros(tokens, np.int32), tokens, expanded=max(beside, cost))

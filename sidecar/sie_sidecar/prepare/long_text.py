@@ -1,21 +1,21 @@
 """Tokenising of very long texts in pieces. Reading begins at the side of the text that is kept (the start, or the end
 if the start is truncated), and stops when there are enough tokens.
 
-    text ──► pieces, cut only where tokenising does not depend on the other side ──► ids of each piece ──► joined ids
+    text ──► pieces, cut only where a cut does not change the ids ──► ids of each piece ──► joined ids
 
 The joined ids are equal to the ids of the whole text. A text is cut only at positions that match a pattern. By default
-these are before a space that follows a letter, a digit or punctuation; some tokenizers allow more positions, and some
-fewer. A cut there does not change the ids, because of these properties of the steps of a tokenizer:
+these positions are before a space that follows a letter, a digit or punctuation; some tokenizers allow more positions,
+and some fewer. A cut there does not change the ids, because of these properties of the steps of a tokenizer:
 
 - Added tokens: matches are leftmost and do not overlap, so only a match across the cut could change the ids. If an
   added token, with the white space of its `rstrip`, could match across such a position, a narrower pattern is used,
   or texts are not cut.
 - Normalizers: white space does not combine with characters before it, and begins a grapheme. So the forms of Unicode
   (NFC, NFD, NFKC, NFKD), Precompiled charsmaps (which work by grapheme) and maps of single characters never depend on
-  text across the cut. Characters that form a grapheme with the next one (prepended marks) may not stand before a cut.
-- Pre-tokenizers: each known one begins a new word at the cut, and never depends on text after it. Without a pre-
-  tokenizer (Llama 2, Gemma) BPE sees the text as one word. Its merges still do not cross the cut, because no token of
-  the vocabulary has a space after another character.
+  text across the cut. Characters that form a grapheme with the next character (prepended marks) never precede a cut.
+- Pre-tokenizers: each known pre-tokenizer begins a new word at the cut, and never depends on text after the cut. If a
+  tokenizer has none (Llama 2, Gemma), BPE sees the text as one word. Its merges still do not cross the cut, because no
+  token of the vocabulary has a space after another character.
 - The first word of a text is treated in a special way (a space is put before it). So each piece but the first is
   tokenised after the one-word text SENTINEL, whose tokens are dropped. If a tokenizer treats the text after each added
   token in this way, its texts are not cut after an added token.
@@ -43,14 +43,15 @@ from sie_contracts.errors import InvalidInput
 FIRST_CHARACTERS_PER_TOKEN = 8
 GROWTH = 4
 # number of characters up to which later pieces grow, to limit memory: the tokenizer needs about 100 bytes for a token.
-# A piece may be longer: it ends where a cut is allowed, and the first piece must have enough tokens
+# A piece is longer if no earlier cut is allowed; the first piece also if `room` is large
 MAX_PIECE_CHARACTERS = 1 << 18
 # maximum number of characters that are tokenised in one call, to limit memory: a token needs up to 500 bytes
 MAX_CALL_CHARACTERS = 4 << 20
 
 SENTINEL = "x"
 _CLAUSE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
-# characters that may stand before a cut; not U+0D4E and those above U+FFFF, which may combine with the next one
+# characters that may precede a cut. U+0D4E and characters above U+FFFF may not: they may combine with the next
+# character
 _LEFT = rf"[!-~{_CLAUSE_MARKS}]|[^\W\u0d4e\U00010000-\U0010ffff]"
 _SPACE = rf"(?<={_LEFT})(?= )"
 _WHITE_SPACE = rf"(?<={_LEFT})(?=[ \t\r\n])"
@@ -76,9 +77,9 @@ _LOCAL_NORMALIZERS = {
 _WHITE_SPACE_SPLITTERS = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 _OF_WHITE_SPACE = {" ", " +", " {2,}", r"\s+", r"\s{2,}"}
 
-# Alternatives of the Split patterns in use (GPT-2, Llama 3, Qwen 2 to 3.5, o200k, Tekken). In a match,
-# no white space comes after a character that is not white space, except newlines after punctuation, and no clause mark
-# comes after a letter: so no match crosses a cut. Only patterns of white space look ahead, and only by one character.
+# Alternatives of the Split patterns in use (GPT-2, Llama 3, Qwen 2 to 3.5, o200k, Tekken). A match has white space only
+# at its beginning, apart from newlines after punctuation, and has no clause mark after a letter. So no match crosses a
+# cut. Only patterns of white space look ahead, and only by one character.
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
@@ -123,9 +124,9 @@ class LongTexts:
     def read(
         self, texts: Sequence[str], room: int, *, from_end: bool, count_all: bool
     ) -> list[tuple[NDArray[np.int32], int]]:
-        """Return for each text its first (`from_end`: last) `room` ids, int32, without special tokens, and the number
-        of its ids. A number up to `room` is exact. Above `room`, reading stops, so the true number may be higher. With
-        `count_all`, every number is exact.
+        """Return for each text its first `room` ids (with `from_end`, its last), int32, without special tokens, and the
+        number of ids that were read. Reading stops after more than `room` ids; with `count_all`, it reads the whole
+        text.
         """
         readings = [_TextReading(self._pieces(text, room * FIRST_CHARACTERS_PER_TOKEN, from_end)) for text in texts]
         going = readings
@@ -247,7 +248,7 @@ def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[i
 
 def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """Return a pattern that matches the positions for cuts, chosen by this tokenizer's normalizers and pre-tokenizers.
-    If some of them are unknown, the pattern is a guess, which `_holds` tests.
+    If a normalizer or pre-tokenizer is unknown, the pattern is a guess, which `_holds` tests.
     """
     normalizers, steps = _steps(tokenizer.normalizer, "normalizers"), _steps(tokenizer.pre_tokenizer, "pretokenizers")
     marks = any(step.get("content") == "\u2581" for step in normalizers)
@@ -266,7 +267,7 @@ def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
         step["pattern"]["String"] for step in normalizers if step["type"] == "Replace" and "String" in step["pattern"]
     ]
     tokens = list(tokenizer.get_added_tokens_decoder().values())
-    # these steps change the text after each added token, so no cut may follow an added token
+    # Prepend and Strip change the text after each added token, so no cut may follow an added token
     at_start = not is_supported or any(step["type"] in ("Prepend", "Strip") for step in normalizers)
     for pattern in (re.compile("|".join((_SPACE, *wider))), re.compile(_NARROW)):
         straddled = any(pattern.search(token.content + (" " if token.rstrip or at_start else "")) for token in tokens)

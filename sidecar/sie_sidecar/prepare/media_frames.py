@@ -1,4 +1,4 @@
-"""Messages between the sidecar and a media worker process: a job, then its answer, one at a time."""
+"""Messages between the sidecar and a media worker process: a job, then its reply, one job at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SoundJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class PreparedImage(msgspec.Struct, frozen=True, tag=True):
-    """Decoded image, the answer to an ImageJob. `pixels`: uint8 [height, width, 3]. `upright`: size after EXIF
+    """Decoded image, the reply to an ImageJob. `pixels`: uint8 [height, width, 3]. `upright`: size after EXIF
     rotation. `digest`: SHA-256 of size and pixels. `animated`: the file has further images, which were not read.
     """
 
@@ -57,7 +57,7 @@ class PreparedImage(msgspec.Struct, frozen=True, tag=True):
 
 
 class SoundFeatures(msgspec.Struct, frozen=True, tag=True):
-    """Features of a sound, the answer to a SoundJob. `features`: float32 [views, frames, bins], little-endian; a view
+    """Features of a sound, the reply to a SoundJob. `features`: float32 [views, frames, bins], little-endian; a view
     is the spectrum of the whole sound or of a part of it. `digest`: SHA-256 of shape and features. `seconds`: length of
     the file.
     """

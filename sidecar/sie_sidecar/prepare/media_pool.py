@@ -5,8 +5,8 @@ file needs one, and ends with the sidecar.
                              └── the process died or took too long: this file fails, a new process is started
 
 Decoders run in processes because they are C code that reads the data of clients: a crash then makes only one file fail.
-Each process has one keeper, a task that alone talks to it, and sends the next file only after the answer to the last
-one. So answers cannot be mixed up: if a caller is cancelled, the answer to its file is read and dropped.
+For each process, one task (the keeper) sends files and reads replies. It sends a file only after the reply to the
+previous file, so replies cannot be mixed up. If a caller is cancelled, the keeper reads the reply and drops it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from sie_sidecar.prepare.media_frames import ImageJob, Job, PreparedFile, Prepar
 
 DEADLINE_S = 10.0  # seconds that a process may take for one file
 MEMORY_BYTES = 2 << 30  # bytes of address space of a process: decoding 100 megapixels takes 1.3 GB
-# maximum number of waiting files for each process: at 25 ms each, the last one waits 25 s, about as long as a request
+# maximum number of waiting files for each process: at 25 ms each, the last file waits 25 s, about as long as a request
 # may take
 MAX_WAITING = 1000
 RESULTS = ("prepared", *get_args(Cause), "failed")
 START_S = 30.0  # seconds that a process may take to start, on a busy machine too
-DIED_S = 1.0  # seconds for which the pool waits for the end of a lost process; then it is killed
+DIED_S = 1.0  # seconds for which the pool waits for the exit of a lost process before it kills the process
 _logger = logging.getLogger("sie.sidecar.media")
 
 
@@ -63,14 +63,14 @@ class _ImageFile:
         return ImageJob(number, self.recipe, self.data)
 
     def check(self, reply: PreparedFile) -> None:
-        """Raise _WorkerLost if a worker's answer does not fit this file."""
+        """Raise _WorkerLost if the reply of a media worker does not fit this file."""
         if not isinstance(reply, PreparedImage):
-            raise _WorkerLost("its answer is not an image")
+            raise _WorkerLost("its reply is not an image")
         try:
             check(self.recipe, reply.upright)
             expected = pixels_of(self.recipe, reply.upright)
         except InvalidInput as error:
-            raise _WorkerLost("its answer has an image size that is refused") from error
+            raise _WorkerLost("its reply has an image size that the recipe does not allow") from error
         if (reply.height, reply.width) != expected or len(reply.pixels) != 3 * reply.height * reply.width:
             raise _WorkerLost("its pixels do not have the size that the recipe requires")
 
@@ -86,9 +86,9 @@ class _SoundFile:
         return SoundJob(number, self.recipe, self.data, self.from_s)
 
     def check(self, reply: PreparedFile) -> None:
-        """Raise _WorkerLost if a worker's answer does not fit this file."""
+        """Raise _WorkerLost if the reply of a media worker does not fit this file."""
         if not isinstance(reply, SoundFeatures):
-            raise _WorkerLost("its answer is not a sound")
+            raise _WorkerLost("its reply is not a sound")
         if not self.recipe.can_make(reply.shape) or len(reply.features) != 4 * math.prod(reply.shape):
             raise _WorkerLost("its features do not have the shape that the recipe requires")
 
@@ -105,15 +105,15 @@ class _PendingFile:
             self.done.set_exception(error)
 
     def succeed(self, reply: PreparedFile) -> None:
-        """Pass a worker's answer to the caller. Raises _WorkerLost if the answer does not fit the file."""
+        """Pass the reply of a media worker to the caller. Raises _WorkerLost if the reply does not fit the file."""
         self.file.check(reply)
         if not self.done.done():
             self.done.set_result(reply)
 
 
 class MediaPool:
-    """Pool of at most `workers` processes, used by one event loop. A process is started if a file waits and none is
-    free. `count` is called for each file whose caller was not cancelled, with its noun and one of RESULTS.
+    """Pool of at most `workers` processes, used by one event loop. It starts a process if a file waits and no process
+    is free. `count` is called for each file whose caller was not cancelled, with `image` or `sound` and one of RESULTS.
     """
 
     def __init__(
@@ -176,12 +176,12 @@ class MediaPool:
     def _admit(self, file: _ImageFile | _SoundFile) -> None:
         """Raise SIEError if the file is too large, too many files wait, or the pool is closed."""
         if self._closed:
-            raise ShuttingDown("the media workers have ended")
+            raise ShuttingDown("the worker is shutting down and decodes no more files")
         size, most = len(file.data), media_frames.MAX_FILE_BYTES
         if size > most:
             raise fault("too_large", f"the {file.noun} file has {size} bytes, at most {most}")
         if self.waiting >= MAX_WAITING * self._most:
-            message = f"{self.waiting} files wait for {self._most} media workers"
+            message = f"{self.waiting} images and sounds wait for {self._most} decoding processes"
             raise QueueFull(message, extras={"queue_depth": self.waiting})
 
     async def close(self) -> None:
@@ -189,7 +189,7 @@ class MediaPool:
         self._closed = True
         await cancel_all(self._keepers)
         while not self._queue.empty():
-            self._queue.get_nowait().fail(ShuttingDown("the media workers have ended"))
+            self._queue.get_nowait().fail(ShuttingDown("the worker is shutting down and decodes no more files"))
 
     async def _keep(self) -> None:
         worker: _MediaProcess | None = None
@@ -200,7 +200,7 @@ class MediaPool:
                     job = await self._queue.get()
                 finally:
                     self._free -= 1
-                if job.done.done():  # its caller was cancelled, so no caller waits for the outcome
+                if job.done.done():  # the caller was cancelled, so the file need not be decoded
                     continue
                 try:
                     if worker is not None and worker.is_gone:
@@ -218,14 +218,14 @@ class MediaPool:
                     if worker is not None:
                         await self._end(worker)
                     worker = None
-                finally:  # has no effect if the file has an outcome; without one, this task was cancelled
-                    job.fail(ShuttingDown("the media workers have ended"))
+                finally:  # has an effect only if this task was cancelled before the file had an outcome
+                    job.fail(ShuttingDown("the worker is shutting down and decodes no more files"))
         finally:
             if worker is not None:
                 await self._end(worker)
 
     async def _serve(self, job: _PendingFile, worker: _MediaProcess) -> _MediaProcess | None:
-        """Decode the file of `job`. Return the process for the next file; None if a new one could not be started."""
+        """Decode the file of `job`. Return the process for the next file, or None if no process could be started."""
         self._number += 1
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -242,7 +242,7 @@ class MediaPool:
             job.fail(fault("timeout", f"decoding the {job.file.noun} {how}"))
         except _WorkerLost as error:
             status = await worker.ended()
-            how = f"was killed by signal {-status}" if status < 0 else f"ended, or sent no usable answer: {error}"
+            how = f"was killed by signal {-status}" if status < 0 else f"ended, or sent no usable reply: {error}"
             # this pool did not kill the process, so the kernel probably did, for lack of memory: the file may be valid
             if status == -signal.SIGKILL:
                 job.fail(
@@ -257,8 +257,8 @@ class MediaPool:
         _logger.warning("media worker process %d %s; it is replaced", worker.pid, how)
         await self._end(worker)
         try:
-            return await self._start()  # at once, so that the next file does not wait for it
-        except _WorkerNotStarted as error:  # the next file starts a process again
+            return await self._start()  # starts the next process now, so that the next file need not wait for the start
+        except _WorkerNotStarted as error:  # the next file tries again to start a process
             _logger.error("a media worker could not be started: %s", error)
             return None
 
@@ -277,7 +277,7 @@ class _WorkerNotStarted(Exception):
 
 
 class _WorkerLost(Exception):
-    """Raised if a process ended, or sent an answer that does not fit its job."""
+    """Raised if a process ended, or sent a reply that does not fit its job."""
 
 
 class _MediaProcess:
@@ -300,7 +300,7 @@ class _MediaProcess:
 
     @staticmethod
     async def start(memory_bytes: int) -> _MediaProcess:
-        """Start a process, whose environment has only the paths of modules. Raises _WorkerNotStarted."""
+        """Start a process. It inherits no environment variables of the sidecar. Raises _WorkerNotStarted."""
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
@@ -336,7 +336,7 @@ class _MediaProcess:
         return worker
 
     async def run(self, job: Job) -> PreparedFile | Unusable:
-        """Send a job and return its answer. Raises _WorkerLost."""
+        """Send a job and return the reply. Raises _WorkerLost."""
         try:
             for part in media_frames.FRAMES.frame(job):
                 self._writer.write(part)
@@ -345,7 +345,7 @@ class _MediaProcess:
             raise _WorkerLost("the file could not be sent to it") from error
         answer = await self._read()
         if isinstance(answer, Hello) or answer.number != job.number:
-            raise _WorkerLost("its answer belongs to another job")
+            raise _WorkerLost("its reply belongs to another job")
         return answer
 
     async def _read(self) -> media_frames.Answer:
@@ -355,8 +355,8 @@ class _MediaProcess:
             raise _WorkerLost(str(error)) from error
 
     async def ended(self) -> int:
-        """Wait for the end of a lost process, and return its exit status. If it does not end in time, as after an
-        unusable answer, kill it and return 0.
+        """Wait for the exit of a lost process, and return its status. If it still runs after DIED_S seconds, for
+        example because only its reply was unusable, kill it and return 0.
         """
         status = 0
         with contextlib.suppress(TimeoutError):

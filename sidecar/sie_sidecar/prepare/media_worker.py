@@ -20,7 +20,7 @@ def _answer(job: Job) -> PreparedFile:
     if isinstance(job, ImageJob):
         image = images.prepare(job.data, job.recipe)
         return PreparedImage(job.number, *image.size, *image.upright, image.animated, image.digest(), image.pixels)
-    # imported only for sounds: a worker without sounds needs neither numpy nor libsndfile
+    # imported only for sounds, because a process that decodes only images needs neither numpy nor libsndfile
     from sie_sidecar.prepare import sounds
 
     sound = sounds.prepare(job.data, job.recipe, job.from_s)

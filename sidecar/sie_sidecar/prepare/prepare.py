@@ -1,10 +1,10 @@
-"""Second stage of a worker: work items that were delivered are prepared. Their inputs are read from the payload store,
-their model is loaded, and their texts are tokenised.
+"""Second stage of a worker: it prepares work items that were delivered. It reads large inputs from the payload store,
+has the model loaded, and tokenises the texts.
 
     group ──► same revision of the model as at the gateway ──► model loaded ──► images, sounds ──► tokens ──► returned
-       │                                                             └──► requests to tokenize or decode: answered here
-       ├──► this worker's catalogue is older: wait, then return the work items for other workers
-       └──► it is newer: refused, and the gateway publishes the work again
+       │                                                             └──► tokenize, decode: result sent by this stage
+       ├──► this worker's catalogue is older: wait, then return the work items to the queue for other workers
+       └──► this worker's catalogue is newer: send an error, after which the gateway publishes the work again
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, WorkItemInput, ef
 from sie_sidecar.prepare.tokens import ModelTokenizer, TokenizerPool
 from sie_sidecar.results.settle import Settle
 
-# a work item whose model is unknown here, or whose inputs are in a payload store that this worker does not have, is
-# returned to the queue for another worker; after this number of deliveries it is answered with an error
+# a worker without the model or the payload store of a work item returns the item to the queue, for another worker;
+# after this number of deliveries it sends an error instead
 MAX_HAND_BACKS = 5
 CATCH_UP_S = 2.0  # seconds to wait for a newer catalogue, if the gateway's catalogue is newer than this worker's
 
 
 class Prepare:
-    """Prepares groups of work items of one model. Items that cannot run are answered, or returned to the queue."""
+    """Prepares groups of work items of one model. Items that cannot run get an error or return to the queue."""
 
     def __init__(
         self,
@@ -58,10 +58,10 @@ class Prepare:
         self._fetching = fetching
         self._tokenizers = tokenizers
         self._media = media
-        self.tokenising = 0  # how many groups of texts are being tokenised now
+        self.tokenising = 0  # number of groups of work items whose texts are being tokenised now
 
     async def fetch(self, flight: InFlight) -> bool:
-        """Read the inputs of a work item from the payload store. Return False if it was settled instead."""
+        """Read the inputs of a work item from the payload store. Return False if the item was settled instead."""
         if self._fetching is None:
             if flight.lease.delivery.delivered < MAX_HAND_BACKS:
                 await self._settle.hand_back(flight)
@@ -80,8 +80,8 @@ class Prepare:
 
     async def run(self, group: list[InFlight], together: int) -> list[InFlight]:
         """Prepare a group and return the work items that can be dispatched. `together`: characters of all groups that
-        were gathered at the same time; if they are few, texts are tokenised on the event loop. Raises SIEError: the
-        caller answers the whole group with it.
+        were gathered at the same time; a small number lets texts be tokenised on the event loop. Raises SIEError, which
+        is the error of all work items of the group.
         """
         group = self._settle.still_wanted(group)
         if not group:
@@ -146,9 +146,8 @@ class Prepare:
             self._settle.answer_all([flight], flight.given_up)
 
     async def _tokenise(self, group: Sequence[InFlight], hosted: ModelState, together: int) -> list[InFlight]:
-        """Build the rows of each work item. Return the work items that `Dispatch` runs or answers. If building the rows
-        of a work item fails, this work item alone is answered with the error here, because the others may be of other
-        clients.
+        """Build the rows of each work item. Return the work items for `Dispatch`. If the rows of an item cannot be
+        built, send an error for this item only, because the other items may be of other clients.
         """
         # read before the first `await`, because the model may be unloaded while this method waits
         tokenizer, ready = hosted.tokenizer, hosted.ready
@@ -163,7 +162,7 @@ class Prepare:
             work = [entry for entry in decoded if entry is not None]
             if not work:
                 return []
-        else:  # without files, no tasks: they would add 0.13 ms to the time of a short text
+        else:  # no tasks if there are no files: tasks would add 0.13 ms to the time of a short text
             work = [
                 (flight, WorkItemInput(flight.item.inputs, flight.item.query, flight.item.options)) for flight in group
             ]
@@ -174,7 +173,7 @@ class Prepare:
                 raise
         else:
             return [flight for flight, _ in work]
-        for one in work:  # the common call failed; of these calls, only that of the faulty work item fails
+        for one in work:  # the call for all items failed; of the calls for single items, only the faulty item's fails
             with self._settle.answering([one[0]], "preparing the input"):
                 await self._build_rows([one], tokenizer, layout, together)
         return [flight for flight, _ in work if not flight.settled]
@@ -192,8 +191,8 @@ class Prepare:
             flight.refused, flight.unfit, flight.chunked = rows.error, rows.unfit, rows.chunked
 
     async def _decoded(self, flight: InFlight, layout: Rows) -> tuple[InFlight, WorkItemInput] | None:
-        """Return the data from which the rows of a work item are built. Its images and sounds are decoded if the model
-        reads them. If this fails, answer the work item with the error, and return None.
+        """Return the data from which the rows of a work item are built. Decode its images and sounds if the model reads
+        images or sounds. If this fails, send the error for the work item, and return None.
         """
         item = flight.item
         with self._settle.answering([flight], "preparing the input"):
@@ -240,8 +239,8 @@ class Prepare:
         return [outcome for outcome in outcomes if isinstance(outcome, PreparedImage)]
 
     async def _answer_by_tokenizer(self, group: Sequence[InFlight], hosted: ModelState, together: int) -> None:
-        """Answer tokenize and decode, which need only the tokenizer. The tokenizer may be in memory even if the model
-        is not loaded.
+        """Run the operations tokenize and decode, and send their results. They need only the tokenizer, which may be in
+        memory even if the model is not loaded.
         """
         tokenizer = hosted.tokenizer
         assert tokenizer is not None

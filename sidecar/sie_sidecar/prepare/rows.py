@@ -90,7 +90,7 @@ class TokenRow:
 
 class WorkItemInput(NamedTuple):
     """Data from which the rows of one work item are built. `images` and `sounds`: by index of the input, the decoded
-    media, or the error if they are unusable. The index OF_QUERY stands for the query.
+    media, or the error if they are unusable. The query has the index OF_QUERY.
     """
 
     inputs: Sequence[Input]
@@ -102,9 +102,9 @@ class WorkItemInput(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkRows:
-    """Rows of one work item: first `shared` rows for all inputs, then the rows of each input, in order. `error`: why no
-    rows were built. `unfit`: by index of an input, why it must not run, although it has rows. `chunked`: how many rows
-    each input has, if a text has chunks; otherwise all have the same number.
+    """Rows of one work item: first `shared` rows for all inputs, then the rows of each input, in order. `error`: error
+    of the work item if no rows were built. `unfit`: errors of inputs that have rows but must not run, by index.
+    `chunked`: number of rows of each input if a text has chunks; empty if all inputs have the same number of rows.
     """
 
     rows: list[TokenRow]
@@ -283,7 +283,7 @@ def _row_count(layout: Rows, item: WorkItemInput) -> int:
 
 
 def _characters(layout: Rows, item: WorkItemInput) -> int:
-    """Count the characters of all texts of a work item, as often as they are tokenised."""
+    """Count the characters to tokenise for a work item. Texts that are tokenised several times count each time."""
     options, query = item.options, len(query_of(item))
     around = len(options.prefix) + len(options.suffix)
     once = query + len(options.query_prefix) + len(options.query_suffix)
@@ -325,7 +325,7 @@ def texts_of(item: WorkItemInput) -> list[str]:
 
 
 def reached(texts: Sequence[str], rows: Sequence[TokenRow]) -> list[str]:
-    """Return each text up to the end of the last token in its row, so that truncated texts are cut."""
+    """Return each text; cut the text of a truncated row after the last token in the row."""
     return [
         text if row.offsets is None or not row.truncated else text[: int(row.offsets.max(initial=0))]
         for text, row in zip(texts, rows, strict=True)
@@ -345,9 +345,9 @@ def offsets_of(rows: Sequence[TokenRow]) -> bytes:
 
 
 class BatchPart(NamedTuple):
-    """Rows of one work item in a batch, and the data from which they were built, both without inputs that do not run.
-    `context`: its trace context. `asker`: name of the client that sent it, see `messages.WorkItem`. `chunked`: as in
-    `WorkRows`.
+    """Rows of one work item in a batch, and the data from which they were built. Inputs that must not run are in
+    neither. `context`: trace context of the work item. `asker`: name of the client that sent it, see
+    `messages.WorkItem`. `chunked`: as in `WorkRows`.
     """
 
     rows: Sequence[TokenRow]
@@ -357,8 +357,8 @@ class BatchPart(NamedTuple):
     chunked: tuple[ChunkedRows, ...] = ()
 
     def image_keys(self) -> bytes:
-        """Return the keys of its images in the adapter's cache, concatenated: digests of client and pixels, so that
-        clients do not share cached images. Zeros if the client is unknown.
+        """Return the keys of the images in the adapter's cache, concatenated. A key is a digest of client and pixels,
+        so that clients do not share cached images; all keys are zeros if the client is unknown.
         """
         images = [image for row in self.rows for image in row.images]
         if not self.asker:
@@ -379,7 +379,7 @@ def to_batch(
     context: Context = NONE,
     fingerprint: str = "",
 ) -> RunBatch:
-    """Return the frame with which the adapter runs these work items. `fingerprint`: of the loaded model."""
+    """Return the request that makes the adapter run these work items. `fingerprint`: that of the loaded model."""
     rows: list[TokenRow] = []
     groups: list[Group] = []
     texts: list[str] = []

@@ -4,8 +4,8 @@ import this module, because decoders are C code that reads the data of clients.
     first bytes ──► header ──► limits ──► decode ──► one channel ──► the model's rate ──► its length ──► features
 
 FORMATS has the supported formats. A sound is resampled as in `librosa.load` (soxr, high quality). The features are
-those of transformers' feature extractors, computed without torch. For a sound that fits into the model's window, they
-are equal bit for bit. From a longer sound, transformers may take another part (`sie_contracts.media.sounds`).
+those of transformers' feature extractors, computed without torch. For a sound that fits into the model's window, the
+features are equal bit for bit. For a longer sound, transformers may use another part (`sie_contracts.media.sounds`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FORMATS = ("WAV", "FLAC", "OGG", "MP3")
 _UNKNOWN_LENGTH = 1 << 62  # samples per channel; libsndfile reports this number or more if the length is unknown
 _BLOCK_FRAMES = 4096  # number of frames of a spectrogram that are transformed at a time, which takes 50 MB
 _LEAST_POWER = 1e-10
-_ADDED_POWER = 2.0**-24  # added to powers before the natural logarithm
+_ADDED_POWER = 2.0**-24  # added to powers before the natural logarithm, because 0 has no logarithm
 _RANGE = 8.0  # dynamic range in powers of ten: a level is at least the loudest level less this range
 
 Float32 = NDArray[np.float32]

@@ -20,13 +20,13 @@ from sie_sidecar.prepare.rows import MAX_CHARACTERS, WorkItemInput, bad_token
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 OPERATIONS: tuple[Operation, ...] = ("tokenize", "decode")
-# maximum number of characters of a work item whose tokens are listed: each token needs about 500 bytes in this process,
-# and 40 in the result
+# maximum number of characters of a work item for `tokenize` without `count`: each listed token needs about 500 bytes in
+# this process, and 40 bytes in the result
 MAX_TOLD_CHARACTERS = 4 << 20
 
 
 def effort_of(item: WorkItemInput) -> int:
-    """Estimate the time for the answer. Return it as the number of characters that are tokenised in the same time."""
+    """Estimate the time of `answer`. Return it as the number of characters that are tokenised in the same time."""
     options = item.options
     around = len(options.prefix) + len(options.suffix)
     return sum(len(source.text or "") + len(source.tokens or ()) + around for source in item.inputs)
@@ -98,7 +98,7 @@ def _tokenized(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[
 
 
 def _columns(text: str, encoding: Encoding) -> Ok:
-    """Convert an encoding to the answer. A token's text is its part of `text`; a special token's text is its name."""
+    """Return the tokens of `text` as columns: ids, texts (for special tokens their names), and positions in bytes."""
     data: dict[str, Any] = {"ids": encoding.ids, "texts": [], "special": [], "starts": [], "stops": []}
     places = range(len(text) + 1) if text.isascii() else _byte_places(text)
     for token, (start, stop), is_special in zip(

@@ -1,5 +1,5 @@
-"""Token ids of texts. Texts of several requests are tokenised in one call of the Rust tokenizer: a few short ones on
-the event loop, more in threads. Texts are truncated here, and each truncation is reported.
+"""Token ids of texts. Texts of several requests are tokenised in one call of the Rust tokenizer: a few short texts on
+the event loop, more texts in threads. Texts are truncated here, and each truncation is reported.
 
 A tokenizer is immutable and releases the interpreter lock while it works, so all threads share it. Ids are truncated
 after tokenising, because a tokenizer for each limit would cost more.
@@ -25,10 +25,10 @@ from sie_sidecar.prepare.long_text import FIRST_CHARACTERS_PER_TOKEN, GROWTH, SE
 
 Ids = NDArray[np.int32]
 T = TypeVar("T")
-# texts that were gathered together are tokenised on the event loop if they have at most this number of characters. This
-# takes up to 1.5 ms. In a thread it would take longer, and stop the event loop as long (bench/results/tokens.md).
+# texts that were gathered together are tokenised on the event loop if they have at most this number of characters in
+# all. This takes up to 1.5 ms; a thread would take longer, and block the event loop as long (bench/results/tokens.md)
 INLINE_CHARACTERS = 4096
-# number of characters that are read first for each token of a prefix: nearly all texts have fewer for a token
+# number of characters that `prefix_of` first reads for each token: nearly all texts have fewer characters per token
 _CHARACTERS_PER_TOKEN = 64
 THREAD_CHARACTERS = 65536  # characters of short texts that one thread tokenises in one call
 LONG_CHARACTERS = 4096  # a text of at most this number of characters is always tokenised as a whole
@@ -94,7 +94,7 @@ class ModelTokenizer:
 
     def contents(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[Tokens]:
         """Return the ids of each text without special tokens, truncated to `room`. Of a very long text, only the needed
-        part is read. With the mode NONE, the whole text is read, and the caller must refuse it if it was truncated.
+        part is read. With the mode NONE, the whole text is read, and the caller must refuse a text that was truncated.
         Raises InvalidInput for a text that is too long to be tokenised as a whole and cannot be cut.
         """
         from_end = truncate == "START"
@@ -138,9 +138,7 @@ class ModelTokenizer:
         return 0 <= number < 1 << 32 and self._tokenizer.id_to_token(number) is not None
 
     def content(self, ids: Sequence[int]) -> Ids:
-        """Remove the special tokens at the start and end of the ids that a client sent for a text. The ids must be
-        valid.
-        """
+        """Return the ids that a client sent for a text without the special tokens at both ends. Ids must be valid."""
         content = np.array(ids, np.int32)
         if len(self.first) and np.array_equal(content[: len(self.first)], self.first):
             content = content[len(self.first) :]
@@ -168,7 +166,7 @@ class ModelTokenizer:
         return self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
-        """Return the text of these ids. All must be valid token ids."""
+        """Return the text of these ids. Every id must be a valid token id."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
@@ -185,8 +183,8 @@ class ModelTokenizer:
         return spans
 
     def _long_spans(self, text: str, room: int, truncate: Truncate) -> tuple[Tokens, Ids]:
-        """Return the ids and offsets of a long text as in `spans`. Only the part that has more than `room` tokens is
-        read, from the side that is not truncated. With the mode NONE, the tokens of the whole text are also counted.
+        """Return the ids and offsets of a long text as in `spans`. Reading begins at the end that is not truncated, and
+        stops after more than `room` tokens. With the mode NONE, the tokens of the whole text are also counted.
         """
         from_end = truncate == "START"
         size = max(1, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
@@ -201,7 +199,7 @@ class ModelTokenizer:
         full = len(ids)
         if truncate == "NONE" and not is_whole:
             ((_, full),) = self._long.read([text], 0, from_end=False, count_all=True)
-        # the piece may begin with the sentinel
+        # with `from_end`, the piece ends where the text ends, and may begin with the sentinel
         moved = offsets + (len(text) - len(piece) if from_end else 0)
         return Tokens(cut(ids, room, truncate), full), cut(moved, room, truncate)
 
@@ -224,7 +222,7 @@ def _ids_and_offsets(encoding: Encoding) -> tuple[Ids, Ids]:
 
 
 def cut(ids: Ids, room: int, truncate: Truncate) -> Ids:
-    """Return the first `room` ids; if `truncate` is START, the last ones."""
+    """Return the first `room` ids; if `truncate` is START, the last `room` ids."""
     room = max(0, room)
     return ids[max(0, len(ids) - room) :] if truncate == "START" else ids[:room]
 
@@ -284,8 +282,8 @@ class TokenizerPool:
         self._parts: list[_ThreadWork] = []
 
     async def run(self, characters: int, work: Callable[[], T], together: int = 0) -> T:
-        """Return the result of `work`, which tokenises `characters` characters. `together`: characters of all work
-        gathered with it. `work` is called in a thread if either is above INLINE_CHARACTERS, otherwise at once.
+        """Return the result of `work`, which tokenises `characters` characters. `together`: characters of all work that
+        was gathered at the same time. If a number is above INLINE_CHARACTERS, `work` runs in a thread.
         """
         if max(characters, together) <= INLINE_CHARACTERS:
             return without_panic(work)
@@ -312,7 +310,7 @@ class TokenizerPool:
 
 
 def _in_threads(parts: Sequence[_ThreadWork]) -> Iterator[list[_ThreadWork]]:
-    """Group calls by thread: a long call alone, short neighbours together up to THREAD_CHARACTERS characters."""
+    """Group calls by thread: a long call alone, consecutive short calls together up to THREAD_CHARACTERS characters."""
     some: list[_ThreadWork] = []
     for part in parts:
         if part.characters > INLINE_CHARACTERS:
@@ -341,7 +339,7 @@ def _on_run(parts: Sequence[_ThreadWork], running: asyncio.Future[list[Any]]) ->
     if running.cancelled():
         for part in parts:
             part.done.cancel()
-    elif (error := running.exception()) is not None:  # without a result, the callers would wait for ever
+    elif (error := running.exception()) is not None:  # raised for the callers, which would otherwise wait for ever
         _hand_out(parts, [RuntimeError(f"a thread of the tokenizer ended with {type(error).__name__}")] * len(parts))
     else:
         _hand_out(parts, running.result())
@@ -349,7 +347,7 @@ def _on_run(parts: Sequence[_ThreadWork], running: asyncio.Future[list[Any]]) ->
 
 def _hand_out(parts: Sequence[_ThreadWork], results: Sequence[Any]) -> None:
     for part, result in zip(parts, results, strict=True):
-        if part.done.done():  # its caller was cancelled, so no caller waits for the result
+        if part.done.done():  # the caller was cancelled, so no caller waits for the result
             continue
         if isinstance(result, Exception):
             part.done.set_exception(result)

@@ -1,4 +1,4 @@
-"""Dead letters: the message of given-up work is copied to a separate stream, which `sie dlq` reads."""
+"""Dead letters: messages that no worker will try again are copied to a separate stream, which `sie dlq` reads."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class DeadLetterWriter:
     async def write(
         self, delivery: Delivery, error: ErrorInfo, *, deaths: int = 0, workers: tuple[str, ...] = ()
     ) -> bool:
-        """Store the message of a delivery once, with the error of its work. After ATTEMPTS failures, the letter is
-        lost: return False. Even then the caller acknowledges the message, or it would be delivered for ever.
+        """Store the message of a delivery once, with the error of its work. Return False if ATTEMPTS attempts failed
+        and the letter is lost. Even then the caller acknowledges the message, because it would be redelivered for ever.
         """
         name = letter_id(topology.stream_name(topology.pool_of(delivery.subject)), delivery)
         letter = DeadLetter(
@@ -64,7 +64,7 @@ class DeadLetterWriter:
                     return False
             await asyncio.sleep(PAUSE_S)  # the broker may be unreachable for a while
         _logger.error(
-            "work was given up and is now a dead letter, see `sie dlq show %s`: %s %s", name, error.code, error.reason
+            "a message failed and is now a dead letter, see `sie dlq show %s`: %s %s", name, error.code, error.reason
         )
         self._metrics.dead_letters.labels("kept").inc()
         failpoint("dead_letters.published")
@@ -72,5 +72,5 @@ class DeadLetterWriter:
 
 
 def letter_id(stream: str, delivery: Delivery) -> str:
-    """Return the id of the dead letter for a delivery. It is the same for each delivery of one message."""
+    """Return the id of the dead letter for a delivery. All deliveries of one message have the same id."""
     return hashlib.sha256(f"{stream} {delivery.sequence} {delivery.sent_s:.6f}".encode()).hexdigest()[:12]

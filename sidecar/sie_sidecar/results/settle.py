@@ -1,23 +1,23 @@
 """End of work items. `ResultDelivery` sends a result as a request to the gateway's inbox, and repeats it until the
 gateway confirms it or the time limit ends; only then the message is acknowledged. `Settle` does this once for each work
-item. `Leases` has the leases of the messages.
+item. `Leases` renews the leases of the messages.
 
     result that fits into a message ──► one request ──► verdict: taken, duplicate or unknown
-    larger result ──► parts, one after the other, each repeated until it is confirmed ──► the last one: taken
-                      if the verdict on the last part is `part`, the gateway lacks parts or the data is damaged: all
-                      parts are sent again, a few times
+    larger result ──► parts, one after the other, each repeated until it is confirmed ──► verdict on the last: taken
+                      if that verdict is `part`, the gateway lacks parts or the data is damaged: all parts are sent
+                      again, MAX_ROUNDS times in all
 
-`unknown`: the gateway does not have the request any more.
+`unknown`: no request waits for the result at the gateway any more.
 
-`LeaseLedger` records the leased deliveries in a file that outlives the process. If the process is killed, the next one
-returns these deliveries to the queue at once, before their leases have ended.
+`LeaseLedger` records the leased deliveries in a file that outlives the process. If the process is killed, the next
+process returns these deliveries to the queue at once, before their leases have ended.
 
     delivery leased ──► record in a slot of the file ──► lease ended: slot cleared
     process killed  ──► the next process reads the slots and returns the deliveries
 
 The file is mapped into memory and has its full size from the start. A record is at most 512 bytes and is written
 without a system call. If the process dies, the kernel keeps the record. A disk that becomes full later does no harm.
-The file need not survive a crash of the machine, as the leases have ended when the machine runs again.
+The file need not survive a crash of the machine, because the leases have ended when the machine runs again.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ _logger = logging.getLogger("sie.sidecar.settle")
 
 
 class Settle:
-    """Ends work items: answers, cancels or returns them to the queue. `answer` and `hand_back` do nothing for an item
-    that was settled before; `cancel` must not be called for such an item.
+    """Ends work items: sends their result, cancels them or returns them to the queue. `answer` and `hand_back` do
+    nothing for a settled item. Callers must not `cancel` a settled item.
     """
 
     def __init__(
@@ -209,8 +209,8 @@ class Settle:
 
     @contextlib.contextmanager
     def answering(self, flights: Sequence[InFlight], doing: str) -> Iterator[None]:
-        """Context manager: if its block fails, answer the work items with the error, so that no request stays without
-        an answer.
+        """Context manager: if its block raises an exception, send an error for each of the work items, so that no
+        request waits in vain.
         """
         try:
             yield
@@ -221,8 +221,8 @@ class Settle:
             self.answer_all(flights, InternalFailure(f"the worker failed while {doing}"))
 
     def still_wanted(self, flights: Sequence[InFlight]) -> list[InFlight]:
-        """Return the work items to run, without cancelled ones. Late ones, and those whose model has a new catalogue
-        entry, are answered here with an error.
+        """Return the work items that should run, without settled items. Send an error for each item that is past its
+        deadline or whose model has a new catalogue entry.
         """
         now_s = time.monotonic()
         self.answer_changed([flight for flight in flights if not flight.settled and flight.is_outdated])
@@ -233,15 +233,15 @@ class Settle:
         return [flight for flight in flights if not flight.settled and now_s < flight.deadline_s]
 
     def answer_changed(self, flights: Collection[InFlight]) -> None:
-        """Answer work items whose model has a new catalogue entry. Their error makes the gateway publish them again for
-        the new entry.
+        """Send an error for each of these work items, whose model has a new catalogue entry. The error makes the
+        gateway publish them again for the new entry.
         """
         if flights:
             self._metrics.settlements.labels("changed").inc(len(flights))
             self.answer_all(flights, changed())
 
     def answer_all(self, flights: Collection[InFlight], error: SIEError) -> None:
-        """Answer every input of these work items with the same error."""
+        """Send the same error for every input of these work items."""
         info = error.info()
         for flight in flights:
             self.answer(flight, (Failed(info),) * (flight.item.count or len(flight.item.inputs)))
@@ -254,7 +254,7 @@ class Settle:
         done: ipc.BatchDone | None = None,
         note: BatchNote | None = None,
     ) -> None:
-        """Answer a work item with its outcomes and their arrays (`block`). `done`, `note`: data of its batch."""
+        """Send the outcomes of a work item and their arrays (`block`). `done`, `note`: data of its batch."""
         if flight.settled:
             return
         flight.move("settled")
@@ -283,7 +283,7 @@ class Settle:
             stages,
             batch,
         )
-        self._let_go(flight)  # model and inputs are not needed while the result is sent, but the lease is
+        self._let_go(flight)  # releases the model and the inputs now: sending the result needs only the lease
         self._work.start(self._answer(flight, result, hosted.name if hosted else "other"), "answer")
 
     async def _answer(self, flight: InFlight, result: WorkResult, name: str) -> None:
@@ -296,7 +296,7 @@ class Settle:
             self._metrics.answered(name, flight.item.endpoint or flight.item.operation, result)
 
     def _burial(self, flight: InFlight) -> Callable[[], Awaitable[object]] | None:
-        """Return a function that writes a dead letter, to call between result and ack; None if none is needed."""
+        """Return a function that writes a dead letter between result and ack; None if no dead letter is needed."""
         write = functools.partial(self._dead_letters.write, flight.lease.delivery)
         if flight.given_up is not None:
             return functools.partial(write, flight.given_up.info())
@@ -316,14 +316,14 @@ class Settle:
         await self._leases.refuse(lease, error.message)
 
     async def hand_back(self, flight: InFlight) -> None:
-        """Return a work item to the queue, for another worker."""
+        """Return the message of a work item to the queue, for another worker."""
         if not flight.settled:
             self._withdraw(flight, "handed_back")
             await self._leases.hand_back(flight.lease, HAND_BACK_DELAY_S)
             self._remove(flight)
 
     def cancel(self, flight: InFlight) -> None:
-        """Acknowledge a work item for which no request waits any more."""
+        """Acknowledge the message of a work item for which no request waits any more."""
         self._withdraw(flight, "cancelled")
         self._work.start(self._finish_cancelled(flight), "cancelled")
 
@@ -347,8 +347,8 @@ class Settle:
         self._inventory.remove(flight)
 
 
-# maximum number of leases in the file; if the process is killed, deliveries without a record return to the queue only
-# when their leases end
+# maximum number of leases in the file; after a kill, the broker redelivers messages without a record only when their
+# leases end
 SLOTS = 4096
 SLOT_BYTES = 512
 _MAGIC = b"SIElease"
@@ -372,7 +372,7 @@ class LeaseLedger:
         self._free = list(range(SLOTS, 0, -1))
 
     def put(self, reply: str) -> int:
-        """Record a delivery by its ack subject. Return the number of the record for `clear`; 0 if there is no room."""
+        """Record a delivery by its ack subject. Return the record's number for `clear`; 0 if no slot is free."""
         data = reply.encode()
         if not self._free or len(data) > SLOT_BYTES - _SLOT.size:
             return 0
@@ -382,7 +382,7 @@ class LeaseLedger:
         return slot
 
     def clear(self, slot: int) -> None:
-        """Clear the record of a delivery whose lease has ended. 0 means that it was not recorded."""
+        """Clear the record of a delivery whose lease has ended. `slot`: number of the record, 0 if there is none."""
         if slot:
             self._map[slot * SLOT_BYTES : slot * SLOT_BYTES + _SLOT.size] = _EMPTY
             self._free.append(slot)
@@ -391,9 +391,9 @@ class LeaseLedger:
         _HEADER.pack_into(self._map, 0, _MAGIC, self._now_s())
 
     def take_over(self, within_s: float) -> list[str]:
-        """Return the ack subjects of an earlier process's deliveries, the oldest first, and clear the file. Leases last
-        renewed more than `within_s` ago are left out, because another worker may have the delivery. Unreadable records
-        are logged.
+        """Return the ack subjects of an earlier process's deliveries, the oldest first, and clear the file. Skip leases
+        that were last renewed more than `within_s` seconds ago, because another worker may have the message. Log the
+        number of damaged records.
         """
         readable: list[tuple[float, str]] = []
         broken = 0
@@ -409,7 +409,7 @@ class LeaseLedger:
                 readable.append((held_s, data.decode()))
         if broken:
             _leases_logger.warning(
-                "%s: %d records of leased deliveries are damaged; these are delivered again only when their leases end",
+                "%s: %d records are damaged; their messages are redelivered only when the leases of these messages end",
                 self.path,
                 broken,
             )
@@ -439,7 +439,7 @@ def _reserve(file: int) -> None:
 
 
 def open_ledger(path: Path, now_s: Callable[[], float]) -> LeaseLedger | None:
-    """Open or create the file. Return None, with a line in the log, if that fails: the worker can work without it."""
+    """Open or create the file. If that fails, log it and return None: the worker can run without a ledger."""
     file = -1
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -476,8 +476,8 @@ class Leases:
         ledger: LeaseLedger | None = None,
         flushed: Callable[[float], Awaitable[None]] | None = None,
     ) -> None:
-        """Create the object without leases. `is_alive` returns True if the adapter answers. `flushed(seconds)` returns
-        when the broker has received all sent data, and raises BrokerError after these seconds.
+        """Create the object without leases. `is_alive` returns True if the adapter replies to pings. `flushed(seconds)`
+        returns when the broker has received all sent data, and raises BrokerError after these seconds.
         """
         self._ack_wait_s = ack_wait_s
         self._ledger = ledger
@@ -496,9 +496,9 @@ class Leases:
         return lease
 
     def adopt(self, delivery: Delivery) -> Lease | None:
-        """If this delivery is of work that is in flight here, renew its lease and return it. Otherwise return None."""
+        """If this worker has a lease of the delivered message, renew the lease and return it; otherwise return None."""
         lease = self._held.get(_place(delivery))
-        # equal sequences do not prove that it is the same message: a stream that was lost and created again starts at 1
+        # another message may have the same sequence, because a stream that was lost and created again starts at 1
         if lease is None or lease.delivery.data != delivery.data:
             return None
         lease.delivery, lease.renewed_s = delivery, self._clock()
@@ -508,7 +508,7 @@ class Leases:
         return lease
 
     async def hand_back_left(self, queue: Queue) -> int:
-        """Return the deliveries of this worker's killed process to the queue. Return how many were returned."""
+        """Return the leased messages of this worker's killed process to the queue, and return their number."""
         left = self._ledger.take_over(FENCE * self._ack_wait_s) if self._ledger else []
         count = 0
         for reply in left:
@@ -532,7 +532,7 @@ class Leases:
         return len(self._held)
 
     def is_mine(self, lease: Lease) -> bool:
-        """Return True if certainly no other worker has got this message meanwhile."""
+        """Return True if the lease has surely not ended, so that no other worker can have got the message."""
         return self.left_s(lease) > 0
 
     def left_s(self, lease: Lease) -> float:
@@ -574,13 +574,13 @@ class Leases:
             await results
         except BrokerError as error:
             _leases_logger.warning(
-                "the end of a delivery was not sent to the broker, so its message will be delivered again: %s", error
+                "the ack or nak of a message could not be sent, so the broker will deliver the message again: %s", error
             )
 
     async def renew_all(self) -> None:
-        """Renew all leases if the adapter answers; otherwise other workers must get the work. When the broker has
-        confirmed that it received the renewals, the leases count as renewed from the time of sending. Without this
-        confirmation they do not count, because a dead connection loses renewals.
+        """Renew all leases if the adapter replies to pings. If it does not, let the leases end, so that other workers
+        get the work. When the broker confirms that it has received the renewals, count the leases as renewed at the
+        time of sending. Without a confirmation, do not count them, because a dead connection loses renewals.
         """
         if not self._held or not self._is_alive():
             return

@@ -1,8 +1,8 @@
 """Trace spans of a worker. Each work item of a traced request has a span below the span of the request, and its stages
-are spans below its own span. A batch with traced work items has a span below the first of them, with links to all of
-them.
+are spans below its own span. A batch with traced work items has a span below the span of the first of these items, with
+links to the spans of all of them.
 
-The adapter adds spans for its steps to the batch, and `inference` and `postprocess` to each work item.
+The adapter adds spans of its steps below the batch, and spans `inference` and `postprocess` below each work item.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def of_work(tracer: Tracer, delivery: Delivery, item: WorkItem) -> Span | None:
 
 @contextlib.contextmanager
 def batch(tracer: Tracer, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
-    """Context manager with the span of a batch of these work items, None if none is traced. It ends with the block."""
+    """Context manager: yield the span of a batch of these work items, or None if no item is traced; end it after."""
     traced = [flight.span for flight in jobs if flight.span is not None and flight.span.is_recording]
     if not traced:
         yield None
@@ -71,7 +71,7 @@ def settled(span: Span, stages: Stages, outcomes: Sequence[Outcome], batch: str)
         at_ns = span.ns_before(stages.worker_ms / 1000)
         for name in _STAGES:
             if stage_times[f"{name}_ms"] > 0:
-                # fetching is a part of `queue` in the timing of a reply; the other stages have the same name there
+                # the timing of a reply counts `fetch` in its stage `queue`; other stages have the same name there
                 stage = "queue" if name == "fetch" else name
                 at_ns = span.part(name, at_ns, stage_times[f"{name}_ms"], stage=stage)
         span.set({f"sie.{name}": value for name, value in stage_times.items()})
