@@ -41,10 +41,10 @@ def run(settings: Settings, *, spare: bool = False) -> int:
     """Serve on `settings.ipc_socket_path` until a signal to end or Drain. Return the exit status. Call this on the main
     thread.
 
-    `spare`: serve in a child process, which is replaced when it dies (Linux). The call then returns in both processes.
-    Several devices are always served by child processes. Running batches may take DRAIN_S to finish; waiting batches
-    are refused. Raises SettingError if a device or a dependency of the bundle is absent, or the models folder is not
-    trusted.
+    `spare`: on Linux, serve in a child process, which is replaced when it dies. The call then returns in the parent and
+    in the child. Several devices are always served by child processes. At the end, running batches have DRAIN_S to
+    finish, and waiting batches are refused. Raises SettingError if a device or a dependency of the bundle is absent, or
+    the models folder is not trusted.
     """
     dependencies.check(settings)
     if warning := examined(allowed(settings)):
@@ -56,11 +56,11 @@ def run(settings: Settings, *, spare: bool = False) -> int:
     adapters = _one_for_each_device(settings)
     for adapter in adapters:
         if _is_served(path := Path(adapter.ipc_socket_path)):
-            _logger.error("another adapter serves on %s", path)
+            _logger.error("another adapter serves on %s, so this process ends", path)
             return 1
     # remove the sockets of a killed adapter that had more devices
     for number in range(len(adapters), MAX_DEVICES):
-        # a socket that stays does no harm: no process connects to it, and `sie doctor` reports it
+        # a socket file that cannot be removed does no harm: no process connects to it, and `sie doctor` reports it
         with contextlib.suppress(OSError):
             Path(ipc.device_socket(settings.ipc_socket_path, number)).unlink(missing_ok=True)
     with contextlib.ExitStack() as sockets:
@@ -83,7 +83,7 @@ def allowed(settings: Settings) -> Allowed:
 
 def _import() -> None:
     """Import all modules that a load of a text encoder needs. Start no thread. Make no CUDA call, not even a query for
-    devices: after it, forked processes could not use CUDA.
+    devices: forked processes could not use CUDA after a CUDA call in the parent.
     """
     _name_temporary_folder()
     import transformers
@@ -118,7 +118,7 @@ def _name_temporary_folder() -> None:
 
 def _learning(settings: Settings) -> Callable[[], None]:
     """Lower the batch limits if the previous adapter process died in a forward pass, probably for lack of memory.
-    Return a function that does the same after a later death of a child.
+    Return the function that `forkserver` calls for the same purpose after the death of a child.
     """
     from sie_adapter.memory.batch_limits import CrashRecord, DeviceLimits, PassRecords
 

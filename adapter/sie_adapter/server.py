@@ -42,7 +42,7 @@ MAX_CONNECTIONS = 256
 SEND_TIMEOUT_S = 30.0
 # pause after a failed accept: without free file descriptors the listener stays readable, and the loop would use a core
 _FAILED_ACCEPT_S = 0.1
-_CREDENTIALS = struct.Struct("3i")  # process id, user id and group id of the process at the other end
+_CREDENTIALS = struct.Struct("3i")  # process id, user id and group id of the peer
 
 
 class AdapterServer:
@@ -90,7 +90,8 @@ class AdapterServer:
             is_full = len(self._connections) >= MAX_CONNECTIONS
         if is_full or not _is_trusted(connection):
             _logger.warning(
-                "refused a connection: %s", f"{MAX_CONNECTIONS} are open" if is_full else "it belongs to another user"
+                "refused a connection: %s",
+                f"{MAX_CONNECTIONS} connections are open" if is_full else "its peer runs as another user",
             )
             connection.close()
             return
@@ -105,7 +106,7 @@ class AdapterServer:
             connection.close()
 
     def _attend(self, connection: socket.socket) -> None:
-        torch.set_num_threads(1)  # torch gives a new thread the number of threads that a device thread has set last
+        torch.set_num_threads(1)  # a new thread starts with the number that the last call in any thread has set
         try:
             while True:
                 request = ipc.request(bytes(ipc.receive_frame(connection, ipc.MAX_REQUEST_BYTES)))
@@ -153,7 +154,7 @@ class AdapterServer:
             except OSError as error:
                 broken.append(error)
 
-        # created before the batch waits for a device thread: a model that is used after this moment must not be evicted
+        # the permission is created before the batch waits, because it must not allow eviction of a model used meanwhile
         permission = self._engine.residency.permission(request.may_drop)
         if self._engine.writes(request):
             with self._engine.writing():
@@ -200,7 +201,7 @@ class AdapterServer:
         except SIEError as error:
             reply_error = public(error.info())
             if reply_error.message != error.message:
-                # the error names a path of this machine, which only the log may have: the reply goes to a client
+                # the error names a path of this machine, which only the log may show, because clients read the reply
                 _logger.warning("%s was refused: %s", type(request).__name__, error.message)
             return Refused(reply_error, dropped=permission.dropped)
         except Exception:

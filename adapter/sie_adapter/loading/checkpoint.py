@@ -30,7 +30,7 @@ from sie_store.folder_files import read_json
 # loads would restore them in the wrong order.
 _CONSTRUCTION = threading.Lock()
 _POOLER = "pooler."
-_COUNTED = "position_ids"  # tensors that the class computes itself, so those in the files do not matter
+_COUNTED = "position_ids"  # the class computes these tensors itself, so the files may have them or not
 # first parts of the names of tensors of language-model heads, which files may have although the class has no head
 _LANGUAGE_HEADS = frozenset(
     {
@@ -60,7 +60,7 @@ def class_of(folder: Path, entry: ModelEntry, classes: Mapping[str, T]) -> T:
     model_type = str(read_json(folder / "config.json").get("model_type"))
     if model_type not in classes:
         listed = " or ".join(classes)
-        raise incompatible(f"{entry.id}: model_type is {model_type}, a {entry.family} is {listed}")
+        raise incompatible(f"{entry.id}: model_type is {model_type}, family {entry.family} needs {listed}")
     return classes[model_type]
 
 
@@ -88,8 +88,8 @@ def load_model(
     With `float32_head` only the backbone is in the precision of `compute`; all later parts, the pooler included, are
     float32.
 
-    Raises ModelLoadFailed INCOMPATIBLE for a decoder that would not run, and for weights that do not fit, of which it
-    names up to five.
+    Raises ModelLoadFailed INCOMPATIBLE for a decoder that the caller does not run, and for weights that do not fit
+    config.json. The message names up to five of these weights.
     """
     options = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
     model = _from_files(auto_class, folder, load, consumed, options, changes, decodes=decodes)
@@ -125,7 +125,7 @@ def _from_files(
         setattr(config, name, value)
     is_encoder = auto_class.__name__ == ENCODERS.get(config.model_type)
     if getattr(config, "is_encoder_decoder", False) and not decodes and not is_encoder:
-        raise incompatible(f"{config.model_type} has a decoder beside its encoder, which this family does not run")
+        raise incompatible(f"{config.model_type} has an encoder and a decoder, and this family runs no decoder")
     if load.causal is not None:
         config.is_causal = load.causal
     with construction():
@@ -187,7 +187,7 @@ def for_inference(model: Any, compute: Compute, *, float32_head: bool = False) -
     batch normalisation keep their dtype, too: torch accepts 16-bit weights only with 16-bit statistics, but the
     statistics are buffers.
     """
-    # a submodule that is itself a transformers model may have its own list
+    # each submodule that is a transformers model may have its own list of float32 modules
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     float32_names = {
         pattern for module in model.modules() for name in names for pattern in getattr(module, name, None) or ()

@@ -27,7 +27,7 @@ def check(settings: Settings) -> None:
     """
     bundle = _described(settings)
     if bundle is None:
-        _logger.warning("bundle %s has no description here, so its requirements are not checked", settings.bundle)
+        _logger.warning("no file describes bundle %s, so its required packages are not checked", settings.bundle)
         return
     if faults := lacking(bundle):
         fix = "install these packages beside this adapter, or name the bundle that this image is for"

@@ -60,7 +60,9 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def family_of(name: str) -> Any:
-    """Return a family's class. Raises ModelLoadFailed INCOMPATIBLE if unknown, ImportError without its library."""
+    """Return the class of a family. Raises ModelLoadFailed INCOMPATIBLE for an unknown name, and ImportError if a
+    library of the family is not installed.
+    """
     if name in FAMILIES:
         module, _, attribute = FAMILIES[name].implementation.partition(":")
         return getattr(importlib.import_module(module), attribute)
@@ -91,7 +93,7 @@ def classed(entry: ModelEntry) -> Iterator[None]:
     except ImportError as error:
         raise load_failed(
             "DEPENDENCY",
-            f"{entry.id} needs a package that is not installed in the adapter's environment, or fails on import: "
+            f"a package that {entry.id} needs is not installed in the adapter's environment, or its import fails: "
             f"{error}",
         ) from error
     except Exception as error:
@@ -113,7 +115,7 @@ class Loader:
     certificates: dict[tuple[str, ...], LoadCertificate] = field(default_factory=dict)
     # folders whose weights were already checked: the path, and the `_facts` of all files in the folder
     _checked: set[tuple[str, ...]] = field(default_factory=set)
-    # (model, reason for another precision than requested) that was already logged
+    # model and reason of each warning, already logged, that its precision is not the requested one
     _reported: set[tuple[str, str]] = field(default_factory=set)
     # locks on the files of models that are being loaded, by `Resolved.residency`; a locked file is not removed from the
     # cache
@@ -220,7 +222,7 @@ class Loader:
         return model
 
     def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
-        """Check weight files, unless they are unchanged since a check, or the family is that of another package."""
+        """Check weight files. Skip files that are unchanged since a check, and files of a family of another package."""
         facts = (str(folder), *_facts(_files_of(folder)))
         if entry.family in FAMILIES and facts not in self._checked:
             check_weights(folder)

@@ -104,8 +104,8 @@ _TOKENS, _VECTOR = "token_embeddings", "sentence_embedding"
 
 @dataclass(frozen=True)
 class TransformerSettings:
-    """Settings of a Transformer module. `file`: the name of its file, whose settings are `raw`. `max_tokens`: the limit
-    in that file, 0 if it has none. `tokenizer`: arguments of the tokenizer's from_pretrained. `messages`: whether texts
+    """Settings of a Transformer module. `file`: the name of the settings file. `raw`: its contents. `max_tokens`: the
+    limit in the file, 0 for none. `tokenizer`: arguments of the tokenizer's from_pretrained. `messages`: whether texts
     are inserted into the folder's chat template, with `chat_options`.
     """
 
@@ -126,8 +126,8 @@ class Modules:
 
     `root`: the folder of modules.json. `folder`: the folder of the transformer and its tokenizer. `query_weights`: if
     queries need no forward pass, the weight of each token id in a query, float32 [ids]; `query_folder` has the
-    tokenizer of queries. `normalizes`: the last step is a Normalize (after the pooling, if the model pools), or
-    config.json of model2vec requests normalised vectors.
+    tokenizer of queries. `normalizes`: whether output vectors are scaled to length 1, by a last Normalize module or by
+    the setting `normalize` of a model2vec folder.
     """
 
     root: Path
@@ -369,8 +369,8 @@ def _check_output(
 
 
 def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None, clustered_at: int | None) -> None:
-    """Refuse modules that this adapter does not run after a HierarchicalTokenPooling. Refuse modules that
-    sentence-transformers cannot compute, or that change no vector, because of their place before or after the Pooling.
+    """Refuse modules other than Normalize after a HierarchicalTokenPooling. Refuse layers on the wrong side of the
+    Pooling, because sentence-transformers fails on them, or they change no vector.
     """
     if clustered_at is not None and (
         pooled_at is not None or any(kind != "Normalize" for kind, _, _ in steps[clustered_at:])
@@ -387,8 +387,8 @@ def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None,
 
 
 def read_transformer(folder: Path) -> TransformerSettings:
-    """Return the settings of the Transformer module in `folder`. Raises ModelLoadFailed INCOMPATIBLE for a setting that
-    this adapter does not apply, unless the setting changes at most the precision of vectors.
+    """Return the settings of the Transformer module in `folder`. Settings that change only speed or precision are
+    ignored. Raises ModelLoadFailed INCOMPATIBLE for another setting that this adapter does not apply.
     """
     name, raw = next(((name, raw) for name in TRANSFORMER_FILES if (raw := read_json(folder / name))), ("", {}))
     if unknown := sorted(raw.keys() - FIELDS["Transformer"]):
@@ -425,9 +425,8 @@ def read_transformer(folder: Path) -> TransformerSettings:
 
 
 def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
-    """Return whether texts are inserted into the chat template. Raises ModelLoadFailed INCOMPATIBLE if the module has a
-    task, or reads an output of the model, that this adapter does not support. Without modality_config neither is
-    checked.
+    """Return whether texts are inserted into the chat template; False without modality_config. Raises ModelLoadFailed
+    INCOMPATIBLE if modality_config comes with an unsupported task, or with an unsupported output of the model.
     """
     config = raw.get("modality_config")
     if not config:
@@ -444,8 +443,8 @@ def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
 
 
 def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Path]:
-    """Return the modules for documents, and the folder with the token weights for queries. Refuse a Router with other
-    routes than a SparseStaticEmbedding for queries, and a masked LM with a SpladePooling for documents.
+    """Return the modules for documents, and the folder with the token weights for queries. Accept only a Router with a
+    SparseStaticEmbedding for queries, and with a masked LM and a SpladePooling for documents.
     """
     router = read_json(folder / "router_config.json")
     kinds = {module: _stock_kind(name) for module, name in router.get("types", {}).items()}

@@ -99,11 +99,11 @@ def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrai
         with safe_open(path, "pt") as file:
             stored |= {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  no mapping
     if bool(stored.get(_BIAS, torch.zeros(1)).any()):
-        raise incompatible(f"{entry.id}: {_BIAS} is not 0, and the class has no such bias")
+        raise incompatible(f"{entry.id}: {_BIAS} is not 0, and transformers' Florence-2 has no such bias")
     weights = _renamed(stored)
     tables = [weights[name] for name in _TABLES if name in weights]
     if any(not torch.equal(tables[0], table) for table in tables[1:]):
-        raise incompatible(f"{entry.id}: its tables of embeddings differ, but the class has only one")
+        raise incompatible(f"{entry.id}: its tables of embeddings differ, but transformers' Florence-2 has only one")
     return placed(_filled(folder, entry, weights), compute)
 
 
@@ -177,7 +177,7 @@ def _files(folder: Path, entry: ModelEntry) -> list[Path]:
 def _filled(folder: Path, entry: ModelEntry, weights: Mapping[str, Tensor]) -> PreTrainedModel:
     if not (folder / _GENERATION).is_file():
         raise load_failed(
-            "NOT_FOUND", f"{entry.id}: {folder} has no {_GENERATION}, in which a model stores how it generates text"
+            "NOT_FOUND", f"{entry.id}: {folder} has no {_GENERATION}: copy it from microsoft/Florence-2-base"
         )
     tables = [weights[name] for name in _TABLES if name in weights]
     whole = {**weights, **(dict.fromkeys(_TABLES, tables[0]) if tables else {})}

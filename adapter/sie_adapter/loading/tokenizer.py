@@ -67,8 +67,8 @@ class TokenNeeds(NamedTuple):
 
     @classmethod
     def for_family(cls, family: str, pooling: str, *, is_decoder: bool) -> TokenNeeds:
-        """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder needs neither token, except
-        the first one for the pooling cls: usually its last token is read, and a pair is one text for it.
+        """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder reads a pair as one text, so
+        it needs no separator. It needs a first token only for the pooling cls.
         """
         row = families.row(family)
         return cls(
@@ -167,7 +167,7 @@ def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
         return
     used = {tokenizer.id_to_token(number) or f"token with the id {number}" for number in _around(tokenizer)}
     if isinstance(tokenizer.model, models.WordPiece | models.WordLevel):
-        # these tokenizers replace a word that is not in the vocabulary by the unknown token, and raise if it is missing
+        # these models encode a word outside the vocabulary as the unknown token, and raise if that token is missing
         used.add(tokenizer.model.unk_token)
     if lacking := sorted(used - {None} - stored):
         cause = f"the vocabulary in {folder} has no {', '.join(lacking)}, which the model needs in its input"
@@ -299,7 +299,7 @@ def fault(tokenizer: Tokenizer, table: int, needs: TokenNeeds = _NO_NEEDS) -> st
         text, pair = tokenizer.encode(SAMPLES["Latin"]), tokenizer.encode("a", "a")
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # noqa: BLE001  the library raises no narrower exception; its panics are no Exception
+    except BaseException as error:  # noqa: BLE001  a Rust panic of tokenizers is a BaseException, not an Exception
         return f"its tokenizer fails on a plain sentence ({error}): {_REMEDY}"
     if not any(share > _KNOWN for share in shares):
         scripts = f"{', '.join(list(SAMPLES)[:6])} and {len(SAMPLES) - 6} others"

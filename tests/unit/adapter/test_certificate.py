@@ -249,7 +249,7 @@ def test_a_digest_of_a_file_that_is_not_there(copy: ModelEntry) -> None:
     ("golden", "text"),
     [
         ({}, "missing, empty"),
-        ({"dense": [{"text": "w7", "vector": [1.0, 2.0]}]}, "2 wide, its own 32"),
+        ({"dense": [{"text": "w7", "vector": [1.0, 2.0]}]}, "2 wide, the model's are 32"),
         (None, "are missing"),
     ],
 )
