@@ -48,8 +48,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # parameters of m
 
 
 def names_of(setting: str) -> list[str]:
-    """Return the device names that SIE_DEVICE stands for; each gets a separate process. Call this while the process has
-    only one thread and has not used CUDA.
+    """Return the device names in SIE_DEVICE, or those of all GPUs for `all`. Each device gets an adapter process. Call
+    this while the process has only one thread and has not used CUDA.
     """
     if setting != "all":
         return setting.split(",")
@@ -86,8 +86,8 @@ def hide_other_gpus(name: str) -> None:
 
 
 def require(name: str) -> None:
-    """Raise SettingError if `name` is a CUDA device and this machine cannot have one. CUDA is not called, because a
-    process that has called it can no longer fork.
+    """Raise SettingError if `name` is a CUDA device, and torch is built without CUDA or the machine has no GPU driver.
+    CUDA is not called, because a process that has called CUDA can no longer fork.
     """
     if not name.startswith("cuda"):
         return
@@ -132,10 +132,10 @@ class Compute:
     """Settings for the weights and forward passes of one model on this device.
 
     `requested`: the precision in the model's catalogue entry, else the default. `precision_reason`: the reason why
-    `dtype` is another precision, else empty. `outputs`: the cache of outputs of image towers. `model`: facts about the
-    model, by which its engine is chosen. `engine`: the chosen engine. If it cannot run the model, torch runs it, or the
-    load fails if the entry demands the engine (`Choice.demand`). `scratch`: the folder for temporary files of a load,
-    None for the system's folder. `int8`: weights are stored in 8 bits.
+    `dtype` is not the requested precision; empty if it is. `outputs`: the cache of outputs of image towers. `model`:
+    facts about the model, by which its engine is chosen. `engine`: the chosen engine. If this engine cannot run the
+    model, torch runs the model, but if the entry demands the engine (`Choice.demand`), the load fails. `scratch`: the
+    folder for temporary files of a load, None for the system's folder. `int8`: whether weights are stored in 8 bits.
     """
 
     device: torch.device
@@ -157,8 +157,8 @@ class Compute:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy a host array to the device without waiting for a GPU: CUDA first copies the array to a buffer of its own, so
-    the array may change afterwards. On a CPU the tensor shares the array's memory.
+    """Copy a host array to the device without waiting for a GPU. CUDA first copies the array to its own buffer, so the
+    caller may change the array after the call. On a CPU the tensor shares the array's memory.
     """
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
@@ -229,8 +229,8 @@ def _cuda_memory(device: torch.device) -> list[MemoryUse]:
 
 @functools.cache
 def _nvml_handle(device: torch.device) -> object | None:
-    """Return NVML's handle of the card, by UUID, as CUDA_VISIBLE_DEVICES changes the indices. None if NVML is absent or
-    does not list the card.
+    """Return NVML's handle of the GPU; None if NVML is absent or does not list the GPU. The GPU is found by its UUID,
+    because CUDA_VISIBLE_DEVICES changes the indices of GPUs.
     """
     try:
         import pynvml
@@ -240,7 +240,7 @@ def _nvml_handle(device: torch.device) -> object | None:
         pynvml.nvmlInit()
         return cast(object, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
     except pynvml.NVMLError as error:
-        _logger.info("NVML gives no handle of the card, so the CUDA driver reports its memory: %s", error)
+        _logger.info("NVML does not find the GPU, so memory use is read from the CUDA driver: %s", error)
         return None
 
 
@@ -252,7 +252,7 @@ def _nvml_memory(device: torch.device) -> MemoryUse | None:
     try:
         info = pynvml.nvmlDeviceGetMemoryInfo(handle)
     except pynvml.NVMLError as error:
-        _logger.warning("NVML returned no memory information, so the CUDA driver reports it: %s", error)
+        _logger.warning("NVML returned no memory use of the GPU, so it is read from the CUDA driver: %s", error)
         return None
     return MemoryUse(int(info.used), int(info.total))
 
@@ -288,7 +288,7 @@ class UtilisationProbe:
         try:
             return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
         except pynvml.NVMLError as error:
-            _logger.debug("NVML gave no utilisation: %s", error)
+            _logger.debug("NVML returned no utilisation of the GPU, so none is reported: %s", error)
             return None
 
 
@@ -341,10 +341,10 @@ def _free_in_allocator() -> int:
 
 
 def peak_of(device: torch.device, run: Callable[[], object]) -> int:
-    """Call `run` and return its peak memory on the device, in bytes more than were in use before; 0 if this cannot be
-    measured. Allocations of other threads during the call count too, so the result is an upper bound.
+    """Call `run`. Return the bytes by which its peak memory on the device exceeded the memory in use before; 0 if this
+    cannot be measured. Allocations of other threads during the call count too, so the result is an upper bound.
     """
-    # free memory of the allocator is returned first: a CPU's resident memory would not grow if `run` reused it
+    # without this call, `run` could reuse freed memory of the allocator, and the resident memory would not grow
     give_memory_back(device)
     if device.type == "cuda":
         held: int = torch.cuda.memory_allocated(device)
@@ -415,7 +415,7 @@ def _count_apart(more: int) -> None:
 @contextlib.contextmanager
 def without_loads() -> Iterator[bool]:
     """Yield True if no load is in progress. Until the context ends, no load begins and no memory is returned to CUDA's
-    driver: either would synchronise the device, which makes the capture of a CUDA graph fail.
+    driver, because a load or a return would synchronise the device, and the capture of a CUDA graph would fail.
     """
     with _apart_lock:
         yield not _apart
@@ -429,7 +429,7 @@ def is_limited() -> bool:
 def claim(nbytes: int) -> None:
     """Check that `nbytes` plus _CLAIM_BYTES can be allocated: allocate and free them. Raises the error of torch's
     allocator. Call this before oneDNN, which ends the process if one of its own small allocations for a new shape
-    fails. Another thread may still allocate the memory in between.
+    fails. This call reserves nothing: another thread may allocate the memory before oneDNN does.
     """
     torch.empty(nbytes + _CLAIM_BYTES, dtype=torch.uint8)
 

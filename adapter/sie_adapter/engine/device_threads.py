@@ -22,7 +22,7 @@ from sie_contracts.errors import InternalFailure, ShuttingDown, SIEError
 from sie_contracts.wire.ipc import BatchStarted, Refused, Reply, RunBatch
 from sie_runtime.failpoints import failpoint
 
-_MOST_TORCH_THREADS = 8  # small operations gain nothing from more
+_MOST_TORCH_THREADS = 8  # more threads do not make small operations faster
 
 _logger = logging.getLogger("sie.adapter")
 _thread = threading.local()
@@ -30,8 +30,8 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class DeviceJob:
-    """A batch, and `answer`, which sends its replies. `finished` is set after the last reply. `run`: if set, the thread
-    calls it instead of the engine's `execute`. `is_started`: the reply BatchStarted was sent already.
+    """Batch for a device thread. `answer` sends a reply to the sidecar. `run`: if set, the thread calls it instead of
+    the engine's `execute`. `is_started`: whether BatchStarted was already sent. `finished` is set after the last reply.
     """
 
     message: RunBatch
@@ -60,8 +60,8 @@ class DeviceThreads:
     does not raise.
 
     Torch computes a batch with one thread. If no other batch runs or waits, the first device thread computes its batch
-    with `count` torch threads, at most 8. The other device threads never do: each would get torch threads of its own,
-    and if a process has more torch threads than cores, libgomp puts them to sleep at each barrier.
+    with `count` torch threads, at most 8. The other device threads always use one torch thread: torch would start more
+    threads for each of them, and if there are more torch threads than cores, libgomp puts threads to sleep at barriers.
     """
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply]) -> None:
@@ -78,7 +78,7 @@ class DeviceThreads:
         self._threads = [self._start(number) for number in range(count)]
 
     def submit(self, job: DeviceJob) -> None:
-        """Queue a job. A device thread runs and answers it. After `stop` was called, the answer is ShuttingDown."""
+        """Queue a job for a device thread, which sends the reply. After a call of `stop`, refuse it: ShuttingDown."""
         with self._choice:
             if not self._stopping.is_set():
                 (self._job_of_first if self._is_first_idle else self._jobs).put(job)
@@ -106,7 +106,7 @@ class DeviceThreads:
 
     def stop(self, timeout_s: float) -> bool:
         """Let running batches end, and refuse waiting ones. Return whether all threads ended within the time limit."""
-        with self._choice:  # a job is then either queued before the None that ends its queue, or refused by `submit`
+        with self._choice:  # so that each job is either queued before the None that ends its queue, or refused
             self._stopping.set()
         self._job_of_first.put(None)
         for _ in self._threads:
@@ -178,7 +178,7 @@ class DeviceThreads:
         except Exception:
             # `execute` and `answer` should not raise; if one does, this thread must not end, because no other thread
             # would replace it
-            _logger.exception("a device thread failed")
+            _logger.exception("a batch failed on a device thread, which continues with the next batch")
             _refuse(job, InternalFailure("a device thread of the adapter failed, see its log"))
         finally:
             self._busy_since[number] = 0.0
@@ -202,5 +202,5 @@ def _refuse(job: DeviceJob, error: SIEError) -> None:
     """Reply Refused to a batch without a result: the sidecar waits for a batch's last reply without a timeout."""
     try:
         job.answer(Refused(error.info(), job.message.batch))
-    except Exception:  # mostly because the sidecar ended: the thread continues with the next batch
+    except Exception:  # usually the sidecar has ended; the device thread must continue with the next batch
         _logger.exception("the reply to batch %s could not be sent", job.message.batch)

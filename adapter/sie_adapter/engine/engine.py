@@ -134,7 +134,7 @@ class AdapterEngine:
         return any([self.outputs.clear(), drop_graphs()])
 
     def _load(self, resolved: Resolved) -> Any:
-        # on a new thread, because oneDNN may not run new shapes on a thread that ran out of memory
+        # a new thread loads the model, because oneDNN may not run new shapes on a thread that ran out of memory
         with self._ending_if_lost(), classed(resolved.entry), devices.weights_apart():
             return on_new_thread(self.loader.load, resolved)
 
@@ -170,11 +170,12 @@ class AdapterEngine:
         self, message: RunBatch, permission: Permission, start: Callable[[], None]
     ) -> Callable[[RunBatch], Reply] | None:
         """Tokenise the texts of a batch outside the device threads, if the model has a method `prepare`. At most
-        SIE_PREPROCESSOR_WORKERS calls run at once. Return the function that then runs the batch on a device thread, or
-        None if nothing was prepared. Never raises: an error occurs again on the device thread, which replies with it.
+        SIE_PREPROCESSOR_WORKERS calls run at once. Return the function that a device thread calls to run the batch, or
+        None if nothing was prepared. Never raises: after an error, the device thread tokenises again and replies with
+        the error.
 
-        `start` is called before a text is processed: if a text then crashes this process, the sidecar knows which batch
-        may be the cause.
+        `start` is called before the first text is processed. It sends BatchStarted: if a text crashes this process, the
+        sidecar knows which batch may be the cause.
         """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
@@ -208,12 +209,12 @@ class AdapterEngine:
         is_gone: Callable[[], bool] = lambda: False,
     ) -> Reply:
         """Run a batch on the calling thread. Return BatchDone or Refused, with the models that were evicted for the
-        batch. Evict models if memory is above the threshold afterwards. Never raises. The caller sets inference mode,
-        except for a batch that generates text: the thread of `Readings` has its own.
+        batch. Evict models if memory is above the threshold after the batch. Never raises. The caller must be in
+        inference mode; for a batch that generates text, the thread of `Readings` sets the mode instead.
 
         `preparation`: the result of the family's `prepare`. `permission`: the models that this batch may evict,
-        determined when the batch arrived. `is_gone`: returns True if no client waits any more; a model that generates
-        text then stops between two tokens.
+        determined when the batch arrived. `is_gone`: returns True if no client waits for the reply. A model that
+        generates text checks it between two tokens, and stops.
         """
         permission = permission or self.residency.permission(message.may_drop)
         reply = self._run(message, functools.partial(self.residency.make_room, permission), preparation, is_gone)
@@ -316,7 +317,7 @@ class AdapterEngine:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Count a batch that generates text, until it is answered: `stop` waits for these batches."""
+        """Count a running batch that generates text, inside the context. `stop` waits until the count is zero."""
         with self._written:
             self._writing += 1
         try:
@@ -369,10 +370,10 @@ class BatchRun:
     ) -> None:
         """Check the batch. Raises InvalidInput or InternalFailure if it cannot run.
 
-        `batch_limits`: the measured limits for the tokens of a pass, under `key` for this model. `make_room`: called if
-        memory runs out; it frees memory and returns how, or None if nothing can be freed. `count_remedy`: called with
-        the name of a counter to increment (`OomCounters`). `pass_records`: keeps a record on disk of each running pass.
-        If the pass kills this process, the next process reads the record.
+        `batch_limits`: the measured limits for the tokens of a pass. `key`: the key of this model in `batch_limits`.
+        `make_room`: called if memory runs out; frees memory and returns how, or None if nothing can be freed.
+        `count_remedy`: called with the name of a counter to increment (`OomCounters`). `pass_records`: keeps a record
+        on disk of each running pass. If the pass kills this process, the next process reads the record.
         """
         if message.operation not in model.rows:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
@@ -489,8 +490,8 @@ class BatchRun:
         return np.flatnonzero(needing)
 
     def _recover(self, chosen: Int64, *, is_tried: bool) -> None:
-        """Run items in as many passes as the memory requires, on a new thread if oneDNN cannot run new shapes on this
-        one. `is_tried`: memory ran out when all the items ran in one pass.
+        """Run items in as many passes as the memory requires. Run them on a new thread if oneDNN cannot run new shapes
+        on the calling thread. `is_tried`: whether memory ran out when all the items ran in one pass.
         """
 
         def refuse(item: int) -> None:
@@ -517,7 +518,7 @@ class BatchRun:
         with self._pass_records.during(self._key, tokens, self._batch_limits.fitted(self._key)):
             try:
                 self._pass(chosen)
-            except GraphLost:  # this process ends, so the limit is lowered now
+            except GraphLost:  # the loss of the graph ends this process, so the limit is lowered before
                 self._batch_limits.failed(self._key, tokens, killed=True)
                 raise
 
@@ -557,7 +558,8 @@ class BatchRun:
             reduced = self._model.heads[head].reduce(states, sequences)
             if len(reduced.rows) != len(sequences):
                 raise InternalFailure(
-                    f"the head {head} gave {len(reduced.rows)} rows for {len(sequences)}", reason="wrong_length"
+                    f"the head {head} returned {len(reduced.rows)} rows, expected {len(sequences)}",
+                    reason="wrong_length",
                 )
             for sequence, row in zip(packed.order[sequences].tolist(), reduced.rows, strict=True):
                 self._rows[head][sequence] = row
@@ -566,8 +568,8 @@ class BatchRun:
         return doubtful
 
     def _answers(self, group: Group) -> list[tuple[ItemResult | SIEError, int]]:
-        """Return the results of a work item, each with the number of tokens that ran for it. The tokens of a query that
-        all inputs share count for the first input.
+        """Return the result of each input of a work item, with the number of its tokens. A query that all inputs share
+        counts for the first input.
         """
         if self._late is not None and group.chunked:
             return self._chunk_answers(group, self._late)
@@ -576,7 +578,7 @@ class BatchRun:
         due = group.due - len(shared) if group.inputs < 0 else group.due
         rows_per_input = (group.stop - first) // due if due else 0
         if due * rows_per_input != group.stop - first or (due and not rows_per_input):
-            raise InternalFailure(f"{group.stop - first} rows do not divide by {due} inputs", reason="malformed_batch")
+            raise InternalFailure(f"{group.stop - first} rows cannot belong to {due} inputs", reason="malformed_batch")
         units = [list(range(first + unit * rows_per_input, first + (unit + 1) * rows_per_input)) for unit in range(due)]
         faults = [next((self._errors[row] for row in (*shared, *unit) if row in self._errors), None) for unit in units]
         good = [unit for unit, fault in zip(units, faults, strict=True) if fault is None]
@@ -663,8 +665,8 @@ def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np
 
 
 def _unfit(batch: Items, model: PackedModel) -> dict[int, SIEError]:
-    """Return an error for each row that must not reach the device. An id without an embedding would break the CUDA
-    context. So may a text of more than `max_tokens` tokens, for which the model may have too few positions.
+    """Return an error for each row that must not reach the device. A token id without an embedding, or a text that is
+    longer than the model's table of positions, would break the CUDA context.
     """
 
     def is_fit(longest: Any, low: Any, high: Any) -> Any:
@@ -679,8 +681,8 @@ def _unfit(batch: Items, model: PackedModel) -> dict[int, SIEError]:
         if length > model.max_tokens:
             errors[item] = InvalidInput(f"expected at most {model.max_tokens} tokens, got {length}", reason="too_long")
         else:
-            # an internal error, not the client's: the sidecar refuses ids that the tokenizer lacks, and a load checks
-            # that the tokenizer's ids fit this table
+            # an InternalFailure, because no client can cause this: the sidecar refuses ids that the tokenizer lacks,
+            # and a load checks that the tokenizer's ids fit this table
             cause = f"a token id is not within the table of {model.vocabulary} embeddings"
             errors[item] = InternalFailure(cause, reason="token_out_of_range")
     return errors
@@ -688,8 +690,8 @@ def _unfit(batch: Items, model: PackedModel) -> dict[int, SIEError]:
 
 def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
     """Call `work` with all the items. Return False if memory ran out."""
-    # A separate function, so that no frame refers to the tensors of a failed pass after it returns. In an `except`
-    # block of the caller, the traceback would still refer to them.
+    # A separate function, because its frame, and with it the tensors of a failed pass, are freed when it returns. In an
+    # `except` block of the caller, the traceback would still refer to these tensors.
     try:
         work(items)
     except (RuntimeError, MemoryError) as error:

@@ -3,8 +3,8 @@
 stock transformers model ──TorchScript──► OpenVINO's front end for PyTorch ──► compiled, with a stream per thread
 
 The graph is faster than torch's packed path, because the weights are stored in the blocked order that the kernels read,
-and no Python runs within a pass: one text of 8 tokens takes little more than half of the time. A batch runs in groups
-of texts of similar length (bench/results/engine.md).
+and no Python runs within a pass: one text of 8 tokens takes little more than half of torch's time. A batch runs in
+groups of texts of similar length (bench/results/engine.md).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PASS_TOKENS = 64
 # (length, step) in tokens: a text of up to this length is padded to a multiple of the step; the last step is also used
 # for longer texts
 _STEPS = ((32, 8), (256, 16), (512, 32), (2048, 128))
-# possible numbers of rows of a group: (number, step), as above
+# (rows, step): a group of up to this number of rows is filled with empty rows to a multiple of the step
 _ROW_STEPS = ((8, 1), (16, 2), (32, 4), (64, 8), (128, 16))
 _ROWS = sorted({rows + missing(rows, _ROW_STEPS) for rows in range(1, GROUP_TOKENS // 8 + 1)})
 # Number of shapes whose kernels each device thread caches. With OpenVINO's default of 5,000, memory grows for hours.
@@ -113,7 +113,7 @@ class Graph:
 
     def run(self, packed: PackedBatch) -> Tensor:
         """Return hidden states, [tokens, width], in packed order."""
-        torch.set_num_threads(1)  # the graph has threads of its own, and the operations of torch after it are small
+        torch.set_num_threads(1)  # the graph has its own threads, and torch computes only small operations beside it
         if self._alone is not None and len(packed.ids) <= _TOKENS_ALONE and is_alone():
             return self._run(packed, self._alone)
         return self._run(packed, self._of_lanes)
@@ -144,8 +144,8 @@ class Graph:
 
 @contextmanager
 def _scratch(place: Path | None) -> Iterator[Path]:
-    """Yield a new temporary folder in `place`. First remove the folders that killed processes left there, each as large
-    as a model: folders with a graph whose lock is free. A process writes its graph only under the lock.
+    """Yield a new temporary folder in `place`. First remove the folders of killed processes, each as large as a model.
+    A folder with a graph and a free lock is one of them, because a process writes its graph only under the lock.
     """
     for left in place.glob(f"{_SCRATCH}*") if place is not None else ():
         with suppress(OSError):  # another process may remove the folder at the same time
@@ -154,7 +154,7 @@ def _scratch(place: Path | None) -> Iterator[Path]:
                     shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=place, ignore_cleanup_errors=True) as folder:
         lock = None
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # on a file system without locks, the folder is used unlocked
             lock = try_lock(Path(folder) / "lock", shared=False)
         with lock or nullcontext():
             yield Path(folder)
@@ -200,9 +200,9 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
     """Split sequences, which are sorted by length, into groups with the shortest estimated total time. The estimate for
     a group, in tokens, is rows times columns, plus PASS_TOKENS.
 
-    The number of rows is one of few values, and so is the number of columns, unless `max_filling` forbids that. So
-    OpenVINO compiles kernels for few shapes. Rows without a sequence have only padding. No sequence is padded beyond
-    `max_tokens`, because the model may have no positions there, or by more than `max_filling` tokens.
+    Rows and columns are filled up to one of few numbers, so that OpenVINO compiles kernels for few shapes. Added rows
+    have only padding. No sequence is padded beyond `max_tokens`, the last position that the model may have, and none by
+    more than `max_filling` tokens.
     """
     own = lengths.tolist()
     columns = [filled_length(length, max_tokens, max_filling) for length in own]
@@ -234,8 +234,8 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
 
 
 def filled_length(length: int, max_tokens: int, max_filling: int = sys.maxsize) -> int:
-    """Return the length to which a text is padded: one of a few lengths, as OpenVINO caches kernels for each shape, or
-    `length` if the padding would exceed `max_filling` tokens.
+    """Return the length to which a text is padded: one of a few lengths, because OpenVINO caches kernels for each
+    shape. If the padding would exceed `max_filling` tokens, return `length`.
     """
     filled = min(length + missing(length, _STEPS), max_tokens)
     return max(length, filled) if filled - length <= max_filling else length
@@ -266,7 +266,7 @@ def _names_of(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _runtime() -> Any:
-    # `import openvino` would send a usage event to its vendor by openvino_telemetry (see `prepare_process`)
+    # the import of openvino sends a usage event to its vendor; with None here, it finds no openvino_telemetry to do so
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino
 
@@ -343,8 +343,8 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
 
 def _discard_traced_types() -> None:
     """Discard the types that torch registered for the modules of a trace. Otherwise they stay until the process ends,
-    with 1 MB for each layer of each load. torch has no public function for this. Functions of `torch.jit.script` stay,
-    but a module that was scripted loses its methods: no model here has one.
+    with 1 MB for each layer of each load. torch has no public function for this. Functions of `torch.jit.script` stay.
+    Scripted modules would lose their methods, but no model here has a scripted module.
     """
     with construction():
         torch._C._jit_clear_class_registry()
@@ -354,7 +354,7 @@ def _discard_traced_types() -> None:
 
 
 def _no_graph(cause: str, error: Exception) -> Exception:
-    """Return `error` if memory ran out, because the model did not cause it, else a NoGraph."""
+    """Return `error` if memory ran out, because another attempt may succeed, else a NoGraph."""
     if is_out_of_memory(error):
         return error
     text = " ".join(str(error).split())

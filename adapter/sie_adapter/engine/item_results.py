@@ -59,7 +59,7 @@ ItemResults = list[ItemResult | SIEError]
 
 
 def check_groups(groups: tuple[Group, ...], count: int) -> None:
-    """Raise InternalFailure unless the groups (work items) cover all `count` rows, in order."""
+    """Raise InternalFailure if the groups (work items) do not cover all `count` rows, in order."""
     ends = [0, *(group.stop for group in groups)]
     starts = [*(group.start for group in groups), count]
     if ends != starts or any(group.start > group.stop for group in groups):
@@ -123,8 +123,8 @@ def vectors(options: RunOptions, rows: Rows) -> ItemResults:
 
 
 def _for_muvera(options: RunOptions, rows: Sequence[Row]) -> Sequence[Tensor]:
-    """Return the token vectors for MUVERA: cut to the requested dimensions, and normalised. Vectors of the client are
-    used unchanged unless they must be cut.
+    """Return the token vectors for MUVERA: cut to the requested dimensions, and normalised. Vectors of a client are
+    returned unchanged if the request sets no dimensions.
     """
     cut = _cut(torch.cat(_tensors(rows)), options, keep_scale=False).split([len(row) for row in rows])
     return [
@@ -176,7 +176,7 @@ def _put(name: str, dtype: str, vectors: Tensor, places: Sequence[int | slice], 
 
 
 def _overflows(values: NDArray[Any]) -> bool:
-    """Return whether a conversion to float16 overflowed. No other dtype has a smaller range than its source."""
+    """Return whether a conversion to float16 overflowed. Conversions to the other output dtypes cannot overflow."""
     return values.dtype == np.float16 and not np.isfinite(values).all()
 
 
@@ -273,7 +273,7 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     if unit.device.type == "cuda":
         return _late_scores_at_once(unit, documents)
     scores = []
-    # on other devices they run one by one: if documents were padded, each would need the memory of the longest
+    # on other devices documents run one by one: in a padded batch, each would need the memory of the longest one
     for document in documents:
         best = unit @ _unit_rows(document).T
         scores.append(best.amax(1).sum() if best.shape[1] else best.new_zeros(()))
@@ -329,7 +329,7 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
     """
     if unknown := [label for label in options.labels if label not in names]:
         listed = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
-        message = f"{len(unknown)} of them are no classes of the model, whose classes are {listed}"
+        message = f"{len(unknown)} of the labels are no classes of the model, whose classes are {listed}"
         raise InvalidInput.at("labels", message, reason="labels")
     scores = torch.stack(list(logits))
     if activation != "identity" and not options.parameters.get("raw_scores"):
@@ -344,8 +344,9 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
 
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
-    """Return scores from float32 logits [no, yes]; if they are only [yes], the logit of no is 0. A score is P(yes) by
-    softmax. Instead it is yes - no with `raw_scores`, and with `difference` unless the client requested relevance.
+    """Return scores from float32 logits [no, yes]; for [yes] alone, the logit of no is 0. A score is the softmax
+    probability of yes. It is the logit difference yes - no if the request has `raw_scores`, or if `difference` is set
+    and the request does not ask for relevance.
     """
     # float64, see `class_scores`
     stacked = torch.stack(list(logits)).double()

@@ -101,7 +101,7 @@ class LateChunks:
 
     def units(self, group: Group) -> list[tuple[list[int], list[int]]]:
         """Return two lists of rows for each input of a work item: the rows of the batch with its text, and the rows
-        with its results. For a text in windows, the latter are the rows of its chunks; else both lists are equal.
+        with its results. A text in windows has a result row for each chunk; for another text both lists are equal.
         """
         units = []
         row = group.start

@@ -25,8 +25,8 @@ _MAX_DIGITS = 64  # largest number of characters of a text that is read as a num
 _MAX_WHOLE = 1 << 53
 _NUMBER = re.compile(r"(?:(?<!\w)[-+\u2212])?\d[\d.,'\u2019\u00a0\u202f ]*")
 _AFTER, _BEFORE = re.compile(r"[.,'\u2019]?\d"), re.compile(r"\d[.,'\u2019]?$|(?<!\w)[-\u2212]$")
-# thousands are grouped by comma, dot, space or apostrophe; other dots and commas, the dot of `1.299`, and the comma of
-# `0,299` mark decimals
+# A comma, dot, space or apostrophe can group thousands. Other dots and commas mark decimals. The dot of `1.299` and the
+# comma of `0,299` mark decimals, too.
 _POINT = re.compile(r"\d+(\.\d+)?|(?!0)\d{1,3}(,\d{3})+(\.\d+)?")
 _COMMA = re.compile(r"\d+,\d+|\d{1,3}(\.\d{3}){2,}(,\d+)?|\d{1,3}\.\d{3},\d+")
 _SPACED = re.compile(r"\d{1,3}(['\u2019\u00a0\u202f ]\d{3})+([.,]\d+)?")
@@ -123,7 +123,7 @@ def ranked_classes(
     least: float = -math.inf,
     by_label: Mapping[str, float] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Return the labels whose score reaches their threshold, which is that of `by_label`, else `least`; best first."""
+    """Return the labels whose score reaches their threshold (in `by_label`, else `least`), best score first."""
     rows = [
         {"label": label, "score": score}
         for label, score in zip(labels, scores, strict=True)
@@ -133,7 +133,7 @@ def ranked_classes(
 
 
 def value_of(text_field: TextField, text: str) -> Scalar | None:
-    """Return the value of a property that `text` stands for, or None if the property cannot have such a value."""
+    """Return the value of a property that `text` expresses; None if it is not a valid value of the property."""
     if text_field.kind == "string":
         return text
     if text_field.kind == "choice":
@@ -148,7 +148,7 @@ def value_of(text_field: TextField, text: str) -> Scalar | None:
 
 def number_in(text: str) -> float | None:
     """Return the number in a text that has exactly one, such as `1,299.50 EUR` or `1.299,50`, else None. The dot of
-    `1.299` is a decimal point, the comma of `1,299` groups thousands, that of `0,299` marks decimals.
+    `1.299` is a decimal point. The comma of `1,299` groups thousands. The comma of `0,299` is a decimal comma.
     """
     matches = _NUMBER.findall(text) if len(text) <= _MAX_DIGITS else []
     if len(matches) != 1:

@@ -48,7 +48,7 @@ ARCHITECTURES = (
 )
 # seconds until a started server must be ready; imports and weights take minutes on a busy machine
 START_S = 300.0
-RUN_S = 120.0  # seconds within which the server must answer a batch; otherwise it is replaced
+RUN_S = 120.0  # a server that has not answered a batch after these seconds is replaced
 _LOOK_S = 0.1  # seconds between two checks whether the server is ready
 _POOL_TOKENS = 16_384  # smallest size of the server's KV cache, in tokens; a text waits until the cache has room for it
 # Environment variables that the process inherits. None of them is secret.
@@ -159,13 +159,13 @@ class SGLang:
         return packed.bounds[1:].astype(np.int64) - 1
 
     def close(self) -> None:
-        """End the server. Do not call this during a pass. Without references to this object, the server ends too."""
+        """End the server. Do not call this during a pass. The server also ends when this object is freed."""
         self._end()
 
     def run(self, packed: PackedBatch) -> Tensor:
         """Return states, float32 [tokens, width], in packed order. The states are NaN if two servers in a row failed on
-        the batch: the caller then runs each text alone, to find the text on which they fail. Raises InferenceFailed if
-        no new server starts, or if two failed and no earlier batch has shown the width of the vectors.
+        the batch: the caller then runs each text alone, to find the text that causes the failures. Raises
+        InferenceFailed if no new server starts, or if two servers failed before any batch has shown the width.
         """
         texts = [packed.ids[start:stop].tolist() for start, stop in itertools.pairwise(packed.bounds.tolist())]
         vectors = self._embedded(texts)
@@ -293,8 +293,8 @@ class _SglangProcess:
         return used_bytes
 
     def end(self) -> None:
-        """Kill the processes of the session, which have no data to lose. A second call does nothing, because the id may
-        belong to another session by then.
+        """Kill the processes of the session, which have no data to lose. A second call does nothing, because the id of
+        an ended session may belong to another one.
         """
         if self._is_over:
             return
