@@ -54,7 +54,7 @@ def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) 
     partitions in one repetition. An item that needs more is a range of its own.
     """
     item_bytes = 4 * parameters.partitions * (parameters.projection_dim or dim)
-    # the largest intermediate result has, for each token, a row of floats for one repetition or an index for each
+    # the largest intermediate result has for each token either a row of floats, or one index per repetition
     token_bytes = max(4 * dim, 4 * (parameters.projection_dim or 0), 8 * parameters.num_repetitions, 32)
     first = tokens = 0
     for item, length in enumerate(lengths):
@@ -238,7 +238,7 @@ def _sketch(seed: int, inputs: int, buckets: int) -> tuple[np.ndarray, np.ndarra
 
 class _ProjectionCache:
     """Cache of random matrices, by parameters, width and device. The least recently used are dropped first. The newest
-    stay even if they exceed `limit_bytes` alone. Thread-safe.
+    matrices stay even if they alone exceed `limit_bytes`. Thread-safe.
     """
 
     def __init__(self, limit_bytes: int, limit: int) -> None:
@@ -254,7 +254,7 @@ class _ProjectionCache:
             if held is not None:
                 self._held.move_to_end(key)
                 return held
-        # without the lock: two threads may draw the same matrices, but no other thread waits
+        # matrices are drawn without the lock: two threads may draw the same ones, but no thread waits for another
         drawn = _draw(parameters, dim, device)
         with self._lock:
             self._held[key] = drawn

@@ -117,7 +117,7 @@ class _Siglip:
     def __init__(self, model: Any) -> None:
         self._vision = model.vision_model
         self._head = model.text_model.head.float()
-        # removed from the tower, whose forward pass would call the float32 head with states of 16 bits
+        # the head is removed from the tower, whose forward pass would call the float32 head with states of 16 bits
         model.text_model.head = nn.Identity()
         config = model.config.text_config
         self.filled: int = config.max_position_embeddings
@@ -181,7 +181,7 @@ class TwoTowers(PackedModel, ABC):
             raise incompatible(f"{entry.id}: max_tokens is {entry.max_tokens}, the text tower has {limit} positions")
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Pad texts to the length with which the model was trained, if the model needs that."""
+        """Pad texts to the length of the model's training, if the model needs padding."""
         if not self._towers.filled:
             return batch
         lengths = np.where(batch.lengths > 0, self._towers.filled, 0)
@@ -322,5 +322,5 @@ def _model_type(folder: Path, entry: ModelEntry) -> str:
     model_type = str(read_json(folder / "config.json").get("model_type"))
     if model_type not in _TOWERS:
         listed = ", ".join(_TOWERS)
-        raise incompatible(f"{entry.id}: model_type is {model_type}, a dual-encoder is one of {listed}")
+        raise incompatible(f"{entry.id}: model_type is {model_type}, family dual-encoder needs one of {listed}")
     return model_type

@@ -48,22 +48,22 @@ _logger = logging.getLogger("sie.adapter")
 Result = dict[str, Any] | SIEError
 
 _HARMLESS = ("pooler.", "position_ids")  # parts of the names of tensors that may be missing or additional
-# divisor: at least one eighth of the tokens of a sequence are for the text, the others may be for labels
+# 1 / _MIN_ROOM of the tokens of a sequence are reserved for the text; labels may use the others
 _MIN_ROOM = 8
 _WORDS_PER_COUNT = 8192  # largest number of words in one call of the tokenizer
 _LABELS_CACHED, _LABELS_PER_PASS = 4096, 64  # largest number of labels in the cache, and in one pass of their encoder
-_OVERLAP = 8  # divisor: one eighth of the words of a window are also in the next window
+_OVERLAP = 8  # 1 / _OVERLAP of the words of a window are also in the next window
 
 
 @dataclass(frozen=True)
 class ExtractOptions:
-    """Options of the request for one text. `labels` keep the client's order and case. A `threshold` of None means the
-    default of the model: the entry sets none either.
+    """Options of the request for one text. `labels` are in the client's order and case. `threshold`: None if neither
+    the request nor the entry sets one.
 
     `parameters`: options of the family, merged with the options of the entry; their types are checked. `mentions`:
     ranges of the text that the client names. `instruction`: the prompt of a model that generates its answer. `parts`:
-    the parts of a schema to answer, in addition to the labels. `part`: the one part that these options are for
-    (`by_part`).
+    the parts of a schema to answer, in addition to the labels. `part`: the only part of the schema that a run with
+    these options answers (see `by_part`); None in a run for the labels.
     """
 
     labels: tuple[str, ...]
@@ -87,8 +87,8 @@ class ExtractOptions:
 
 class LabelVectors:
     """Cache of the vectors of labels; the least recently used are dropped. The argument `encode` is a function that
-    computes the vectors of at most _LABELS_PER_PASS labels, [labels, width]. The cache holds digests of labels, because
-    a label may have any length. Thread-safe.
+    computes the vectors of at most _LABELS_PER_PASS labels, [labels, width]. Keys are digests of labels, because a
+    label may have any length. Thread-safe.
     """
 
     def __init__(self, encode: Callable[[Sequence[str]], Tensor]) -> None:
@@ -139,7 +139,7 @@ class Preparation:
         self._prepared: dict[tuple[bytes, tuple[str, ...]], Any] = {}
 
     def make(self, texts: Sequence[str], options: Sequence[ExtractOptions], make: Make[Any]) -> None:
-        """Tokenise the texts. Errors are dropped here: they occur again in `by_options`, which returns them."""
+        """Tokenise the texts. Errors are ignored here, because `by_options` tokenises again and returns them."""
         for option, chosen in _alike(options):
             some = [texts[index] for index in chosen]
             try:
@@ -166,10 +166,10 @@ class Preparation:
 
 
 class Extractor(ABC, Generic[M]):
-    """Base of extraction families. Their texts are tokenised here, not in the sidecar: by `_make` on the host. Then
-    `_extract` runs on the device. Each call has texts with equal options. `max_tokens`: limit for the tokens of one
-    sequence, labels included. `pass_tokens`: limits for the tokens of a pass, padding and labels included, on a CPU and
-    on other devices.
+    """Base of extraction families. The adapter tokenises their texts, not the sidecar: `_make` tokenises on the host,
+    then `_extract` runs on the device. Each call has texts with equal options. `max_tokens`: limit for the tokens of
+    one sequence, labels included. `pass_tokens`: limits for the tokens of a pass, padding and labels included, on a CPU
+    and on other devices.
     """
 
     max_tokens: int
@@ -194,7 +194,7 @@ class Extractor(ABC, Generic[M]):
     def _check_room(self, tokens: int) -> None:
         """Raise InvalidInput if a prompt of `tokens` tokens leaves less than an eighth of `max_tokens` to the text."""
         if self.max_tokens - tokens < self.max_tokens // _MIN_ROOM:
-            raise labels_refused(f"they need {tokens} of {self.max_tokens} tokens, which leaves too few for the text")
+            raise labels_refused(f"they use {tokens} of {self.max_tokens} tokens, which leaves too few for the text")
 
     def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
         """Prepare these texts for `extract`. Several threads may call it at once, off the device thread."""
@@ -298,9 +298,9 @@ def _with_answer(results: list[Result], options: ExtractOptions) -> Result:
 def by_options(
     inputs: Sequence[T], options: Sequence[ExtractOptions], run: Callable[[Sequence[T], ExtractOptions], list[Result]]
 ) -> list[Result]:
-    """Call `run` once for each set of equal options, with its inputs. If the call raises a SIEError, this error is the
-    result of each of its inputs; after any other error, its inputs run again one by one. Return results in the order of
-    the inputs. Raises only errors of the whole device: out of memory, or a lost device.
+    """Call `run` once for each set of equal options, with the inputs that have these options. If a call raises a
+    SIEError, this error is the result of all its inputs. After any other error, the inputs of the call run again one by
+    one. Return results in the order of the inputs. Raises only the errors of a lack of memory and of a lost device.
     """
     results: dict[int, Result] = {}
     for option, chosen in _alike(options):
@@ -327,7 +327,7 @@ def _attempt(
             raise
         if len(inputs) > 1:
             return [_attempt([text], option, run)[0] for text in inputs]
-        _logger.exception("extraction from one input failed")
+        _logger.exception("the extraction from one input failed, so this input gets an error")
         return [InferenceFailed(f"the model code failed with {type(error).__name__}")]
 
 
@@ -377,9 +377,9 @@ class TextWindow:
 
 
 def own_ranges(spans: Sequence[TextWindow]) -> list[tuple[int, int]]:
-    """Return for each window a range of words (begin, end): an entity that this window finds counts only if its first
-    word is in the range. The ranges of two windows meet in the middle of their overlap, so each entity counts in the
-    window that has more words around it.
+    """Return for each window a range of words (begin, end). An entity in a window is used only if its first word is in
+    the range. The ranges of two windows meet in the middle of their overlap, so an entity is taken from the window that
+    has more words around it.
     """
     middles = [(following.start + window.stop) // 2 for window, following in pairwise(spans)]
     return list(zip([0, *middles], [*middles, spans[-1].stop], strict=True)) if spans else []
@@ -511,8 +511,8 @@ def compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], entry: Mod
 
 
 def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE unless each key of weights in `names` belongs to a pooler, which never runs,
-    or to position ids. `misfit`: the fault of the keys, for the message.
+    """Raise ModelLoadFailed INCOMPATIBLE if `names` has a key of weights that belongs neither to a pooler, which never
+    runs, nor to position ids. `misfit`: the fault of the keys, for the message.
     """
     if misfits := sorted(name for name in names if not any(part in name for part in _HARMLESS)):
         raise incompatible(f"{entry.id}: the weights have {len(misfits)} {misfit} keys: {', '.join(misfits[:5])}")

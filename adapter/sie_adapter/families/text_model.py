@@ -1,5 +1,5 @@
-"""Loader of text models. From the files of a folder it creates the backbone (the model without its head), the
-tokenizer, the heads, and the functions that turn the results of heads into answers.
+"""Loader of text models. It creates the backbone (the model without its head), the tokenizer, the heads, and the
+functions that turn the results of heads into answers, from the files of a folder.
 
     folder + entry ──► the transformers class that the outputs need ──► Builder ──► Parts
 
@@ -144,7 +144,7 @@ class Builder:
         filling: Filling | None = None
         if "dense" in outputs:
             heads["dense"] = self._dense()
-            heads[TOKEN_STATES] = MultivectorHead(None, self.compute.device)  # no layers: the states, unchanged
+            heads[TOKEN_STATES] = MultivectorHead(None, self.compute.device)  # without layers: returns the states
         if "sparse" in outputs:
             heads["sparse"] = self._sparse()
             query_weights = self._query_weights()
@@ -197,8 +197,8 @@ class Builder:
         )
 
     def _query_weights(self) -> TokenTable | None:
-        """Return the table of token weights that encodes queries without a forward pass. Return None if the model
-        encodes them: if `query_encoder` is `model`, or is not set and the model's files have no such table.
+        """Return the table of token weights that encodes queries without a forward pass. Return None if queries need a
+        pass: `query_encoder` is `model`, or it is not set and the model's files have no such table.
         """
         stored = self.modules.query_weights
         requested = self.entry.head.query_encoder
@@ -294,8 +294,8 @@ class Builder:
         return SequenceHead(head, self.config.hidden_size, self.compute.device)
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
-        """Reduce the output layer to the rows of the answers "no" and "yes", or to the row of "yes" if the score needs
-        no other. Later operations, such as a scaling of logits, still apply.
+        """Reduce the output layer to the rows of the answers "no" and "yes", or to the row of "yes" if the score is
+        computed from its logit alone. Operations of the model after this layer, such as a scaling, still apply.
         """
         options = self.entry.head
         is_single = options.score in ("logit", "sigmoid")
@@ -383,7 +383,7 @@ class Builder:
 
 
 def check_width(entry: ModelEntry, output: str, width: int) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE unless the entry declares `width` for `output`."""
+    """Raise ModelLoadFailed INCOMPATIBLE if the entry declares another width than `width` for `output`."""
     if (declared := entry.outputs.get(output)) != width:
         raise incompatible(f"{entry.id}: outputs.{output} is {declared}, the vectors of the model are {width} wide")
 

@@ -84,7 +84,7 @@ class VisionLanguageKind(Protocol):
         """
 
     def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
-        """Return for each operation how inputs become rows of token ids."""
+        """Return for each operation the description by which the sidecar turns inputs into rows of token ids."""
 
     def see(self, packed: PackedBatch, images: Seen) -> None:
         """Compute the features of the images of a forward pass, and store them in `packed`."""
@@ -163,5 +163,5 @@ def _reader(folder: Path, entry: ModelEntry) -> type[VisionLanguageKind]:
     model_type = str(read_json(folder / "config.json").get("model_type"))
     if (reader := _READERS.get((entry.family, model_type))) is None:
         listed = " or ".join(model_type for family, model_type in _READERS if family == entry.family)
-        raise incompatible(f"{entry.id}: model_type is {model_type}, a {entry.family} is {listed}")
+        raise incompatible(f"{entry.id}: model_type is {model_type}, family {entry.family} needs {listed}")
     return reader

@@ -68,10 +68,12 @@ class Head(Protocol):
 
 @runtime_checkable
 class JoiningHead(Head, Protocol):
-    """Head whose result for a chunk of a text can be joined from parts, each from the chunk's tokens in one window."""
+    """Head whose result for a chunk of a text can be joined from parts, one for each segment of the chunk."""
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return for each sequence, which is a segment of a chunk, its part of the chunk's output."""
+        """Return the part of the chunk's result for each sequence. A sequence is a segment: a chunk's tokens in one
+        window.
+        """
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
         """Return the result of each chunk from its parts. `lengths`: the number of tokens of each part. `pooling`: the

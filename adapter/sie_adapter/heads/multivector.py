@@ -17,8 +17,8 @@ _STATE_BYTES = 32 << 20  # limit for the bytes of the float32 states of one bloc
 
 
 class MultivectorHead:
-    """Head of late interaction: it applies `layers` (float32) to the states of tokens. In documents, tokens whose id is
-    in `skipped` get no vector; with `drop_first`, the first token of each text gets none either. `pooling` merges
+    """Head of late interaction: it applies `layers` (float32) to the states of tokens. Tokens of documents get no
+    vector if their id is in `skipped`. With `drop_first`, the first token of each text gets no vector. `pooling` merges
     similar vectors.
     """
 

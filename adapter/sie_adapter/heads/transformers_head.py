@@ -16,7 +16,7 @@ from sie_contracts.models.load_errors import incompatible
 
 class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Placeholder for the backbone: it returns `inputs_embeds` as the last states, with their pooler output.
-    `activation`: in ALBERT, whose pooler is only a linear layer, the activation after it; else None.
+    `activation`: the activation after ALBERT's pooler, which is only a linear layer; None for other models.
     """
 
     def __init__(self, pooler: nn.Module | None, activation: nn.Module | None) -> None:
@@ -35,9 +35,9 @@ class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker
 
 class TransformersHead:
     def __init__(self, model: PreTrainedModel, *, in_float32: bool) -> None:
-        """Remove the backbone from `model`, which is then only the head. `self.backbone` does not pool. Only the head
-        of a masked LM, which is large, is not in float32: on a CPU, its linear layers get blocked weights. Raises
-        ModelLoadFailed INCOMPATIBLE for a head that reads more than the states of the last layer.
+        """Split `model` into `self.backbone`, which does not pool, and this head. `in_float32` is False only for the
+        large head of a masked LM, whose linear layers get blocked weights on a CPU. Raises ModelLoadFailed INCOMPATIBLE
+        for a head that reads more than the states of the last layer.
         """
         self.backbone: PreTrainedModel = model.base_model
         pooler = getattr(self.backbone, "pooler", None)

@@ -1,16 +1,16 @@
 """Limits of the tokens of one pass, for each model on each device, learnt from passes that fitted or ran out of memory.
 
-    before a pass: limit(key) ──► split_off(chosen, lengths, limit) ──► a pass that is known to fit, and the other items
+    before a pass: limit(key) ──► split_off(chosen, lengths, limit) ──► the items of the next pass, and the other items
     after a pass:  fits(key, tokens) | failed(key, tokens) ──► the `BatchLimit` of the key changes and is stored on disk
 
 * After a failure with n tokens, the limit is the largest pass below n tokens that fitted, at least n / 2. If a pass of
 n tokens had fitted before, less memory is free now, and the limit is n / 2.
-* A failure does not count for ever, since another process may have used the memory then: after each wait without a new
-result, the limit rises by the factor RAISE. The first wait is WAIT_S.
-* If a pass above the unraised limit fails, the wait doubles, up to MAX_WAIT_S, so a device that is too small gets fewer
-and fewer attempts. If the pass fits, its size is the new limit, and the wait is the first wait again.
-* A failure that killed the process also cost all models and batches of the process. So a pass of half the tokens counts
-as failed, and the first wait is KILLED_WAIT_S.
+* Another process may have used the memory at the time of a failure, so the limit rises again: by the factor RAISE after
+each wait without a new result. The first wait is WAIT_S.
+* If a pass above the unraised limit fails, the wait doubles, up to MAX_WAIT_S, so that passes that are too large for
+the device become rare. If the pass fits, its size is the new limit, and the wait is the first wait again.
+* A failure that kills the process ends all its models and batches. So a pass of half the tokens counts as failed, and
+the first wait is KILLED_WAIT_S.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class DeviceLimits:
                 tokens = max(1, tokens // 2)
             if edge.fail_tokens:
                 if tokens > self._limit(edge):
-                    # no new information: the pass had a single item above the limit, or began before another thread
+                    # the result is ignored: the pass had a single item above the limit, or began before another thread
                     # lowered the limit
                     return
                 edge.wait_s = min(2 * edge.wait_s, MAX_WAIT_S) if tokens > _believed(edge) else edge.first_wait_s
@@ -175,7 +175,7 @@ class DeviceLimits:
 
     def _limit(self, edge: BatchLimit) -> int:
         believed, steps = _believed(edge), self._steps(edge)
-        # at least 1 per step, because rounding down would keep a limit of 1 for three steps
+        # at least 1 more per step, because a limit of 1 times 1.25 ** 3 is still rounded down to 1
         return max(int(believed * RAISE**steps), believed + steps)
 
     def _edge(self, key: str) -> BatchLimit | None:
@@ -249,8 +249,8 @@ class PassRecord:
 
 
 class PassRecords:
-    """Records, in a file, of the passes that one adapter is running. `during` may be called from any thread. No method
-    raises: without the file an adapter works, but learns nothing from a crash.
+    """Records, in a file, of the passes that one adapter process is running. `during` may be called from any thread. No
+    method raises: without the file the process works, but a crash does not lower a limit.
     """
 
     def __init__(self, path: Path) -> None:

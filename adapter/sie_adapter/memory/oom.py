@@ -143,9 +143,9 @@ class OomRecovery:
         is_tried: bool = False,
     ) -> None:
         """Run `work` on `items`, which may be empty, in as many parts as memory requires. Call `refuse` for each item
-        that does not fit alone. Call `learn` with a part and whether it fitted: for each part that fitted, and for
-        each part that did not fit although no more memory could be freed. `is_tried`: the caller already ran the work
-        on all items, and memory ran out. Raises the errors of `work`, except a lack of memory.
+        that does not fit alone. Call `learn(part, True)` for each part that fitted, and `learn(part, False)` for each
+        part that did not fit although no more memory could be freed. `is_tried`: the caller already ran the work on all
+        items, and memory ran out. Raises the errors of `work`, except a lack of memory.
         """
         refused = 0
 
@@ -178,7 +178,7 @@ class OomRecovery:
             tries += 1
             give_memory_back(self.device)
             self.count("cache_clears")
-            _logger.warning("a pass of %d items ran out of memory", len(items))
+            _logger.warning("a pass of %d items ran out of memory, so memory is freed for another try", len(items))
             if (relief := self.make_room()) is not None:
                 if relief != "load_ended":
                     self.count(relief)
@@ -199,8 +199,8 @@ class OomRecovery:
 
     @staticmethod
     def _fits(work: Callable[[Items], None], items: Items) -> bool:
-        # A separate function, so that no frame refers to the tensors of a failed pass after it returns. In an `except`
-        # block of the caller, the traceback would still refer to them.
+        # A separate function, because its frame, and with it the tensors of a failed pass, are freed when it returns.
+        # In an `except` block of the caller, the traceback would still refer to these tensors.
         try:
             on_usable_thread(work, items)
         except (RuntimeError, MemoryError) as error:

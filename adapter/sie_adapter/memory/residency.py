@@ -3,7 +3,7 @@
     EnsureReady ──► loaded already? ──► one load per model, for any number of callers ──► warm-up ──► resident
                                           └─ before it: evict models while memory would be above the threshold
     after a batch, and at a Ping that permits it ──► evict models while memory is above the threshold
-    out of memory in a batch ──► make_room: evict one model, whatever the threshold says, or wait for a load to end
+    out of memory in a batch ──► make_room: evict one model, even below the threshold, or wait for a load to end
     out of memory in a load ──► load alone ──► evict one model, and load again
     before the first eviction for a request: drop cached outputs (`tower_outputs`) and CUDA graphs (`pass_graphs`)
 
@@ -118,11 +118,11 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 
 @dataclass
 class Permission:
-    """Models that may be evicted for one request: those in `may_drop`, in that order, unless they were used after
-    `asked_s`, when the request arrived.
+    """Models that may be evicted for one request: those in `may_drop`, in this order, without models that were used
+    after the request arrived (`asked_s`).
 
-    `dropped`: the models evicted for the request so far. `has_shed`: cached outputs were already dropped for the
-    request. This happens only once, since the request may compute some of them again.
+    `dropped`: the models evicted for the request so far. `has_shed`: whether cached outputs were already dropped for
+    the request. They are dropped only once, since the request may compute some of them again.
     """
 
     may_drop: tuple[str, ...]
@@ -136,9 +136,9 @@ class Permission:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of all models. `held(n)` returns the use of the device's memory with n bytes more. `give_back` returns
-    free memory of the allocator to the device. Models are evicted while more than `threshold_percent` is in use. `shed`
-    drops caches that can be filled again, and returns whether there were any.
+    """Memory of the device. `held(n)` returns the memory in use, plus n bytes. `give_back` returns free memory of the
+    allocator to the device. Models are evicted while more than `threshold_percent` of the memory is in use. `shed`
+    drops caches that can be filled again, and returns whether a cache had entries.
     """
 
     held: Callable[[int], MemoryUse]
@@ -225,8 +225,8 @@ class ResidentModels:
                     pending: Future[None] = Future()
                     self._loads[model] = resolved, pending
                     break
-            # all callers that need the same weights get the error of the load; copies, because the traceback of an
-            # exception grows with each thread that raises it
+            # All callers that need the same weights get the error of the load. Each gets a copy, because the traceback
+            # of an exception grows with each thread that raises it.
             error = running[1].exception()
             if error is not None and same_weights(running[0], resolved):
                 raise SIEError.from_info(error.info()) if isinstance(error, SIEError) else error
@@ -274,8 +274,7 @@ class ResidentModels:
 
     def relieve(self, permission: Permission) -> None:
         """Evict models while memory is above the threshold, at most once per second for all callers. The bytes that a
-        running load will need are not added: memory for them is already free, and the bytes that it has allocated count
-        as used. If they were added, other models would be evicted without need.
+        running load still needs do not count as used, because `ensure` has already freed memory for them.
         """
         with self._lock:
             now_s = self._clock()
@@ -324,8 +323,8 @@ class ResidentModels:
 
     def _loaded_in_any_room(self, model: str, resolved: Resolved, permission: Permission) -> Resident:
         """Load a model, with remedies if memory runs out: a load needs more memory than the loaded model, for example
-        for the copy of a mapped file. If other loads ran meanwhile, the first remedy is to load again while no other
-        load runs: if each load evicted models at once, loads could evict each other's models for ever.
+        for the copy of a mapped file. If other loads ran at the same time, the first remedy is to load again while no
+        other load runs. Without this remedy, loads could evict each other's models for ever.
         """
         with self._loading.shared() as share:
             loaded = self._loaded_or_oom(model, resolved)
@@ -352,7 +351,7 @@ class ResidentModels:
         try:
             return self._loaded(model, resolved)
         except SIEError as error:
-            # a copy of the error: the frames of the original refer to the model, as far as it was loaded
+            # the error is copied, because the frames of the original refer to the partly loaded model
             failure = SIEError.from_info(error.info())
         if failure.extras.get("error_class") != "OOM":
             self._collect()

@@ -8,13 +8,17 @@ from collections.abc import Iterator
 
 
 class Share:
-    """Share of a lock. `was_alone`, set when the share ends: whether no other thread held the lock in that time."""
+    """Shared hold of a lock by one thread. `was_alone`: whether no other thread held the lock meanwhile; it is set when
+    the hold ends.
+    """
 
     was_alone = True
 
 
 class SharedLock:
-    """Lock with many shared holders or one exclusive holder. While a thread waits to hold it alone, no share begins."""
+    """Lock with many shared holders or one exclusive holder. While a thread waits for exclusive hold, threads that ask
+    for a shared hold wait too.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -5,8 +5,8 @@
 The bounds of the sequences are tensor keyword arguments of `model(...)`, so threads share no state. Under
 torch.compile, the attention of each layer is one opaque op. The registered mask function builds no mask: it passes the
 model's request for a mask to the attention function. In a trial pass (`sie_trial`), the attention function compares the
-requested mask with the pattern that it computes. A model whose mask is not causal, bidirectional or a window of these
-does not run packed.
+requested mask with the pattern that it computes. A model runs packed only if its mask is causal or bidirectional, with
+or without a window.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from sie_adapter.packed.packing import Int64, PackedBatch
 
 IMPLEMENTATION = "sie_packed"
 FAR = 1 << 30  # number of visible keys before or after a query that means no limit
-# limit for the scores of one block on a CPU, so that they fit the second-level cache; with more, each pass over them
-# waits for memory
+# largest number of scores in one block on a CPU: so many fit the second-level cache, and with more, each operation on
+# the block would wait for memory
 _BLOCK_SCORES = 1 << 18
-# limit for the scores of one block on a GPU, which computes them all at once: 128 MB in float32
+# largest number of scores in one block on a GPU, which computes all scores of a block at once: 128 MB in float32
 _BLOCK_SCORES_ELSEWHERE = 1 << 25
 # shorter rows of scores are padded to this length, one vector register. Softmax sums a shorter row number by number,
 # which took eight times as long.
@@ -68,8 +68,8 @@ class MaskRequest:
     local_size: int | None
 
     def pattern(self) -> MaskPattern:
-        """Return which keys a query sees, found by calls of transformers' mask function for sample positions. Raises
-        AttentionUnsupported unless the mask is causal, bidirectional or a window of these.
+        """Return the window of keys that a query sees, measured by calls of transformers' mask function for sample
+        positions. Raises AttentionUnsupported for a mask that is neither causal nor bidirectional, windows included.
         """
         size = min(4 * (self.local_size or 0) + 256, 16384)
         keys = torch.arange(size)
@@ -141,10 +141,10 @@ def packed_attention(
     mask that differs from the pattern computed here.
 
     `sliding_window` is defined as in transformers' flash attention: it counts the token itself, and extends to both
-    sides if the attention is not causal. In transformers' eager and sdpa attention, the window of the mask counts
-    instead, which may differ. So a trial pass adds the difference, in keys on each side, to `edges` of `sie_trial`,
-    and later passes get the difference as `sie_edge`. `sie_bounds`: offsets of the sequences. `sie_layout`: groups of
-    sequences, each with its kernel.
+    sides if the attention is not causal. transformers' eager and sdpa attention use the window of the mask instead,
+    which may have another size. A trial pass adds the difference of the sizes, in keys on each side, to `edges` of
+    `sie_trial`. Later passes get this difference as `sie_edge`. `sie_bounds`: offsets of the sequences. `sie_layout`:
+    groups of sequences, each with its kernel.
     """
     unsupported = [name for name, value in options.items() if value is not None]
     if unsupported or dropout:
@@ -180,8 +180,8 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int
 ) -> Tensor:
     """Run the kernels of a layout. `query`: [tokens, heads, width]; `bounds`: int32 [sequences + 1] on the device;
-    `layout`: the int64 [groups, 5] of `layout_of`, on the host. Only the visible tokens of a sequence, its first ones,
-    are attended to. For a kernel that computes all sequences at once, the layout has a single group.
+    `layout`: the int64 [groups, 5] of `layout_of`, on the host. The tokens of a sequence attend only to its first
+    tokens, the visible ones. For a kernel that computes all sequences at once, the layout has a single group.
     """
     pattern = MaskPattern(left, right)
     groups = layout.tolist()

@@ -44,7 +44,7 @@ def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
 
 def resolve_attention(requested: str, facts: AttentionFacts) -> tuple[Backend, str]:
     """Return the attention backend, and the reason. `auto` means flash_attention_2 if the device, the precision and the
-    installed package allow it, else sdpa. sdpa also replaces flash_attention_2 if it is requested but not possible.
+    installed package allow it, else sdpa. A request for flash_attention_2 that they do not allow also returns sdpa.
     """
     if requested == "eager":
         return "eager", "as requested"

@@ -1,8 +1,8 @@
 """Packed engine: runs one transformers model, from token ids to one hidden state per token.
 
-A trial decides whether a model runs packed: the model must call the attention interface with a mask that `attention`
-supports, and its packed states must have nearly the cosine 1 with its padded states. Otherwise the model runs padded on
-its stock attention, which is logged.
+A trial decides whether a model runs packed. The model must call the attention interface with a mask that `attention`
+supports. The cosine between its packed states and its padded states must be nearly 1. A model that fails the trial runs
+padded on the attention code of transformers, and the cause is logged.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Backbone:
         sparse attention.
         """
         attention.register()
-        # set on the configuration of `model`: a larger model that contains it has a configuration of its own
+        # the loader has set use_cache only in the configuration of the whole model, and `model` may be a part of it
         model.config.use_cache = False
         self._model = model
         self._compute = compute
@@ -186,8 +186,8 @@ class Backbone:
         return torch.cat([self._forward_padded_part(packed, start, stop) for start, stop in groups])
 
     def _allowed_waste(self) -> float:
-        """Return the largest number of positions per token in a padded group: 1, which is no padding, if padding
-        changes states. It does in some classes of transformers, for example in a convolution over tokens.
+        """Return the largest number of positions per token in a padded group; 1 means no padding. Some classes of
+        transformers get 1, because padding changes their states, for example by a convolution over tokens.
         """
         sample = self.sample(_PADDED_LENGTHS)
         alone = [self._forward_padded_part(sample, place, place + 1) for place in range(len(sample.order))]
@@ -336,7 +336,7 @@ class Backbone:
         return [*preferred, *([Kernel.VARLEN] if uses_varlen_kernel(self._compute.facts) else []), Kernel.SDPA]
 
     def _try(self, kernel: Kernel, reference: Tensor) -> None:
-        """Run a trial with this kernel. Raises AttentionUnsupported unless the states agree with `reference`."""
+        """Run a trial with this kernel. Raises AttentionUnsupported if the states do not agree with `reference`."""
         trial, self._edge = Trial(), 0
         # a single sequence, so that the mask does not depend on the packing of several sequences
         self._forward_packed(self.sample(_TRIAL_LENGTHS[-1:]), kernel, trial)
@@ -347,7 +347,7 @@ class Backbone:
         self._compare(self._forward_packed(self.sample(self._lengths), kernel), reference, "the packed states")
 
     def _compare(self, states: Tensor, reference: Tensor, subject: str) -> None:
-        """Raise AttentionUnsupported unless the cosine of each token's states in `states` and `reference` is near 1."""
+        """Raise AttentionUnsupported if the cosine of a token's states in `states` and `reference` is not near 1."""
         cosine = float(F.cosine_similarity(states.float(), reference.float(), dim=1).min())
         usual = _TRIAL_COSINE.get(self._compute.dtype, _TRIAL_COSINE_16)
         if not cosine >= (_TRIAL_COSINE_INT8 if self._compute.int8 else usual):
@@ -380,8 +380,8 @@ class Backbone:
         return bool(torch.equal(before, after))
 
     def _in_one_pass(self, packed: PackedBatch) -> Tensor:
-        """Return states of texts that share a pass, with padding if the model does not run packed, whatever
-        `_allowed_waste` returned.
+        """Return the states of texts that run in one pass. If the model does not run packed, pad them, even if
+        `_allowed_waste` allows no padding.
         """
         if self._runner is None and self._kernel is None:
             return self._forward_padded_part(packed, 0, len(packed.order))
@@ -423,7 +423,7 @@ def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> Plac
 
 def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
     """Raise ModelLoadFailed if a text of at most `max_tokens` tokens can make transformers change the model's rotary
-    tables: that would also change the states of other texts, in the same batch and on other threads.
+    tables. Such a change would affect other texts, in the same batch and on other threads.
     """
     parameters = getattr(model.config, "rope_parameters", None) or {}
     for module in model.modules():

@@ -30,8 +30,7 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.folder_files import read_json
 
 PROCESSOR = "preprocessor_config.json"
-# Largest number of images or sounds in one pass of a tower. A CPU is not faster with more; powers of two keep the
-# number of different sizes small.
+# Largest number of images or sounds in one pass of a tower. Larger passes are not faster on a CPU.
 _PER_PASS = {"cpu": 8}
 _PER_PASS_ELSEWHERE = 64
 # Largest number of blocks of patches in one pass of a tower for images of any size. A larger image has a separate pass;
@@ -155,8 +154,8 @@ def per_pass(compute: Compute) -> int:
 
 
 def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each pass over images or sounds. A pass has 1, 2, 4, ... of them, at most `most`: oneDNN
-    keeps memory for each batch size, so there are few sizes.
+    """Yield begin and end of each pass over images or sounds. The size of a pass is a power of two, at most `most`:
+    oneDNN keeps memory for each size, and there are few powers of two.
     """
     start = 0
     while start < images:
@@ -178,7 +177,7 @@ class Patches(NamedTuple):
 class GridTower:
     """Image encoder for images of any size, whose outputs are cached. It calls `run` with a few images at a time:
     patches [patches, values] in the order of Qwen2-VL's image processors, block by block, and the grid of each image,
-    int64 [images, 3]: frames, rows and columns of patches. The result is tensors [blocks, width].
+    int64 [images, 3]: frames, rows and columns of patches. `run` returns tensors [blocks, width].
     """
 
     def __init__(

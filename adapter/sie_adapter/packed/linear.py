@@ -43,9 +43,9 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
         return torch.ops.mkldnn._linear_pointwise(states, self._blocked, self.bias, "none", [], "")
 
     def _in_few_sizes(self, states: Tensor) -> Tensor:
-        """Return the product of `states` and the weight, for a process whose memory is limited, in parts of at most
-        _CHUNK rows, each padded to a power of two. oneDNN keeps 0.5 to 1 MB for every number of rows that a product
-        had: 1 GB after 1,200 different numbers.
+        """Return the product of `states` and the weight, for a process whose memory is limited. The product is computed
+        in parts of at most _CHUNK rows, each padded to a power of two, because oneDNN keeps 0.5 to 1 MB for every
+        different number of rows: 1 GB after 1,200 numbers.
         """
         rows = states.reshape(-1, self.in_features)
         output = rows.new_empty((len(rows), self.out_features))
@@ -66,9 +66,9 @@ def bytes_of(model: nn.Module) -> int:
 
 def block_linears(model: nn.Module) -> int:
     """Replace the linear layers of `model` on a CPU by layers with blocked weights, and return the number of replaced
-    layers. No other references to the layers may exist. A layer stays if its weight is tied to an embedding, or if its
-    parent reads the weight. All layers of a shape and dtype stay if the first cannot be blocked, or if its blocked
-    results differ by more than _RELATIVE_ERROR, because the kernels depend on shape and dtype.
+    layers. No other references to the layers may exist. A layer is not replaced if its weight is tied to an embedding,
+    or if its parent reads the weight. Kernels depend on shape and dtype, so no layer of a shape and dtype is replaced
+    if the first one cannot be blocked, or if its blocked results differ by more than _RELATIVE_ERROR.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [
@@ -93,7 +93,7 @@ def block_linears(model: nn.Module) -> int:
 
 
 def _reads_weight(parent: nn.Module, name: str) -> bool:
-    """Return whether `parent` reads the layer's weight. In T5 it compares the weight's dtype with the states' dtype."""
+    """Return whether `parent` reads the layer's weight, as in T5, which compares its dtype with that of the states."""
     return name == "wo" and type(parent).__name__.endswith(("DenseActDense", "DenseGatedActDense"))
 
 

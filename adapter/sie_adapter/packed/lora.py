@@ -96,9 +96,9 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 class ModelLoras:
-    """LoRAs of one model. Thread-safe. `model` has the layers to which a LoRA is compared, and may be without weights.
-    `adapted` returns the module that LoRAs change, and may load its weights first. `run` returns the states of a short,
-    constant sample: a LoRA that does not change these states is refused.
+    """LoRAs of one model. Thread-safe. `model`: the model whose layers a LoRA must fit; it may have no weights.
+    `adapted`: returns the module that LoRAs change, and loads its weights if necessary. `run`: returns the states of a
+    short, constant sample. A LoRA that does not change these states is refused.
     """
 
     def __init__(

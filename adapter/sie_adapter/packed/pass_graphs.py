@@ -4,7 +4,7 @@
                        ├─► second use: eager pass, capture, one replay that must nearly equal the eager pass
                        └─► later: inputs copied to their fixed addresses, one replay, states copied out
 
-A graph computes one bucket: a number of tokens, a number of sequences and the length of the longest. Additional
+A graph computes one bucket: a number of tokens, a number of sequences and the length of the longest sequence. Padding
 sequences fill a batch up to its bucket; their states are dropped. On an H200 with a slow host the 345 launches of a
 pass of BERT large took 28 ms, and a replay of the same kernels 1.5 ms.
 """
@@ -33,9 +33,9 @@ from sie_adapter.packed.packing import Int64, PackedBatch
 
 _logger = logging.getLogger("sie.adapter")
 
-# Numbers of tokens of the buckets. From 8 tokens on, padding at most doubles the size, which costs little: a pass of
-# BERT large with 128 tokens takes as long as one with 16, since both wait for weights. There are no graphs above 1,024
-# tokens, where the kernels of large models take as long as their launches on a fast host.
+# Numbers of tokens of the buckets. From 8 tokens on, padding at most doubles the size, which costs little time: a pass
+# of BERT large with 128 tokens takes as long as one with 16, since both wait until weights are read from memory. There
+# are no graphs above 1,024 tokens, where the kernels of large models take as long as their launches on a fast host.
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _SEQUENCES = (8, 32)  # numbers of sequences of the buckets
 # number of rows of a block of the attention kernel; an added sequence of padding has at most as many tokens, so the
