@@ -1,6 +1,6 @@
 """Parent process of the adapters. It does the imports, then forks one serving process for each device. A new child
-replaces a dead one within milliseconds, or after a pause if the dead one lived for only a few seconds. The children of
-other devices continue.
+replaces a dead child within milliseconds, or after a pause if the dead child lived for only a few seconds. The children
+of other devices continue.
 
     imports ──► fork ──► a child serves ──► it dies ──► fork again
                                 └──► all drained, one refuses its settings, or a signal to end ──► the parent ends
@@ -26,7 +26,7 @@ from typing import NamedTuple
 from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, end_signals
 
-STEADY_S = 5.0  # a child that lived longer than these seconds is forked again without a pause
+STEADY_S = 5.0  # a child that lived longer than these seconds is replaced without a pause
 # pause before the fork after an early death of a child: 0.1 s at first, doubled at each further death up to 5 s
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 SIGNALS = frozenset({*end_signals(), signal.SIGCHLD})

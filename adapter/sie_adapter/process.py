@@ -94,7 +94,7 @@ def _import() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    # the handler of the root logger writes these lines too, so they would appear twice
+    # the handler of the root logger also writes the lines of huggingface_hub, so they would appear twice
     logging.getLogger("huggingface_hub").handlers.clear()
     engine.prepare_process()
     # Imported objects are never freed. If the garbage collector skips them, it pauses the device threads for a shorter
@@ -104,14 +104,14 @@ def _import() -> None:
 
 
 def _name_temporary_folder() -> None:
-    """Set a path for temporary files if Python finds no writable folder, for example because all are full. The import
-    of torch reads this path and would raise without one, although torch writes no file there.
+    """Set a path for temporary files if Python finds no writable folder, for example because all disks are full. The
+    import of torch reads this path and would raise without a path, although torch writes no file there.
     """
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
         tempfile.tempdir = folder = os.environ.get("TMPDIR", "/tmp")  # noqa: S108  no file is written into this folder
-        # torch would create this folder below the temporary folder
+        # without this variable, torch would create its cache folder below the temporary folder
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
         _logger.warning("no temporary file can be written: %s", error)
 
@@ -189,7 +189,7 @@ def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
     wake, waker = socket.socketpair()
     waker.setblocking(False)
     before = signal.set_wakeup_fd(waker.fileno())
-    # a handler does nothing, because the byte that set_wakeup_fd writes is the message
+    # the handlers do nothing, because set_wakeup_fd already writes a byte to `waker` for each signal
     handlers = {number: signal.signal(number, lambda *_: None) for number in end_signals()}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.SIGNALS)
     try:
@@ -203,7 +203,7 @@ def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def _wake(waker: socket.socket) -> None:
-    # the waker may be closed: the process is ending, and no thread reads it any more
+    # the socket is closed if the process is already ending
     with contextlib.suppress(OSError):
         waker.send(b"\0")
 
@@ -216,7 +216,7 @@ def _is_served(path: Path) -> bool:
             probe.connect(str(path))
         except (FileNotFoundError, ConnectionRefusedError):
             return False
-        except BlockingIOError:  # the queue of a process that listens is full
+        except BlockingIOError:  # a process listens, and its queue of connections is full
             pass
     return True
 

@@ -72,7 +72,7 @@ class AdapterServer:
                     self._accept()
 
     def close(self) -> None:
-        """End all connections: a thread that waits for a frame returns at once."""
+        """Shut down all connections, so that threads that wait for a frame return at once."""
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
@@ -123,12 +123,12 @@ class AdapterServer:
         except EOFError:
             pass
         except FrameError as error:
-            # the message of a decoding error names a path in the request, never its contents
-            _logger.warning("closed a connection: %s", error)
+            # the error names only a path in the request, so no contents of the request reach the log
+            _logger.warning("closed a connection after a malformed frame: %s", error)
         except OSError as error:
             _logger.info("a connection broke: %s", error)
         except Exception:
-            _logger.exception("a connection failed")
+            _logger.exception("closed a connection after an unexpected error")
         finally:
             with self._lock:
                 self._connections.discard(connection)
@@ -259,8 +259,8 @@ def _send(connection: socket.socket, reply: Reply) -> None:
 
 
 def _is_gone(connection: socket.socket) -> bool:
-    """Return whether the batch must stop: the peer closed the connection, or sent a frame, which can only be a Cancel
-    while a batch runs. Never waits.
+    """Return whether the running batch must stop, without waiting: the peer closed the connection, or sent a Cancel,
+    the only frame that it may send while a batch runs.
     """
     poll = select.poll()
     poll.register(connection, select.POLLIN | getattr(select, "POLLRDHUP", 0))

@@ -38,7 +38,7 @@ _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 _INSTEAD = "or set cpu, or auto for the best device here"
 # glibc serves allocations of at least this size by mmap, outside the heap; it accepts no larger threshold
 _MAPPED_BYTES = 32 << 20
-# smaller threshold while weights are loaded or RLIMIT_DATA is set, so that freed weights leave no holes in the heap
+# the threshold while weights are loaded, and under RLIMIT_DATA: freed weights then leave no holes in the heap
 _APART_BYTES = 1 << 20
 # number of model loads in progress, and its lock; the capture of a CUDA graph holds the lock, so that no load begins
 _apart, _apart_lock = 0, threading.Lock()
@@ -179,7 +179,7 @@ def usable_cores() -> int:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Used and total bytes under one limit of memory: of the device, the machine, the container or this process."""
+    """Used and total bytes of one memory limit: that of the device, the machine, the container or this process."""
 
     used_bytes: int
     total_bytes: int
@@ -190,12 +190,12 @@ class MemoryUse:
 
 
 def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
-    """Return the device's memory as if `more_bytes` more bytes were used. If this process has several limits, the one
-    with the highest share in use is returned.
+    """Return the memory use of the device as if `more_bytes` more bytes were in use. If several limits apply, return
+    the limit with the highest share in use.
 
-    The limits are, on CUDA: the card, and the fraction of it that this process may use. On MPS: the size that Metal
-    recommends. On a CPU: the machine, the container, and RLIMIT_DATA (`ulimit -d`), which can limit an adapter that has
-    no container of its own.
+    The limits are, on CUDA: the memory of the GPU, and the fraction that this process may use. On MPS: the size that
+    Metal recommends. On a CPU: the memory of the machine, the limit of the container, and RLIMIT_DATA (`ulimit -d`),
+    for an adapter without a container of its own.
     """
     return max(
         (MemoryUse(limit.used_bytes + more_bytes, limit.total_bytes) for limit in _limits(device)),
@@ -358,7 +358,7 @@ def peak_of(device: torch.device, run: Callable[[], object]) -> int:
 
 
 def _reset_high_water() -> bool:
-    """Reset the kernel's record of this process's peak memory (proc_pid_clear_refs(5)). Return whether that worked."""
+    """Reset the kernel's record of this process's peak memory (proc_pid_clear_refs(5)). Return whether it succeeded."""
     try:
         (_STATUS.parent / "clear_refs").write_text("5")
     except OSError:
@@ -435,7 +435,7 @@ def claim(nbytes: int) -> None:
 
 
 def give_memory_back(device: torch.device) -> None:
-    """Return freed memory to the driver or the system, so that other processes, and the next measurement, see it."""
+    """Return freed memory to the driver or the system, where other processes and measurements see it as free."""
     if device.type == "cuda":
         with without_loads():
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Threads that run batches on the device. Each runs one batch at a time and sends the reply itself, which saves the
+"""Threads that run batches on the device. A thread runs one batch at a time and sends the reply itself, which saves the
 time to wake another thread.
 
     submit(DeviceJob) ──► queue ──► thread: BatchStarted, run, reply
@@ -65,7 +65,7 @@ class DeviceThreads:
     """
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply]) -> None:
-        # called after each batch that ran, with its reply, and with begin and end of its run in ns since 1970
+        # functions to call after a batch has run: with its job and reply, and begin and end of the run, ns since 1970
         self.listeners: list[Callable[[DeviceJob, Reply, int, int], None]] = []
         self._execute = execute
         self._jobs: queue.SimpleQueue[DeviceJob | None] = queue.SimpleQueue()
@@ -78,7 +78,7 @@ class DeviceThreads:
         self._threads = [self._start(number) for number in range(count)]
 
     def submit(self, job: DeviceJob) -> None:
-        """Queue a job for a device thread, which sends the reply. After a call of `stop`, refuse it: ShuttingDown."""
+        """Queue a job for a device thread, which sends the reply. After a call of `stop`, reply with ShuttingDown."""
         with self._choice:
             if not self._stopping.is_set():
                 (self._job_of_first if self._is_first_idle else self._jobs).put(job)
@@ -105,7 +105,7 @@ class DeviceThreads:
         return time.monotonic() - min(since) if since else 0.0
 
     def stop(self, timeout_s: float) -> bool:
-        """Let running batches end, and refuse waiting ones. Return whether all threads ended within the time limit."""
+        """Let running batches end, and refuse waiting batches. Return whether all threads ended within `timeout_s`."""
         with self._choice:  # so that each job is either queued before the None that ends its queue, or refused
             self._stopping.set()
         self._job_of_first.put(None)
@@ -147,10 +147,10 @@ class DeviceThreads:
         try:
             self._threads[number] = self._start(number)
         except RuntimeError as error:
-            # no memory for the stack of a new thread: this thread continues, although it is slower, and tries again
-            # after its next batch
+            # There is no memory for the stack of a new thread. This thread continues, although it is slower, and tries
+            # to start its replacement again after its next batch.
             _logger.warning(
-                "%s could not be replaced, so it continues, although oneDNN cannot run new shapes on it: %s",
+                "thread %s could not be replaced and continues, although oneDNN cannot run new shapes on it: %s",
                 threading.current_thread().name,
                 error,
             )

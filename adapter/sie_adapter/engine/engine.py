@@ -130,7 +130,7 @@ class AdapterEngine:
         self._log_choices(settings)
 
     def _shed(self) -> bool:
-        """Drop cached outputs of towers, and CUDA graphs, to free memory. Return whether any was dropped."""
+        """Drop cached outputs of towers, and CUDA graphs, to free memory. Return whether anything was dropped."""
         return any([self.outputs.clear(), drop_graphs()])
 
     def _load(self, resolved: Resolved) -> Any:
@@ -631,7 +631,7 @@ class BatchRun:
             if is_device_fatal(error):
                 raise
             # the options of this work item probably caused the error, so the other work items still get answers
-            _logger.exception("the outputs of a work item could not be computed")
+            _logger.exception("the outputs of a work item could not be computed, so its inputs get an error")
             return [
                 InternalFailure("the outputs of this input could not be computed, see the log of the adapter")
             ] * len(units)

@@ -1,5 +1,5 @@
-"""Choice of the engine that computes the hidden states of a model, by rules, when the model is loaded. Measured times
-do not influence it, so a model returns the same bits on machines of one kind.
+"""Choice of the engine that computes the hidden states of a model, when the model is loaded. The choice follows fixed
+rules, not measured times, so a model returns the same bits on machines of one kind.
 
 family, device, precision, LoRAs, installed packages ──► RULES, in order: the first without an obstacle ──► Choice
 

@@ -47,9 +47,9 @@ _ROWS = sorted({rows + missing(rows, _ROW_STEPS) for rows in range(1, GROUP_TOKE
 # Number of shapes whose kernels each device thread caches. With OpenVINO's default of 5,000, memory grows for hours.
 # With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
 _KEPT_KERNELS = 100
-# Threads for a short batch (at most _TOKENS_ALONE tokens) on a device thread that runs alone: two nearly halve the time
-# of a short text. While another device thread runs, it may share its core with one of these two threads, and the batch
-# waits for the slower of them (bench/results/engine.md).
+# Threads for a short batch (at most _TOKENS_ALONE tokens) while no other device thread runs: two threads nearly halve
+# the time of a short text. Another running device thread could share a core with one of the two threads, and the batch
+# would wait for that slower thread (bench/results/engine.md).
 _THREADS_ALONE = 2
 _TOKENS_ALONE = 256
 # tokens of each example text of the trace: more than ModernBERT's local window, because ModernBERT masks only
@@ -95,8 +95,8 @@ class Graph:
         options = {"INFERENCE_PRECISION_HINT": _PRECISIONS[dtype], "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS}
         is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
         try:
-            # OpenVINO keeps the float32 weights beside the copy in the order of its kernels. It reads these weights
-            # by mmap from a temporary file, so that the system can reclaim their pages when memory is needed.
+            # OpenVINO keeps the float32 weights in addition to the copy in the order of its kernels. It maps the
+            # float32 weights from a temporary file, so that the system can reclaim their pages if memory is short.
             with _scratch(compute.scratch) as folder:
                 path = folder / "graph.xml"
                 with _traceable(model):
@@ -209,7 +209,7 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
     least = [0]  # least[n]: shortest total time of the first n sequences
     # starts[n - 1]: first sequence of the last group, in the fastest grouping of the first n sequences
     starts: list[int] = []
-    first = 0  # first sequence that may be in one group with the last sequence so far (stop - 1)
+    first = 0  # first sequence that may share a group with sequence stop - 1
     for stop, width in enumerate(columns, 1):
         while width - own[first] > max_filling:
             first += 1
@@ -276,7 +276,7 @@ def _runtime() -> Any:
 @contextmanager
 def _traceable(model: PreTrainedModel) -> Iterator[None]:
     """Prepare the model for a trace. Its weights become float32, because the front end builds a wrong graph from 16-bit
-    weights. Its loss function is set to None: transformers warns when the trace reads the attribute and it is not set.
+    weights. Its loss function is set to None, because transformers warns if a trace reads an unset loss function.
     """
     before = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     model.float()
@@ -324,11 +324,11 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
     example = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
-        # under a lock, because a trace changes a map of modules, and this code changes the warning filters: both are
-        # global to the process
+        # the lock is needed, because a trace changes torch's map of modules, and this code the warning filters: the map
+        # and the filters are global to the process
         with construction(), warnings.catch_warnings(), torch.inference_mode(False):
-            # Neither warnings about a wrong trace nor a second trace as a check are needed: the backbone later compares
-            # the states of the graph with the model's.
+            # Warnings about the trace, and torch's check by a second trace, are switched off: the backbone later
+            # compares the states of the graph with those of the model.
             warnings.simplefilter("ignore")
             decoder = TorchScriptPythonDecoder(states, example_input=example, trace_kwargs={"check_trace": False})
             end = FrontEndManager().load_by_framework("pytorch")

@@ -115,7 +115,7 @@ def vectors(options: RunOptions, rows: Rows) -> ItemResults:
     if options.muvera is not None and "dense" in options.outputs:
         tokens = _for_muvera(options, rows["multivector"])
         encoded = muvera.encode(tokens, options.muvera, is_query=options.is_query)
-        # only vectors of a client can be so large: those of a model are normalised
+        # only vectors of a client can have an infinite sum, because vectors of a model are normalised
         for item in (~torch.isfinite(encoded).all(1)).nonzero()[:, 0].tolist():
             results[item] = InvalidInput.at("multivector", "the numbers are too large, their sum is infinite")
         _put("dense", options.dtype, encoded, range(count), results)
@@ -138,7 +138,7 @@ def _tensors(rows: Sequence[Row]) -> list[Tensor]:
 
 
 def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
-    """Return the first `dimensions` numbers of each vector, divided by max(norm, 1e-12) unless `keep_scale`."""
+    """Return the first `dimensions` numbers of each vector. Without `keep_scale`, divide them by max(norm, 1e-12)."""
     if not 0 <= options.dimensions <= vectors.shape[-1]:
         raise InvalidInput(
             f"dimensions: expected at most {vectors.shape[-1]}, got {options.dimensions}", reason="bad_dimensions"
@@ -158,7 +158,7 @@ def _add_dense(options: RunOptions, pooled: Tensor, results: ItemResults) -> Non
 
 
 def _put(name: str, dtype: str, vectors: Tensor, places: Sequence[int | slice], results: ItemResults) -> None:
-    """Store `vectors[places[i]]` in result i, as the output `name`."""
+    """Store `vectors[places[i]]`, converted to `dtype`, as the output `name` of result i."""
     if dtype == "float32":
         values, scale, offset = vectors.float().cpu().numpy(), None, None
     else:
@@ -207,9 +207,9 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
     """Return the score of each document for the query: the score by the requested output, or the weighted mean of the
     scores by several outputs. If the client requested relevance, scores are mapped to 0 .. 1.
 
-    dense: the cosine. sparse: the sum of the weights' products over common ids. multivector: for each vector of the
-    query the best product with a vector of the document, summed (MaxSim); if `per_row`, divided by the number of query
-    vectors, like BGE-M3.
+    dense: the cosine. sparse: the sum of the weights' products over common ids. multivector: MaxSim, the sum over the
+    query's vectors of the best product with a vector of the document; with `per_row`, the mean over the query's
+    vectors, as in BGE-M3.
     """
     requested_weights = options.parameters.get("score_weights") or {"dense": 0.4, "sparse": 0.2, "colbert": 0.4}
     weights = {
@@ -249,7 +249,7 @@ def _dense_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
 
 def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     device = documents[0][0].device
-    ids, weights = (part.to(device) for part in query)  # a query that needed no pass is on the host
+    ids, weights = (part.to(device) for part in query)  # weights from a table, without a forward pass, are on the host
     counts = torch.tensor([len(names) for names, _ in documents], device=device)
     names, values = torch.cat([names for names, _ in documents]), torch.cat([values for _, values in documents])
     if not len(ids):
@@ -313,7 +313,7 @@ def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) ->
     With `raw_scores` a score is the logit, or the log-odds of the probability of softmax: with two classes the
     difference of both logits, as in Text Embeddings Inference and Infinity.
     """
-    # float64, because in float32 the scores of different large logits would be equal
+    # scores are computed in float64: in float32, different large logits would have equal scores
     stacked = torch.stack(list(logits)).double()
     if activation == "softmax":
         stacked = stacked[:, -1:] - stacked[:, :-1].logsumexp(1, keepdim=True)
@@ -348,7 +348,7 @@ def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: boo
     probability of yes. It is the logit difference yes - no if the request has `raw_scores`, or if `difference` is set
     and the request does not ask for relevance.
     """
-    # float64, see `class_scores`
+    # scores are computed in float64 for the reason in `class_scores`
     stacked = torch.stack(list(logits)).double()
     gaps = stacked[:, 1] - stacked[:, 0] if stacked.shape[1] > 1 else stacked[:, 0]
     is_raw = options.parameters.get("raw_scores") or (difference and not is_relevance(options))

@@ -4,7 +4,7 @@ chunk is pooled from the states of its own tokens. The tokens of a chunk in one 
     states of a pass ──► states of each segment, side by side ──► heads ──► a part for each segment
     parts of all passes ──► joined by chunk ──► a row for each chunk ──► results, as for any row
 
-A window itself gets no result, only its segments do. The rows of chunks are numbered after all rows of the batch.
+Heads compute values for segments, not for windows. The rows of chunks are numbered after all rows of the batch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class LateChunks:
     """Values of the segments of one batch. A head computes a value for each segment; the values of a chunk's segments
     are joined to the vector of the chunk.
 
-    `lengths`: the number of tokens of each row. Raises MalformedBatch if the rows or inputs of a group do not add up,
-    if a chunk has no segment, or if segments are not in the order of their chunks or not inside their rows.
+    `lengths`: the number of tokens of each row. Raises MalformedBatch if a group does not have the numbers of rows and
+    inputs that it declares, if a chunk has no segment, or if segments are not in the order of their chunks or not
+    inside their rows.
     """
 
     def __init__(self, groups: Sequence[Group], lengths: Int64) -> None:
@@ -48,7 +49,7 @@ class LateChunks:
                     chunks += _chunk_count(described)
                 row += described.rows
             if group.chunked and (row != group.stop or len(group.chunked) != group.due):
-                raise MalformedBatch("the inputs with chunks, or their rows, do not add up to the group")
+                raise MalformedBatch("the chunked inputs of a group do not have its numbers of rows and inputs")
         self._segments = np.concatenate(tables) if tables else np.zeros((0, 4), np.int64)
         self._parts: dict[str, list[Row | None]] = {}
         self.windows = np.zeros(self._count, bool)  # bool [rows]: True for rows with segments of chunks

@@ -76,7 +76,7 @@ def run_raw(
     preparation: Preparation | None = None,
 ) -> BatchDone:
     """Run a batch of texts and return its reply. OomRecovery handles a lack of memory. If the model raises another
-    error, each text runs alone, so that only the texts that cause it fail. Raises InvalidInput if the model lacks the
+    error, each text runs alone, so that only texts that cause an error fail. Raises InvalidInput if the model lacks the
     operation, InternalFailure if the batch is malformed or the model does not return one result for each text, and the
     error of a lost device.
 

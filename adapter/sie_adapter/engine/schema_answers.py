@@ -3,8 +3,8 @@
     decision ──► score of each label ──► the best label, labels above a threshold, true or false ─┐
     record   ──► spans of each property ──► texts, numbers in their range, choices ───────────────┴─► data, evidence
 
-The evidence of a value is a row in `entities`, or for a label or a choice rows in `classifications`. The label of a row
-begins with the path of the value in `data`; in `classifications` a dot and the label or choice follow.
+The evidence of a value is a row in `entities`, whose label is the path of the value in `data`. The evidence of a label
+or a choice is in rows of `classifications`, whose label is the path, a dot, and the label or choice.
 """
 
 from __future__ import annotations

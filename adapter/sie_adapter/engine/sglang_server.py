@@ -1,7 +1,7 @@
 """SGLang server for one model: a separate process that listens on loopback, and that ends when the model is unloaded.
 
     load ──► a process in the environment of SIE_SGLANG_PYTHON ──► ready ──► ids of texts ──► last states, normalised
-                                         └──► it ended, or hangs: a new server replaces it, once for each batch
+                                         └──► the process ended or hangs: replaced by a new one, once for each batch
 
 The process is separate because SGLang needs its own versions of torch and transformers, and because some inputs crash
 SGLang. One kind of such inputs, ids beyond the table of embeddings, is refused before it reaches this module. Source:
@@ -91,7 +91,7 @@ class _SglangVectors(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch arguments of a server. `python`: interpreter of SGLang's environment. `threads`: used only on a CPU."""
+    """Launch arguments of a server. `python`: interpreter of SGLang's environment. `threads`: number, only on a CPU."""
 
     python: str
     folder: Path
@@ -144,7 +144,7 @@ class SGLang:
         self._width = 0
         # the process ends with the thread that started it, so a thread that stays alive starts it
         self._thread = ThreadPoolExecutor(1, "sglang")
-        # a list with the server in use, so that the finalizer below can end it after this object was freed
+        # the server in use is in a list, which the finalizer below can read after this object was freed
         self._servers: list[_SglangProcess] = []
         self._end = weakref.finalize(self, _end, self._servers, self._thread)
         self._start()
@@ -187,7 +187,7 @@ class SGLang:
         except _SglangLost as error:
             if not self._width:
                 raise InferenceFailed("the SGLang server of the model does not answer") from error
-            _logger.warning("two SGLang servers in a row failed on a batch of %d texts: %s", len(texts), error)
+            _logger.warning("two SGLang servers in a row failed on the same batch, of %d texts: %s", len(texts), error)
             return np.full((len(texts), self._width), np.nan, np.float32)
 
     def _successor(self, lost: _SglangProcess) -> _SglangProcess:

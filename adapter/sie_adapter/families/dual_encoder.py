@@ -145,7 +145,7 @@ class VectorHead:
         self._towers = towers
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return vectors, float32 [width] each. Raises InvalidInput for a pooling: a dual encoder has only one."""
+        """Return vectors, float32 [width] each. Raises InvalidInput if a request names a pooling."""
         if states.pooling:
             raise InvalidInput.at("pooling", "a dual encoder has no choice of pooling", reason="unknown_option")
         packed = states.packed
@@ -169,8 +169,8 @@ class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skip
 
 
 class TwoTowers(PackedModel, ABC):
-    """Base of models with two encoders: `backbone` for rows of token ids, and one for rows of images or sounds. Each
-    row gets one vector.
+    """Base of models with two encoders: `backbone` for rows of token ids, and an encoder for rows of images or sounds.
+    Each row gets one vector.
     """
 
     _towers: TextTower
@@ -181,7 +181,7 @@ class TwoTowers(PackedModel, ABC):
             raise incompatible(f"{entry.id}: max_tokens is {entry.max_tokens}, the text tower has {limit} positions")
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Pad texts to the length of the model's training, if the model needs padding."""
+        """Pad texts to the length of the texts in the model's training, if the model requires it."""
         if not self._towers.filled:
             return batch
         lengths = np.where(batch.lengths > 0, self._towers.filled, 0)

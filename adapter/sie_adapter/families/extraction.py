@@ -129,7 +129,7 @@ Make = Callable[[Sequence[str], ExtractOptions], M]
 
 
 class Preparation:
-    """Texts of a batch that were tokenised before it runs. `seconds`: time spent on their tokenisation. `padding`:
+    """Texts of a batch that are tokenised before the batch runs. `seconds`: time spent on tokenisation. `padding`:
     positions without a token in the passes that ran.
     """
 
@@ -150,7 +150,7 @@ class Preparation:
                 _logger.debug("texts for an extraction could not be prepared: %s", type(error).__name__)
 
     def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
-        """Return the tokenised form of these texts, and remove it from this object. Tokenise them if necessary."""
+        """Return the tokenised form of these texts, and remove it from this object. Tokenise texts that have none."""
         prepared: M | None = self._prepared.pop((option.same(), tuple(texts)), None)
         if prepared is None:
             prepared = self._timed(texts, option, make)
@@ -235,7 +235,7 @@ def _options_of_parts(options: ExtractOptions) -> list[ExtractOptions]:
 
 
 def _options_of_part(options: ExtractOptions, part: SchemaPart) -> ExtractOptions:
-    """Return the options that read one part. A decision needs the scores of all labels, so its threshold is 0."""
+    """Return the options of the run for one part. A decision needs the scores of all labels, so its threshold is 0."""
     if isinstance(part, TextRecord):
         return replace(options, labels=(), parts=(), part=part)
     prompt = " ".join(filter(None, (options.instruction, part.question)))
@@ -263,7 +263,9 @@ def _examples_of(options: ExtractOptions, part: Decision) -> list[dict[str, Any]
 
 
 def with_answers(results: Sequence[Result], options: Sequence[ExtractOptions]) -> list[Result]:
-    """Return a result for each text, from the results for `by_part` of the texts. A text fails if one part fails."""
+    """Return a result for each text. `results`: those of the runs that `by_part` lists. If one run of a text failed,
+    return its error.
+    """
     remaining = iter(results)
     return [_with_answer(list(islice(remaining, len(_options_of_parts(option)))), option) for option in options]
 
@@ -441,9 +443,9 @@ def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
 
 
 def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, entry: ModelEntry) -> None:
-    """Replace the name of a backbone, `raw[name]`, by the path of its folder below the model's folder, or else in the
-    hub cache. If `raw` has no configuration of the backbone (`raw[part]`), read it from this folder. Raises
-    ModelLoadFailed NOT_FOUND without such a folder.
+    """Replace the name of a backbone, `raw[name]`, by the path of its folder: below the model's folder, else in the hub
+    cache. If `raw` has no configuration of the backbone (`raw[part]`), read the configuration from this folder. Raises
+    ModelLoadFailed NOT_FOUND if neither place has the folder.
     """
     backbone = folder / raw[name]
     if not backbone.is_dir():
@@ -463,13 +465,13 @@ def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, e
 
 
 def check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOptions) -> None:
-    """Remove references to code from a backbone's configuration unless `load` trusts it. Raises ModelLoadFailed
-    INCOMPATIBLE for a model type that transformers does not have.
+    """Remove references to code from a backbone's configuration, if load.trust_remote_code is not set. Raises
+    ModelLoadFailed INCOMPATIBLE for a model type that transformers does not have.
     """
     if config is None:
         return
     if not load.trust_remote_code:
-        config.pop("auto_map", None)  # packages would import the code that it names
+        config.pop("auto_map", None)  # the extraction packages would import the code that this field names
     if (kind := config.get("model_type", "deberta-v2")) not in CONFIG_MAPPING:
         raise incompatible(f"{entry.id}: transformers has no encoder {kind}")
 
@@ -494,7 +496,7 @@ def fill(model: torch.nn.Module, weights: dict[str, Tensor], entry: ModelEntry) 
     """Copy the weights into the tensors of the model. Raises the errors of `compare`."""
     own = model.state_dict()
     compare(own, weights, entry)
-    # a pooler of another shape keeps its initial weights: it never runs
+    # a pooler of another shape keeps its initial weights, because it never runs
     fitting = {name: weights[name] for name in own.keys() & weights.keys() if own[name].shape == weights[name].shape}
     model.load_state_dict(fitting, strict=False)
 

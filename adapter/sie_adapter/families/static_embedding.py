@@ -28,7 +28,7 @@ from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import RunOptions
 from sie_store.folder_files import read_json
 
-MAX_TOKENS = 1 << 20  # limit for the tokens of a text if the model has none
+MAX_TOKENS = 1 << 20  # limit for the tokens of a text if the model has no limit
 _CUT = 512  # limit for the tokens of a text in model2vec if config.json has no max_length
 _FILE = "tokenizer.json"
 
@@ -41,7 +41,7 @@ class StaticEmbedding:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return why the files do not fit the entry, else an empty string. Raises ModelLoadFailed for bad files."""
+        """Return why the files do not fit the entry, else an empty string. Raises the errors of their readers."""
         modules = read_modules(folder)
         table = read_table(modules.folder)
         words = _words(modules.folder)

@@ -77,7 +77,7 @@ class PackedModel:
         return ModelLoras(model, lambda: model, compute, self.backbone.sampled)
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Return the batch as a pass needs it, e.g. queries padded. `queries`: bool [rows], False for documents."""
+        """Return the batch in the form for a pass, e.g. with padded queries. `queries` [rows]: True for queries."""
         return batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:

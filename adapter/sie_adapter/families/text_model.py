@@ -64,9 +64,9 @@ class Parts:
     """Heads (output layers) of one model, and how their results become answers. `rows`: for each operation, how the
     texts of an input become rows of ids.
 
-    A model whose outputs are vectors has a head for each; `per_row` is the argument of `item_results.side_scores`.
-    Other models have `finish`, which computes answers from the results of heads. `reads`: for each operation, the heads
-    that `finish` reads; it reads the first head for an operation without an entry.
+    A model whose outputs are vectors has a head for each output; `per_row` is the argument of
+    `item_results.side_scores`. Other models have `finish`, which computes answers from the results of heads. `reads`:
+    for each operation, the heads that `finish` reads; only the first head if the operation has no entry.
     """
 
     heads: dict[str, Head]
@@ -305,7 +305,7 @@ class Builder:
         ids = [self._one_id("answer", token) for token in (options.no_token, options.yes_token) if token]
         layer = model.get_output_embeddings()
         bias = getattr(layer, "bias", None)
-        # a copy in float32: the layer may be tied to the input embedding, which must keep its precision
+        # the rows are copied in float32, because the layer may be tied to the input embedding, which keeps its dtype
         model.set_output_embeddings(checkpoint.linear(layer.weight[ids], None if bias is None else bias[ids]))
 
     def _decoder_reranker(self) -> Parts:

@@ -57,7 +57,7 @@ class MaskedLanguageHead:
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
         """Return the sparse vector of each chunk: the largest weight of each id in the parts, or with `sums` the sum of
-        the id's weights; of these, the `max_entries` largest.
+        the id's weights. Only the `max_entries` largest of these weights are returned; 0 means all.
         """
         return [_joined(own, "sum" if self._sums else "amax", self._max_entries) for own in parts]
 

@@ -107,8 +107,8 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
 
 
 def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
-    """Check that the tokenizer fits the model. For a model without the attribute `vocabulary`, only the format of the
-    tokenizer is checked.
+    """Check that the tokenizer fits the model. For a model without the attribute `vocabulary`, check only that the
+    tokenizer can be parsed.
     """
     try:
         tokenizer = Tokenizer.from_buffer(model.tokenizer)

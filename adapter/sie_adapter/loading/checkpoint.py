@@ -56,7 +56,7 @@ ENCODERS: Mapping[str, str] = {"mt5": "MT5EncoderModel", "t5": "T5EncoderModel",
 
 
 def class_of(folder: Path, entry: ModelEntry, classes: Mapping[str, T]) -> T:
-    """Return the class for the `model_type` in config.json. Raises ModelLoadFailed INCOMPATIBLE if there is none."""
+    """Return the class for the `model_type` in config.json. Raises ModelLoadFailed INCOMPATIBLE for another type."""
     model_type = str(read_json(folder / "config.json").get("model_type"))
     if model_type not in classes:
         listed = " or ".join(classes)
@@ -82,11 +82,10 @@ def load_model(
     decodes: bool = False,
 ) -> PreTrainedModel:
     """Return the model of `folder` as `auto_class`, on the device, for inference. `consumed`: names of weights that the
-    caller reads itself. `changes`: replacements for settings of its configuration. `decodes`: the caller runs the
+    caller reads itself. `changes`: replacements for settings in config.json. `decodes`: whether the caller runs the
     decoder of a model with encoder and decoder.
 
-    With `float32_head` only the backbone is in the precision of `compute`; all later parts, the pooler included, are
-    float32.
+    With `float32_head`, the backbone is in the precision of `compute`, and the pooler and all later layers in float32.
 
     Raises ModelLoadFailed INCOMPATIBLE for a decoder that the caller does not run, and for weights that do not fit
     config.json. The message names up to five of these weights.
@@ -144,7 +143,7 @@ def _from_files(
     foreign_head = is_bare and any(name.endswith(_PRETRAINED) for name in config.architectures or ())
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         names = sorted(str(name) for name in report[fault] if _COUNTED not in str(name))
-        # a pooler may be missing if it never runs, or additional if the class has none
+        # the files may lack a pooler that never runs, and may have a pooler that the class lacks
         if is_bare or fault == "unexpected_keys":
             names = [name for name in names if _POOLER not in name]
         if fault == "unexpected_keys":

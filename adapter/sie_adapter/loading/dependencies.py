@@ -1,4 +1,4 @@
-"""Comparison of the packages that a worker's bundle requires with the installed ones, before any is imported."""
+"""Comparison of the packages that a worker's bundle requires with the installed packages, before their import."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from sie_store.folder_files import line_of, read_json, read_value, reading
 from sie_store.weights.manifest import MANIFEST
 from sie_store.weights.selection import FILES, PICKLED
 
-# files that influence results: all that a load downloads, except the model card
+# files that influence results: all files that a load downloads, except the model card
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")
 # subfolders with the parts of a model, as the extraction packages name them
 _PARTS_OF_PACKAGES = ("encoder_config", "encoder", "tokenizer")
@@ -111,7 +111,7 @@ def _describe(folder: Path, report: Inspection) -> None:
 
 
 def _needs_bfloat16(raw: Mapping[str, Any]) -> str:
-    """Return the reason why a GPU should not compute this model in its default, float16; empty if there is none."""
+    """Return the reason why a GPU should not compute this model in float16, its default; empty if there is none."""
     if str(raw.get("model_type")).startswith(_OVERFLOWING):
         return f"states of {'Gemma' if raw['model_type'] not in ENCODERS else 'T5'} are too large for float16"
     parts = [raw, *(raw[name] for name in _PARTS if isinstance(raw.get(name), dict))]
@@ -210,8 +210,8 @@ def _transformer(folder: Path, report: Inspection) -> None:
         entry["load"] = load
     if "dense" in entry["outputs"]:
         _pooling(modules, report, is_masked=named.endswith("ForMaskedLM"))
-    # A folder of sentence-transformers lists a Normalize if token vectors are normalised. In older formats they always
-    # are.
+    # A folder of sentence-transformers lists a Normalize if token vectors are normalised. In older formats, token
+    # vectors are always normalised.
     if "multivector" in entry["outputs"] and _is_of_rows(folder, modules):
         entry["run"] = {"normalize": modules.normalizes}
         report.findings.append(

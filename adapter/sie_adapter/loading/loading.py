@@ -85,7 +85,7 @@ def _family(resolved: Resolved) -> Any:
 
 @contextlib.contextmanager
 def classed(entry: ModelEntry) -> Iterator[None]:
-    """Convert exceptions in the context to ModelLoadFailed. SIEErrors and errors of a lost device stay unchanged."""
+    """Convert exceptions in the context to ModelLoadFailed, except SIEErrors and errors of a lost device."""
     try:
         yield
     except SIEError:
@@ -170,8 +170,8 @@ class Loader:
         return located
 
     def ended(self, resolved: Resolved) -> None:
-        """Release the lock of a load on the model's files. A loaded model has another lock on them until it is
-        unloaded.
+        """Release the lock that a load has on the files of the model. A loaded model has a lock of its own on the files
+        until it is unloaded.
         """
         self._leases.pop(resolved.residency, None)
 
@@ -191,8 +191,8 @@ class Loader:
             return model
 
     def _certified_model(self, family: Any, folder: Path, resolved: Resolved, compute: Compute) -> Any:
-        """Return the model on the engine that the rules select. If that engine does not support the model, or the model
-        fails its checks there, return it on torch, unless the entry demands the engine.
+        """Return the model on the engine that the rules select. If the engine does not support the model, or the model
+        fails its checks on the engine, return the model on torch. Raises the error if the entry demands the engine.
         """
         try:
             model = family(folder, resolved.entry, resolved.load, compute)
@@ -205,7 +205,7 @@ class Loader:
             if choice.engine == TORCH.engine or choice.demand:
                 raise
             cause = f"{choice.engine}: {error.message}"
-        # free the memory of the model, whose objects refer to each other, before its weights are read again
+        # gc.collect frees the model, whose objects refer to each other, before its weights are read again
         del model
         gc.collect()
         return self._on_torch(family, folder, resolved, compute, cause)

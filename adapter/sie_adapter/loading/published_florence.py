@@ -72,7 +72,7 @@ _LAYERS = (
     (".fn.dw.", "."),
     (".fn.", "."),
 )
-_TURNED = "image_projection"  # matrix that is transposed
+_TURNED = "image_projection"  # matrix that transformers stores transposed
 _BIAS = "language_model.final_logits_bias"
 # names of the table of embeddings, which the files contain once or several times
 _TABLES = (
@@ -199,8 +199,8 @@ def _renamed(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _name(name: str) -> str:
-    """Return a tensor's name in transformers: `model.vision_tower.convs.0.conv.weight` for
-    `vision_tower.convs.0.proj.weight`.
+    """Return the name in transformers for a name in the authors' format. Example: `vision_tower.convs.0.proj.weight`
+    becomes `model.vision_tower.convs.0.conv.weight`.
     """
     place = next((own + name.removeprefix(part) for part, own in _PARTS if name.startswith(part)), name)
     if ".vision_tower." not in place:

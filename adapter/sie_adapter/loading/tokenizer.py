@@ -1,7 +1,7 @@
 """Load of a model's tokenizer from its folder, and checks that the tokenizer fits the model's weights and heads.
 
     folder ──► check that files exist ──► transformers' tokenizer ──► bare tokenizer ──► fitted to the table of
-    embeddings ──► fault: reason why it cannot be right
+    embeddings ──► fault: reason why the tokenizer cannot belong to the model
 
 A model with a wrong tokenizer, or without one, still returns plausible answers: transformers creates an empty tokenizer
 if a folder has no tokenizer files, and assigns new ids to special tokens that are missing in the files.
@@ -149,7 +149,7 @@ def text_tokenizer(modules: Modules, load: LoadOptions) -> Tokenizer:
 
 
 def _reading(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the parts of a tokenizer that determine the ids of a text, special tokens around it excluded."""
+    """Return the parts of a tokenizer that determine the ids of a text, without the special tokens around the text."""
     state = json.loads(tokenizer.to_str())
     added = {token["content"]: token["id"] for token in state["added_tokens"]}
     return {"added": added, **{part: state[part] for part in ("normalizer", "pre_tokenizer", "model")}}

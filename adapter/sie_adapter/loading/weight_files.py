@@ -35,7 +35,7 @@ def check_weights(folder: Path) -> None:
     process needs no memory for them. Only a pickle in torch's old format, without a zip, is read into memory.
     """
     files = [*safetensors_of(folder), *(folder / name for name in _PICKLES if (folder / name).is_file())]
-    loaded_files(folder)  # raises an error for a missing part
+    loaded_files(folder)  # raises an error for a file that the index names and the folder lacks
     is_quantised = "quantization_config" in read_json(folder / "config.json")
     for file in files:
         tensors = _stored(file) if file.suffix == ".safetensors" else _pickled(file)
@@ -100,7 +100,7 @@ def loaded_files(folder: Path) -> list[Path]:
         absent = [name for name in named if not (folder / name).is_file()]
     if absent:
         raise incompatible(
-            f"{_INDEX} names {len(absent)} files that are not there: {', '.join(absent[:5])}; download them"
+            f"{_INDEX} names {len(absent)} files that the folder lacks: {', '.join(absent[:5])}; download them"
         )
     return [folder / name for name in named]
 

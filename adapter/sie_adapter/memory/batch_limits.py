@@ -107,11 +107,11 @@ class DeviceLimits:
 
     @classmethod
     def for_machine(cls, settings: Settings) -> DeviceLimits:
-        """Return the limits in the file of this machine, which all of its adapters use."""
+        """Return the limits in the file that all adapter processes of this machine share."""
         return cls(learnt_folder(settings) / "frontier.json")
 
     def limit(self, key: str) -> int | None:
-        """Return the most tokens that a pass should have now, at least 1; None while no pass has failed."""
+        """Return the largest number of tokens of a pass now, at least 1; None while no pass has failed."""
         with self._lock:
             edge = self._edge(key)
             return self._limit(edge) if edge and edge.fail_tokens else None
@@ -196,7 +196,7 @@ class DeviceLimits:
         except FileNotFoundError:
             return {}
         except OSError as error:
-            _logger.warning("the batch limits at %s cannot be read: %s", self._path, error)
+            _logger.warning("the batch limits at %s cannot be read, so they are measured again: %s", self._path, error)
             return {}
         except UNDECODABLE as error:
             aside = self._path.with_suffix(".corrupt")
@@ -224,7 +224,7 @@ class DeviceLimits:
             draft.write_bytes(msgspec.json.encode(_LimitsFile({key: learnt[key] for key in latest})))
             draft.replace(self._path)
         except OSError as error:
-            _logger.warning("the batch limits cannot be written to %s: %s", self._path, error)
+            _logger.warning("the batch limits cannot be written to %s, so a restart loses them: %s", self._path, error)
             with contextlib.suppress(OSError):
                 draft.unlink()
 
@@ -289,7 +289,7 @@ class PassRecords:
         except FileNotFoundError:
             return []
         except OSError as error:
-            _logger.warning("the records of passes cannot be read from %s: %s", self._path, error)
+            _logger.warning("the records of passes in %s cannot be read, so no limit is lowered: %s", self._path, error)
             return []
         slots = (content[start : start + _SLOT_BYTES] for start in range(0, len(content), _SLOT_BYTES))
         return [record for slot in slots if (record := _record(slot)) is not None]

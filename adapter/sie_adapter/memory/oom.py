@@ -35,7 +35,7 @@ Relief = Literal["cache_clears", "evictions_triggered", "load_ended"]
 
 
 class OomCounters:
-    """Counters of lacks of memory and of the remedies, by model, since the start of the process. Thread-safe."""
+    """Counters of the remedies against a lack of memory, by model, since the start of the process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -379,8 +379,8 @@ class ResidentModels:
     def _evict_above_threshold(self, more_bytes: int, permission: Permission) -> None:
         if not self._memory.is_short(more_bytes):
             return
-        # first free cached outputs, free memory of the allocator, and the memory of a model that was unloaded while a
-        # batch ran on it
+        # Before models are evicted, cached outputs are dropped, and free memory of the allocator is returned. This also
+        # frees models that were unloaded while a batch ran on them.
         self._memory.shed()
         self._collect()
         why = f"device memory is short, the threshold is {self._memory.threshold_percent:g} %"

@@ -120,7 +120,7 @@ def items(
     sounds: BatchFiles[Heard] | None = None,
 ) -> Items:
     if len(lengths) % 4 or len(ids) % 4:
-        raise MalformedBatch("lengths and ids are int32, their bytes do not divide by 4")
+        raise MalformedBatch("the bytes of int32 lengths or ids do not divide by 4")
     counts = np.frombuffer(lengths, "<i4").astype(np.int64)
     if counts.size and counts.min() < 0:
         raise MalformedBatch("a length is negative")
@@ -131,7 +131,7 @@ def items(
         raise MalformedBatch(f"lengths add up to {tokens} tokens, {len(types)} token types came")
     for name, files in (("an image", images), ("a sound", sounds)):
         if files is not None and len(files.rows) and files.rows[-1] >= len(counts):
-            raise MalformedBatch(f"{name} is of row {files.rows[-1]}, the batch has {len(counts)} rows")
+            raise MalformedBatch(f"{name} belongs to row {files.rows[-1]}, the batch has {len(counts)} rows")
     own = np.frombuffer(types, np.uint8) if types else None
     return Items(counts, np.frombuffer(ids, "<i4"), own, images=images, sounds=sounds)
 
@@ -141,7 +141,7 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
     height and width of the upright submitted image. `keys`: `ipc.RunBatch.image_keys`. Raises MalformedBatch.
     """
     if len(places) % 20:
-        raise MalformedBatch("the places of images are int32 [images, 5], their bytes do not divide by 20")
+        raise MalformedBatch("the bytes of int32 rows and sizes of images, [images, 5], do not divide by 20")
     if not places:
         return None
     if recipe is None:
@@ -169,7 +169,7 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
 def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchFiles[Heard] | None:
     """Return a batch's sounds, None without any. `places`: int32 [sounds, 4]: row, views, frames, bins of each."""
     if len(places) % 16 or len(features) % 4:
-        raise MalformedBatch("the places of sounds are int32 [sounds, 4], their features float32")
+        raise MalformedBatch("the bytes of int32 rows and shapes of sounds, or of float32 features, are incomplete")
     if not places:
         return None
     if recipe is None:

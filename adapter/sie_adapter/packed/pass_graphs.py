@@ -185,7 +185,7 @@ class CudaRecorder:
 
     def _capture(self, run: Callable[[], Tensor], pool: Any) -> CapturedPass:
         graph = torch.cuda.CUDAGraph()
-        # thread_local, because other threads may allocate memory during the capture, for example to generate text
+        # the mode is thread_local, because other threads may allocate memory during the capture, e.g. to generate text
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             output = run()
@@ -302,8 +302,8 @@ class PassGraphs:
             captured = self._capture(bucket, run)
             if captured is None:
                 return
-            # the graph was captured with padding: a value that the capture stored as a constant would be wrong for this
-            # batch
+            # the graph was captured on padding only, so a value that the capture stored as a constant makes the states
+            # of this batch wrong
             cosine = float(F.cosine_similarity(captured.replay(packed).float(), expected.float(), dim=1).min())
         except Exception as error:  # noqa: BLE001  model code, kernels and CUDA may raise anything
             expected.sum().item()  # waits for the device, so that a lost device raises here

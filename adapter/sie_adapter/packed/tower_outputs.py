@@ -72,7 +72,7 @@ class TowerOutputs:
             return TowerUse(self.hits, self.misses, self._held_bytes())
 
     def clear(self) -> bool:
-        """Drop all outputs because memory is short; cache none for PAUSE_S seconds. Return whether there were any."""
+        """Drop all outputs because memory is short; cache none for PAUSE_S seconds. Return whether any was dropped."""
         with self._lock:
             self._paused_until_s = self._clock() + PAUSE_S
             towers = [tower for tower in self._towers if tower.nbytes]
