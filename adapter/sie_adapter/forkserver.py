@@ -54,7 +54,7 @@ def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: No
     If this process cannot fork and `count` is 1, return as in child 0: this process then serves. `died` is called with
     the number of a dead child before a new one is forked.
 
-    Call this while the process has only one thread, with SIGNALS blocked; they are blocked in the children too.
+    Call this while the process has only one thread, with SIGNALS blocked. SIGNALS stay blocked in the children.
     """
     # this process may have inherited an ignored SIGCHLD, with which the kernel does not report ended children
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -131,7 +131,7 @@ class _Children:
         self._is_ending, self.status = True, status
         self._due_s.clear()
         for pid in self._running:
-            # the id cannot belong to another process: a child keeps its id until it is reaped
+            # the id cannot belong to another process, because the id of a dead child stays reserved until waitpid
             os.kill(pid, signal.SIGTERM)
 
     def reap(self) -> None:
@@ -180,9 +180,9 @@ def _fork() -> int | None:
 
 def _is_alone() -> bool:
     if len(os.listdir(_TASKS)) > 1:
-        # The import of numpy starts threads of OpenBLAS, which would make a fork unsafe. OpenBLAS ends them before any
-        # fork and starts them again only at the next matrix product. So a fork whose child exits at once ends these
-        # threads.
+        # The import of numpy starts threads of OpenBLAS, which would make a fork unsafe. OpenBLAS ends its threads
+        # before a fork, and starts threads again only at the next matrix product. So a fork of a child that exits at
+        # once ends these threads.
         end_of = os.fork()
         if end_of == 0:
             os._exit(0)

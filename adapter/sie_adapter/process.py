@@ -97,8 +97,8 @@ def _import() -> None:
     # the handler of the root logger also writes the lines of huggingface_hub, so they would appear twice
     logging.getLogger("huggingface_hub").handlers.clear()
     engine.prepare_process()
-    # Imported objects are never freed. If the garbage collector skips them, it pauses the device threads for a shorter
-    # time, and child processes still share the pages.
+    # Imported objects are never freed. After gc.freeze, the garbage collector skips these objects. Its pauses become
+    # shorter, and child processes still share the memory pages of the objects.
     gc.collect()
     gc.freeze()
 

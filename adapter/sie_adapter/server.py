@@ -147,14 +147,14 @@ class AdapterServer:
                 _send(connection, Refused(InternalFailure(str(error), reason="reply_too_large").info(), request.batch))
             except (TypeError, ValueError, OverflowError, RecursionError, MemoryError):
                 # MessagePack cannot carry a value of the reply, such as half of a surrogate pair in a text, or there is
-                # no memory for its frame; no byte of it was sent
+                # no memory for the frame of the reply. No byte of the reply was sent, so another reply can follow.
                 _logger.exception("the reply to batch %s cannot be encoded", request.batch)
                 failure = InternalFailure("the reply of the model cannot be encoded, see the log of the adapter")
                 _send(connection, Refused(failure.info(), request.batch))
             except OSError as error:
                 broken.append(error)
 
-        # the permission is created before the batch waits, because it must not allow eviction of a model used meanwhile
+        # the permission is created before the batch waits, so that it does not cover models that are used meanwhile
         permission = self._engine.residency.permission(request.may_drop)
         if self._engine.writes(request):
             with self._engine.writing():

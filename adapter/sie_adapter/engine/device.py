@@ -36,7 +36,7 @@ _STATUS = Path("/proc/self/status")
 # device files of GPU drivers: of NVIDIA, of NVIDIA under WSL, and of AMD
 _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 _INSTEAD = "or set cpu, or auto for the best device here"
-# glibc serves allocations of at least this size by mmap, outside the heap; it accepts no larger threshold
+# glibc serves allocations of at least this size by mmap, outside the heap; glibc accepts no larger threshold
 _MAPPED_BYTES = 32 << 20
 # the threshold while weights are loaded, and under RLIMIT_DATA: freed weights then leave no holes in the heap
 _APART_BYTES = 1 << 20
@@ -48,8 +48,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # parameters of m
 
 
 def names_of(setting: str) -> list[str]:
-    """Return the device names in SIE_DEVICE, or those of all GPUs for `all`. Each device gets an adapter process. Call
-    this while the process has only one thread and has not used CUDA.
+    """Return the device names in SIE_DEVICE; for `all`, the names of all GPUs. Each device gets an adapter process.
+    Call this while the process has only one thread and has not used CUDA.
     """
     if setting != "all":
         return setting.split(",")
@@ -57,8 +57,8 @@ def names_of(setting: str) -> list[str]:
 
 
 def _cuda_devices() -> int:
-    """Return the number of GPUs that torch finds, at most MAX_DEVICES. A forked child counts them, because a process
-    that has called CUDA can no longer fork processes that use CUDA.
+    """Return the number of GPUs that torch finds, at most MAX_DEVICES. A forked child counts the GPUs, because a
+    process that has called CUDA can no longer fork processes that use CUDA.
     """
     if torch.version.cuda is None and torch.version.hip is None:
         return 0
@@ -110,7 +110,7 @@ def resolve_device(name: str) -> torch.device:
     named device is absent.
     """
     require(name)
-    # TF32 is switched off: it has 10 bits of mantissa, and a float32 model must compute in float32
+    # TF32 is switched off, because it has only 10 bits of mantissa, and a float32 model must compute in float32
     torch.backends.cudnn.allow_tf32 = False
     has_mps = torch.backends.mps.is_available()
     if name == "auto":
@@ -372,9 +372,9 @@ def _status_kib(field: str) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let the C allocator keep up to 512 MiB of freed memory in each arena. By default it returns the memory of each
-    layer's states to the kernel, and the page faults of the next layer take 12 to 15 % of a forward pass on a CPU
-    (bench/engine.py). `give_memory_back` still returns all freed memory.
+    """Let the C allocator keep up to 512 MiB of freed memory in each arena. By default, the allocator returns the
+    memory of each layer's states to the kernel, and the page faults of the next layer take 12 to 15 % of a forward pass
+    on a CPU (bench/engine.py). `give_memory_back` still returns all freed memory.
 
     Under RLIMIT_DATA, allocations of 1 MiB and more are outside the heap (mmap), because freed memory inside the heap
     still counts as data: after some thousand batches, 150 MiB of freed memory lay in holes too small for the tensors of
@@ -427,9 +427,9 @@ def is_limited() -> bool:
 
 
 def claim(nbytes: int) -> None:
-    """Check that `nbytes` plus _CLAIM_BYTES can be allocated: allocate and free them. Raises the error of torch's
-    allocator. Call this before oneDNN, which ends the process if one of its own small allocations for a new shape
-    fails. This call reserves nothing: another thread may allocate the memory before oneDNN does.
+    """Check that `nbytes` plus _CLAIM_BYTES can be allocated: allocate these bytes and free them. Raises the error of
+    torch's allocator. Call this before oneDNN, which ends the process if one of its own small allocations for a new
+    shape fails. This call reserves nothing: another thread may allocate the memory before oneDNN does.
     """
     torch.empty(nbytes + _CLAIM_BYTES, dtype=torch.uint8)
 

@@ -3,7 +3,8 @@ time to wake another thread.
 
     submit(DeviceJob) ──► queue ──► thread: BatchStarted, run, reply
 
-The queue needs no limit: it has at most one job per connection. If the first thread is idle, it takes the next job.
+The queue needs no limit, because it has at most one job per connection. The first thread, if it is idle, takes the next
+job.
 """
 
 from __future__ import annotations
@@ -176,8 +177,8 @@ class DeviceThreads:
             job.answer(answer)
             ran = answer, began_ns, ended_ns
         except Exception:
-            # `execute` and `answer` should not raise; if one does, this thread must not end, because no other thread
-            # would replace it
+            # `execute` and `answer` should not raise. After an unexpected exception, this thread must continue, because
+            # no other thread would replace it.
             _logger.exception("a batch failed on a device thread, which continues with the next batch")
             _refuse(job, InternalFailure("a device thread of the adapter failed, see its log"))
         finally:

@@ -3,8 +3,8 @@ the benchmark both use it. `BatchRun` runs one batch, from its bytes to its outc
 
     RunBatch ──► Items ──► fit? ──► pack ──► forward ──► heads ──► answers, per work item ──► BatchDone
 
-Each input has exactly one outcome, at its own position: an invalid input gets a typed error and does not harm the
-others. If memory runs out, cached memory is freed, then models are evicted, then the batch is split into halves of
+Each input has exactly one outcome, at its own position: an invalid input gets a typed error, and the other inputs get
+results. If memory runs out, cached memory is freed, then models are evicted, then the batch is split into halves of
 equal cost until each part fits. An input that does not fit alone gets RESOURCE_EXHAUSTED.
 """
 
@@ -120,7 +120,7 @@ class AdapterEngine:
         cores = devices.usable_cores()
         # One device thread on a GPU, where a second one would only compete for the GPU; one per core on a CPU.
         # bench/engine.py measured in bfloat16 on two cores, in texts/s, for texts of mixed lengths and for texts of 8
-        # tokens: two threads 324 and 3,623, two processes 333 and 3,608, one thread with both cores 292 and 2,567.
+        # tokens: two threads 324 and 3,623, two processes 333 and 3,608, one thread on both cores 292 and 2,567.
         self.device_threads = DeviceThreads(cores if self.device.type == "cpu" else 1, self.execute)
         self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self._shed)
         self._instrumentation: Instrumentation | None = None
@@ -174,8 +174,8 @@ class AdapterEngine:
         None if nothing was prepared. Never raises: after an error, the device thread tokenises again and replies with
         the error.
 
-        `start` is called before the first text is processed. It sends BatchStarted: if a text crashes this process, the
-        sidecar knows which batch may be the cause.
+        `start` is called before the first text is processed, and sends BatchStarted: if a text crashes this process,
+        the sidecar knows which batch may be the cause.
         """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
@@ -214,7 +214,7 @@ class AdapterEngine:
 
         `preparation`: the result of the family's `prepare`. `permission`: the models that this batch may evict,
         determined when the batch arrived. `is_gone`: returns True if no client waits for the reply. A model that
-        generates text checks it between two tokens, and stops.
+        generates text calls `is_gone` after each token, and stops if it returns True.
         """
         permission = permission or self.residency.permission(message.may_drop)
         reply = self._run(message, functools.partial(self.residency.make_room, permission), preparation, is_gone)
@@ -271,8 +271,8 @@ class AdapterEngine:
                 raise
             except Exception as error:
                 self._end_if_lost(error)
-                # the exception's message is not logged: it may contain the name of the LoRA, which may be a client's
-                # text
+                # the message of the exception is not logged, because it may contain the name of the LoRA, which may be
+                # a text of a client
                 trace = "".join(traceback.format_tb(error.__traceback__))
                 _logger.error("loading a LoRA of %s failed: %s\n%s", model, type(error).__qualname__, trace)
                 is_short = is_out_of_memory(error)
@@ -368,7 +368,7 @@ class BatchRun:
         count_remedy: Callable[[Remedy], None] = lambda remedy: None,
         pass_records: PassRecords | None = None,
     ) -> None:
-        """Check the batch. Raises InvalidInput or InternalFailure if it cannot run.
+        """Check the batch. Raises InvalidInput or InternalFailure if the batch cannot run.
 
         `batch_limits`: the measured limits for the tokens of a pass. `key`: the key of this model in `batch_limits`.
         `make_room`: called if memory runs out; frees memory and returns how, or None if nothing can be freed.
@@ -508,8 +508,8 @@ class BatchRun:
             tell(self._key, int(self._prepared.costs[chosen].sum()))
 
     def _recorded(self, chosen: Int64) -> None:
-        """Run a pass. On a CPU, keep a record of it on disk: if the pass kills this process, the next process reads the
-        record.
+        """Run a pass. On a CPU, keep a record on disk while the pass runs: if the pass kills this process, the next
+        process reads the record.
         """
         if self._pass_records is None or self._batch_limits is None:
             self._pass(chosen)
@@ -690,7 +690,7 @@ def _unfit(batch: Items, model: PackedModel) -> dict[int, SIEError]:
 
 def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
     """Call `work` with all the items. Return False if memory ran out."""
-    # A separate function, because its frame, and with it the tensors of a failed pass, are freed when it returns. In an
+    # A separate function frees the tensors of a failed pass: its frame is freed when the function returns. In an
     # `except` block of the caller, the traceback would still refer to these tensors.
     try:
         work(items)
@@ -702,7 +702,7 @@ def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
 
 
 def _halves(chosen: Int64, lengths: Int64) -> tuple[Int64, Int64]:
-    """Split the items into the shorter and the longer ones, with about equal numbers of tokens. No part is empty."""
+    """Split the items into two parts with about equal numbers of tokens, short items first. No part is empty."""
     ordered = chosen[np.argsort(lengths[chosen], kind="stable")]
     costs = np.cumsum(lengths[ordered])
     cut = int(np.searchsorted(costs, costs[-1] / 2, side="right")) or 1

@@ -45,7 +45,7 @@ _STEPS = ((32, 8), (256, 16), (512, 32), (2048, 128))
 _ROW_STEPS = ((8, 1), (16, 2), (32, 4), (64, 8), (128, 16))
 _ROWS = sorted({rows + missing(rows, _ROW_STEPS) for rows in range(1, GROUP_TOKENS // 8 + 1)})
 # Number of shapes whose kernels each device thread caches. With OpenVINO's default of 5,000, memory grows for hours.
-# With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
+# With 100 shapes, a mix of lengths is as fast as with 300 shapes; with 50 shapes 5 % slower (bench/results/memory.md).
 _KEPT_KERNELS = 100
 # Threads for a short batch (at most _TOKENS_ALONE tokens) while no other device thread runs: two threads nearly halve
 # the time of a short text. Another running device thread could share a core with one of the two threads, and the batch
@@ -113,7 +113,7 @@ class Graph:
 
     def run(self, packed: PackedBatch) -> Tensor:
         """Return hidden states, [tokens, width], in packed order."""
-        torch.set_num_threads(1)  # the graph has its own threads, and torch computes only small operations beside it
+        torch.set_num_threads(1)  # the graph has its own threads, and torch computes only small operations afterwards
         if self._alone is not None and len(packed.ids) <= _TOKENS_ALONE and is_alone():
             return self._run(packed, self._alone)
         return self._run(packed, self._of_lanes)
@@ -145,7 +145,7 @@ class Graph:
 @contextmanager
 def _scratch(place: Path | None) -> Iterator[Path]:
     """Yield a new temporary folder in `place`. First remove the folders of killed processes, each as large as a model.
-    A folder with a graph and a free lock is one of them, because a process writes its graph only under the lock.
+    A folder with a graph and a free lock belongs to a killed process, since a process writes a graph under the lock.
     """
     for left in place.glob(f"{_SCRATCH}*") if place is not None else ():
         with suppress(OSError):  # another process may remove the folder at the same time
@@ -254,8 +254,8 @@ def most_filling(config: PretrainedConfig) -> int:
     if not has_windows(config):
         return sys.maxsize
     window = int(getattr(config, "sliding_window", None) or 0)
-    # Some model classes count the window's keys on one side, others on both sides together. Half of the number, minus
-    # one for the token itself, is safe in both cases.
+    # In some model classes, `sliding_window` counts the keys on one side of a token, in other classes the keys on both
+    # sides. Half of the number, minus 1 for the token itself, is safe for all classes.
     return max(0, window // 2 - 1)
 
 
@@ -266,7 +266,7 @@ def _names_of(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _runtime() -> Any:
-    # the import of openvino sends a usage event to its vendor; with None here, it finds no openvino_telemetry to do so
+    # the import of openvino sends a usage event to its vendor if it can import openvino_telemetry; None prevents this
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino
 
@@ -342,9 +342,9 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
 
 
 def _discard_traced_types() -> None:
-    """Discard the types that torch registered for the modules of a trace. Otherwise they stay until the process ends,
-    with 1 MB for each layer of each load. torch has no public function for this. Functions of `torch.jit.script` stay.
-    Scripted modules would lose their methods, but no model here has a scripted module.
+    """Discard the types that torch registered for the modules of a trace. Without this, the types of each load would
+    need 1 MB for each layer until the process ends. torch has no public function for this. Functions of
+    `torch.jit.script` stay. Scripted modules would lose their methods, but no model here has a scripted module.
     """
     with construction():
         torch._C._jit_clear_class_registry()

@@ -38,7 +38,7 @@ Rows = Mapping[str, Sequence[Row]]
 
 @dataclass(frozen=True)
 class ClientVectors:
-    """Token vectors that a client sent instead of a text, float32 [tokens, width]. They are used unchanged."""
+    """Token vectors that a client sent instead of a text, float32 [tokens, width]. They are not normalised."""
 
     vectors: Tensor
 
@@ -75,7 +75,7 @@ def batch_reply(
     padding: int = 0,
     engine: Engine = "torch",
 ) -> BatchDone:
-    """Return the reply to a batch, from each input's answer and the number of tokens that ran for it. `started_s`: when
+    """Return the reply to a batch. `answered`: for each input, its result and its number of tokens. `started_s`: when
     the conversion of results began, in seconds of `time.perf_counter`.
     """
     outcomes: list[Outcome] = []

@@ -133,7 +133,7 @@ def ranked_classes(
 
 
 def value_of(text_field: TextField, text: str) -> Scalar | None:
-    """Return the value of a property that `text` expresses; None if it is not a valid value of the property."""
+    """Return the value of a property that `text` expresses; None if `text` is not a valid value of the property."""
     if text_field.kind == "string":
         return text
     if text_field.kind == "choice":

@@ -4,8 +4,8 @@
                                          └──► the process ended or hangs: replaced by a new one, once for each batch
 
 The process is separate because SGLang needs its own versions of torch and transformers, and because some inputs crash
-SGLang. One kind of such inputs, ids beyond the table of embeddings, is refused before it reaches this module. Source:
-the server's HTTP interface, version 0.5.23 (`/v1/embeddings`, `/ready`).
+SGLang. `engine` already refuses one kind of these inputs, ids beyond the table of embeddings. Source: the server's HTTP
+interface, version 0.5.23 (`/v1/embeddings`, `/ready`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class _SglangVectors(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch arguments of a server. `python`: interpreter of SGLang's environment. `threads`: number, only on a CPU."""
+    """Launch arguments of a server. `python`: the interpreter of SGLang's environment. `threads`: the number of torch
+    threads on a CPU.
+    """
 
     python: str
     folder: Path
@@ -191,7 +193,7 @@ class SGLang:
             return np.full((len(texts), self._width), np.nan, np.float32)
 
     def _successor(self, lost: _SglangProcess) -> _SglangProcess:
-        """Return the server that replaces `lost`. The first caller starts it. Raises SglangNotStarted."""
+        """Return the server that replaces `lost`; the first caller starts the new server. Raises SglangNotStarted."""
         with self._lock:
             if self._servers[0] is lost:
                 lost.end()
@@ -217,8 +219,8 @@ class _SglangProcess:
         """
         self._is_cpu, self._device = launch.device.type == "cpu", launch.device
         self._before = 0 if self._is_cpu else _used_bytes(launch.device)
-        # The socket stays bound until the server is ready, so no other program gets the port. The server can bind it
-        # too, because both set SO_REUSEADDR.
+        # This socket stays bound until the server is ready, so no other program gets the port. The server can bind the
+        # same port, because the server and this socket set SO_REUSEADDR.
         with socket.socket() as reserved:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             reserved.bind(("127.0.0.1", 0))

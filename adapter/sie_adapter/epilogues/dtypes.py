@@ -1,4 +1,4 @@
-"""Conversion of float32 vectors to the dtype that a client requests, with the numbers to convert them back.
+"""Conversion of float32 vectors to the dtype that a client requests, with scale and offset for the way back.
 
 vectors [.., width] ──► float32 ──► per row of the last axis: cast, scale to 8 bits, or one bit per value ──► numpy
 """

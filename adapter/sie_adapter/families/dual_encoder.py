@@ -45,15 +45,15 @@ from sie_contracts.wire.ipc import Rows, Side
 from sie_store.folder_files import read_json
 
 _METASPACE = "▁"  # character that sentencepiece writes instead of a space
-# wrong id of the end token in old configurations; with it, transformers' CLIPTextModel reads the state of the token
-# with the largest id
+# wrong id of the end token in old configurations. With this id, transformers' CLIPTextModel reads the state of the
+# token with the largest id.
 _ARGMAX_EOS = 2
 
 
 @dataclass
 class _DualPass(PackedBatch):
-    """Rows of one forward pass. `texts`: the rows with token ids, packed; they are first. `files`: the images or sounds
-    of each later row. Each row has one result.
+    """Rows of one forward pass. `texts`: the rows with token ids, packed; these rows are first. `files`: the images or
+    sounds of each later row. Each row has one result.
     """
 
     texts: PackedBatch | None = None
@@ -110,7 +110,7 @@ class _Clip:
 
 
 class _Siglip:
-    """SigLIP, which pads texts to the length of its training and reads the state of the last token. Source:
+    """SigLIP, which pads texts to the length that was used in training, and reads the state of the last token. Source:
     transformers, SiglipModel.
     """
 
@@ -181,7 +181,7 @@ class TwoTowers(PackedModel, ABC):
             raise incompatible(f"{entry.id}: max_tokens is {entry.max_tokens}, the text tower has {limit} positions")
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Pad texts to the length of the texts in the model's training, if the model requires it."""
+        """Pad texts to `filled` tokens, the length of texts in the training of the model; SigLIP requires this."""
         if not self._towers.filled:
             return batch
         lengths = np.where(batch.lengths > 0, self._towers.filled, 0)

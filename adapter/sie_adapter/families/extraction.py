@@ -197,7 +197,7 @@ class Extractor(ABC, Generic[M]):
             raise labels_refused(f"they use {tokens} of {self.max_tokens} tokens, which leaves too few for the text")
 
     def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
-        """Prepare these texts for `extract`. Several threads may call it at once, off the device thread."""
+        """Prepare these texts for `extract`. Several threads outside of the device threads may call this at once."""
         preparation = Preparation()
         preparation.make(*by_part(texts, options), self._make)
         return preparation
@@ -263,8 +263,8 @@ def _examples_of(options: ExtractOptions, part: Decision) -> list[dict[str, Any]
 
 
 def with_answers(results: Sequence[Result], options: Sequence[ExtractOptions]) -> list[Result]:
-    """Return a result for each text. `results`: those of the runs that `by_part` lists. If one run of a text failed,
-    return its error.
+    """Return a result for each text. `results`: the results of the runs that `by_part` lists. If a run of a text
+    failed, the result of the text is its error.
     """
     remaining = iter(results)
     return [_with_answer(list(islice(remaining, len(_options_of_parts(option)))), option) for option in options]
@@ -391,8 +391,8 @@ def words_with_tokens(
     tokenizer: Tokenizer, split: Sequence[tuple[str, int, int]], longest: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], list[tuple[str, int, int]]]:
     """Return the token ids of the words, the number of tokens of each word, and the words' rows of `split` (word,
-    start, end). Words without tokens, such as a variation selector, are left out: they give the model no input. Only
-    the first `longest` characters of a word are tokenised.
+    start, end). Words without tokens, such as a variation selector, are left out, because the model cannot read them.
+    Only the first `longest` characters of a word are tokenised.
     """
     counted = [
         tokens_of(tokenizer, [word[:longest] for word, _, _ in split[begin : begin + _WORDS_PER_COUNT]])
@@ -427,7 +427,7 @@ def scores_not_finite() -> InferenceFailed:
 
 
 def absolute_positions(encoder: Any) -> int:
-    """Return the number of tokens in the encoder's table of absolute positions; 0 if it has none."""
+    """Return the number of tokens in the encoder's table of absolute positions; 0 for an encoder without a table."""
     table = getattr(getattr(encoder, "embeddings", None), "position_embeddings", None)
     if table is None:
         return 0
@@ -521,7 +521,7 @@ def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None
 
 
 def tokenizer_fault(tokenizer: Tokenizer, encoder: Any) -> str:
-    """Return why the tokenizer's ids do not fit the encoder's table of embeddings; an empty string if they do."""
+    """Return why the tokenizer's ids do not fit the encoder's table of embeddings; an empty string if they fit."""
     return fault(tokenizer, encoder.get_input_embeddings().num_embeddings)
 
 

@@ -81,7 +81,7 @@ class PackedModel:
         return batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Return the result of a head for these ids if it needs no forward pass, else None."""
+        """Return the result of a head for these ids; None if the result needs a forward pass."""
         return None
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:

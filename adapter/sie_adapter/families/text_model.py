@@ -90,7 +90,7 @@ def class_of(entry: ModelEntry, folder: Path) -> Any:
 
 
 def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
-    """Return the names of tensors that a head reads from the files, because the transformers class lacks them."""
+    """Return the names of tensors that a head reads from the files, because the transformers class does not."""
     return ("linear.weight",) if "multivector" in entry.outputs else ()
 
 
@@ -178,7 +178,7 @@ class Builder:
         check_width(self.entry, "sparse", vocabulary)
         if not self.is_masked:
             layer = _saved_layer(self.folder / "sparse_linear.pt").to(self.compute.device)
-            # FlagEmbedding gives these tokens no weight either
+            # as in FlagEmbedding, these tokens get no weight
             unused = special_ids(self.modules.folder, self.load, ("cls", "eos", "pad", "unk"))
             return TokenWeightHead(layer, vocabulary, unused)
         assert self.head is not None

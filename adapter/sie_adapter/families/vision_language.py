@@ -88,7 +88,7 @@ class VisionLanguageKind(Protocol):
         """Return for each operation the description by which the sidecar turns inputs into rows of token ids."""
 
     def see(self, packed: PackedBatch, images: Seen) -> None:
-        """Compute the features of the images of a forward pass, and store them in `packed`."""
+        """Compute the features of the images of a forward pass, and store the features in `packed`."""
 
 
 _READERS: Mapping[tuple[str, str], type[VisionLanguageKind]] = {

@@ -53,8 +53,8 @@ class TransformersHead:
         self._in_float32 = in_float32
         if not in_float32:  # this copies the weight of a decoder that is tied to the embedding
             block_linears(self._model)
-        # addresses of the backbone's tensors: `memory_bytes` does not count those that the head shares, often the
-        # embedding
+        # addresses of the backbone's tensors, because `memory_bytes` does not count tensors that the head shares with
+        # the backbone, often the embedding
         self._shared = {parameter.data_ptr() for parameter in self.backbone.parameters()}
         try:
             self(torch.zeros(2, 3, model.config.hidden_size, dtype=self.backbone.dtype, device=self.backbone.device))

@@ -147,11 +147,11 @@ def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, 
     queries = np.zeros(len(sequences), bool)
     worst = {}
     for name, head in model.heads.items():
-        # token states are not compared: no entry has them as an output, and in 16 bit single tokens of a correct model
-        # may deviate
+        # Token states are not compared. No entry lists token states as an output, and in 16 bit single tokens of a
+        # correct model may deviate.
         if name == TOKEN_STATES:
             continue
-        # token vectors are compared before token pooling merges them: rounding can change which vectors it merges
+        # token vectors are compared before token pooling, because rounding can change which vectors are merged
         reduce = head.parts if isinstance(head, MultivectorHead) else head.reduce
         expected = reduce(States(reference, packed, queries), sequences).rows
         packed_rows = reduce(States(states, packed, queries), sequences).rows

@@ -25,9 +25,9 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 from sie_store.folder_files import read_json
 
-# While transformers constructs a model, it changes torch for the whole process. It sets the default dtype: if that were
-# not float32, it would change the results of passes on other threads. It replaces functions of torch: two concurrent
-# loads would restore them in the wrong order.
+# While transformers constructs a model, it changes torch for the whole process: the default dtype, and functions of
+# torch. Models are constructed in float32, since another default dtype would change results of passes on other threads.
+# They are constructed one at a time, since concurrent loads would restore the functions in the wrong order.
 _CONSTRUCTION = threading.Lock()
 _POOLER = "pooler."
 _COUNTED = "position_ids"  # the class computes these tensors itself, so the files may have them or not

@@ -22,8 +22,8 @@ def check(settings: Settings) -> None:
     """Check the installed packages against the requirements of SIE_BUNDLE. Raises SettingError that names each
     distribution that is missing or has another version, and each faulty requirement.
 
-    A file in the package, or in `bundles/` of a local models folder, describes a bundle. Without such a file nothing is
-    checked. Raises SettingError if the files in the models folder cannot be read.
+    A file in the package, or in `bundles/` of a local models folder, describes a bundle. If no file describes the
+    bundle, nothing is checked. Raises SettingError if the files in the models folder cannot be read.
     """
     bundle = _described(settings)
     if bundle is None:

@@ -55,7 +55,7 @@ _ENTAILS, _OPPOSES = ("entail",), ("contra", "not_entail")
 
 @dataclass
 class Inspection:
-    """Result of an inspection. `entry`: the input of `parse_entry`. `findings`: facts with the file that contains them.
+    """Result of an inspection. `entry`: the input of `parse_entry`. `findings`: facts, each with the name of its file.
     `assumed`: choices that no file states, and checks that were not possible.
     """
 
@@ -406,7 +406,7 @@ def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: In
     model of another family that needs a chat template.
     """
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
-    # sentence-transformers inserts the texts of these models into the chat template of the tokenizer
+    # without modules.json, sentence-transformers inserts the texts of a cross-encoder into its chat template
     is_bare = not modules.kinds and entry["family"] == "cross-encoder"
     if not (modules.transformer.messages or is_bare) or not getattr(tokenizer, "chat_template", None):
         return

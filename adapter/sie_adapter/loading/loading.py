@@ -250,8 +250,8 @@ class Loader:
             )
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:
-        """Return the results of a model's checks. They are cached for reloads with the same files, entry, engine,
-        attention and precision.
+        """Return the results of a model's checks. The results are cached for reloads with the same files, entry,
+        engine, attention and precision.
         """
         entry = resolved.entry
         golden = [path for path in [certificate.golden_file(entry)] if path.is_file()] if entry.golden else []

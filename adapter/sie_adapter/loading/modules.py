@@ -2,8 +2,8 @@
 
     modules.json ──► stock classes, in order ──► settings of each file ──► Modules
 
-`FIELDS` lists modules and their settings that are accepted. Any other setting of such a module is refused by name, so a
-setting of a newer library is not silently ignored.
+`FIELDS` lists the accepted modules and their accepted settings. Any other setting is refused by name, so a setting of a
+newer library is not silently ignored.
 
 Source: sentence-transformers 6.2 (base/model.py, base/modules, sentence_transformer/modules, sparse_encoder/modules).
 """
@@ -78,8 +78,8 @@ _LATE = ("MultiVectorMask", "HierarchicalTokenPooling")
 _LATE_LENGTHS = ("query_length", "document_length", "query_expansion")
 STATIC = "StaticEmbedding"
 _OF_TOKENS = frozenset({"Pooling", "SpladePooling", "MultiVectorMask", "HierarchicalTokenPooling", "LogitScore"})
-# arguments of from_pretrained that are ignored: they change the speed, the place of the weights, or the precision,
-# which the entry decides
+# ignored arguments of from_pretrained: for the speed, the place of the weights, and the precision, which the catalogue
+# entry decides
 _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
@@ -303,7 +303,7 @@ def read_modules(folder: Path) -> Modules:
 
 
 def is_model2vec(folder: Path) -> bool:
-    """Return whether the package model2vec saved the folder, and there is no modules.json in it."""
+    """Return whether the package model2vec saved the folder, and the folder has no modules.json."""
     config = read_json(folder / "config.json")
     is_named = config.get("model_type") == "model2vec" or "StaticModel" in (config.get("architectures") or ())
     return is_named and not (folder / "modules.json").is_file()

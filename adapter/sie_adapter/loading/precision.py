@@ -36,8 +36,9 @@ _ATEN_BELOW = frozenset({"DEFAULT", "AVX2"})
 def resolve_precision(
     own: Precision | None, default: Precision, device_type: str, *, lacks: str
 ) -> tuple[torch.dtype, str]:
-    """Return the dtype to compute in, and the reason why it is not the requested precision; empty if it is, and for
-    int8. The requested precision is `own`, the precision of the entry, or `default` if `own` is None.
+    """Return the dtype to compute in, and the reason why this dtype is not the requested precision. The reason is empty
+    if the dtype is the requested precision, and for int8. The requested precision is `own`, the precision of the entry,
+    or `default` if `own` is None.
 
     A CPU computes 16-bit models in bfloat16 if it supports bfloat16, else in float32. `lacks`: the reason why this CPU
     does not support bfloat16; empty if it does. Other devices ignore `lacks`.

@@ -27,7 +27,7 @@ from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.folder_files import read_json
 
-_TEXT_TYPE = "florence2_language"  # model_type of the text model in the authors' format; in transformers it is BART
+_TEXT_TYPE = "florence2_language"  # model_type of the text model, a BART, in the authors' format
 _GENERATION = "generation_config.json"
 _TOKENS = (
     *("<od>", "</od>", "<ocr>", "</ocr>"),
@@ -108,8 +108,8 @@ def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrai
 
 
 def empty_published(folder: Path, entry: ModelEntry) -> PreTrainedModel:
-    """Return the model without values, on the device `meta`. Raises the errors of `load_published`, except those about
-    values of tensors.
+    """Return the model without values, on the device `meta`. Raises the errors of `load_published` that do not depend
+    on values of tensors.
     """
     stored: dict[str, Tensor] = {}
     with torch.device("meta"):

@@ -29,8 +29,8 @@ _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository tha
 # a tokenizer knows a sentence if more than this fraction of the sentence's characters becomes known tokens
 _KNOWN = 0.5
 _UNKNOWN_SIGN = "\U00010600"  # a Linear A character, which is in no vocabulary
-# test texts: the right tokenizer of any model knows at least one of them. They are sentences in several scripts, and
-# notations for models of programs, proteins or molecules
+# sentences in several scripts, and notations for models of programs, proteins or molecules; the right tokenizer of any
+# model knows at least one of these samples
 SAMPLES = {
     "Latin": "the river runs past the old town and into the sea",
     "Vietnamese": "dòng sông chảy qua thành phố cổ",
@@ -120,7 +120,7 @@ def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSetting
     """Return the fast tokenizer of `folder`, without truncation and padding, changed according to the `settings` of
     sentence-transformers. Raises ModelLoadFailed: NOT_FOUND if there is no tokenizer; INCOMPATIBLE if it is unreadable,
     has no fast backend, or has no end token although load.append_eos is set; CERTIFICATE if its files do not define a
-    special token that it adds to texts, or the unknown token of its WordPiece or WordLevel model.
+    special token that the tokenizer adds to texts, or the unknown token of its WordPiece or WordLevel model.
     """
     tokenizer = read_tokenizer(folder, trust_remote_code=load.trust_remote_code, **settings.tokenizer)
     bare = bare_tokenizer(tokenizer)
@@ -175,7 +175,7 @@ def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def _stored_tokens(folder: Path) -> set[str] | None:
-    """Return all tokens in the files; None if they are only in a sentencepiece file, which is not read here."""
+    """Return all tokens in the files; None if the only file is one of sentencepiece, which is not read."""
     tokens: set[str] = set()
     if (file := folder / "tokenizer.json").is_file():
         tokens.update(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
@@ -205,8 +205,8 @@ def _around(tokenizer: Tokenizer) -> list[int]:
 
 
 def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
-    """Return the tokenizer with `token` after each text. A post-processor with a template is edited: a second template
-    after it would discard the tokens that the first one added to a pair.
+    """Return the tokenizer with `token` after each text. If the post-processor has a template, the template is edited,
+    because a second template would discard the tokens that the first template adds to a pair.
     """
     state = json.loads(tokenizer.to_str())
     processor = state["post_processor"]

@@ -1,6 +1,6 @@
 """Checks of the weight files of a model folder: they are complete, contain no NaN, and are quantised only if
-config.json has a quantization_config. So files that were damaged by a full disk, an incomplete copy or a diverged
-training run are refused before they are used. (`checkpoint` checks that the files have all tensors of the model class.)
+config.json has a quantization_config. These checks refuse files after a full disk, an incomplete copy or a diverged
+training run. (`checkpoint` checks that the files have all tensors of the model class.)
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _broken(file: Path, why: str) -> Exception:
 
 def loaded_files(folder: Path) -> list[Path]:
     """Return the safetensors files that a load reads: model.safetensors, else the files that the index names, else all
-    of `folder`. Raises ModelLoadFailed INCOMPATIBLE for a damaged index, and if it names a missing file.
+    of `folder`. Raises ModelLoadFailed INCOMPATIBLE for an index that is damaged or names a missing file.
     """
     if (whole := folder / "model.safetensors").is_file():
         return [whole]

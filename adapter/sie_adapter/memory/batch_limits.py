@@ -46,10 +46,10 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class BatchLimit(msgspec.Struct):
-    """Measured passes of one key. `fit_tokens`: tokens of the largest pass that fitted, halved if such a pass failed
-    later. `fail_tokens`: tokens of the last counted pass that ran out of memory, 0 if none did; a larger pass that fits
-    later raises this number. `since_s`: time of the last result that changed the limit. `wait_s`: seconds until the
-    limit rises; its first value is `first_wait_s`.
+    """Measured passes of one key. `fit_tokens`: tokens of the largest pass that fitted; after a failure with at most as
+    many tokens, half of the tokens of the failed pass. `fail_tokens`: tokens of the last recorded failure, 0 without a
+    failure; a larger pass that fits later raises this number. `since_s`: time of the last result that changed the
+    limit. `wait_s`: seconds until the limit rises; its first value is `first_wait_s`.
     """
 
     fit_tokens: int = 0
@@ -266,7 +266,7 @@ class PassRecords:
 
     @contextlib.contextmanager
     def during(self, key: str, tokens: int, fitted_tokens: int) -> Iterator[None]:
-        """Keep a record of a pass on the disk while the pass runs, if a slot is free and the key fits into it."""
+        """Keep a record of a pass on the disk while the pass runs, if a slot is free and the key fits into a slot."""
         name = key.encode()
         with self._lock:
             slot = self._free.pop() if self._free and len(name) <= _SLOT_BYTES - _HEAD.size else None
@@ -282,7 +282,7 @@ class PassRecords:
                 self._free.append(slot)
 
     def left(self) -> list[PassRecord]:
-        """Return the records that a dead process left in the file, and remove them."""
+        """Return the records that a dead process left in the file, and remove the file."""
         try:
             content = self._path.read_bytes()
             self._path.unlink()
@@ -320,8 +320,8 @@ def _record(slot: bytes) -> PassRecord | None:
 
 
 class CrashRecord:
-    """Reader of the records of an ended process. It lowers the limits of the models whose passes probably killed that
-    process. It runs in the process that starts the next adapter.
+    """Reader of the records of an ended process, which lowers the limits of models whose passes probably killed that
+    process. The process that starts the next adapter runs this code.
     """
 
     def __init__(self, pass_records: PassRecords, batch_limits: Callable[[], DeviceLimits]) -> None:

@@ -199,8 +199,8 @@ class OomRecovery:
 
     @staticmethod
     def _fits(work: Callable[[Items], None], items: Items) -> bool:
-        # A separate function, because its frame, and with it the tensors of a failed pass, are freed when it returns.
-        # In an `except` block of the caller, the traceback would still refer to these tensors.
+        # A separate function frees the tensors of a failed pass: its frame is freed when the function returns. In an
+        # `except` block of the caller, the traceback would still refer to these tensors.
         try:
             on_usable_thread(work, items)
         except (RuntimeError, MemoryError) as error:

@@ -68,7 +68,7 @@ class Resident:
     last_used_s: float
     running: int = 0
     peak_bytes: int = 0  # bytes of activations at the peak of the warm-up, without the weights
-    _fingerprinted: tuple[Resolved | None, str] = (None, "")  # an entry and its fingerprint
+    _fingerprinted: tuple[Resolved | None, str] = (None, "")  # cache of `fingerprint`: an entry and its fingerprint
 
     @property
     def fingerprint(self) -> str:
@@ -167,7 +167,8 @@ class ResidentModels:
     `load` turns a resolved entry into weights and raises ModelLoadFailed. `needed_bytes` returns, before a
     load, the bytes that the load needs, and fetches missing files. `warm_up` runs the weights once, returns the peak of
     the activations in bytes, and raises the errors of `load`. A model is evicted only if memory is above the threshold,
-    would be above it after a load, or has run out, if the request permits it, and if no batch runs on the model.
+    would be above the threshold after a load, or has run out. The request must permit the eviction, and no batch may
+    run on the model.
     """
 
     def __init__(

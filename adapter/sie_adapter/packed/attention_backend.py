@@ -34,8 +34,8 @@ def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
     return AttentionFacts(
         device_type=device.type,
         capability=capability,
-        # flash-attn is imported as a test: if it was built for another torch, it is installed but unusable. Without
-        # CUDA, no code uses flash-attn.
+        # flash-attn is imported as a test, because a build for another torch is installed but unusable. Without CUDA,
+        # no code uses flash-attn.
         flash_lacks=flash_import() if device.type == "cuda" else "the device is no GPU of NVIDIA",
         varlen_present=importlib.util.find_spec("torch.nn.attention.varlen") is not None,
         is_16_bit=dtype.itemsize == 2,
@@ -44,7 +44,7 @@ def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
 
 def resolve_attention(requested: str, facts: AttentionFacts) -> tuple[Backend, str]:
     """Return the attention backend, and the reason. `auto` means flash_attention_2 if the device, the precision and the
-    installed package allow it, else sdpa. A request for flash_attention_2 that they do not allow also returns sdpa.
+    installed package allow it, else sdpa. A request for flash_attention_2 also returns sdpa if one does not allow it.
     """
     if requested == "eager":
         return "eager", "as requested"

@@ -236,7 +236,7 @@ class Backbone:
 
     def _compile(self) -> None:
         """Replace torch by a graph of the model, and free torch's weights, if the graph's states agree with the states
-        of the unchanged transformers model. If there is no graph or its states differ, stay on torch, or raise
+        of the unchanged transformers model. If they differ, or OpenVINO cannot run the model, keep torch, or raise
         ModelLoadFailed if the entry demands the engine.
         """
         sample = self.sample(self._lengths)
@@ -399,12 +399,12 @@ class Backbone:
         return self.pack(Items(counts, ids), np.arange(len(counts)))
 
     def sampled(self) -> Tensor:
-        """Return the states of two short sequences, which are constant unless a LoRA changes them."""
+        """Return the states of two short, constant sequences. Only a LoRA can change these states."""
         return self._forward_eager(self.sample(_LORA_LENGTHS))
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of weights and buffers on the device: those of the engine that replaced torch, else those of torch."""
+        """Bytes of weights and buffers on the device, in the engine that runs the model."""
         return bytes_of(self._model) if self._runner is None else self._runner.memory_bytes
 
 

@@ -33,15 +33,15 @@ PROCESSOR = "preprocessor_config.json"
 # Largest number of images or sounds in one pass of a tower. Larger passes are not faster on a CPU.
 _PER_PASS = {"cpu": 8}
 _PER_PASS_ELSEWHERE = 64
-# Largest number of blocks of patches in one pass of a tower for images of any size. A larger image has a separate pass;
-# on a CPU, each image has one.
+# Largest number of blocks of patches in one pass of a tower for images of any size. A larger image runs in a pass of
+# its own. On a CPU, every image runs in a pass of its own.
 _BLOCKS_PER_PASS = 16384
 
 
 def read_processor(folder: Path, entry: ModelEntry, part: str) -> dict[str, Any]:
     """Return the settings of the image processor or feature extractor of a folder. `part`: the name of their section in
-    processor_config.json, which transformers 5 writes; without the section they are read from preprocessor_config.json.
-    Source: transformers 5.23. Raises ModelLoadFailed NOT_FOUND if neither file has them.
+    processor_config.json, which transformers 5 writes. A folder without this section has the settings in
+    preprocessor_config.json. Source: transformers 5.23. Raises ModelLoadFailed NOT_FOUND if no file has settings.
     """
     config = read_json(folder / "processor_config.json").get(part) or read_json(folder / PROCESSOR)
     if not config:

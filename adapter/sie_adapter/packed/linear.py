@@ -33,7 +33,7 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
 
     @property
     def weight(self) -> Tensor:
-        """Weight in the usual order, for models that read it: a copy at each access."""
+        """Weight in the usual order, for models that read the weight of a layer: a copy at each access."""
         return self._blocked.to_dense()
 
     def forward(self, states: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
 
 
 def bytes_of(model: nn.Module) -> int:
-    """Return the bytes of weights, blocked ones too, and of buffers; a shared storage counts once."""
+    """Return the bytes of weights, including blocked weights, and of buffers; a shared storage counts once."""
     tensors = [*model.parameters(), *model.buffers()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     blocked = [module.nbytes for module in model.modules() if isinstance(module, BlockedLinear)]
@@ -104,7 +104,7 @@ def _is_exact(layer: nn.Linear) -> bool:
     try:
         blocked = BlockedLinear(layer)
         expected, got = layer(states).float(), blocked(states).float()
-    # these operators are no public API of torch: if they do not exist, the stock layer is used
+    # the operators of oneDNN are no public API of torch: without these operators, the stock layer is used
     except (RuntimeError, AttributeError, TypeError):
         return False
     error = (got - expected).abs().max() / expected.abs().max().clamp_min(1e-30)

@@ -86,7 +86,7 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
     @property
     def weight(self) -> Tensor:
-        """Weight of the base layer, for models that read it."""
+        """Weight of the base layer, for models that read the weight of a layer."""
         return self.base.weight
 
     def forward(self, states: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class ModelLoras:
         self.leases: dict[str, Any] = {}  # locks on the files of loaded LoRAs, so that the files stay on the disk
 
     def load(self, name: str, folder: Path, most: int) -> str:
-        """Load a LoRA, unless it is loaded, and check that it changes the output. Return the SHA-256, in hex, of the
+        """Load a LoRA if it is not loaded yet, and check that it changes the output. Return the SHA-256, in hex, of the
         digests of its two files. Raises LoraLoadFailed, which names the fault. `most`: the largest number of loaded
         LoRAs; the least recently used are dropped.
         """

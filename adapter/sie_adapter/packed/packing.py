@@ -209,8 +209,9 @@ class Positions:
 
 
 class PlacedFeatures(NamedTuple):
-    """Features that replace the embeddings of tokens with the id `token`. `values`: a row for each of them, in packed
-    order, on the device. `deeper`: for each of the first layers, a tensor like `values`, added to the layer's output.
+    """Features that replace the embeddings of tokens with the id `token`. `values`: a row for each of these tokens, in
+    packed order, on the device. `deeper`: for each of the first layers, a tensor like `values`, which is added to the
+    output of the layer.
     """
 
     token: int
@@ -245,7 +246,7 @@ class PackedBatch:
         return np.diff(self.bounds).astype(np.int64)
 
     def filled(self, positions: int) -> None:
-        """Count positions that a pass computed although they contain no token."""
+        """Count positions without a token that a pass computed."""
         self.padding += positions
 
 
@@ -277,8 +278,8 @@ def pack(batch: Items, chosen: Int64, numbering: Positions) -> PackedBatch:
 
 
 def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBatch:
-    """Lay out a single item, with less Python code than `pack`, which saves 5 % of the time of one short text, such as
-    the query of a search box.
+    """Lay out a single item like `pack`, but with less Python code. This saves 5 % of the time of one short text, such
+    as the query of a search box.
     """
     item = int(chosen[0])
     length, start = int(batch.lengths[item]), int(batch.starts[item])

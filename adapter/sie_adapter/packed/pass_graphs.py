@@ -1,4 +1,4 @@
-"""CUDA graphs of small passes, which otherwise wait for the launches of their kernels.
+"""CUDA graphs of small passes. Without a graph, a small pass waits for the launches of its kernels.
 
     batch ──► bucket ──┬─► first use: eager pass
                        ├─► second use: eager pass, capture, one replay that must nearly equal the eager pass
@@ -150,7 +150,7 @@ class _CudaPass:
 
 class CudaRecorder:
     """Recorder of a CUDA device. All graphs are captured on one stream, so they share the workspace that the CUDA
-    libraries have for it. Two replays must therefore never run at the same time.
+    libraries have for this stream. Two replays must therefore never run at the same time.
     """
 
     def __init__(self, device: torch.device) -> None:

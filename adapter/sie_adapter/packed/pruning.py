@@ -23,9 +23,9 @@ def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activ
     (float32 [1]) and `keep` (float32 [tokens]) of each text. `places`: the indices of the texts in the batch.
     `activation`: see `class_scores`.
 
-    A token is kept if its probability is at least `prune_threshold`, and highlighted if it is also at least
-    `highlight_threshold`. The score of a span is the mean probability of its tokens; the score of the summary is the
-    score of the pair. Offsets are code points; the summary has none.
+    A token is kept if its probability is at least `prune_threshold`, and also highlighted if its probability is at
+    least `highlight_threshold`. The score of a span is the mean probability of its tokens; the score of the summary is
+    the score of the pair. Offsets are code points; the summary has no offsets.
     """
     parameters = group.options.parameters
     least = float(parameters.get("prune_threshold", PRUNE_THRESHOLD))

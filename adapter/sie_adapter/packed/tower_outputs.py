@@ -103,7 +103,7 @@ class TowerOutputs:
 
 
 class OutputsOfTower:
-    """Cached outputs of one tower, `nbytes` bytes. The model owns this object, so both are freed together."""
+    """Cached outputs of one tower, `nbytes` bytes. The model owns this object, so they are freed with the model."""
 
     def __init__(self, shared: TowerOutputs, lock: threading.Lock) -> None:
         self.nbytes = 0
@@ -114,8 +114,8 @@ class OutputsOfTower:
         self._reading: dict[Hashable, Future[Output | None]] = {}
 
     def for_images(self, images: Sequence[Shown], read: Read) -> list[Output]:
-        """Return the output of each image; callers must not modify it. `read` computes the outputs that are not cached.
-        Raises the errors of `read`.
+        """Return the output of each image; callers must not modify the outputs. `read` computes outputs that are not
+        cached. Raises the errors of `read`.
         """
         names = [_name(image, place) for place, image in enumerate(images)]
         images_by_name = dict(zip(names, images, strict=True))
@@ -180,7 +180,7 @@ class OutputsOfTower:
     def _keep(self, name: Hashable, output: Output) -> Output:
         if not self._shared.keeps(_bytes_of(output)):
             return output
-        # a view is copied, because it would keep the larger tensor, of which it is a part, in memory
+        # a view is copied, because a view would keep the whole tensor behind it in memory
         own = tuple(
             tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone() for tensor in output
         )
