@@ -184,7 +184,7 @@ def test_sounds_that_do_not_belong_to_their_batch_are_refused(
 
 def test_a_sound_of_a_row_that_is_not_there_is_refused() -> None:
     batch_sounds = sounds(np.array([(3, 1, 1, 1)], np.int32).tobytes(), bytes(4), RECIPE)
-    with pytest.raises(MalformedBatch, match="a sound is of row 3"):
+    with pytest.raises(MalformedBatch, match="a sound belongs to row 3"):
         items(np.array([0, 0], np.int32).tobytes(), b"", b"", None, batch_sounds)
 
 

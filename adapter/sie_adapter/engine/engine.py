@@ -558,7 +558,7 @@ class BatchRun:
             reduced = self._model.heads[head].reduce(states, sequences)
             if len(reduced.rows) != len(sequences):
                 raise InternalFailure(
-                    f"the head {head} returned {len(reduced.rows)} rows, expected {len(sequences)}",
+                    f"the head {head} gave {len(reduced.rows)} rows for {len(sequences)} sequences",
                     reason="wrong_length",
                 )
             for sequence, row in zip(packed.order[sequences].tolist(), reduced.rows, strict=True):
