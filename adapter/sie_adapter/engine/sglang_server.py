@@ -144,7 +144,7 @@ class SGLang:
         self._launch = launch
         self._lock = threading.Lock()
         self._width = 0
-        # the process ends with the thread that started it, so a thread that stays alive starts it
+        # the kernel kills the server when the thread that started it ends, so a thread of this executor starts it
         self._thread = ThreadPoolExecutor(1, "sglang")
         # the server in use is in a list, which the finalizer below can read after this object was freed
         self._servers: list[_SglangProcess] = []
@@ -270,7 +270,7 @@ class _SglangProcess:
             # httpx raises RuntimeError if another thread has closed the client
             raise _SglangLost(f"{type(error).__name__} during a batch") from error
         if answer.status_code != 200:
-            raise _SglangLost(f"it answered with status {answer.status_code}")
+            raise _SglangLost(f"the server answered with status {answer.status_code}")
         try:
             embeddings = msgspec.json.decode(answer.content, type=_SglangVectors).data
             rows = [
@@ -278,9 +278,9 @@ class _SglangProcess:
             ]
             vectors = np.stack(rows)
         except UNDECODABLE as error:
-            raise _SglangLost("its answer is not a list of vectors") from error
+            raise _SglangLost("the answer of the server is not a list of vectors") from error
         if [embedding.index for embedding in embeddings] != list(range(len(texts))):
-            raise _SglangLost("its answer does not have one vector for each text, in order")
+            raise _SglangLost("the answer of the server does not have one vector for each text, in order")
         return vectors
 
     def memory_bytes(self) -> int:

@@ -254,7 +254,7 @@ class _ProjectionCache:
             if held is not None:
                 self._held.move_to_end(key)
                 return held
-        # matrices are drawn without the lock: two threads may draw the same ones, but no thread waits for another
+        # matrices are drawn without the lock: two threads may draw equal matrices, but no thread waits for another
         drawn = _draw(parameters, dim, device)
         with self._lock:
             self._held[key] = drawn

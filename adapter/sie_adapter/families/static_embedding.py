@@ -41,7 +41,9 @@ class StaticEmbedding:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return why the files do not fit the entry, else an empty string. Raises the errors of their readers."""
+        """Return why the files do not fit the entry, else an empty string. Raises ModelLoadFailed for files that are
+        missing or damaged.
+        """
         modules = read_modules(folder)
         table = read_table(modules.folder)
         words = _words(modules.folder)

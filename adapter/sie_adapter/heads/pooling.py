@@ -29,7 +29,7 @@ def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
         return hidden[to_device(packed.bounds[:-1], hidden.device).long()].float()
     if pooling == "last":
         return hidden[to_device(packed.bounds[1:], hidden.device).long() - 1].float()
-    # CUDA has a kernel for all sequences at once; other devices have none, or are faster with a view per length
+    # CUDA has a kernel for all sequences at once; other devices lack this kernel, or are faster with a view per length
     if pooling in ("mean", "max") and hidden.device.type == "cuda":
         return torch.segment_reduce(hidden.float(), pooling, offsets=to_device(packed.bounds, hidden.device).long())
     pooled = []
@@ -94,7 +94,7 @@ class DenseHead:
         if parts is None:
             raise InvalidInput.at("pooling", f"expected one of {', '.join(POOLINGS)}")
         if len(parts) != len(self.pooling.split("+")):
-            raise InvalidInput.at("pooling", f"the model's own is {self.pooling}, whose vectors have another width")
+            raise InvalidInput.at("pooling", f"its vectors have another width than the default, {self.pooling}")
         hidden = states.hidden if self._token_layers is None else self._token_layers(states.hidden.float())
         vectors = [pool(hidden, states.packed, part) for part in parts]
         pooled = vectors[0] if len(vectors) == 1 else torch.cat(vectors, 1)

@@ -79,12 +79,12 @@ class MaskRequest:
         middle = size // 2
         row = self.allows(zero, zero, torch.tensor([[middle]]), keys[None, :]).expand(1, size)[0].nonzero().flatten()
         if middle not in row:
-            raise AttentionUnsupported("a mask in which a token does not see itself")
+            raise AttentionUnsupported("the model requests a mask in which a token does not attend to itself")
         left, right = middle - int(row[0]), int(row[-1]) - middle
         pattern = MaskPattern(FAR if left == middle else left, FAR if middle + right == size - 1 else right)
         distance = keys[None, :] - queries[:, None]
         if not torch.equal(visible, (distance >= -pattern.left) & (distance <= pattern.right)):
-            raise AttentionUnsupported("a mask that is not causal, bidirectional or a window of these")
+            raise AttentionUnsupported("the model requests a mask that is neither causal nor bidirectional")
         return pattern
 
 
@@ -103,7 +103,7 @@ class Trial:
     def edge(self) -> int:
         """Return the model's `sie_edge`. Raises AttentionUnsupported if its layers need different values."""
         if len(self.edges) > 1:
-            raise AttentionUnsupported(f"windows whose masks show {sorted(self.edges)} keys more than `sliding_window`")
+            raise AttentionUnsupported(f"masks have windows with {sorted(self.edges)} keys more than sliding_window")
         return next(iter(self.edges), 0)
 
 
@@ -111,7 +111,7 @@ def requested_mask(
     *, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, local_size: int | None = None, **_: Any
 ) -> MaskRequest:
     if attention_mask is not None:
-        raise AttentionUnsupported("a padding mask on the packed path")
+        raise AttentionUnsupported("the model passes a padding mask, which packed sequences do not have")
     return MaskRequest(mask_function, local_size)
 
 
@@ -148,13 +148,13 @@ def packed_attention(
     """
     unsupported = [name for name, value in options.items() if value is not None]
     if unsupported or dropout:
-        raise AttentionUnsupported(f"attention with {', '.join(unsupported) or 'dropout'}")
+        raise AttentionUnsupported(f"the model uses attention with {', '.join(unsupported) or 'dropout'}")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     reach = FAR if sliding_window is None else sliding_window - 1 + sie_edge
     pattern = MaskPattern(reach, 0 if causal else reach)
     if sie_trial is not None:
         if not isinstance(attention_mask, MaskRequest):
-            raise AttentionUnsupported("attention without a mask from the interface")
+            raise AttentionUnsupported("a layer does not pass the mask that it got from the mask interface")
         shown = attention_mask.pattern()
         if sliding_window is not None and shown.left < FAR and shown.right == (0 if causal else shown.left):
             sie_trial.edges.add(shown.left - reach)
@@ -243,8 +243,8 @@ def _attend_in_blocks(
             output[:, :, start:stop] = 0
             continue
         scores = torch.baddbmm(empty, query[:, start:stop], key[:, low:high].transpose(1, 2), beta=0, alpha=scale)
-        # float32 is more exact, and faster: a CPU's bfloat16 softmax takes five times as long if the length of a row is
-        # not a multiple of 32
+        # softmax is more exact in float32, and faster: on a CPU, bfloat16 takes five times as long if the length of a
+        # row is not a multiple of 32
         scores = scores.float()
         if high - low < _SOFTMAX_ROW:
             scores = F.pad(scores, (0, _SOFTMAX_ROW - high + low), value=-math.inf)

@@ -75,8 +75,8 @@ def lora_acts() -> bool:
 
 
 class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Linear layer that adds B A x, by the active LoRA's matrices for `path`, to the output of the base layer. Without
-    such matrices the output is unchanged.
+    """Linear layer that adds B A x to the output of the base layer. A and B are the matrices of the active LoRA for
+    `path`. If the LoRA has no matrices for `path`, or no LoRA is active, the output of the base layer is returned.
     """
 
     def __init__(self, base: nn.Module, path: str) -> None:
@@ -126,7 +126,7 @@ class ModelLoras:
             with acting(pairs):
                 changed = self._run()
         if not torch.isfinite(changed).all():
-            raise lora_rejected(name, "its output is not finite")
+            raise lora_rejected(name, "with it, the output is not finite")
         if torch.equal(plain, changed):
             raise lora_rejected(name, "it does not change the output of the model")
         with self._lock:
@@ -171,7 +171,7 @@ class ModelLoras:
                 )
             halves.setdefault(path, {})[half] = tensor
         if not halves:
-            raise lora_rejected(name, "it has no matrices")
+            raise lora_rejected(name, f"{_WEIGHTS} has no matrices")
         for path, matrices in halves.items():
             _check_matrices(name, path, layers[path], matrices, config)
         model = self._adapted()

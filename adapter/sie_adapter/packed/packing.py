@@ -126,9 +126,9 @@ def items(
         raise MalformedBatch("a length is negative")
     tokens = int(counts.sum())
     if tokens * 4 != len(ids):
-        raise MalformedBatch(f"lengths add up to {tokens} tokens, {len(ids) // 4} ids came")
+        raise MalformedBatch(f"lengths add up to {tokens} tokens, the batch has {len(ids) // 4} ids")
     if types and len(types) != tokens:
-        raise MalformedBatch(f"lengths add up to {tokens} tokens, {len(types)} token types came")
+        raise MalformedBatch(f"lengths add up to {tokens} tokens, the batch has {len(types)} token types")
     for name, files in (("an image", images), ("a sound", sounds)):
         if files is not None and len(files.rows) and files.rows[-1] >= len(counts):
             raise MalformedBatch(f"{name} belongs to row {files.rows[-1]}, the batch has {len(counts)} rows")
@@ -145,13 +145,13 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
     if not places:
         return None
     if recipe is None:
-        raise MalformedBatch("images came for a model that takes none")
+        raise MalformedBatch("the batch has images, and the model reads no images")
     records = np.frombuffer(places, "<i4").reshape(-1, 5).astype(np.int64)
     rows, sizes = records[:, 0], records[:, 1] * records[:, 2] * 3
     if rows[0] < 0 or (np.diff(rows) < 0).any() or records[:, 1:].min() < 1:
         raise MalformedBatch("a row is negative, the images are not in the order of their rows, or one is empty")
     if int(sizes.sum()) != len(pixels):
-        raise MalformedBatch(f"the images have {int(sizes.sum())} bytes, {len(pixels)} came")
+        raise MalformedBatch(f"the sizes of images need {int(sizes.sum())} bytes, the batch has {len(pixels)}")
     if len(keys) not in (0, IMAGE_KEY_BYTES * len(records)):
         raise MalformedBatch(f"{len(records)} images came with {len(keys)} bytes of keys")
     parts = np.split(np.frombuffer(pixels, np.uint8), np.cumsum(sizes)[:-1])
@@ -173,13 +173,13 @@ def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchF
     if not places:
         return None
     if recipe is None:
-        raise MalformedBatch("sounds came for a model that takes none")
+        raise MalformedBatch("the batch has sounds, and the model reads no sounds")
     records = np.frombuffer(places, "<i4").reshape(-1, 4).astype(np.int64)
     rows, sizes = records[:, 0], records[:, 1:].prod(axis=1)
     if rows[0] < 0 or (np.diff(rows) < 0).any() or records[:, 1:].min() < 1:
         raise MalformedBatch("a row is negative, the sounds are not in the order of their rows, or one is empty")
     if 4 * int(sizes.sum()) != len(features):
-        raise MalformedBatch(f"the sounds have {4 * int(sizes.sum())} bytes, {len(features)} came")
+        raise MalformedBatch(f"the shapes of sounds need {4 * int(sizes.sum())} bytes, the batch has {len(features)}")
     parts = np.split(np.frombuffer(features, "<f4"), np.cumsum(sizes)[:-1])
     arrays = [part.reshape(shape) for part, shape in zip(parts, records[:, 1:].tolist(), strict=True)]
     return BatchFiles(rows, arrays, np.array([recipe.cost(Shape(*array.shape)) for array in arrays], np.int64))
