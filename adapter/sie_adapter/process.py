@@ -128,8 +128,8 @@ def _learning(settings: Settings) -> Callable[[], None]:
 
 
 def _one_for_each_device(settings: Settings) -> list[Settings]:
-    """Return the settings for the adapter process of each device. Raises SettingError if this machine cannot have a
-    device, or for several devices on a system other than Linux.
+    """Return the settings for the adapter process of each device. Raises SettingError for a CUDA device on a machine
+    without CUDA, and for several devices on a system other than Linux.
     """
     from sie_adapter.engine import device
 

@@ -46,7 +46,7 @@ _CREDENTIALS = struct.Struct("3i")  # process id, user id and group id of the pe
 
 
 class AdapterServer:
-    """Server that answers requests to `engine` on the socket `listener`. It does not close the listener."""
+    """Server that answers requests to `engine` on the socket `listener`, which the caller must close."""
 
     def __init__(self, listener: socket.socket, engine: AdapterEngine, drain: Callable[[], None], trust: Trust) -> None:
         """`drain` is called when a sidecar requests the end of the process. `trust`: which code of catalogue entries

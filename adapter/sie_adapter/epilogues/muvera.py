@@ -28,7 +28,7 @@ BLOCK_BYTES = 32 << 20
 # this limit on a CPU, so that the result fits the CPU's cache: with 16 MiB, an encoding took 1.4 times as long on an
 # AMD EPYC (bench/muvera.py --block-mib)
 CPU_BLOCK_BYTES = 2 << 20
-_MATRICES_BYTES, _MATRICES_COUNT = 256 << 20, 64  # limits of the cache of random matrices
+_MATRICES_BYTES, _MATRICES_COUNT = 256 << 20, 64  # limits of the cache of random matrices: bytes, number of entries
 
 
 def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Tensor:
@@ -176,7 +176,9 @@ class _Sketch:
 
 @dataclass(frozen=True, slots=True)
 class _Inner:
-    """Count sketches that project token vectors to `cell` columns, one for each repetition: [repetitions, dim] each."""
+    """Count sketches that project token vectors to `cell` columns, one sketch for each repetition. `columns`, `signs`:
+    [repetitions, dim].
+    """
 
     columns: Tensor
     signs: Tensor

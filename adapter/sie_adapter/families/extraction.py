@@ -150,7 +150,9 @@ class Preparation:
                 _logger.debug("texts for an extraction could not be prepared: %s", type(error).__name__)
 
     def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
-        """Return the tokenised form of these texts, and remove it from this object. Tokenise texts that have none."""
+        """Return the tokenised form of these texts, and remove it from this object. If `make` was not called for these
+        texts, or failed, tokenise them now.
+        """
         prepared: M | None = self._prepared.pop((option.same(), tuple(texts)), None)
         if prepared is None:
             prepared = self._timed(texts, option, make)

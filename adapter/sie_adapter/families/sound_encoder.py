@@ -164,8 +164,8 @@ def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
         model_type = raw.get("model_type")
         raise incompatible(f"{entry.id}: model_type is {model_type}, family sound-encoder needs {MODEL_TYPE}")
     audio = ClapConfig.from_pretrained(folder, local_files_only=True).audio_config
-    # The last stage of the sound tower has edge x edge positions. Their number is the cost of a sound, because states
-    # are widest in this stage.
+    # The last stage of the sound tower has edge x edge positions. The number of these positions is the cost of a sound,
+    # because states are widest in this stage.
     edge = audio.spec_size // audio.patch_stride[0] >> (len(audio.depths) - 1)
     recipe = extractor_of(folder, entry, edge * edge)
     frames = audio.spec_size * (audio.spec_size // audio.num_mel_bins)

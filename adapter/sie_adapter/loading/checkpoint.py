@@ -204,7 +204,7 @@ def for_inference(model: Any, compute: Compute, *, float32_head: bool = False) -
 
 
 def tensor(folder: Path, name: str) -> Tensor | None:
-    """Return one tensor of the safetensors in `folder`, float32; None if no file has it."""
+    """Return one tensor of the safetensors in `folder`, float32; None if no file has the tensor."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             if name in file.keys():  # noqa: SIM118  no mapping
@@ -213,7 +213,7 @@ def tensor(folder: Path, name: str) -> Tensor | None:
 
 
 def stored_rows(folder: Path, name: str) -> int:
-    """Return the number of rows of one matrix, from the header of its file; 0 if no file has it."""
+    """Return the number of rows of one matrix, from the header of its file; 0 if no file has the matrix."""
     stored = (tensors_in(path).get(name) for path in sorted(folder.glob("*.safetensors")))
     return next((tensor.shape[0] for tensor in stored if tensor is not None), 0)
 

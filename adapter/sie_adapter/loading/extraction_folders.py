@@ -19,8 +19,8 @@ _WINDOW = 512  # tokens of a window if the model's files have no limit; for GLiN
 
 @dataclass(frozen=True)
 class Described:
-    """Part of a catalogue entry, built from the files of a model folder. `findings`: the facts on which it is based.
-    `assumed`: values that are in no file.
+    """Part of a catalogue entry, built from the files of a model folder. `findings`: the facts in the files that led to
+    the entry. `assumed`: values that are in no file.
     """
 
     entry: dict[str, Any]

@@ -211,7 +211,7 @@ class Loader:
         return self._on_torch(family, folder, resolved, compute, cause)
 
     def _on_torch(self, family: Any, folder: Path, resolved: Resolved, compute: Compute, cause: str) -> Any:
-        """Load the model on torch, because the chosen engine cannot run it. `cause`: this engine and the reason."""
+        """Load the model on torch, because another engine cannot run it. `cause`: the other engine and the reason."""
         _logger.warning("%s runs on torch, not on %s", resolved.residency, cause)
         model = family(folder, resolved.entry, replace(resolved.load, engine=TORCH.engine), compute)
         return self._with_certificate(model, Choice(TORCH.engine, f"not {cause}"), folder, resolved, compute)

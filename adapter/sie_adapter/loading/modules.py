@@ -203,10 +203,10 @@ class Truncation(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 def read_modules(folder: Path) -> Modules:
-    """Return the modules that the folder lists. Without modules.json there are no layers. Raises ModelLoadFailed:
-    INCOMPATIBLE for a class, an order or a setting that this adapter does not support, for a folder outside of
-    `folder`, and for a Dense, a LayerNorm or a Router's queries without weights; NOT_FOUND for a Pooling without its
-    config.json.
+    """Return the modules that modules.json in `folder` lists; without this file, only the transformer. Raises
+    ModelLoadFailed: INCOMPATIBLE for a class, an order or a setting that this adapter does not support, for a module
+    outside of `folder`, and for a Dense, a LayerNorm or a Router's queries without weights; NOT_FOUND for a Pooling
+    without its config.json.
     """
     entries = read_value(folder / "modules.json")
     if entries is None and is_model2vec(folder):

@@ -51,11 +51,11 @@ _VISION = (
     *("patch_size", "patch_stride", "patch_padding", "patch_prenorm"),
 )
 _VISION_IF_SAID = {"in_chans": "in_channels", "mlp_ratio": "mlp_ratio", "qkv_bias": "qkv_bias"}
-# the only values that the class of transformers supports; the authors' code supports others, too
+# the only values that transformers' Florence-2 supports; the authors' code supports more values
 _FIXED = {"image_feature_source": ["spatial_avg_pool", "temporal_avg_pool"], "conv_at_attn": True, "conv_at_ffn": True}
 _POSITIONS = {"image_pos_embed": "learned_abs_2d", "visual_temporal_embedding": "COSINE"}
 _FIXED_TEXT = {"normalize_before": False, "add_final_layer_norm": False}
-# prefix of tensor names in the authors' format, and in transformers
+# pairs: prefix of tensor names in the authors' format, and the prefix in transformers that replaces it
 _PARTS = (
     ("vision_tower.", "model.vision_tower."),
     ("image_pos_embed.", "model.multi_modal_projector.image_position_embed."),
@@ -130,7 +130,7 @@ def published_config(folder: Path, entry_id: str) -> Florence2Config:
     for section, fixed in ((vision, _FIXED), (positions, _POSITIONS), (text, _FIXED_TEXT)):
         for name, value in fixed.items():
             if section.get(name, value) != value:
-                raise incompatible(f"{entry_id}: {name} is {section[name]}, the class supports {value}")
+                raise incompatible(f"{entry_id}: {name} is {section[name]}, transformers' Florence-2 supports {value}")
     try:
         return Florence2Config(
             text_config={

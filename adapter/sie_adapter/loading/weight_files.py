@@ -106,7 +106,7 @@ def loaded_files(folder: Path) -> list[Path]:
 
 
 def _pickled(file: Path) -> Iterable[tuple[str, Tensor]]:
-    """Return the tensors in a file of torch.save; none for other contents, which the family refuses when it loads."""
+    """Return the tensors in a file of torch.save; none for other contents, which the model's family refuses later."""
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError:

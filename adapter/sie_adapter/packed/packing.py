@@ -42,9 +42,9 @@ class MalformedBatch(Exception):
 
 
 class Shown(NamedTuple):
-    """Image of a batch. `pixels`: uint8, as the model reads them, [height, width, 3] of the resized image. `height`,
-    `width`: size of the upright submitted image. `key`: images with equal keys and sizes have equal outputs of a tower,
-    which may be cached; empty: the output is not cached.
+    """Image of a batch. `pixels`: the image, resized for the model, uint8 [rows, columns, 3]. `height`, `width`: size
+    of the submitted image, upright. `key`: images with equal keys and sizes have equal outputs of a tower, and these
+    outputs may be cached. The output of an image with an empty key is not cached.
     """
 
     pixels: UInt8
