@@ -126,7 +126,7 @@ class AdapterServer:
             # the error names only a path in the request, so no contents of the request reach the log
             _logger.warning("closed a connection after a malformed frame: %s", error)
         except OSError as error:
-            _logger.info("a connection broke: %s", error)
+            _logger.info("closed a connection that broke: %s", error)
         except Exception:
             _logger.exception("closed a connection after an unexpected error")
         finally:
@@ -202,10 +202,10 @@ class AdapterServer:
             reply_error = public(error.info())
             if reply_error.message != error.message:
                 # the error names a path of this machine, which only the log may show, because clients read the reply
-                _logger.warning("%s was refused: %s", type(request).__name__, error.message)
+                _logger.warning("the request %s was refused: %s", type(request).__name__, error.message)
             return Refused(reply_error, dropped=permission.dropped)
         except Exception:
-            _logger.exception("%s failed", type(request).__name__)
+            _logger.exception("the request %s failed", type(request).__name__)
             failure = InternalFailure(f"{type(request).__name__} failed, see the log of the adapter")
             return Refused(failure.info(), dropped=permission.dropped)
 

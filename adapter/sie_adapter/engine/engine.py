@@ -163,7 +163,7 @@ class AdapterEngine:
     def _end_if_lost(self, error: Exception) -> None:
         """End the process if the CUDA context or a graph is lost: later batches would fail or return wrong results."""
         if is_device_fatal(error) or isinstance(error, GraphLost):
-            _logger.critical("the device or a graph is lost, the process ends: %s", error)
+            _logger.critical("the device or an OpenVINO graph is lost, so the process ends: %s", error)
             self._on_device_lost()
 
     def prepare(
@@ -189,7 +189,7 @@ class AdapterEngine:
         except SIEError:
             return None
         except Exception as error:  # noqa: BLE001  model code may raise anything; the device thread logs it
-            _logger.debug("a batch of %s could not be prepared: %s", message.model, type(error).__name__)
+            _logger.debug("a batch of the model %s could not be prepared: %s", message.model, type(error).__name__)
             return None
 
     def writes(self, message: RunBatch) -> bool:
@@ -222,7 +222,7 @@ class AdapterEngine:
             self.residency.relieve(permission)
         except Exception as error:
             self._end_if_lost(error)
-            _logger.exception("memory could not be freed after a batch of %s", message.model)
+            _logger.exception("memory could not be freed after a batch of the model %s", message.model)
         return msgspec.structs.replace(reply, dropped=permission.dropped) if permission.dropped else reply
 
     def _run(
@@ -247,11 +247,13 @@ class AdapterEngine:
             return Refused(error.info(), message.batch)
         except Exception as error:
             self._end_if_lost(error)
-            _logger.exception("a batch of %s failed", message.model)
+            _logger.exception("a batch of the model %s failed", message.model)
             return Refused(InternalFailure("the batch failed, see the log of the adapter").info(), message.batch)
 
     def ensure_lora(self, model: str, lora: str) -> str:
-        """Load a LoRA for a loaded model. Return the digest of its files. Raises LoraLoadFailed, ModelLoading."""
+        """Load a LoRA for a loaded model. Return the digest of its files. Raises LoraLoadFailed, or ModelLoading if the
+        model is not loaded.
+        """
         with self.residency.use(model) as resident:
             loras = getattr(resident.weights, "loras", None)
             if loras is None:

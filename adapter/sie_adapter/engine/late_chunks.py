@@ -138,7 +138,8 @@ def _checked(table: Int64, described: ChunkedRows, lengths: Int64) -> Int64:
 
 def result_of(described: ChunkedRows, results: Sequence[ItemResult | SIEError]) -> ItemResult | SIEError:
     """Return the result of one input: the joined arrays of its chunks, and a table with the range of each chunk
-    (`messages.Ok`); or the first error of a chunk. An input without chunks keeps its only result.
+    (`messages.Ok`). If a chunk has an error, return the first error. An input without chunks has a single result, which
+    is returned.
     """
     if not described.spans:
         (result,) = results

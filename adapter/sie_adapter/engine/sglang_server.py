@@ -258,7 +258,7 @@ class _SglangProcess:
                 if self._client.get("/ready", timeout=5).status_code == 200:
                     return
             if time.monotonic() > end_s:
-                raise SglangNotStarted(f"it was not ready within {START_S:g} s")
+                raise SglangNotStarted(f"the server was not ready within {START_S:g} s")
             time.sleep(_LOOK_S)
 
     def embed(self, texts: Sequence[Sequence[int]]) -> Float32:

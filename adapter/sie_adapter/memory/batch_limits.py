@@ -111,7 +111,7 @@ class DeviceLimits:
         return cls(learnt_folder(settings) / "frontier.json")
 
     def limit(self, key: str) -> int | None:
-        """Return the largest number of tokens of a pass now, at least 1; None while no pass has failed."""
+        """Return the number of tokens that a pass may have now, at least 1; None while no pass has failed."""
         with self._lock:
             edge = self._edge(key)
             return self._limit(edge) if edge and edge.fail_tokens else None

@@ -87,7 +87,7 @@ def ran_out(error: RuntimeError | MemoryError) -> bool:
 
 def on_new_thread(work: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
     """Call `work` on a new thread, with this thread's inference mode and number of torch threads. Raises the errors of
-    `work`, or, without memory for the thread, a RuntimeError for which `is_out_of_memory` is true.
+    `work`. If no memory is left for a thread, raises a RuntimeError for which `is_out_of_memory` is true.
     """
     results: list[Result] = []
     errors: list[BaseException] = []

@@ -72,8 +72,9 @@ class Resident:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the entry in use, cached, since every batch reads it."""
-        resolved, (before, text) = self.resolved, self._fingerprinted  # another thread may replace either attribute
+        """Fingerprint of the entry in use. It is cached, because every batch reads it."""
+        # each attribute is read once, because another thread may replace it
+        resolved, (before, text) = self.resolved, self._fingerprinted
         if before is resolved:
             return text
         weights = self.weights
@@ -297,7 +298,7 @@ class ResidentModels:
             # and uses no device memory
             pending = next((self._loads[model][1] for model in self._arriving), None)
         if pending is not None:
-            # wait for the end of the load; requests that need the model handle its result
+            # wait for the end of the load, and ignore its error, which the requests that need the model get
             pending.exception()
         return "load_ended" if pending is not None else None
 
@@ -389,7 +390,7 @@ class ResidentModels:
             pass
 
     def _evict_next(self, permission: Permission, why: str) -> bool:
-        """Evict the first model of the permission that is evictable. Return False if none is."""
+        """Evict the first model of `permission` that may be evicted now. Return False if there is none."""
         with self._lock:
             victim = next((name for name in permission.may_drop if self._is_evictable(name, permission)), None)
             if victim is None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 
 class Share:
-    """Shared hold of a lock by one thread. `was_alone`: whether no other thread held the lock meanwhile; it is set when
-    the hold ends.
+    """Shared hold of a lock by one thread. `was_alone` is set at the end of the hold: True if no other thread held the
+    lock meanwhile.
     """
 
     was_alone = True

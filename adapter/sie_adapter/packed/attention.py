@@ -25,7 +25,7 @@ from torch import Tensor
 from sie_adapter.packed.packing import Int64, PackedBatch
 
 IMPLEMENTATION = "sie_packed"
-FAR = 1 << 30  # number of visible keys before or after a query that means no limit
+FAR = 1 << 30  # as a number of visible keys before or after a query, this means no limit
 # largest number of scores in one block on a CPU: so many fit the second-level cache, and with more, each operation on
 # the block would wait for memory
 _BLOCK_SCORES = 1 << 18
@@ -327,8 +327,8 @@ _VARLEN: dict[int, Callable[[Tensor, Tensor, Tensor, Tensor, int, float, MaskPat
 
 def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
     """Return the argument `layout` of the attention op, int64 [groups, 5]. A group has sequences of equal length, or
-    all sequences; its row has the first token, the number of sequences, the (longest) length, the number of visible
-    tokens, and the kernel.
+    all sequences. The row of a group has the index of the first token, the number of sequences, the (longest) length,
+    the number of visible tokens, and the kernel.
     """
     if kernel >= Kernel.VARLEN:
         # these kernels count windows from the last token, which is wrong if only the first tokens are visible

@@ -88,8 +88,8 @@ class Backbone:
         more_samples: int = 0,
         server: Callable[[], SGLang] | None = None,
     ) -> None:
-        """Prepare the model. On torch, its attention is replaced if a packed kernel passes the trial, and on a CPU also
-        its linear layers.
+        """Prepare the model. On torch, a packed kernel that passes the trial replaces the attention, and on a CPU
+        blocked layers replace the linear layers.
 
         `more_samples`: additional short sequences in the trial of the packed path. `server` starts the engine sglang,
         and raises SglangNotStarted. Raises Unserved if sglang cannot run the model. Raises ModelLoadFailed if the entry
@@ -111,7 +111,7 @@ class Backbone:
         _check_sparse(model.config, max_tokens)
         self._numbering = _numbering(model)
         self._runner: StateRunner | None = None
-        # result of `is_causal`, computed on torch before SGLang replaced torch; None without SGLang
+        # result of `is_causal`, measured on torch before SGLang replaces torch; None without SGLang
         self._is_causal: bool | None = None
         self._trial: tuple[PackedBatch, Tensor] | None = None
         self._kernel: Kernel | None = None
@@ -212,7 +212,7 @@ class Backbone:
         features = _of_part(packed.features, packed.ids, part.tokens)
         inputs = self._inputs(to_device(part.ids, device), part.ids, features)
         hidden = self._model(**inputs, attention_mask=mask, **more)[0]
-        # indices instead of a mask: for a mask, the host would wait until the device has counted its True values
+        # tokens are selected by indices: for a mask, the host would wait until the device has counted its True values
         return hidden.flatten(0, 1)[to_device(np.flatnonzero(part.real), device)]
 
     def _inputs(self, ids: Tensor, on_host: Int64, features: PlacedFeatures | None) -> dict[str, Any]:

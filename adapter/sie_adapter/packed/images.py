@@ -52,8 +52,8 @@ def read_processor(folder: Path, entry: ModelEntry, part: str) -> dict[str, Any]
 
 def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[Recipe, Normalisation]:
     """Return the recipe that turns images into pixels, and the normalisation of the pixels. The pixel bounds of `load`
-    replace the bounds of the folder. Raises ModelLoadFailed: NOT_FOUND without a configuration, INCOMPATIBLE for one
-    that cannot be reproduced.
+    replace the bounds of the folder. Raises ModelLoadFailed: NOT_FOUND without a configuration, INCOMPATIBLE for a
+    configuration that this adapter cannot reproduce.
     """
     config = read_processor(folder, entry, "image_processor")
     bounds = {"min_pixels": load.min_pixels, "max_pixels": load.max_pixels}
@@ -122,8 +122,8 @@ class Tower:
 
 
 class TileTower:
-    """Image encoder for images that consist of tiles: squares of `edge` pixels, one below the other. It calls `run`
-    like `Tower`, with a tile as an image. The outputs of images are cached.
+    """Image encoder for images that consist of tiles: squares of `edge` pixels, one below the other. It calls `run` as
+    `Tower` does, with tiles in place of images. The outputs of images are cached.
     """
 
     def __init__(

@@ -178,8 +178,8 @@ class ModelLoras:
         return {path: self._scaled(model.get_submodule(path), matrices, config) for path, matrices in halves.items()}
 
     def _resolved(self, path: str, layers: Mapping[str, Any]) -> str:
-        """Return the path in this model of the layer that a LoRA names `path`, else an empty string. The model that the
-        LoRA was trained on may have other prefixes than this model.
+        """Return the path of a layer in this model, an empty string if the model lacks the layer. `path`: the path of
+        the layer in a LoRA, whose prefixes may be those of another model class.
         """
         prefix = f"{getattr(self._model, 'base_model_prefix', '')}."
         bare = path.removeprefix("model.")

@@ -80,8 +80,8 @@ class Items:
     """Token ids of a batch in item order. `lengths`: [items], `ids`: [sum of lengths].
 
     `types`: token types, [sum of lengths], None if all are 0. `visible`: the number of tokens of each item that are
-    attended to, counted from its first token, [items]; None if all tokens are. `images`, `sounds`: None if no item has
-    any.
+    attended to, counted from its first token, [items]; None if all tokens are attended to. `images`, `sounds`: None if
+    no item has any.
     """
 
     lengths: Int64
@@ -149,7 +149,7 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
     records = np.frombuffer(places, "<i4").reshape(-1, 5).astype(np.int64)
     rows, sizes = records[:, 0], records[:, 1] * records[:, 2] * 3
     if rows[0] < 0 or (np.diff(rows) < 0).any() or records[:, 1:].min() < 1:
-        raise MalformedBatch("a row is negative, the images are not in the order of their rows, or one is empty")
+        raise MalformedBatch("a row is negative, the images are not in the order of their rows, or an image is empty")
     if int(sizes.sum()) != len(pixels):
         raise MalformedBatch(f"the sizes of images need {int(sizes.sum())} bytes, the batch has {len(pixels)}")
     if len(keys) not in (0, IMAGE_KEY_BYTES * len(records)):
@@ -177,7 +177,7 @@ def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchF
     records = np.frombuffer(places, "<i4").reshape(-1, 4).astype(np.int64)
     rows, sizes = records[:, 0], records[:, 1:].prod(axis=1)
     if rows[0] < 0 or (np.diff(rows) < 0).any() or records[:, 1:].min() < 1:
-        raise MalformedBatch("a row is negative, the sounds are not in the order of their rows, or one is empty")
+        raise MalformedBatch("a row is negative, the sounds are not in the order of their rows, or a sound is empty")
     if 4 * int(sizes.sum()) != len(features):
         raise MalformedBatch(f"the shapes of sounds need {4 * int(sizes.sum())} bytes, the batch has {len(features)}")
     parts = np.split(np.frombuffer(features, "<f4"), np.cumsum(sizes)[:-1])
@@ -332,8 +332,8 @@ def missing(count: int, steps: Steps = _STEPS) -> int:
 def evenly_long(
     lengths: Sequence[int], waste: float = PADDED_WASTE, budget: float = math.inf
 ) -> Iterator[tuple[int, int]]:
-    """Yield ranges of sequences, whose `lengths` ascend, that need at most `waste` positions per token and at most
-    `budget` positions when padded. A sequence of more than `budget` tokens is a range of its own.
+    """Yield ranges of sequences. `lengths` must ascend. A padded range has at most `waste` positions per token, and at
+    most `budget` positions. A sequence of more than `budget` tokens is a range of its own.
     """
     start, real = 0, 0
     for place, length in enumerate(lengths):
