@@ -570,8 +570,8 @@ class BatchRun:
         return doubtful
 
     def _answers(self, group: Group) -> list[tuple[ItemResult | SIEError, int]]:
-        """Return the result of each input of a work item, with the number of its tokens. A query that all inputs share
-        counts for the first input.
+        """Return the result of each input of a work item, with the number of its tokens. The tokens of a query that all
+        inputs share count for the first input.
         """
         if self._late is not None and group.chunked:
             return self._chunk_answers(group, self._late)

@@ -152,7 +152,7 @@ def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) ->
     best[:, gray] = first
     for bit in range(projections):
         sides = best.view(-1, 2, 1 << bit)
-        # `best` is distance * entries + entry: the minimum has the smallest distance, and the first entry of several
+        # `best` is distance * entries + entry: its minimum has the smallest distance, then the smallest entry
         best = torch.minimum(sides, sides.flip(1) + entries).view_as(best)
     best = best[:, gray].flatten()
     return (best % entries).where(best < far, -1)

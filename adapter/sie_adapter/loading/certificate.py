@@ -51,7 +51,7 @@ TAU, TAU_8 = 0.98, 0.95
 class LoadCertificate(msgspec.Struct, frozen=True):
     """Results of the checks of a load. `digests`: names of the files whose digests match. `packed`: for each output,
     the lowest cosine between the packed path and the reference path. `golden`: the lowest cosine between a vector and
-    its golden vector; None if the entry has no golden vectors.
+    its golden vector; None if no golden vectors were compared.
     """
 
     digests: tuple[str, ...]

@@ -48,7 +48,7 @@ def check_weights(folder: Path) -> None:
                     precision = str(tensor.dtype).removeprefix("torch.")
                     cause = f"{file.name} contains {name} in {precision}, and config.json has no quantization_config"
                     fix = "export the model again in float32, float16 or bfloat16"
-                    raise incompatible(f"{cause} with its scale; {fix}")
+                    raise incompatible(f"{cause}, which describes the scale; {fix}")
         except SafetensorError as error:
             raise _broken(file, str(error)) from error
         if bad:

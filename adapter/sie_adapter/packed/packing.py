@@ -359,8 +359,8 @@ class Padded(NamedTuple):
 
 
 def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int, rows: int = 0) -> Padded:
-    """Return the sequences from `start` to before `stop`, padded with `filler` ids to `columns` tokens, and to `rows`
-    rows. In added rows, `attended` is True. Count all added positions in `packed.padding`.
+    """Return the sequences from `start` to before `stop`, each padded with `filler` ids to `columns` tokens. Add rows
+    of `filler` ids up to `rows` rows, in which `attended` is True. Count all added positions in `packed.padding`.
     """
     places = np.arange(columns)[None, :]
     real = _with_rows(places < packed.lengths[start:stop, None], rows, False)

@@ -38,14 +38,14 @@ _logger = logging.getLogger("sie.adapter")
 # are no graphs above 1,024 tokens, where the kernels of large models take as long as their launches on a fast host.
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _SEQUENCES = (8, 32)  # numbers of sequences of the buckets
-# number of rows of a block of the attention kernel; an added sequence of padding has at most as many tokens, so the
-# sequence fits one block
+# number of rows of a block of the attention kernel; a padding sequence has at most this number of tokens, so that it
+# fits one block
 _BLOCK = 128
 # Largest number of graphs of a model. Their activations share memory; the driver keeps about a kilobyte for each kernel
 # of a graph.
 _MOST_GRAPHS = 16
 _LEAST_COSINE = 0.999  # lowest accepted cosine between a token's states of the eager pass and of the replay, in 16 bits
-_PAUSE_S = 60.0  # seconds after a lack of memory in which no graph is captured
+_PAUSE_S = 60.0  # no graph is captured for these seconds after a lack of memory
 _WARM_UPS = 2  # number of passes before a capture
 # number of failed captures after which this process captures no more graphs, since each failed capture stays in memory
 _MOST_FAILED = 64
@@ -306,7 +306,7 @@ class PassGraphs:
             # of this batch wrong
             cosine = float(F.cosine_similarity(captured.replay(packed).float(), expected.float(), dim=1).min())
         except Exception as error:  # noqa: BLE001  model code, kernels and CUDA may raise anything
-            expected.sum().item()  # waits for the device, so that a lost device raises here
+            expected.sum().item()  # this waits for the device, so that the error of a lost device is raised here
             if is_out_of_memory(error):
                 self._paused_until_s = time.monotonic() + _PAUSE_S
                 return
