@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("sie.adapter")
 DEVICE_LOST_STATUS = 70  # exit status of the process after the device was lost
-# Seconds after which a waiting device thread makes the running one release the interpreter. Python's default of 5 ms
-# slows two device threads by 2 to 4 %.
+# Seconds after which a waiting device thread makes the running device thread release the interpreter. Python's default
+# of 5 ms slows two device threads by 2 to 4 %.
 _SWITCH_INTERVAL_S = 0.0005
 _KEPT_PRODUCTS = "64"  # number of entries of each cache of matrix products (see `prepare_process`)
 

@@ -268,7 +268,7 @@ class _SglangProcess:
             answer = self._client.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})
         except (httpx.HTTPError, RuntimeError) as error:
             # httpx raises RuntimeError if another thread has closed the client
-            raise _SglangLost(f"{type(error).__name__} during a batch") from error
+            raise _SglangLost(f"the request of a batch failed with {type(error).__name__}") from error
         if answer.status_code != 200:
             raise _SglangLost(f"the server answered with status {answer.status_code}")
         try:

@@ -320,8 +320,8 @@ def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path
 
 
 def _stock_kind(name: str) -> str:
-    """Return the class name of a module of sentence-transformers or PyLate. Other classes, such as those in the model's
-    own repository, are refused, because their code would have to run.
+    """Return the class name of a module of sentence-transformers or PyLate. Other classes, such as classes in the
+    model's own repository, are refused, because a load would have to run their code.
     """
     if not name.startswith(_STOCK):
         raise incompatible(

@@ -249,7 +249,7 @@ class Backbone:
             if self.engine.demand:
                 raise incompatible(f"{self.engine.demand}: {error}") from error
             self.engine = Choice("torch", f"not {self.engine.engine}: {error}")
-            _logger.warning("%s runs on torch: %s", type(self._model).__name__, error)
+            _logger.warning("%s runs on torch, not on OpenVINO: %s", type(self._model).__name__, error)
             return
         self._take_over(graph, sample, reference)
         self._model.to("meta")

@@ -137,8 +137,8 @@ def items(
 
 
 def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"") -> BatchFiles[Shown] | None:
-    """Return the images of a batch, None without any. `places`: int32 [images, 5]: row, height and width of the pixels,
-    height and width of the upright submitted image. `keys`: `ipc.RunBatch.image_keys`. Raises MalformedBatch.
+    """Return the images of a batch; None if it has none. `places`: int32 [images, 5]: row, height and width of the
+    pixels, height and width of the upright submitted image. `keys`: `ipc.RunBatch.image_keys`. Raises MalformedBatch.
     """
     if len(places) % 20:
         raise MalformedBatch("the bytes of int32 rows and sizes of images, [images, 5], do not divide by 20")
@@ -167,7 +167,7 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
 
 
 def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchFiles[Heard] | None:
-    """Return a batch's sounds, None without any. `places`: int32 [sounds, 4]: row, views, frames, bins of each."""
+    """Return the sounds of a batch; None if it has none. `places`: int32 [sounds, 4]: row, views, frames, bins."""
     if len(places) % 16 or len(features) % 4:
         raise MalformedBatch("the bytes of int32 rows and shapes of sounds, or of float32 features, are incomplete")
     if not places:
@@ -187,8 +187,8 @@ def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchF
 
 def expanded(batch: Items, minimums: Int64, filler: int, *, attended: bool) -> Items:
     """Pad items with `filler` ids to at least `minimums` tokens, [items]. The added tokens attend to the other tokens;
-    with `attended`, the other tokens attend to the added tokens too. If no item is padded, `visible` stays None, which
-    kernels for all sequences at once require. Token types are dropped.
+    with `attended`, the other tokens attend to the added tokens too. If no item is padded, `visible` stays None, as the
+    kernels that compute all sequences at once require. Token types are dropped.
     """
     lengths = np.maximum(batch.lengths, minimums)
     ids = np.full(int(lengths.sum()), filler, np.int32)
