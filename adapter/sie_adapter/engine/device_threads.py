@@ -44,7 +44,7 @@ class DeviceJob:
 
 
 def timed(run: Callable[[], Reply]) -> tuple[Reply, int, int]:
-    """Return the reply of `run`, its begin in ns since 1970, and its end: begin plus duration by a monotonic clock."""
+    """Return the reply of `run`, and begin and end of the call in ns since 1970. The duration is monotonic time."""
     began_ns, start_ns = time.time_ns(), time.perf_counter_ns()
     reply = run()
     return reply, began_ns, began_ns + time.perf_counter_ns() - start_ns

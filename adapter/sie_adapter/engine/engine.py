@@ -139,7 +139,7 @@ class AdapterEngine:
             return on_new_thread(self.loader.load, resolved)
 
     def _warm_up(self, resolved: Resolved, weights: Any) -> int:
-        """Run one tiny pass, so that no request waits for one-time work of the libraries. Return the peak bytes of the
+        """Run one tiny pass, so that no request waits for the initialisation of libraries. Return the peak bytes of the
         pass beyond the weights. Raises ModelLoadFailed.
         """
 
@@ -520,7 +520,7 @@ class BatchRun:
         with self._pass_records.during(self._key, tokens, self._batch_limits.fitted(self._key)):
             try:
                 self._pass(chosen)
-            except GraphLost:  # the loss of the graph ends this process, so the limit is lowered before
+            except GraphLost:  # this error ends the process, so the limit is lowered now
                 self._batch_limits.failed(self._key, tokens, killed=True)
                 raise
 
@@ -537,7 +537,7 @@ class BatchRun:
             states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
             doubtful = self._reduce(states)
         if len(chosen) > 1:
-            # run each of these items again alone: an overflow of another item in the pass may have caused the NaN
+            # each of these items runs again alone: an overflow of another item in the pass may have caused the NaN
             for item in sorted(doubtful):
                 self._pass(np.array([item], np.int64))
         elif doubtful:

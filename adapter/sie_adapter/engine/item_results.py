@@ -233,7 +233,7 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
             scores = scores / (1 + scores.abs())
         elif "multivector" in weights and not per_row:
             scores = scores / max(1, len(query["multivector"]))
-        # limited to 0..1, because rounding in float32 may raise a cosine above 1
+        # scores are limited to 0..1, because rounding in float32 may raise a cosine above 1
         scores = ((1 + scores) / 2).clamp(0, 1)
     return _scores(scores)
 

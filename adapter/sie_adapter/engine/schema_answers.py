@@ -18,8 +18,8 @@ from typing import Any, TypedDict
 
 from sie_contracts.models.output_schemas import Decision, Scalar, SchemaPart, TextField, TextRecord
 
-# default threshold for three kinds of score: that a boolean is true, that a label applies (if several may), and that a
-# span of the text is a value
+# default threshold of three scores: that a boolean is true, that a label applies (if several may apply), and that
+# a span of the text is a value
 LEAST = 0.5
 _MAX_DIGITS = 64  # largest number of characters of a text that is read as a number
 _MAX_WHOLE = 1 << 53

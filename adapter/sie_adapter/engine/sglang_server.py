@@ -296,7 +296,7 @@ class _SglangProcess:
 
     def end(self) -> None:
         """Kill the processes of the session, which have no data to lose. A second call does nothing, because the id of
-        an ended session may belong to another one.
+        an ended session may belong to another session.
         """
         if self._is_over:
             return

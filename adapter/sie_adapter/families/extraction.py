@@ -51,7 +51,7 @@ _HARMLESS = ("pooler.", "position_ids")  # parts of the names of tensors that ma
 # 1 / _MIN_ROOM of the tokens of a sequence are reserved for the text; labels may use the others
 _MIN_ROOM = 8
 _WORDS_PER_COUNT = 8192  # largest number of words in one call of the tokenizer
-_LABELS_CACHED, _LABELS_PER_PASS = 4096, 64  # largest number of labels in the cache, and in one pass of their encoder
+_LABELS_CACHED, _LABELS_PER_PASS = 4096, 64  # largest number of labels in the cache, and in a pass of the label encoder
 _OVERLAP = 8  # 1 / _OVERLAP of the words of a window are also in the next window
 
 
@@ -337,7 +337,7 @@ def _attempt(
 
 def padding_of(lengths: Sequence[int], chosen: Iterable[Sequence[int]]) -> int:
     """Return the number of positions without a token in these passes. `chosen`: for each pass the indices of its
-    sequences, which are padded to the longest.
+    sequences, which are padded to the longest sequence of the pass.
     """
     return sum(
         len(part) * max(lengths[index] for index in part) - sum(lengths[index] for index in part) for part in chosen

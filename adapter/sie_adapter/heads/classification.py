@@ -37,7 +37,7 @@ class SequenceHead:
 
 class TokenHead:
     """Head of any `ForTokenClassification`: float32 logits [tokens, labels] of each sequence. A trial call in the
-    constructor detects whether the head mixes tokens. A head that does not is called once for all sequences.
+    constructor detects whether the head mixes tokens. A head that mixes no tokens is called once for all sequences.
     """
 
     def __init__(self, head: TransformersHead, width: int, device: torch.device) -> None:

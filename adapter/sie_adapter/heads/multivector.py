@@ -44,7 +44,7 @@ class MultivectorHead:
         return Reduced(self._pooled(reduced.rows, states, sequences, reduced.usable), reduced.usable)
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return the token vectors of each sequence, not merged. One gather reads the states of all sequences."""
+        """Return the token vectors of each sequence, before `pooling` merges vectors."""
         packed, hidden = states.packed, states.hidden
         count = len(packed.order)
         owners = np.repeat(np.arange(count), packed.lengths)

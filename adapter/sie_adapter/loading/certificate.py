@@ -229,7 +229,7 @@ def _tau(left: Tensor, right: Tensor, dtype: torch.dtype) -> float:
 
 
 def golden_file(entry: ModelEntry) -> Path:
-    """Return the path of the entry's golden vectors: absolute, or in the packaged catalogue."""
+    """Return the path of the entry's golden vectors, which the entry gives absolute or relative to the catalogue."""
     return packaged_folder() / entry.golden
 
 

@@ -263,7 +263,7 @@ def special_ids(folder: Path, load: LoadOptions, roles: Sequence[str] = ()) -> f
 def fitted(tokenizer: Tokenizer, table: int) -> tuple[Tokenizer, list[str]]:
     """Return the tokenizer without the special tokens that have no row in a table of `table` embeddings, and the list
     of these tokens. Published models have such tokens, for example for images. Their strings are then tokenised like
-    other text. The unknown token, and tokens that the tokenizer adds to texts, stay: `fault` refuses them.
+    other text. The unknown token, and tokens that the tokenizer adds to texts, are not removed: `fault` reports them.
     """
     around = set(_around(tokenizer))
     beyond = {

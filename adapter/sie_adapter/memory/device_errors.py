@@ -57,7 +57,7 @@ def is_primitive_refused(error: BaseException) -> bool:
     return _NO_PRIMITIVE.search(str(error)) is not None
 
 
-# messages for a kernel that CUDA could not start, for example one built for another card; the context is intact
+# messages for a kernel that CUDA could not start, e.g. because it was built for another GPU; the context still works
 _NOT_STARTED = (
     "no kernel image is available",
     "invalid device function",

@@ -251,8 +251,8 @@ class ResidentModels:
 
     @contextlib.contextmanager
     def use(self, model: str, fingerprint: str = "") -> Iterator[Resident]:
-        """Yield the resident `model` for one batch; it is not evicted while the batch runs. Raises ModelLoading if the
-        model is not loaded, or has another fingerprint, because its catalogue entry has changed.
+        """Yield the resident `model` for one batch. The model is not evicted while the batch runs. Raises ModelLoading
+        if the model is not loaded, or has another fingerprint, because its catalogue entry has changed.
         """
         with self._lock:
             resident = self._residents.get(model)

@@ -43,8 +43,8 @@ def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
 
 
 def resolve_attention(requested: str, facts: AttentionFacts) -> tuple[Backend, str]:
-    """Return the attention backend, and the reason. `auto` means flash_attention_2 if the device, the precision and the
-    installed package allow it, else sdpa. A request for flash_attention_2 also returns sdpa if one does not allow it.
+    """Return the attention backend, and the reason. `auto` and `flash_attention_2` return flash_attention_2 if the
+    device, the precision and the installed package allow it, else sdpa.
     """
     if requested == "eager":
         return "eager", "as requested"

@@ -2,8 +2,8 @@
 
 Stock torch passes a float32 product to MKL, which is slow on CPUs of other vendors than Intel, and reorders a bfloat16
 weight on every call. With a weight that is reordered only once, a layer from width 384 to 1,536 took 287 us instead of
-677 for 64 rows in float32, and 34 us instead of 54 for 8 in bfloat16 (AMD EPYC, AVX512-BF16, one thread, torch 2.13).
-On an Intel Xeon with AMX the time was 0.9 to 1.1 of the stock time in float32, and 0.5 to 1.0 in bfloat16. Every
+677 for 64 rows in float32, and 34 us instead of 54 for 8 rows in bfloat16 (AMD EPYC, AVX512-BF16, one thread, torch
+2.13). On an Intel Xeon with AMX the time was 0.9 to 1.1 of the stock time in float32, and 0.5 to 1.0 in bfloat16. Every
 suitable layer is blocked: a choice by measured time could differ between starts, and change the last bits of results.
 """
 
@@ -17,7 +17,7 @@ from sie_adapter.engine.device import claim, is_limited
 
 _ROWS = 64  # number of rows of random states by which a layer is checked
 _CHUNK = 512  # largest number of rows of one product if memory is limited
-_RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # limit for the largest error / the largest result
+_RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # limit of largest error divided by largest result
 
 
 class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
