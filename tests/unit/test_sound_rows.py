@@ -169,7 +169,7 @@ def test_sounds_reach_the_adapter_with_their_rows_and_shapes(tokenizer: ModelTok
     [
         ([(0, 1, 2)], 2, "int32"),
         ([(0, 1, 2, 3)], 5, "need 24 bytes, the batch has 20"),
-        ([(0, 1, 0, 3)], 0, "one is empty"),
+        ([(0, 1, 0, 3)], 0, "a sound is empty"),
         ([(1, 1, 1, 1), (0, 1, 1, 1)], 2, "not in the order"),
         ([(-1, 1, 1, 1)], 1, "not in the order"),
     ],
