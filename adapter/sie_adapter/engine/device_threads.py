@@ -3,8 +3,7 @@ time to wake another thread.
 
     submit(DeviceJob) ──► queue ──► thread: BatchStarted, run, reply
 
-The queue needs no limit, because it has at most one job per connection. The first thread, if it is idle, takes the next
-job.
+The queue has at most one job per connection, so it needs no limit. If the first thread is idle, it takes the next job.
 """
 
 from __future__ import annotations

@@ -171,8 +171,7 @@ class AdapterEngine:
     ) -> Callable[[RunBatch], Reply] | None:
         """Tokenise the texts of a batch outside the device threads, if the model has a method `prepare`. At most
         SIE_PREPROCESSOR_WORKERS calls run at once. Return the function that a device thread calls to run the batch, or
-        None if nothing was prepared. Never raises: after an error, the device thread tokenises again and replies with
-        the error.
+        None if nothing was prepared. Never raises: the device thread then tokenises again and replies with the error.
 
         `start` is called before the first text is processed, and sends BatchStarted: if a text crashes this process,
         the sidecar knows which batch may be the cause.
@@ -251,9 +250,7 @@ class AdapterEngine:
             return Refused(InternalFailure("the batch failed, see the log of the adapter").info(), message.batch)
 
     def ensure_lora(self, model: str, lora: str) -> str:
-        """Load a LoRA for a loaded model. Return the digest of its files. Raises LoraLoadFailed, or ModelLoading if the
-        model is not loaded.
-        """
+        """Load a LoRA for a loaded model. Return the digest of its files. Raises LoraLoadFailed, ModelLoading."""
         with self.residency.use(model) as resident:
             loras = getattr(resident.weights, "loras", None)
             if loras is None:
@@ -560,8 +557,7 @@ class BatchRun:
             reduced = self._model.heads[head].reduce(states, sequences)
             if len(reduced.rows) != len(sequences):
                 raise InternalFailure(
-                    f"the head {head} gave {len(reduced.rows)} rows for {len(sequences)} sequences",
-                    reason="wrong_length",
+                    f"the head {head} gave {len(reduced.rows)} rows for {len(sequences)}", reason="wrong_length"
                 )
             for sequence, row in zip(packed.order[sequences].tolist(), reduced.rows, strict=True):
                 self._rows[head][sequence] = row

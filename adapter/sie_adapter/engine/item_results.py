@@ -345,8 +345,7 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
     """Return scores from float32 logits [no, yes]; for [yes] alone, the logit of no is 0. A score is the softmax
-    probability of yes. It is the logit difference yes - no if the request has `raw_scores`, or if `difference` is set
-    and the request does not ask for relevance.
+    probability of yes; or yes - no with `raw_scores`, and with `difference` if the request asks for no relevance.
     """
     # scores are computed in float64 for the reason in `class_scores`
     stacked = torch.stack(list(logits)).double()

@@ -27,9 +27,8 @@ class LateChunks:
     """Values of the segments of one batch. A head computes a value for each segment; the values of a chunk's segments
     are joined to the vector of the chunk.
 
-    `lengths`: the number of tokens of each row. Raises MalformedBatch if a group does not have the numbers of rows and
-    inputs that it declares, if a chunk has no segment, or if segments are not in the order of their chunks or not
-    inside their rows.
+    `lengths`: the number of tokens of each row. Raises MalformedBatch if a group has other numbers of rows or inputs
+    than it declares, if a chunk has no segment, or if segments are not in order or are outside of their rows.
     """
 
     def __init__(self, groups: Sequence[Group], lengths: Int64) -> None:
@@ -138,8 +137,7 @@ def _checked(table: Int64, described: ChunkedRows, lengths: Int64) -> Int64:
 
 def result_of(described: ChunkedRows, results: Sequence[ItemResult | SIEError]) -> ItemResult | SIEError:
     """Return the result of one input: the joined arrays of its chunks, and a table with the range of each chunk
-    (`messages.Ok`). If a chunk has an error, return the first error. An input without chunks has a single result, which
-    is returned.
+    (`messages.Ok`). If a chunk failed, return the first error. For an input without chunks, return its only result.
     """
     if not described.spans:
         (result,) = results

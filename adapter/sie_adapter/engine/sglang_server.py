@@ -91,9 +91,7 @@ class _SglangVectors(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch arguments of a server. `python`: the interpreter of SGLang's environment. `threads`: the number of torch
-    threads on a CPU.
-    """
+    """Launch arguments of a server. `python`: interpreter of SGLang's environment. `threads`: for a CPU only."""
 
     python: str
     folder: Path

@@ -176,9 +176,7 @@ class _Sketch:
 
 @dataclass(frozen=True, slots=True)
 class _Inner:
-    """Count sketches that project token vectors to `cell` columns, one sketch for each repetition. `columns`, `signs`:
-    [repetitions, dim].
-    """
+    """Count sketches of token vectors, one per repetition, `cell` wide. `columns`, `signs`: [repetitions, dim]."""
 
     columns: Tensor
     signs: Tensor

@@ -104,7 +104,7 @@ class LabelVectors:
         missing = [label for label in dict.fromkeys(labels) if label not in vectors]
         for start in range(0, len(missing), _LABELS_PER_PASS):
             some = missing[start : start + _LABELS_PER_PASS]
-            # clone, because a cached view of one vector would keep the memory of all vectors of its batch
+            # vectors are cloned, because a cached view of a vector would keep the memory of all vectors of the call
             vectors.update(zip(some, (vector.clone() for vector in self._encode(some)), strict=True))
         if keep:
             with self._lock:
@@ -150,9 +150,7 @@ class Preparation:
                 _logger.debug("texts for an extraction could not be prepared: %s", type(error).__name__)
 
     def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
-        """Return the tokenised form of these texts, and remove it from this object. If `make` was not called for these
-        texts, or failed, tokenise them now.
-        """
+        """Remove and return the tokenised form of these texts. Texts that `make` has not tokenised are tokenised."""
         prepared: M | None = self._prepared.pop((option.same(), tuple(texts)), None)
         if prepared is None:
             prepared = self._timed(texts, option, make)
@@ -180,7 +178,6 @@ class Extractor(ABC, Generic[M]):
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
 
     def _describe(self, model: torch.nn.Module, encoder: Any, tokenizer: Any, compute: Compute) -> None:
-        """Set attributes of the model. `tokenizer`: the transformers tokenizer of `encoder`."""
         self._device = compute.device
         self.precision = compute.precision
         self._counter = bare_tokenizer(tokenizer)
@@ -265,9 +262,7 @@ def _examples_of(options: ExtractOptions, part: Decision) -> list[dict[str, Any]
 
 
 def with_answers(results: Sequence[Result], options: Sequence[ExtractOptions]) -> list[Result]:
-    """Return a result for each text. `results`: the results of the runs that `by_part` lists. If a run of a text
-    failed, the result of the text is its error.
-    """
+    """Return a result for each text: its runs (`by_part`) joined, or the error of a run that failed."""
     remaining = iter(results)
     return [_with_answer(list(islice(remaining, len(_options_of_parts(option)))), option) for option in options]
 

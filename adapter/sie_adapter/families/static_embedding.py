@@ -41,9 +41,7 @@ class StaticEmbedding:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return why the files do not fit the entry, else an empty string. Raises ModelLoadFailed for files that are
-        missing or damaged.
-        """
+        """Return why the files do not fit the entry, or an empty string. Raises ModelLoadFailed for damaged files."""
         modules = read_modules(folder)
         table = read_table(modules.folder)
         words = _words(modules.folder)

@@ -393,7 +393,6 @@ def _sequence(layers: Sequence[nn.Module]) -> nn.Module | None:
 
 
 def _saved_layer(path: Path) -> nn.Linear:
-    """Read a linear layer from a file of torch.save, without running code from the file."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if set(state) - {"bias"} != {"weight"}:
         raise incompatible(f"{path.name} contains {', '.join(sorted(state))}, expected weight and bias")

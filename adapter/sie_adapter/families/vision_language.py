@@ -49,8 +49,7 @@ class VisionLanguageKind(Protocol):
     """Model class of a vision-language model. Its constructor loads the weights.
 
     `model`: the whole model. `language`: its text model. `adapted`: the module that LoRAs change. `towers`: the modules
-    that read images. `output`: the name of its output in an entry. `width`: the width of the output's vectors, 0 for an
-    output without vectors.
+    that read images. `output`, `width`: the name of its output in an entry, and the width of its vectors or 0.
     """
 
     model: Any

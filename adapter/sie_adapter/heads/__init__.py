@@ -71,9 +71,7 @@ class JoiningHead(Head, Protocol):
     """Head whose result for a chunk of a text can be joined from parts, one for each segment of the chunk."""
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return the part of the chunk's result for each sequence. A sequence is a segment: a chunk's tokens in one
-        window.
-        """
+        """Return a part of a chunk's result for each sequence. Sequences are segments: a chunk's tokens in a window."""
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
         """Return the result of each chunk from its parts. `lengths`: the number of tokens of each part. `pooling`: the

@@ -60,9 +60,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def family_of(name: str) -> Any:
-    """Return the class of a family. Raises ModelLoadFailed INCOMPATIBLE for an unknown name, and ImportError if a
-    library of the family is not installed.
-    """
+    """Return the class of a family. Raises ModelLoadFailed for an unknown name, ImportError without its library."""
     if name in FAMILIES:
         module, _, attribute = FAMILIES[name].implementation.partition(":")
         return getattr(importlib.import_module(module), attribute)

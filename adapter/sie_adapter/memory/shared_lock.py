@@ -8,17 +8,13 @@ from collections.abc import Iterator
 
 
 class Share:
-    """Shared hold of a lock by one thread. `was_alone` is set at the end of the hold: True if no other thread held the
-    lock meanwhile.
-    """
+    """Shared hold of a lock. `was_alone` is set at the end: True if no other thread held the lock meanwhile."""
 
     was_alone = True
 
 
 class SharedLock:
-    """Lock with many shared holders or one exclusive holder. While a thread waits for exclusive hold, threads that ask
-    for a shared hold wait too.
-    """
+    """Lock with shared holders or one exclusive holder. While an exclusive hold is requested, no shared hold begins."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

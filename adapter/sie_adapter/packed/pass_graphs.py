@@ -219,7 +219,6 @@ class _ReadyPass(NamedTuple):
     recording: CapturedPass
 
     def replay(self, packed: PackedBatch) -> Tensor:
-        """Run the graph for a batch, and return a copy of its states."""
         self.inputs.fill(packed)
         self.recording.replay()
         return self.recording.output[: len(packed.ids)].clone()
