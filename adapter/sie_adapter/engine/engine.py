@@ -130,7 +130,7 @@ class AdapterEngine:
         self._log_choices(settings)
 
     def _shed(self) -> bool:
-        """Drop cached outputs of towers, and CUDA graphs, to free memory. Return whether anything was dropped."""
+        """Drop cached outputs of image encoders, and CUDA graphs, to free memory. Return whether any was dropped."""
         return any([self.outputs.clear(), drop_graphs()])
 
     def _load(self, resolved: Resolved) -> Any:

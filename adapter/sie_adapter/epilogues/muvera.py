@@ -25,8 +25,8 @@ from sie_contracts.models.muvera import Muvera
 
 # largest number of bytes of an intermediate result for several items; a result for a single item may be larger
 BLOCK_BYTES = 32 << 20
-# this limit on a CPU, so that the result fits the CPU's cache: with 16 MiB, an encoding took 1.4 times as long on an
-# AMD EPYC (bench/muvera.py --block-mib)
+# On a CPU the limit is smaller, so that the result fits the CPU's cache: with 16 MiB, an encoding took 1.4 times as
+# long on an AMD EPYC (bench/muvera.py --block-mib).
 CPU_BLOCK_BYTES = 2 << 20
 _MATRICES_BYTES, _MATRICES_COUNT = 256 << 20, 64  # limits of the cache of random matrices: bytes, number of entries
 

@@ -160,7 +160,7 @@ def _native(transformer: Mapping[str, Any], mask: dict[str, Any] | None) -> dict
         is_of_documents = mask.get("skiplist_tasks", "document") in ("document", ["document"])
         if mask.get("keep_only_token_ids") or not is_of_documents:
             raise incompatible(
-                "the MultiVectorMask of the model masks more than the skipped words of documents: not supported"
+                "the MultiVectorMask masks more than the skiplist words of documents, which this adapter does not do"
             )
         settings["skipped"] = tuple(mask.get("skiplist_words") or ())
     return settings

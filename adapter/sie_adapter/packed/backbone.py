@@ -172,8 +172,8 @@ class Backbone:
         return self._run(tokens, bounds, layout, position_ids=places, sie_trial=trial, **inputs)[:real]
 
     def _run(self, tokens: Tensor, bounds: Tensor, layout: Int64, **inputs: Any) -> Tensor:
-        """Call the model, and return the states of its last layer. `tokens` [rows, tokens]: ids, positions and perhaps
-        token types. `inputs` replace arguments of the same name.
+        """Call the model, and return the states of its last layer. `tokens`: a row of ids, a row of positions, and
+        for some models a row of token types. `inputs` replace arguments of the same name.
         """
         own = {} if "inputs_embeds" in inputs else {"input_ids": tokens[:1]}
         own |= {"position_ids": tokens[1:2]} | ({"token_type_ids": tokens[2:]} if len(tokens) > 2 else {})
@@ -266,7 +266,7 @@ class Backbone:
         give_memory_back(self._compute.device)
         try:
             if not self._is_causal:
-                raise AttentionUnsupported("its attention is not causal")
+                raise AttentionUnsupported("the model's attention is not causal, so SGLang cannot run it here")
             runner = server()
             try:
                 states, places = runner.run(sample), runner.places(sample)
