@@ -34,7 +34,7 @@ class LateChunks:
     def __init__(self, groups: Sequence[Group], lengths: Int64) -> None:
         self._count = len(lengths)
         tables: list[Int64] = []
-        # first row of an input with windows -> number of the first chunk of this input
+        # first row of a chunked input -> number of the first chunk of this input
         self._firsts: dict[int, int] = {}
         chunks = 0
         for group in groups:

@@ -251,7 +251,7 @@ class _SglangProcess:
         end_s = time.monotonic() + START_S
         while True:
             if (status := self._process.poll()) is not None:
-                raise SglangNotStarted(f"it ended with status {status}; its error output is in the log of the adapter")
+                raise SglangNotStarted(f"the server ended with status {status}, see the log of the adapter")
             with contextlib.suppress(httpx.HTTPError):
                 if self._client.get("/ready", timeout=5).status_code == 200:
                     return

@@ -94,7 +94,7 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
     for name, digest in entry.weights.digests.items():
         path = folder / name
         if not path.is_file():
-            raise _refuse(entry, f"weights.digests names {name}, which is not among its files")
+            raise _refuse(entry, f"weights.digests names {name}, which the model folder lacks")
         with path.open("rb") as file:
             actual = hashlib.file_digest(file, "sha256").hexdigest()
         if actual != digest.lower():

@@ -267,7 +267,7 @@ def read_modules(folder: Path) -> Modules:
             _check_splade(config)
             if kinds[0] != "MLMTransformer" and transformer.task != "fill-mask":
                 raise incompatible(
-                    f"SpladePooling after a Transformer of {transformer.task or 'no task'}, expected fill-mask"
+                    f"SpladePooling needs a Transformer of the task fill-mask, got {transformer.task or 'no task'}"
                 )
         elif kind == "LogitScore" and config.get("module_input_name", "causal_logits") != "causal_logits":
             raise incompatible(f"LogitScore reads {config['module_input_name']}, expected causal_logits")

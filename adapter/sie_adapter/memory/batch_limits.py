@@ -209,7 +209,7 @@ class DeviceLimits:
             try:
                 self._path.replace(aside)
             except OSError as moving:
-                _logger.warning("the corrupt file %s cannot be moved: %s", self._path, moving)
+                _logger.warning("%s cannot be moved, so the next save replaces it: %s", self._path, moving)
             return {}
 
     def _save(self) -> None:

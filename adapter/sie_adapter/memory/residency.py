@@ -317,8 +317,8 @@ class ResidentModels:
             beside = [name for name in self._arriving if name != model]
         if needed and (would := self._memory.held(arriving)).used_bytes > would.total_bytes:
             raise ModelLoadFailed(
-                f"{model} needs {needed >> 20} MiB, {max(0, would.total_bytes - would.used_bytes + needed) >> 20} are "
-                "free and no loaded model may be evicted",
+                f"{model} needs {needed >> 20} MiB, {max(0, would.total_bytes - would.used_bytes + needed) >> 20} MiB "
+                "are free, and no loaded model may be evicted",
                 reason="no_room",
                 extras={"error_class": "OOM", **({"arriving": beside} if beside else {})},
             )
