@@ -243,7 +243,7 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
     if unsupported:
         raise lora_rejected(name, f"adapter_config.json sets {', '.join(unsupported)}, which is not supported")
     if config.get("bias", "none") != "none":
-        raise lora_rejected(name, "it changes biases, which is not supported")
+        raise lora_rejected(name, "adapter_config.json sets bias, which is not supported")
     if (init := config.get("init_lora_weights")) not in _INITIALISATIONS:
         remedy = "PEFT can save it as a plain LoRA"
         raise lora_rejected(name, f"init_lora_weights is {init!r}, which changes the weights of the base: {remedy}")
