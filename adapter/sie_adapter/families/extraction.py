@@ -147,7 +147,7 @@ class Preparation:
             except SIEError:
                 continue
             except Exception as error:  # noqa: BLE001  model code may raise anything; `by_options` returns it
-                _logger.debug("texts for an extraction could not be prepared: %s", type(error).__name__)
+                _logger.debug("tokenising texts failed, so the device thread tries again: %s", type(error).__name__)
 
     def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
         """Remove and return the tokenised form of these texts. Texts that `make` has not tokenised are tokenised."""
