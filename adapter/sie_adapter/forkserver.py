@@ -1,6 +1,6 @@
 """Parent process of the adapters. It does the imports, then forks one serving process for each device. A new child
-replaces a dead one within milliseconds, or after a pause if the dead one lived for only a few seconds. The children of
-other devices continue.
+replaces a dead child within milliseconds, or after a pause if the dead child lived for only a few seconds. The children
+of other devices continue.
 
     imports ──► fork ──► a child serves ──► it dies ──► fork again
                                 └──► all drained, one refuses its settings, or a signal to end ──► the parent ends
@@ -26,8 +26,9 @@ from typing import NamedTuple
 from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, end_signals
 
-STEADY_S = 5.0  # a child that lived longer than these seconds is forked again without a pause
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # pause before a fork after an early death; it doubles up to the second
+STEADY_S = 5.0  # a child that lived longer than these seconds is replaced without a pause
+# pause before the fork after an early death of a child: 0.1 s at first, doubled at each further death up to 5 s
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 SIGNALS = frozenset({*end_signals(), signal.SIGCHLD})
 _PR_SET_PDEATHSIG = 1
 _TASKS = Path("/proc/self/task")
@@ -37,8 +38,8 @@ _NO_FORK = 1  # exit status of a parent that cannot fork, although several devic
 
 
 class ForkResult(NamedTuple):
-    """Result of `keep_serving`. `number`: the number of the device that this process must serve; None in a parent whose
-    children have served. `status`: the exit status of such a parent.
+    """Result of `keep_serving`. `number`: in a child, the number of the device that it must serve; None in the parent,
+    after all children have ended. `status`: the exit status of the parent.
     """
 
     number: int | None
@@ -46,16 +47,16 @@ class ForkResult(NamedTuple):
 
 
 def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: None) -> ForkResult:
-    """Fork `count` child processes that serve. Fork a child again when it dies, unless it drained (status 0), a child
-    refused its settings, or a signal to end arrived. In a child, return at once: the caller then serves. In the parent,
-    return when no child runs and none must be forked again.
+    """Fork `count` child processes that serve, and fork a new child when a child dies. A child that drained (status 0)
+    is not replaced. No child is replaced after a child refused its settings or a signal to end arrived. In a child,
+    return at once: the caller then serves. In the parent, return when no child runs and none must be replaced.
 
     If this process cannot fork and `count` is 1, return as in child 0: this process then serves. `died` is called with
     the number of a dead child before a new one is forked.
 
-    Call this while the process has only one thread, with SIGNALS blocked; they are blocked in the children too.
+    Call this while the process has only one thread, with SIGNALS blocked. SIGNALS stay blocked in the children.
     """
-    # this process may have inherited that it ignores SIGCHLD; then it could not wait for its children
+    # this process may have inherited an ignored SIGCHLD, with which the kernel does not report ended children
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parent, children = os.getpid(), _Children(count, died)
     while children.are_left:
@@ -122,7 +123,7 @@ class _Children:
         if self._running:
             self._due_s[number] = time.monotonic() + LONGEST_PAUSE_S
             return
-        _logger.error("several devices need a process each, and this process cannot fork: it ends")
+        _logger.error("several devices need a process each, and this process cannot fork, so it ends")
         self.end(_NO_FORK)
 
     def end(self, status: int) -> None:
@@ -130,7 +131,7 @@ class _Children:
         self._is_ending, self.status = True, status
         self._due_s.clear()
         for pid in self._running:
-            # the id cannot belong to another process: a child keeps its id until it is reaped
+            # the id cannot belong to another process, because the id of a dead child stays reserved until waitpid
             os.kill(pid, signal.SIGTERM)
 
     def reap(self) -> None:
@@ -179,9 +180,9 @@ def _fork() -> int | None:
 
 def _is_alone() -> bool:
     if len(os.listdir(_TASKS)) > 1:
-        # The import of numpy starts threads of OpenBLAS, which would make a fork unsafe. OpenBLAS ends them before any
-        # fork and starts them again only at the next matrix product. So a fork whose child exits at once ends these
-        # threads.
+        # The import of numpy starts threads of OpenBLAS, which would make a fork unsafe. OpenBLAS ends its threads
+        # before a fork, and starts threads again only at the next matrix product. So a fork of a child that exits at
+        # once ends these threads.
         end_of = os.fork()
         if end_of == 0:
             os._exit(0)

@@ -41,10 +41,10 @@ def run(settings: Settings, *, spare: bool = False) -> int:
     """Serve on `settings.ipc_socket_path` until a signal to end or Drain. Return the exit status. Call this on the main
     thread.
 
-    `spare`: serve in a child process, which is replaced when it dies (Linux). The call then returns in both processes.
-    Several devices are always served by child processes. Running batches may take DRAIN_S to finish; waiting batches
-    are refused. Raises SettingError if a device or a dependency of the bundle is absent, or the models folder is not
-    trusted.
+    `spare`: on Linux, serve in a child process, which is replaced when it dies. The call then returns in the parent and
+    in the child. Several devices are always served by child processes. At the end, running batches have DRAIN_S to
+    finish, and waiting batches are refused. Raises SettingError if a device or a dependency of the bundle is absent, or
+    the models folder is not trusted.
     """
     dependencies.check(settings)
     if warning := examined(allowed(settings)):
@@ -56,11 +56,11 @@ def run(settings: Settings, *, spare: bool = False) -> int:
     adapters = _one_for_each_device(settings)
     for adapter in adapters:
         if _is_served(path := Path(adapter.ipc_socket_path)):
-            _logger.error("another adapter serves on %s", path)
+            _logger.error("another adapter serves on %s, so this process ends", path)
             return 1
     # remove the sockets of a killed adapter that had more devices
     for number in range(len(adapters), MAX_DEVICES):
-        # a socket that stays does no harm: no process connects to it, and `sie doctor` reports it
+        # a socket file that cannot be removed does no harm: no process connects to it, and `sie doctor` reports it
         with contextlib.suppress(OSError):
             Path(ipc.device_socket(settings.ipc_socket_path, number)).unlink(missing_ok=True)
     with contextlib.ExitStack() as sockets:
@@ -83,7 +83,7 @@ def allowed(settings: Settings) -> Allowed:
 
 def _import() -> None:
     """Import all modules that a load of a text encoder needs. Start no thread. Make no CUDA call, not even a query for
-    devices: after it, forked processes could not use CUDA.
+    devices: forked processes could not use CUDA after a CUDA call in the parent.
     """
     _name_temporary_folder()
     import transformers
@@ -94,31 +94,31 @@ def _import() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    # the handler of the root logger writes these lines too, so they would appear twice
+    # the handler of the root logger also writes the lines of huggingface_hub, so they would appear twice
     logging.getLogger("huggingface_hub").handlers.clear()
     engine.prepare_process()
-    # Imported objects are never freed. If the garbage collector skips them, it pauses the device threads for a shorter
-    # time, and child processes still share the pages.
+    # Imported objects are never freed. After gc.freeze, the garbage collector skips these objects. Its pauses become
+    # shorter, and child processes still share the memory pages of the objects.
     gc.collect()
     gc.freeze()
 
 
 def _name_temporary_folder() -> None:
-    """Set a path for temporary files if Python finds no writable folder, for example because all are full. The import
-    of torch reads this path and would raise without one, although torch writes no file there.
+    """Set a path for temporary files if Python finds no writable folder, for example because all disks are full. The
+    import of torch reads this path and would raise without a path, although torch writes no file there.
     """
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
         tempfile.tempdir = folder = os.environ.get("TMPDIR", "/tmp")  # noqa: S108  no file is written into this folder
-        # torch would create this folder below the temporary folder
+        # without this variable, torch would create its cache folder below the temporary folder
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
         _logger.warning("no temporary file can be written: %s", error)
 
 
 def _learning(settings: Settings) -> Callable[[], None]:
     """Lower the batch limits if the previous adapter process died in a forward pass, probably for lack of memory.
-    Return a function that does the same after a later death of a child.
+    Return the function that `forkserver` calls for the same purpose after the death of a child.
     """
     from sie_adapter.memory.batch_limits import CrashRecord, DeviceLimits, PassRecords
 
@@ -128,8 +128,8 @@ def _learning(settings: Settings) -> Callable[[], None]:
 
 
 def _one_for_each_device(settings: Settings) -> list[Settings]:
-    """Return the settings for the adapter process of each device. Raises SettingError if this machine cannot have a
-    device, or for several devices on a system other than Linux.
+    """Return the settings for the adapter process of each device. Raises SettingError for a CUDA device on a machine
+    without CUDA, and for several devices on a system other than Linux.
     """
     from sie_adapter.engine import device
 
@@ -189,7 +189,7 @@ def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
     wake, waker = socket.socketpair()
     waker.setblocking(False)
     before = signal.set_wakeup_fd(waker.fileno())
-    # a handler does nothing, because the byte that set_wakeup_fd writes is the message
+    # the handlers do nothing, because set_wakeup_fd already writes a byte to `waker` for each signal
     handlers = {number: signal.signal(number, lambda *_: None) for number in end_signals()}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, forkserver.SIGNALS)
     try:
@@ -203,7 +203,7 @@ def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def _wake(waker: socket.socket) -> None:
-    # the waker may be closed: the process is ending, and no thread reads it any more
+    # the socket is closed if the process is already ending
     with contextlib.suppress(OSError):
         waker.send(b"\0")
 
@@ -216,7 +216,7 @@ def _is_served(path: Path) -> bool:
             probe.connect(str(path))
         except (FileNotFoundError, ConnectionRefusedError):
             return False
-        except BlockingIOError:  # the queue of a process that listens is full
+        except BlockingIOError:  # a process listens, and its queue of connections is full
             pass
     return True
 

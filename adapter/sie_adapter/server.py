@@ -42,11 +42,11 @@ MAX_CONNECTIONS = 256
 SEND_TIMEOUT_S = 30.0
 # pause after a failed accept: without free file descriptors the listener stays readable, and the loop would use a core
 _FAILED_ACCEPT_S = 0.1
-_CREDENTIALS = struct.Struct("3i")  # process id, user id and group id of the process at the other end
+_CREDENTIALS = struct.Struct("3i")  # process id, user id and group id of the peer
 
 
 class AdapterServer:
-    """Server that answers requests to `engine` on the socket `listener`. It does not close the listener."""
+    """Server that answers requests to `engine` on the socket `listener`, which the caller must close."""
 
     def __init__(self, listener: socket.socket, engine: AdapterEngine, drain: Callable[[], None], trust: Trust) -> None:
         """`drain` is called when a sidecar requests the end of the process. `trust`: which code of catalogue entries
@@ -72,7 +72,7 @@ class AdapterServer:
                     self._accept()
 
     def close(self) -> None:
-        """End all connections: a thread that waits for a frame returns at once."""
+        """Shut down all connections, so that threads that wait for a frame return at once."""
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
@@ -90,7 +90,8 @@ class AdapterServer:
             is_full = len(self._connections) >= MAX_CONNECTIONS
         if is_full or not _is_trusted(connection):
             _logger.warning(
-                "refused a connection: %s", f"{MAX_CONNECTIONS} are open" if is_full else "it belongs to another user"
+                "refused a connection: %s",
+                f"{MAX_CONNECTIONS} connections are open" if is_full else "its peer runs as another user",
             )
             connection.close()
             return
@@ -105,7 +106,7 @@ class AdapterServer:
             connection.close()
 
     def _attend(self, connection: socket.socket) -> None:
-        torch.set_num_threads(1)  # torch gives a new thread the number of threads that a device thread has set last
+        torch.set_num_threads(1)  # a new thread starts with the number that the last call in any thread has set
         try:
             while True:
                 request = ipc.request(bytes(ipc.receive_frame(connection, ipc.MAX_REQUEST_BYTES)))
@@ -122,12 +123,12 @@ class AdapterServer:
         except EOFError:
             pass
         except FrameError as error:
-            # the message of a decoding error names a path in the request, never its contents
-            _logger.warning("closed a connection: %s", error)
+            # the error names only a path in the request, so no contents of the request reach the log
+            _logger.warning("closed a connection after a malformed frame: %s", error)
         except OSError as error:
-            _logger.info("a connection broke: %s", error)
+            _logger.info("closed a connection that broke: %s", error)
         except Exception:
-            _logger.exception("a connection failed")
+            _logger.exception("closed a connection after an unexpected error")
         finally:
             with self._lock:
                 self._connections.discard(connection)
@@ -146,14 +147,14 @@ class AdapterServer:
                 _send(connection, Refused(InternalFailure(str(error), reason="reply_too_large").info(), request.batch))
             except (TypeError, ValueError, OverflowError, RecursionError, MemoryError):
                 # MessagePack cannot carry a value of the reply, such as half of a surrogate pair in a text, or there is
-                # no memory for its frame; no byte of it was sent
+                # no memory for the frame of the reply. No byte of the reply was sent, so another reply can follow.
                 _logger.exception("the reply to batch %s cannot be encoded", request.batch)
                 failure = InternalFailure("the reply of the model cannot be encoded, see the log of the adapter")
                 _send(connection, Refused(failure.info(), request.batch))
             except OSError as error:
                 broken.append(error)
 
-        # created before the batch waits for a device thread: a model that is used after this moment must not be evicted
+        # the permission is created before the batch waits, so that it does not cover models that are used meanwhile
         permission = self._engine.residency.permission(request.may_drop)
         if self._engine.writes(request):
             with self._engine.writing():
@@ -200,11 +201,11 @@ class AdapterServer:
         except SIEError as error:
             reply_error = public(error.info())
             if reply_error.message != error.message:
-                # the error names a path of this machine, which only the log may have: the reply goes to a client
-                _logger.warning("%s was refused: %s", type(request).__name__, error.message)
+                # the error names a path of this machine, which only the log may show, because clients read the reply
+                _logger.warning("the request %s was refused: %s", type(request).__name__, error.message)
             return Refused(reply_error, dropped=permission.dropped)
         except Exception:
-            _logger.exception("%s failed", type(request).__name__)
+            _logger.exception("the request %s failed", type(request).__name__)
             failure = InternalFailure(f"{type(request).__name__} failed, see the log of the adapter")
             return Refused(failure.info(), dropped=permission.dropped)
 
@@ -258,8 +259,8 @@ def _send(connection: socket.socket, reply: Reply) -> None:
 
 
 def _is_gone(connection: socket.socket) -> bool:
-    """Return whether the batch must stop: the peer closed the connection, or sent a frame, which can only be a Cancel
-    while a batch runs. Never waits.
+    """Return whether the running batch must stop, without waiting: the peer closed the connection, or sent a Cancel,
+    the only frame that it may send while a batch runs.
     """
     poll = select.poll()
     poll.register(connection, select.POLLIN | getattr(select, "POLLRDHUP", 0))

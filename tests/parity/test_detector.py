@@ -521,7 +521,7 @@ def test_a_model_of_another_type_is_refused(cpu_engine: AdapterEngine, tmp_path:
     folder = tmp_path / "bert"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ModelLoadFailed, match="a detector is grounding-dino or owlv2"):
+    with pytest.raises(ModelLoadFailed, match="family detector needs grounding-dino or owlv2"):
         Detector.fault_of_files(folder, _entry("owlv2", folder))
 
 

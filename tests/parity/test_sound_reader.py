@@ -353,7 +353,7 @@ def test_what_cannot_be_asked_is_refused(
                 ("generation_config.json", {"condition_on_prev_tokens": True}, "sets condition_on_prev_tokens"),
                 ("preprocessor_config.json", {"dither": 0.1}, "dither is 0.1, supported is 0"),
                 ("preprocessor_config.json", {"chunk_length": 30}, "3000 frames of 20 bins, the model reads 200 of 20"),
-                ("config.json", {"model_type": "clap"}, "model_type is clap, a sound-reader is whisper"),
+                ("config.json", {"model_type": "clap"}, "model_type is clap, family sound-reader needs whisper"),
                 ("config.json", {"max_target_positions": 63}, "mismatched keys|max_tokens is 64, the model has 63"),
             )
         ),

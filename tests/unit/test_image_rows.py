@@ -127,9 +127,9 @@ def test_a_batch_without_images_has_no_bytes_of_them(tokenizer: ModelTokenizer) 
     ("places", "pixels", "message"),
     [
         ([(0, 2, 2, 5)], 12, "do not divide by 20"),
-        ([(0, 2, 2, 5, 5)], 11, "have 12 bytes, 11 came"),
-        ([(0, 0, 2, 5, 5)], 0, "one is empty"),
-        ([(0, 2, 2, 0, 5)], 12, "one is empty"),
+        ([(0, 2, 2, 5, 5)], 11, "need 12 bytes, the batch has 11"),
+        ([(0, 0, 2, 5, 5)], 0, "an image is empty"),
+        ([(0, 2, 2, 0, 5)], 12, "an image is empty"),
         ([(-1, 1, 1, 5, 5)], 3, "not in the order"),
         ([(1, 1, 1, 5, 5), (0, 1, 1, 5, 5)], 6, "not in the order"),
     ],

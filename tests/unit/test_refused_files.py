@@ -256,7 +256,7 @@ CASES = [
         quantised(torch.float8_e4m3fn),
         [WEIGHTS, "in float8_e4m3fn, and config.json has no quantization_config"],
     ),
-    ("dense", without_a_part, ["names 1 files that are not there: model-00002-of-00002.safetensors"]),
+    ("dense", without_a_part, ["names 1 files that the folder lacks: model-00002-of-00002.safetensors"]),
 ]
 
 

@@ -168,8 +168,8 @@ def test_sounds_reach_the_adapter_with_their_rows_and_shapes(tokenizer: ModelTok
     ("places", "values", "message"),
     [
         ([(0, 1, 2)], 2, "int32"),
-        ([(0, 1, 2, 3)], 5, "have 24 bytes, 20 came"),
-        ([(0, 1, 0, 3)], 0, "one is empty"),
+        ([(0, 1, 2, 3)], 5, "need 24 bytes, the batch has 20"),
+        ([(0, 1, 0, 3)], 0, "a sound is empty"),
         ([(1, 1, 1, 1), (0, 1, 1, 1)], 2, "not in the order"),
         ([(-1, 1, 1, 1)], 1, "not in the order"),
     ],
@@ -184,7 +184,7 @@ def test_sounds_that_do_not_belong_to_their_batch_are_refused(
 
 def test_a_sound_of_a_row_that_is_not_there_is_refused() -> None:
     batch_sounds = sounds(np.array([(3, 1, 1, 1)], np.int32).tobytes(), bytes(4), RECIPE)
-    with pytest.raises(MalformedBatch, match="a sound is of row 3"):
+    with pytest.raises(MalformedBatch, match="a sound belongs to row 3"):
         items(np.array([0, 0], np.int32).tobytes(), b"", b"", None, batch_sounds)
 
 

@@ -36,9 +36,9 @@ _STATUS = Path("/proc/self/status")
 # device files of GPU drivers: of NVIDIA, of NVIDIA under WSL, and of AMD
 _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 _INSTEAD = "or set cpu, or auto for the best device here"
-# glibc serves allocations of at least this size by mmap, outside the heap; it accepts no larger threshold
+# glibc serves allocations of at least this size by mmap, outside the heap; glibc accepts no larger threshold
 _MAPPED_BYTES = 32 << 20
-# smaller threshold while weights are loaded or RLIMIT_DATA is set, so that freed weights leave no holes in the heap
+# the threshold while weights are loaded, and under RLIMIT_DATA: freed weights then leave no holes in the heap
 _APART_BYTES = 1 << 20
 # number of model loads in progress, and its lock; the capture of a CUDA graph holds the lock, so that no load begins
 _apart, _apart_lock = 0, threading.Lock()
@@ -48,8 +48,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # parameters of m
 
 
 def names_of(setting: str) -> list[str]:
-    """Return the device names that SIE_DEVICE stands for; each gets a separate process. Call this while the process has
-    only one thread and has not used CUDA.
+    """Return the device names in SIE_DEVICE; for `all`, the names of all GPUs. Each device gets an adapter process.
+    Call this while the process has only one thread and has not used CUDA.
     """
     if setting != "all":
         return setting.split(",")
@@ -57,8 +57,8 @@ def names_of(setting: str) -> list[str]:
 
 
 def _cuda_devices() -> int:
-    """Return the number of GPUs that torch finds, at most MAX_DEVICES. A forked child counts them, because a process
-    that has called CUDA can no longer fork processes that use CUDA.
+    """Return the number of GPUs that torch finds, at most MAX_DEVICES. A forked child counts the GPUs, because a
+    process that has called CUDA can no longer fork processes that use CUDA.
     """
     if torch.version.cuda is None and torch.version.hip is None:
         return 0
@@ -86,8 +86,8 @@ def hide_other_gpus(name: str) -> None:
 
 
 def require(name: str) -> None:
-    """Raise SettingError if `name` is a CUDA device and this machine cannot have one. CUDA is not called, because a
-    process that has called it can no longer fork.
+    """Raise SettingError if `name` is a CUDA device, and torch is built without CUDA or the machine has no GPU driver.
+    CUDA is not called, because a process that has called CUDA can no longer fork.
     """
     if not name.startswith("cuda"):
         return
@@ -110,7 +110,7 @@ def resolve_device(name: str) -> torch.device:
     named device is absent.
     """
     require(name)
-    # TF32 is switched off: it has 10 bits of mantissa, and a float32 model must compute in float32
+    # TF32 is switched off, because it has only 10 bits of mantissa, and a float32 model must compute in float32
     torch.backends.cudnn.allow_tf32 = False
     has_mps = torch.backends.mps.is_available()
     if name == "auto":
@@ -132,10 +132,10 @@ class Compute:
     """Settings for the weights and forward passes of one model on this device.
 
     `requested`: the precision in the model's catalogue entry, else the default. `precision_reason`: the reason why
-    `dtype` is another precision, else empty. `outputs`: the cache of outputs of image towers. `model`: facts about the
-    model, by which its engine is chosen. `engine`: the chosen engine. If it cannot run the model, torch runs it, or the
-    load fails if the entry demands the engine (`Choice.demand`). `scratch`: the folder for temporary files of a load,
-    None for the system's folder. `int8`: weights are stored in 8 bits.
+    `dtype` is not the requested precision; empty if it is. `outputs`: the cache of outputs of image towers. `model`:
+    facts about the model, by which its engine is chosen. `engine`: the chosen engine. If this engine cannot run the
+    model, torch runs the model, but if the entry demands the engine (`Choice.demand`), the load fails. `scratch`: the
+    folder for temporary files of a load, None for the system's folder. `int8`: whether weights are stored in 8 bits.
     """
 
     device: torch.device
@@ -157,8 +157,8 @@ class Compute:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy a host array to the device without waiting for a GPU: CUDA first copies the array to a buffer of its own, so
-    the array may change afterwards. On a CPU the tensor shares the array's memory.
+    """Copy a host array to the device without waiting for a GPU. CUDA first copies the array to its own buffer, so the
+    caller may change the array after the call. On a CPU the tensor shares the array's memory.
     """
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
@@ -179,7 +179,7 @@ def usable_cores() -> int:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Used and total bytes under one limit of memory: of the device, the machine, the container or this process."""
+    """Used and total bytes of one memory limit: that of the device, the machine, the container or this process."""
 
     used_bytes: int
     total_bytes: int
@@ -190,12 +190,12 @@ class MemoryUse:
 
 
 def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
-    """Return the device's memory as if `more_bytes` more bytes were used. If this process has several limits, the one
-    with the highest share in use is returned.
+    """Return the memory use of the device as if `more_bytes` more bytes were in use. If several limits apply, return
+    the limit with the highest share in use.
 
-    The limits are, on CUDA: the card, and the fraction of it that this process may use. On MPS: the size that Metal
-    recommends. On a CPU: the machine, the container, and RLIMIT_DATA (`ulimit -d`), which can limit an adapter that has
-    no container of its own.
+    The limits are, on CUDA: the memory of the GPU, and the fraction that this process may use. On MPS: the size that
+    Metal recommends. On a CPU: the memory of the machine, the limit of the container, and RLIMIT_DATA (`ulimit -d`),
+    for an adapter without a container of its own.
     """
     return max(
         (MemoryUse(limit.used_bytes + more_bytes, limit.total_bytes) for limit in _limits(device)),
@@ -229,8 +229,8 @@ def _cuda_memory(device: torch.device) -> list[MemoryUse]:
 
 @functools.cache
 def _nvml_handle(device: torch.device) -> object | None:
-    """Return NVML's handle of the card, by UUID, as CUDA_VISIBLE_DEVICES changes the indices. None if NVML is absent or
-    does not list the card.
+    """Return NVML's handle of the GPU; None if NVML is absent or does not list the GPU. The GPU is found by its UUID,
+    because CUDA_VISIBLE_DEVICES changes the indices of GPUs.
     """
     try:
         import pynvml
@@ -240,7 +240,7 @@ def _nvml_handle(device: torch.device) -> object | None:
         pynvml.nvmlInit()
         return cast(object, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
     except pynvml.NVMLError as error:
-        _logger.info("NVML gives no handle of the card, so the CUDA driver reports its memory: %s", error)
+        _logger.info("NVML does not find the GPU, so memory use is read from the CUDA driver: %s", error)
         return None
 
 
@@ -252,7 +252,7 @@ def _nvml_memory(device: torch.device) -> MemoryUse | None:
     try:
         info = pynvml.nvmlDeviceGetMemoryInfo(handle)
     except pynvml.NVMLError as error:
-        _logger.warning("NVML returned no memory information, so the CUDA driver reports it: %s", error)
+        _logger.warning("NVML returned no memory use of the GPU, so it is read from the CUDA driver: %s", error)
         return None
     return MemoryUse(int(info.used), int(info.total))
 
@@ -288,7 +288,7 @@ class UtilisationProbe:
         try:
             return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
         except pynvml.NVMLError as error:
-            _logger.debug("NVML gave no utilisation: %s", error)
+            _logger.debug("NVML returned no utilisation of the GPU, so none is reported: %s", error)
             return None
 
 
@@ -341,10 +341,10 @@ def _free_in_allocator() -> int:
 
 
 def peak_of(device: torch.device, run: Callable[[], object]) -> int:
-    """Call `run` and return its peak memory on the device, in bytes more than were in use before; 0 if this cannot be
-    measured. Allocations of other threads during the call count too, so the result is an upper bound.
+    """Call `run`. Return the bytes by which its peak memory on the device exceeded the memory in use before; 0 if this
+    cannot be measured. Allocations of other threads during the call count too, so the result is an upper bound.
     """
-    # free memory of the allocator is returned first: a CPU's resident memory would not grow if `run` reused it
+    # without this call, `run` could reuse freed memory of the allocator, and the resident memory would not grow
     give_memory_back(device)
     if device.type == "cuda":
         held: int = torch.cuda.memory_allocated(device)
@@ -358,7 +358,7 @@ def peak_of(device: torch.device, run: Callable[[], object]) -> int:
 
 
 def _reset_high_water() -> bool:
-    """Reset the kernel's record of this process's peak memory (proc_pid_clear_refs(5)). Return whether that worked."""
+    """Reset the kernel's record of this process's peak memory (proc_pid_clear_refs(5)). Return whether it succeeded."""
     try:
         (_STATUS.parent / "clear_refs").write_text("5")
     except OSError:
@@ -372,9 +372,9 @@ def _status_kib(field: str) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let the C allocator keep up to 512 MiB of freed memory in each arena. By default it returns the memory of each
-    layer's states to the kernel, and the page faults of the next layer take 12 to 15 % of a forward pass on a CPU
-    (bench/engine.py). `give_memory_back` still returns all freed memory.
+    """Let the C allocator keep up to 512 MiB of freed memory in each arena. By default, the allocator returns the
+    memory of each layer's states to the kernel, and the page faults of the next layer take 12 to 15 % of a forward pass
+    on a CPU (bench/engine.py). `give_memory_back` still returns all freed memory.
 
     Under RLIMIT_DATA, allocations of 1 MiB and more are outside the heap (mmap), because freed memory inside the heap
     still counts as data: after some thousand batches, 150 MiB of freed memory lay in holes too small for the tensors of
@@ -415,7 +415,7 @@ def _count_apart(more: int) -> None:
 @contextlib.contextmanager
 def without_loads() -> Iterator[bool]:
     """Yield True if no load is in progress. Until the context ends, no load begins and no memory is returned to CUDA's
-    driver: either would synchronise the device, which makes the capture of a CUDA graph fail.
+    driver, because a load or a return would synchronise the device, and the capture of a CUDA graph would fail.
     """
     with _apart_lock:
         yield not _apart
@@ -427,15 +427,15 @@ def is_limited() -> bool:
 
 
 def claim(nbytes: int) -> None:
-    """Check that `nbytes` plus _CLAIM_BYTES can be allocated: allocate and free them. Raises the error of torch's
-    allocator. Call this before oneDNN, which ends the process if one of its own small allocations for a new shape
-    fails. Another thread may still allocate the memory in between.
+    """Check that `nbytes` plus _CLAIM_BYTES can be allocated: allocate these bytes and free them. Raises the error of
+    torch's allocator. Call this before oneDNN, which ends the process if one of its own small allocations for a new
+    shape fails. This call reserves nothing: another thread may allocate the memory before oneDNN does.
     """
     torch.empty(nbytes + _CLAIM_BYTES, dtype=torch.uint8)
 
 
 def give_memory_back(device: torch.device) -> None:
-    """Return freed memory to the driver or the system, so that other processes, and the next measurement, see it."""
+    """Return freed memory to the driver or the system, where other processes and measurements see it as free."""
     if device.type == "cuda":
         with without_loads():
             torch.cuda.empty_cache()

@@ -1,9 +1,9 @@
-"""Threads that run batches on the device. Each runs one batch at a time and sends the reply itself, which saves the
+"""Threads that run batches on the device. A thread runs one batch at a time and sends the reply itself, which saves the
 time to wake another thread.
 
     submit(DeviceJob) ──► queue ──► thread: BatchStarted, run, reply
 
-The queue needs no limit: it has at most one job per connection. If the first thread is idle, it takes the next job.
+The queue has at most one job per connection, so it needs no limit. If the first thread is idle, it takes the next job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sie_contracts.errors import InternalFailure, ShuttingDown, SIEError
 from sie_contracts.wire.ipc import BatchStarted, Refused, Reply, RunBatch
 from sie_runtime.failpoints import failpoint
 
-_MOST_TORCH_THREADS = 8  # small operations gain nothing from more
+_MOST_TORCH_THREADS = 8  # more threads do not make small operations faster
 
 _logger = logging.getLogger("sie.adapter")
 _thread = threading.local()
@@ -30,8 +30,8 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class DeviceJob:
-    """A batch, and `answer`, which sends its replies. `finished` is set after the last reply. `run`: if set, the thread
-    calls it instead of the engine's `execute`. `is_started`: the reply BatchStarted was sent already.
+    """Batch for a device thread. `answer` sends a reply to the sidecar. `run`: if set, the thread calls it instead of
+    the engine's `execute`. `is_started`: whether BatchStarted was already sent. `finished` is set after the last reply.
     """
 
     message: RunBatch
@@ -43,7 +43,7 @@ class DeviceJob:
 
 
 def timed(run: Callable[[], Reply]) -> tuple[Reply, int, int]:
-    """Return the reply of `run`, its begin in ns since 1970, and its end: begin plus duration by a monotonic clock."""
+    """Return the reply of `run`, and begin and end of the call in ns since 1970. The duration is monotonic time."""
     began_ns, start_ns = time.time_ns(), time.perf_counter_ns()
     reply = run()
     return reply, began_ns, began_ns + time.perf_counter_ns() - start_ns
@@ -60,12 +60,12 @@ class DeviceThreads:
     does not raise.
 
     Torch computes a batch with one thread. If no other batch runs or waits, the first device thread computes its batch
-    with `count` torch threads, at most 8. The other device threads never do: each would get torch threads of its own,
-    and if a process has more torch threads than cores, libgomp puts them to sleep at each barrier.
+    with `count` torch threads, at most 8. The other device threads always use one torch thread: torch would start more
+    threads for each of them, and if there are more torch threads than cores, libgomp puts threads to sleep at barriers.
     """
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply]) -> None:
-        # called after each batch that ran, with its reply, and with begin and end of its run in ns since 1970
+        # functions to call after a batch has run: with its job and reply, and begin and end of the run, ns since 1970
         self.listeners: list[Callable[[DeviceJob, Reply, int, int], None]] = []
         self._execute = execute
         self._jobs: queue.SimpleQueue[DeviceJob | None] = queue.SimpleQueue()
@@ -78,7 +78,7 @@ class DeviceThreads:
         self._threads = [self._start(number) for number in range(count)]
 
     def submit(self, job: DeviceJob) -> None:
-        """Queue a job. A device thread runs and answers it. After `stop` was called, the answer is ShuttingDown."""
+        """Queue a job for a device thread, which sends the reply. After a call of `stop`, reply with ShuttingDown."""
         with self._choice:
             if not self._stopping.is_set():
                 (self._job_of_first if self._is_first_idle else self._jobs).put(job)
@@ -105,8 +105,8 @@ class DeviceThreads:
         return time.monotonic() - min(since) if since else 0.0
 
     def stop(self, timeout_s: float) -> bool:
-        """Let running batches end, and refuse waiting ones. Return whether all threads ended within the time limit."""
-        with self._choice:  # a job is then either queued before the None that ends its queue, or refused by `submit`
+        """Let running batches end, and refuse waiting batches. Return whether all threads ended within `timeout_s`."""
+        with self._choice:  # so that each job is either queued before the None that ends its queue, or refused
             self._stopping.set()
         self._job_of_first.put(None)
         for _ in self._threads:
@@ -147,10 +147,10 @@ class DeviceThreads:
         try:
             self._threads[number] = self._start(number)
         except RuntimeError as error:
-            # no memory for the stack of a new thread: this thread continues, although it is slower, and tries again
-            # after its next batch
+            # There is no memory for the stack of a new thread. This thread continues, although it is slower, and tries
+            # to start its replacement again after its next batch.
             _logger.warning(
-                "%s could not be replaced, so it continues, although oneDNN cannot run new shapes on it: %s",
+                "thread %s could not be replaced and continues, although oneDNN cannot run new shapes on it: %s",
                 threading.current_thread().name,
                 error,
             )
@@ -176,9 +176,9 @@ class DeviceThreads:
             job.answer(answer)
             ran = answer, began_ns, ended_ns
         except Exception:
-            # `execute` and `answer` should not raise; if one does, this thread must not end, because no other thread
-            # would replace it
-            _logger.exception("a device thread failed")
+            # `execute` and `answer` should not raise. After an unexpected exception, this thread must continue, because
+            # no other thread would replace it.
+            _logger.exception("a batch failed on a device thread, which continues with the next batch")
             _refuse(job, InternalFailure("a device thread of the adapter failed, see its log"))
         finally:
             self._busy_since[number] = 0.0
@@ -202,5 +202,5 @@ def _refuse(job: DeviceJob, error: SIEError) -> None:
     """Reply Refused to a batch without a result: the sidecar waits for a batch's last reply without a timeout."""
     try:
         job.answer(Refused(error.info(), job.message.batch))
-    except Exception:  # mostly because the sidecar ended: the thread continues with the next batch
+    except Exception:  # usually the sidecar has ended; the device thread must continue with the next batch
         _logger.exception("the reply to batch %s could not be sent", job.message.batch)

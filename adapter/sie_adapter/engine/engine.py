@@ -3,8 +3,8 @@ the benchmark both use it. `BatchRun` runs one batch, from its bytes to its outc
 
     RunBatch ──► Items ──► fit? ──► pack ──► forward ──► heads ──► answers, per work item ──► BatchDone
 
-Each input has exactly one outcome, at its own position: an invalid input gets a typed error and does not harm the
-others. If memory runs out, cached memory is freed, then models are evicted, then the batch is split into halves of
+Each input has exactly one outcome, at its own position: an invalid input gets a typed error, and the other inputs get
+results. If memory runs out, cached memory is freed, then models are evicted, then the batch is split into halves of
 equal cost until each part fits. An input that does not fit alone gets RESOURCE_EXHAUSTED.
 """
 
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("sie.adapter")
 DEVICE_LOST_STATUS = 70  # exit status of the process after the device was lost
-# Seconds after which a waiting device thread makes the running one release the interpreter. Python's default of 5 ms
-# slows two device threads by 2 to 4 %.
+# Seconds after which a waiting device thread makes the running device thread release the interpreter. Python's default
+# of 5 ms slows two device threads by 2 to 4 %.
 _SWITCH_INTERVAL_S = 0.0005
 _KEPT_PRODUCTS = "64"  # number of entries of each cache of matrix products (see `prepare_process`)
 
@@ -120,7 +120,7 @@ class AdapterEngine:
         cores = devices.usable_cores()
         # One device thread on a GPU, where a second one would only compete for the GPU; one per core on a CPU.
         # bench/engine.py measured in bfloat16 on two cores, in texts/s, for texts of mixed lengths and for texts of 8
-        # tokens: two threads 324 and 3,623, two processes 333 and 3,608, one thread with both cores 292 and 2,567.
+        # tokens: two threads 324 and 3,623, two processes 333 and 3,608, one thread on both cores 292 and 2,567.
         self.device_threads = DeviceThreads(cores if self.device.type == "cpu" else 1, self.execute)
         self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self._shed)
         self._instrumentation: Instrumentation | None = None
@@ -130,16 +130,16 @@ class AdapterEngine:
         self._log_choices(settings)
 
     def _shed(self) -> bool:
-        """Drop cached outputs of towers, and CUDA graphs, to free memory. Return whether any was dropped."""
+        """Drop cached outputs of image encoders, and CUDA graphs, to free memory. Return whether any was dropped."""
         return any([self.outputs.clear(), drop_graphs()])
 
     def _load(self, resolved: Resolved) -> Any:
-        # on a new thread, because oneDNN may not run new shapes on a thread that ran out of memory
+        # a new thread loads the model, because oneDNN may not run new shapes on a thread that ran out of memory
         with self._ending_if_lost(), classed(resolved.entry), devices.weights_apart():
             return on_new_thread(self.loader.load, resolved)
 
     def _warm_up(self, resolved: Resolved, weights: Any) -> int:
-        """Run one tiny pass, so that no request waits for one-time work of the libraries. Return the peak bytes of the
+        """Run one tiny pass, so that no request waits for the initialisation of libraries. Return the peak bytes of the
         pass beyond the weights. Raises ModelLoadFailed.
         """
 
@@ -163,18 +163,18 @@ class AdapterEngine:
     def _end_if_lost(self, error: Exception) -> None:
         """End the process if the CUDA context or a graph is lost: later batches would fail or return wrong results."""
         if is_device_fatal(error) or isinstance(error, GraphLost):
-            _logger.critical("the device or a graph is lost, the process ends: %s", error)
+            _logger.critical("the device or an OpenVINO graph is lost, so the process ends: %s", error)
             self._on_device_lost()
 
     def prepare(
         self, message: RunBatch, permission: Permission, start: Callable[[], None]
     ) -> Callable[[RunBatch], Reply] | None:
         """Tokenise the texts of a batch outside the device threads, if the model has a method `prepare`. At most
-        SIE_PREPROCESSOR_WORKERS calls run at once. Return the function that then runs the batch on a device thread, or
-        None if nothing was prepared. Never raises: an error occurs again on the device thread, which replies with it.
+        SIE_PREPROCESSOR_WORKERS calls run at once. Return the function that a device thread calls to run the batch, or
+        None if nothing was prepared. Never raises: the device thread then tokenises again and replies with the error.
 
-        `start` is called before a text is processed: if a text then crashes this process, the sidecar knows which batch
-        may be the cause.
+        `start` is called before the first text is processed, and sends BatchStarted: if a text crashes this process,
+        the sidecar knows which batch may be the cause.
         """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
@@ -188,7 +188,7 @@ class AdapterEngine:
         except SIEError:
             return None
         except Exception as error:  # noqa: BLE001  model code may raise anything; the device thread logs it
-            _logger.debug("a batch of %s could not be prepared: %s", message.model, type(error).__name__)
+            _logger.debug("a batch of the model %s could not be prepared: %s", message.model, type(error).__name__)
             return None
 
     def writes(self, message: RunBatch) -> bool:
@@ -208,12 +208,12 @@ class AdapterEngine:
         is_gone: Callable[[], bool] = lambda: False,
     ) -> Reply:
         """Run a batch on the calling thread. Return BatchDone or Refused, with the models that were evicted for the
-        batch. Evict models if memory is above the threshold afterwards. Never raises. The caller sets inference mode,
-        except for a batch that generates text: the thread of `Readings` has its own.
+        batch. Evict models if memory is above the threshold after the batch. Never raises. The caller must be in
+        inference mode; for a batch that generates text, the thread of `Readings` sets the mode instead.
 
         `preparation`: the result of the family's `prepare`. `permission`: the models that this batch may evict,
-        determined when the batch arrived. `is_gone`: returns True if no client waits any more; a model that generates
-        text then stops between two tokens.
+        determined when the batch arrived. `is_gone`: returns True if no client waits for the reply. A model that
+        generates text calls `is_gone` after each token, and stops if it returns True.
         """
         permission = permission or self.residency.permission(message.may_drop)
         reply = self._run(message, functools.partial(self.residency.make_room, permission), preparation, is_gone)
@@ -221,7 +221,7 @@ class AdapterEngine:
             self.residency.relieve(permission)
         except Exception as error:
             self._end_if_lost(error)
-            _logger.exception("memory could not be freed after a batch of %s", message.model)
+            _logger.exception("memory could not be freed after a batch of the model %s", message.model)
         return msgspec.structs.replace(reply, dropped=permission.dropped) if permission.dropped else reply
 
     def _run(
@@ -246,7 +246,7 @@ class AdapterEngine:
             return Refused(error.info(), message.batch)
         except Exception as error:
             self._end_if_lost(error)
-            _logger.exception("a batch of %s failed", message.model)
+            _logger.exception("a batch of the model %s failed", message.model)
             return Refused(InternalFailure("the batch failed, see the log of the adapter").info(), message.batch)
 
     def ensure_lora(self, model: str, lora: str) -> str:
@@ -270,8 +270,8 @@ class AdapterEngine:
                 raise
             except Exception as error:
                 self._end_if_lost(error)
-                # the exception's message is not logged: it may contain the name of the LoRA, which may be a client's
-                # text
+                # the message of the exception is not logged, because it may contain the name of the LoRA, which may be
+                # a text of a client
                 trace = "".join(traceback.format_tb(error.__traceback__))
                 _logger.error("loading a LoRA of %s failed: %s\n%s", model, type(error).__qualname__, trace)
                 is_short = is_out_of_memory(error)
@@ -316,7 +316,7 @@ class AdapterEngine:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Count a batch that generates text, until it is answered: `stop` waits for these batches."""
+        """Count a running batch that generates text, inside the context. `stop` waits until the count is zero."""
         with self._written:
             self._writing += 1
         try:
@@ -367,12 +367,12 @@ class BatchRun:
         count_remedy: Callable[[Remedy], None] = lambda remedy: None,
         pass_records: PassRecords | None = None,
     ) -> None:
-        """Check the batch. Raises InvalidInput or InternalFailure if it cannot run.
+        """Check the batch. Raises InvalidInput or InternalFailure if the batch cannot run.
 
-        `batch_limits`: the measured limits for the tokens of a pass, under `key` for this model. `make_room`: called if
-        memory runs out; it frees memory and returns how, or None if nothing can be freed. `count_remedy`: called with
-        the name of a counter to increment (`OomCounters`). `pass_records`: keeps a record on disk of each running pass.
-        If the pass kills this process, the next process reads the record.
+        `batch_limits`: the measured limits for the tokens of a pass. `key`: the key of this model in `batch_limits`.
+        `make_room`: called if memory runs out; frees memory and returns how, or None if nothing can be freed.
+        `count_remedy`: called with the name of a counter to increment (`OomCounters`). `pass_records`: keeps a record
+        on disk of each running pass. If the pass kills this process, the next process reads the record.
         """
         if message.operation not in model.rows:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
@@ -489,8 +489,8 @@ class BatchRun:
         return np.flatnonzero(needing)
 
     def _recover(self, chosen: Int64, *, is_tried: bool) -> None:
-        """Run items in as many passes as the memory requires, on a new thread if oneDNN cannot run new shapes on this
-        one. `is_tried`: memory ran out when all the items ran in one pass.
+        """Run items in as many passes as the memory requires. Run them on a new thread if oneDNN cannot run new shapes
+        on the calling thread. `is_tried`: whether memory ran out when all the items ran in one pass.
         """
 
         def refuse(item: int) -> None:
@@ -507,8 +507,8 @@ class BatchRun:
             tell(self._key, int(self._prepared.costs[chosen].sum()))
 
     def _recorded(self, chosen: Int64) -> None:
-        """Run a pass. On a CPU, keep a record of it on disk: if the pass kills this process, the next process reads the
-        record.
+        """Run a pass. On a CPU, keep a record on disk while the pass runs: if the pass kills this process, the next
+        process reads the record.
         """
         if self._pass_records is None or self._batch_limits is None:
             self._pass(chosen)
@@ -517,7 +517,7 @@ class BatchRun:
         with self._pass_records.during(self._key, tokens, self._batch_limits.fitted(self._key)):
             try:
                 self._pass(chosen)
-            except GraphLost:  # this process ends, so the limit is lowered now
+            except GraphLost:  # this error ends the process, so the limit is lowered now
                 self._batch_limits.failed(self._key, tokens, killed=True)
                 raise
 
@@ -534,7 +534,7 @@ class BatchRun:
             states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
             doubtful = self._reduce(states)
         if len(chosen) > 1:
-            # run each of these items again alone: an overflow of another item in the pass may have caused the NaN
+            # each of these items runs again alone: an overflow of another item in the pass may have caused the NaN
             for item in sorted(doubtful):
                 self._pass(np.array([item], np.int64))
         elif doubtful:
@@ -566,8 +566,8 @@ class BatchRun:
         return doubtful
 
     def _answers(self, group: Group) -> list[tuple[ItemResult | SIEError, int]]:
-        """Return the results of a work item, each with the number of tokens that ran for it. The tokens of a query that
-        all inputs share count for the first input.
+        """Return the result of each input of a work item, with the number of its tokens. The tokens of a query that all
+        inputs share count for the first input.
         """
         if self._late is not None and group.chunked:
             return self._chunk_answers(group, self._late)
@@ -576,7 +576,7 @@ class BatchRun:
         due = group.due - len(shared) if group.inputs < 0 else group.due
         rows_per_input = (group.stop - first) // due if due else 0
         if due * rows_per_input != group.stop - first or (due and not rows_per_input):
-            raise InternalFailure(f"{group.stop - first} rows do not divide by {due} inputs", reason="malformed_batch")
+            raise InternalFailure(f"{group.stop - first} rows cannot belong to {due} inputs", reason="malformed_batch")
         units = [list(range(first + unit * rows_per_input, first + (unit + 1) * rows_per_input)) for unit in range(due)]
         faults = [next((self._errors[row] for row in (*shared, *unit) if row in self._errors), None) for unit in units]
         good = [unit for unit, fault in zip(units, faults, strict=True) if fault is None]
@@ -629,7 +629,7 @@ class BatchRun:
             if is_device_fatal(error):
                 raise
             # the options of this work item probably caused the error, so the other work items still get answers
-            _logger.exception("the outputs of a work item could not be computed")
+            _logger.exception("the outputs of a work item could not be computed, so its inputs get an error")
             return [
                 InternalFailure("the outputs of this input could not be computed, see the log of the adapter")
             ] * len(units)
@@ -663,8 +663,8 @@ def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np
 
 
 def _unfit(batch: Items, model: PackedModel) -> dict[int, SIEError]:
-    """Return an error for each row that must not reach the device. An id without an embedding would break the CUDA
-    context. So may a text of more than `max_tokens` tokens, for which the model may have too few positions.
+    """Return an error for each row that must not reach the device. A token id without an embedding, or a text that is
+    longer than the model's table of positions, would break the CUDA context.
     """
 
     def is_fit(longest: Any, low: Any, high: Any) -> Any:
@@ -679,8 +679,8 @@ def _unfit(batch: Items, model: PackedModel) -> dict[int, SIEError]:
         if length > model.max_tokens:
             errors[item] = InvalidInput(f"expected at most {model.max_tokens} tokens, got {length}", reason="too_long")
         else:
-            # an internal error, not the client's: the sidecar refuses ids that the tokenizer lacks, and a load checks
-            # that the tokenizer's ids fit this table
+            # an InternalFailure, because no client can cause this: the sidecar refuses ids that the tokenizer lacks,
+            # and a load checks that the tokenizer's ids fit this table
             cause = f"a token id is not within the table of {model.vocabulary} embeddings"
             errors[item] = InternalFailure(cause, reason="token_out_of_range")
     return errors
@@ -688,8 +688,8 @@ def _unfit(batch: Items, model: PackedModel) -> dict[int, SIEError]:
 
 def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
     """Call `work` with all the items. Return False if memory ran out."""
-    # A separate function, so that no frame refers to the tensors of a failed pass after it returns. In an `except`
-    # block of the caller, the traceback would still refer to them.
+    # A separate function frees the tensors of a failed pass: its frame is freed when the function returns. In an
+    # `except` block of the caller, the traceback would still refer to these tensors.
     try:
         work(items)
     except (RuntimeError, MemoryError) as error:
@@ -700,7 +700,7 @@ def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
 
 
 def _halves(chosen: Int64, lengths: Int64) -> tuple[Int64, Int64]:
-    """Split the items into the shorter and the longer ones, with about equal numbers of tokens. No part is empty."""
+    """Split the items into two parts with about equal numbers of tokens, short items first. No part is empty."""
     ordered = chosen[np.argsort(lengths[chosen], kind="stable")]
     costs = np.cumsum(lengths[ordered])
     cut = int(np.searchsorted(costs, costs[-1] / 2, side="right")) or 1

@@ -1,7 +1,7 @@
-"""Choice of the engine that computes the hidden states of a model, by rules, when the model is loaded. Measured times
-do not influence it, so a model returns the same bits on machines of one kind.
+"""Choice of the engine that computes the hidden states of a model, when the model is loaded. The choice follows fixed
+rules, not measured times, so a model returns the same bits on machines of one kind.
 
-family, device, precision, LoRAs, what is installed ──► RULES, in order: the first that names no obstacle ──► Choice
+family, device, precision, LoRAs, installed packages ──► RULES, in order: the first without an obstacle ──► Choice
 
   engine      computes                                                        chosen for
   openvino    the graph of the model, converted at load, compiled for the CPU  texts on a CPU
@@ -10,8 +10,8 @@ family, device, precision, LoRAs, what is installed ──► RULES, in order: t
   torch       the packed path of `backbone`                                    everything
 
 The measurements behind the rules are in bench/results/engine.md. They do not cover SGLang, which an operator enables by
-SIE_SGLANG_PYTHON. An engine is not used, even if the rules select it, if its states differ from the states of the
-unchanged transformers model (`backbone`).
+SIE_SGLANG_PYTHON. `backbone` rejects a selected engine whose states differ from those of the unchanged transformers
+model.
 """
 
 from __future__ import annotations
@@ -78,9 +78,8 @@ class Unserved(Exception):
 class Rule:
     """Conditions of one engine. `why`: the reason to choose it. `package`: the package that must be installed; the pip
     extra that installs it has the same name. `obstacle`: returns the reason why the engine cannot run a model, empty if
-    it can. `unasked`: returns the reason why the engine is used only for an entry that demands it, empty if it may be
-    chosen for any entry. `held_bytes`: returns the peak memory of a load, in bytes, from the bytes of the
-    model's weights.
+    it can. `unasked`: returns the reason why the engine is not chosen for an entry that does not name it in
+    load.engine, empty if it can be chosen. `held_bytes`: returns the peak bytes of a load from those of the weights.
     """
 
     why: str

@@ -3,8 +3,8 @@
 stock transformers model ──TorchScript──► OpenVINO's front end for PyTorch ──► compiled, with a stream per thread
 
 The graph is faster than torch's packed path, because the weights are stored in the blocked order that the kernels read,
-and no Python runs within a pass: one text of 8 tokens takes little more than half of the time. A batch runs in groups
-of texts of similar length (bench/results/engine.md).
+and no Python runs within a pass: one text of 8 tokens takes little more than half of torch's time. A batch runs in
+groups of texts of similar length (bench/results/engine.md).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ PASS_TOKENS = 64
 # (length, step) in tokens: a text of up to this length is padded to a multiple of the step; the last step is also used
 # for longer texts
 _STEPS = ((32, 8), (256, 16), (512, 32), (2048, 128))
-# possible numbers of rows of a group: (number, step), as above
+# (rows, step): a group of up to this number of rows is filled with empty rows to a multiple of the step
 _ROW_STEPS = ((8, 1), (16, 2), (32, 4), (64, 8), (128, 16))
 _ROWS = sorted({rows + missing(rows, _ROW_STEPS) for rows in range(1, GROUP_TOKENS // 8 + 1)})
 # Number of shapes whose kernels each device thread caches. With OpenVINO's default of 5,000, memory grows for hours.
-# With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
+# With 100 shapes, a mix of lengths is as fast as with 300 shapes; with 50 shapes 5 % slower (bench/results/memory.md).
 _KEPT_KERNELS = 100
-# Threads for a short batch (at most _TOKENS_ALONE tokens) on a device thread that runs alone: two nearly halve the time
-# of a short text. While another device thread runs, it may share its core with one of these two threads, and the batch
-# waits for the slower of them (bench/results/engine.md).
+# Threads for a short batch (at most _TOKENS_ALONE tokens) while no other device thread runs: two threads nearly halve
+# the time of a short text. Another running device thread could share a core with one of the two threads, and the batch
+# would wait for that slower thread (bench/results/engine.md).
 _THREADS_ALONE = 2
 _TOKENS_ALONE = 256
 # tokens of each example text of the trace: more than ModernBERT's local window, because ModernBERT masks only
@@ -95,8 +95,8 @@ class Graph:
         options = {"INFERENCE_PRECISION_HINT": _PRECISIONS[dtype], "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS}
         is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
         try:
-            # OpenVINO keeps the float32 weights beside the copy in the order of its kernels. It reads these weights
-            # by mmap from a temporary file, so that the system can reclaim their pages when memory is needed.
+            # OpenVINO keeps the float32 weights in addition to the copy in the order of its kernels. It maps the
+            # float32 weights from a temporary file, so that the system can reclaim their pages if memory is short.
             with _scratch(compute.scratch) as folder:
                 path = folder / "graph.xml"
                 with _traceable(model):
@@ -113,7 +113,7 @@ class Graph:
 
     def run(self, packed: PackedBatch) -> Tensor:
         """Return hidden states, [tokens, width], in packed order."""
-        torch.set_num_threads(1)  # the graph has threads of its own, and the operations of torch after it are small
+        torch.set_num_threads(1)  # the graph has its own threads, and torch computes only small operations afterwards
         if self._alone is not None and len(packed.ids) <= _TOKENS_ALONE and is_alone():
             return self._run(packed, self._alone)
         return self._run(packed, self._of_lanes)
@@ -144,8 +144,8 @@ class Graph:
 
 @contextmanager
 def _scratch(place: Path | None) -> Iterator[Path]:
-    """Yield a new temporary folder in `place`. First remove the folders that killed processes left there, each as large
-    as a model: folders with a graph whose lock is free. A process writes its graph only under the lock.
+    """Yield a new temporary folder in `place`. First remove the folders of killed processes, each as large as a model.
+    A folder with a graph and a free lock belongs to a killed process, since a process writes a graph under the lock.
     """
     for left in place.glob(f"{_SCRATCH}*") if place is not None else ():
         with suppress(OSError):  # another process may remove the folder at the same time
@@ -154,7 +154,7 @@ def _scratch(place: Path | None) -> Iterator[Path]:
                     shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=place, ignore_cleanup_errors=True) as folder:
         lock = None
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # on a file system without locks, the folder is used unlocked
             lock = try_lock(Path(folder) / "lock", shared=False)
         with lock or nullcontext():
             yield Path(folder)
@@ -200,16 +200,16 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
     """Split sequences, which are sorted by length, into groups with the shortest estimated total time. The estimate for
     a group, in tokens, is rows times columns, plus PASS_TOKENS.
 
-    The number of rows is one of few values, and so is the number of columns, unless `max_filling` forbids that. So
-    OpenVINO compiles kernels for few shapes. Rows without a sequence have only padding. No sequence is padded beyond
-    `max_tokens`, because the model may have no positions there, or by more than `max_filling` tokens.
+    Rows and columns are filled up to one of few numbers, so that OpenVINO compiles kernels for few shapes. Added rows
+    have only padding. No sequence is padded beyond `max_tokens`, the last position that the model may have, and none by
+    more than `max_filling` tokens.
     """
     own = lengths.tolist()
     columns = [filled_length(length, max_tokens, max_filling) for length in own]
     least = [0]  # least[n]: shortest total time of the first n sequences
     # starts[n - 1]: first sequence of the last group, in the fastest grouping of the first n sequences
     starts: list[int] = []
-    first = 0  # first sequence that may be in one group with the last sequence so far (stop - 1)
+    first = 0  # first sequence that may share a group with sequence stop - 1
     for stop, width in enumerate(columns, 1):
         while width - own[first] > max_filling:
             first += 1
@@ -234,8 +234,8 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
 
 
 def filled_length(length: int, max_tokens: int, max_filling: int = sys.maxsize) -> int:
-    """Return the length to which a text is padded: one of a few lengths, as OpenVINO caches kernels for each shape, or
-    `length` if the padding would exceed `max_filling` tokens.
+    """Return the length to which a text is padded: one of a few lengths, because OpenVINO caches kernels for each
+    shape. If the padding would exceed `max_filling` tokens, return `length`.
     """
     filled = min(length + missing(length, _STEPS), max_tokens)
     return max(length, filled) if filled - length <= max_filling else length
@@ -254,8 +254,8 @@ def most_filling(config: PretrainedConfig) -> int:
     if not has_windows(config):
         return sys.maxsize
     window = int(getattr(config, "sliding_window", None) or 0)
-    # Some model classes count the window's keys on one side, others on both sides together. Half of the number, minus
-    # one for the token itself, is safe in both cases.
+    # In some model classes, `sliding_window` counts the keys on one side of a token, in other classes the keys on both
+    # sides. Half of the number, minus 1 for the token itself, is safe for all classes.
     return max(0, window // 2 - 1)
 
 
@@ -266,7 +266,7 @@ def _names_of(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _runtime() -> Any:
-    # `import openvino` would send a usage event to its vendor by openvino_telemetry (see `prepare_process`)
+    # the import of openvino sends a usage event to its vendor if it can import openvino_telemetry; None prevents this
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino
 
@@ -276,7 +276,7 @@ def _runtime() -> Any:
 @contextmanager
 def _traceable(model: PreTrainedModel) -> Iterator[None]:
     """Prepare the model for a trace. Its weights become float32, because the front end builds a wrong graph from 16-bit
-    weights. Its loss function is set to None: transformers warns when the trace reads the attribute and it is not set.
+    weights. Its loss function is set to None, because transformers warns if a trace reads an unset loss function.
     """
     before = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     model.float()
@@ -324,11 +324,11 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
     example = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
-        # under a lock, because a trace changes a map of modules, and this code changes the warning filters: both are
-        # global to the process
+        # the lock is needed, because a trace changes torch's map of modules, and this code the warning filters: the map
+        # and the filters are global to the process
         with construction(), warnings.catch_warnings(), torch.inference_mode(False):
-            # Neither warnings about a wrong trace nor a second trace as a check are needed: the backbone later compares
-            # the states of the graph with the model's.
+            # Warnings about the trace, and torch's check by a second trace, are switched off: the backbone later
+            # compares the states of the graph with those of the model.
             warnings.simplefilter("ignore")
             decoder = TorchScriptPythonDecoder(states, example_input=example, trace_kwargs={"check_trace": False})
             end = FrontEndManager().load_by_framework("pytorch")
@@ -342,9 +342,9 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
 
 
 def _discard_traced_types() -> None:
-    """Discard the types that torch registered for the modules of a trace. Otherwise they stay until the process ends,
-    with 1 MB for each layer of each load. torch has no public function for this. Functions of `torch.jit.script` stay,
-    but a module that was scripted loses its methods: no model here has one.
+    """Discard the types that torch registered for the modules of a trace. Without this, the types of each load would
+    need 1 MB for each layer until the process ends. torch has no public function for this. Functions of
+    `torch.jit.script` stay. Scripted modules would lose their methods, but no model here has a scripted module.
     """
     with construction():
         torch._C._jit_clear_class_registry()
@@ -354,7 +354,7 @@ def _discard_traced_types() -> None:
 
 
 def _no_graph(cause: str, error: Exception) -> Exception:
-    """Return `error` if memory ran out, because the model did not cause it, else a NoGraph."""
+    """Return `error` if memory ran out, because another attempt may succeed, else a NoGraph."""
     if is_out_of_memory(error):
         return error
     text = " ".join(str(error).split())

@@ -38,7 +38,7 @@ Rows = Mapping[str, Sequence[Row]]
 
 @dataclass(frozen=True)
 class ClientVectors:
-    """Token vectors that a client sent instead of a text, float32 [tokens, width]. They are used unchanged."""
+    """Token vectors that a client sent instead of a text, float32 [tokens, width]. They are not normalised."""
 
     vectors: Tensor
 
@@ -59,7 +59,7 @@ ItemResults = list[ItemResult | SIEError]
 
 
 def check_groups(groups: tuple[Group, ...], count: int) -> None:
-    """Raise InternalFailure unless the groups (work items) cover all `count` rows, in order."""
+    """Raise InternalFailure if the groups (work items) do not cover all `count` rows, in order."""
     ends = [0, *(group.stop for group in groups)]
     starts = [*(group.start for group in groups), count]
     if ends != starts or any(group.start > group.stop for group in groups):
@@ -75,7 +75,7 @@ def batch_reply(
     padding: int = 0,
     engine: Engine = "torch",
 ) -> BatchDone:
-    """Return the reply to a batch, from each input's answer and the number of tokens that ran for it. `started_s`: when
+    """Return the reply to a batch. `answered`: for each input, its result and its number of tokens. `started_s`: when
     the conversion of results began, in seconds of `time.perf_counter`.
     """
     outcomes: list[Outcome] = []
@@ -115,7 +115,7 @@ def vectors(options: RunOptions, rows: Rows) -> ItemResults:
     if options.muvera is not None and "dense" in options.outputs:
         tokens = _for_muvera(options, rows["multivector"])
         encoded = muvera.encode(tokens, options.muvera, is_query=options.is_query)
-        # only vectors of a client can be so large: those of a model are normalised
+        # only vectors of a client can have an infinite sum, because vectors of a model are normalised
         for item in (~torch.isfinite(encoded).all(1)).nonzero()[:, 0].tolist():
             results[item] = InvalidInput.at("multivector", "the numbers are too large, their sum is infinite")
         _put("dense", options.dtype, encoded, range(count), results)
@@ -123,8 +123,8 @@ def vectors(options: RunOptions, rows: Rows) -> ItemResults:
 
 
 def _for_muvera(options: RunOptions, rows: Sequence[Row]) -> Sequence[Tensor]:
-    """Return the token vectors for MUVERA: cut to the requested dimensions, and normalised. Vectors of the client are
-    used unchanged unless they must be cut.
+    """Return the token vectors for MUVERA: cut to the requested dimensions, and normalised. Vectors of a client are
+    returned unchanged if the request sets no dimensions.
     """
     cut = _cut(torch.cat(_tensors(rows)), options, keep_scale=False).split([len(row) for row in rows])
     return [
@@ -138,7 +138,7 @@ def _tensors(rows: Sequence[Row]) -> list[Tensor]:
 
 
 def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
-    """Return the first `dimensions` numbers of each vector, divided by max(norm, 1e-12) unless `keep_scale`."""
+    """Return the first `dimensions` numbers of each vector. Without `keep_scale`, divide them by max(norm, 1e-12)."""
     if not 0 <= options.dimensions <= vectors.shape[-1]:
         raise InvalidInput(
             f"dimensions: expected at most {vectors.shape[-1]}, got {options.dimensions}", reason="bad_dimensions"
@@ -158,7 +158,7 @@ def _add_dense(options: RunOptions, pooled: Tensor, results: ItemResults) -> Non
 
 
 def _put(name: str, dtype: str, vectors: Tensor, places: Sequence[int | slice], results: ItemResults) -> None:
-    """Store `vectors[places[i]]` in result i, as the output `name`."""
+    """Store `vectors[places[i]]`, converted to `dtype`, as the output `name` of result i."""
     if dtype == "float32":
         values, scale, offset = vectors.float().cpu().numpy(), None, None
     else:
@@ -176,7 +176,7 @@ def _put(name: str, dtype: str, vectors: Tensor, places: Sequence[int | slice], 
 
 
 def _overflows(values: NDArray[Any]) -> bool:
-    """Return whether a conversion to float16 overflowed. No other dtype has a smaller range than its source."""
+    """Return whether a conversion to float16 overflowed. Conversions to the other output dtypes cannot overflow."""
     return values.dtype == np.float16 and not np.isfinite(values).all()
 
 
@@ -207,9 +207,9 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
     """Return the score of each document for the query: the score by the requested output, or the weighted mean of the
     scores by several outputs. If the client requested relevance, scores are mapped to 0 .. 1.
 
-    dense: the cosine. sparse: the sum of the weights' products over common ids. multivector: for each vector of the
-    query the best product with a vector of the document, summed (MaxSim); if `per_row`, divided by the number of query
-    vectors, like BGE-M3.
+    dense: the cosine. sparse: the sum of the weights' products over common ids. multivector: MaxSim, the sum over the
+    query's vectors of the best product with a vector of the document; with `per_row`, the mean over the query's
+    vectors, as in BGE-M3.
     """
     requested_weights = options.parameters.get("score_weights") or {"dense": 0.4, "sparse": 0.2, "colbert": 0.4}
     weights = {
@@ -233,7 +233,7 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
             scores = scores / (1 + scores.abs())
         elif "multivector" in weights and not per_row:
             scores = scores / max(1, len(query["multivector"]))
-        # limited to 0..1, because rounding in float32 may raise a cosine above 1
+        # scores are limited to 0..1, because rounding in float32 may raise a cosine above 1
         scores = ((1 + scores) / 2).clamp(0, 1)
     return _scores(scores)
 
@@ -249,7 +249,7 @@ def _dense_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
 
 def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     device = documents[0][0].device
-    ids, weights = (part.to(device) for part in query)  # a query that needed no pass is on the host
+    ids, weights = (part.to(device) for part in query)  # weights from a table, without a forward pass, are on the host
     counts = torch.tensor([len(names) for names, _ in documents], device=device)
     names, values = torch.cat([names for names, _ in documents]), torch.cat([values for _, values in documents])
     if not len(ids):
@@ -273,7 +273,7 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     if unit.device.type == "cuda":
         return _late_scores_at_once(unit, documents)
     scores = []
-    # on other devices they run one by one: if documents were padded, each would need the memory of the longest
+    # on other devices documents run one by one: in a padded batch, each would need the memory of the longest one
     for document in documents:
         best = unit @ _unit_rows(document).T
         scores.append(best.amax(1).sum() if best.shape[1] else best.new_zeros(()))
@@ -313,7 +313,7 @@ def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) ->
     With `raw_scores` a score is the logit, or the log-odds of the probability of softmax: with two classes the
     difference of both logits, as in Text Embeddings Inference and Infinity.
     """
-    # float64, because in float32 the scores of different large logits would be equal
+    # scores are computed in float64: in float32, different large logits would have equal scores
     stacked = torch.stack(list(logits)).double()
     if activation == "softmax":
         stacked = stacked[:, -1:] - stacked[:, :-1].logsumexp(1, keepdim=True)
@@ -329,7 +329,7 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
     """
     if unknown := [label for label in options.labels if label not in names]:
         listed = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
-        message = f"{len(unknown)} of them are no classes of the model, whose classes are {listed}"
+        message = f"{len(unknown)} of the labels are no classes of the model, whose classes are {listed}"
         raise InvalidInput.at("labels", message, reason="labels")
     scores = torch.stack(list(logits))
     if activation != "identity" and not options.parameters.get("raw_scores"):
@@ -344,10 +344,10 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
 
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
-    """Return scores from float32 logits [no, yes]; if they are only [yes], the logit of no is 0. A score is P(yes) by
-    softmax. Instead it is yes - no with `raw_scores`, and with `difference` unless the client requested relevance.
+    """Return scores from float32 logits [no, yes]; for [yes] alone, the logit of no is 0. A score is the softmax
+    probability of yes; or yes - no with `raw_scores`, and with `difference` if the request asks for no relevance.
     """
-    # float64, see `class_scores`
+    # scores are computed in float64 for the reason in `class_scores`
     stacked = torch.stack(list(logits)).double()
     gaps = stacked[:, 1] - stacked[:, 0] if stacked.shape[1] > 1 else stacked[:, 0]
     is_raw = options.parameters.get("raw_scores") or (difference and not is_relevance(options))

@@ -4,7 +4,7 @@ chunk is pooled from the states of its own tokens. The tokens of a chunk in one 
     states of a pass ──► states of each segment, side by side ──► heads ──► a part for each segment
     parts of all passes ──► joined by chunk ──► a row for each chunk ──► results, as for any row
 
-A window itself gets no result, only its segments do. The rows of chunks are numbered after all rows of the batch.
+Heads compute values for segments, not for windows. The rows of chunks are numbered after all rows of the batch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class LateChunks:
     """Values of the segments of one batch. A head computes a value for each segment; the values of a chunk's segments
     are joined to the vector of the chunk.
 
-    `lengths`: the number of tokens of each row. Raises MalformedBatch if the rows or inputs of a group do not add up,
-    if a chunk has no segment, or if segments are not in the order of their chunks or not inside their rows.
+    `lengths`: the number of tokens of each row. Raises MalformedBatch if a group has other numbers of rows or inputs
+    than it declares, if a chunk has no segment, or if segments are not in order or are outside of their rows.
     """
 
     def __init__(self, groups: Sequence[Group], lengths: Int64) -> None:
         self._count = len(lengths)
         tables: list[Int64] = []
-        # first row of an input with windows -> number of the first chunk of this input
+        # first row of a chunked input -> number of the first chunk of this input
         self._firsts: dict[int, int] = {}
         chunks = 0
         for group in groups:
@@ -48,7 +48,7 @@ class LateChunks:
                     chunks += _chunk_count(described)
                 row += described.rows
             if group.chunked and (row != group.stop or len(group.chunked) != group.due):
-                raise MalformedBatch("the inputs with chunks, or their rows, do not add up to the group")
+                raise MalformedBatch("the chunked inputs of a group do not have its numbers of rows and inputs")
         self._segments = np.concatenate(tables) if tables else np.zeros((0, 4), np.int64)
         self._parts: dict[str, list[Row | None]] = {}
         self.windows = np.zeros(self._count, bool)  # bool [rows]: True for rows with segments of chunks
@@ -101,7 +101,7 @@ class LateChunks:
 
     def units(self, group: Group) -> list[tuple[list[int], list[int]]]:
         """Return two lists of rows for each input of a work item: the rows of the batch with its text, and the rows
-        with its results. For a text in windows, the latter are the rows of its chunks; else both lists are equal.
+        with its results. A text in windows has a result row for each chunk; for another text both lists are equal.
         """
         units = []
         row = group.start
@@ -137,7 +137,7 @@ def _checked(table: Int64, described: ChunkedRows, lengths: Int64) -> Int64:
 
 def result_of(described: ChunkedRows, results: Sequence[ItemResult | SIEError]) -> ItemResult | SIEError:
     """Return the result of one input: the joined arrays of its chunks, and a table with the range of each chunk
-    (`messages.Ok`); or the first error of a chunk. An input without chunks keeps its only result.
+    (`messages.Ok`). If a chunk failed, return the first error. For an input without chunks, return its only result.
     """
     if not described.spans:
         (result,) = results

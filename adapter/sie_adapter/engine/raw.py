@@ -1,5 +1,5 @@
-"""Models that get texts and files instead of token ids: those that extract, detect or write, static embeddings, and
-adapter classes of other packages.
+"""Batches of models that get texts and files instead of token ids: models that extract, detect or generate text, static
+embeddings, and models of other packages.
 
 RunBatch with texts and files ──► encode | score | extract of the model: a list of inputs, a list of results
 ──► BatchDone
@@ -76,7 +76,7 @@ def run_raw(
     preparation: Preparation | None = None,
 ) -> BatchDone:
     """Run a batch of texts and return its reply. OomRecovery handles a lack of memory. If the model raises another
-    error, each text runs alone, so that only the texts that cause it fail. Raises InvalidInput if the model lacks the
+    error, each text runs alone, so that only texts that cause an error fail. Raises InvalidInput if the model lacks the
     operation, InternalFailure if the batch is malformed or the model does not return one result for each text, and the
     error of a lost device.
 
@@ -246,9 +246,9 @@ def _tensors(value: Any) -> Any:
 
 
 def _isolated(call: Call, texts: list[int], message: RunBatch) -> list[Any]:
-    """Return the results of the texts with these indices. If the call fails, run each text alone: a text may belong to
-    another client than the one that causes the error. Raises the errors of a lack of memory, of a lost device, of a
-    cancelled call and of a stop, and InternalFailure for a wrong number of results.
+    """Return the results of the texts with these indices. If the call fails, run each text alone, so that a text that
+    causes an error does not fail the texts of other clients. Raises the errors of a lack of memory, of a lost device,
+    of a cancelled call and of a stop, and InternalFailure for a wrong number of results.
     """
     failure: SIEError
     try:

@@ -3,8 +3,8 @@
     decision ──► score of each label ──► the best label, labels above a threshold, true or false ─┐
     record   ──► spans of each property ──► texts, numbers in their range, choices ───────────────┴─► data, evidence
 
-The evidence of a value is a row in `entities`, or for a label or a choice rows in `classifications`. The label of a row
-begins with the path of the value in `data`; in `classifications` a dot and the label or choice follow.
+The evidence of a value is a row in `entities`, whose label is the path of the value in `data`. The evidence of a label
+or a choice is in rows of `classifications`, whose label is the path, a dot, and the label or choice.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any, TypedDict
 
 from sie_contracts.models.output_schemas import Decision, Scalar, SchemaPart, TextField, TextRecord
 
-# default threshold for three kinds of score: that a boolean is true, that a label applies (if several may), and that a
-# span of the text is a value
+# default threshold of three scores: that a boolean is true, that a label applies (if several may apply), and that
+# a span of the text is a value
 LEAST = 0.5
 _MAX_DIGITS = 64  # largest number of characters of a text that is read as a number
 _MAX_WHOLE = 1 << 53
 _NUMBER = re.compile(r"(?:(?<!\w)[-+\u2212])?\d[\d.,'\u2019\u00a0\u202f ]*")
 _AFTER, _BEFORE = re.compile(r"[.,'\u2019]?\d"), re.compile(r"\d[.,'\u2019]?$|(?<!\w)[-\u2212]$")
-# thousands are grouped by comma, dot, space or apostrophe; other dots and commas, the dot of `1.299`, and the comma of
-# `0,299` mark decimals
+# A comma, dot, space or apostrophe can group thousands. Other dots and commas mark decimals. The dot of `1.299` and the
+# comma of `0,299` mark decimals, too.
 _POINT = re.compile(r"\d+(\.\d+)?|(?!0)\d{1,3}(,\d{3})+(\.\d+)?")
 _COMMA = re.compile(r"\d+,\d+|\d{1,3}(\.\d{3}){2,}(,\d+)?|\d{1,3}\.\d{3},\d+")
 _SPACED = re.compile(r"\d{1,3}(['\u2019\u00a0\u202f ]\d{3})+([.,]\d+)?")
@@ -123,7 +123,7 @@ def ranked_classes(
     least: float = -math.inf,
     by_label: Mapping[str, float] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Return the labels whose score reaches their threshold, which is that of `by_label`, else `least`; best first."""
+    """Return the labels whose score reaches their threshold (in `by_label`, else `least`), best score first."""
     rows = [
         {"label": label, "score": score}
         for label, score in zip(labels, scores, strict=True)
@@ -133,7 +133,7 @@ def ranked_classes(
 
 
 def value_of(text_field: TextField, text: str) -> Scalar | None:
-    """Return the value of a property that `text` stands for, or None if the property cannot have such a value."""
+    """Return the value of a property that `text` expresses; None if `text` is not a valid value of the property."""
     if text_field.kind == "string":
         return text
     if text_field.kind == "choice":
@@ -148,7 +148,7 @@ def value_of(text_field: TextField, text: str) -> Scalar | None:
 
 def number_in(text: str) -> float | None:
     """Return the number in a text that has exactly one, such as `1,299.50 EUR` or `1.299,50`, else None. The dot of
-    `1.299` is a decimal point, the comma of `1,299` groups thousands, that of `0,299` marks decimals.
+    `1.299` is a decimal point. The comma of `1,299` groups thousands. The comma of `0,299` is a decimal comma.
     """
     matches = _NUMBER.findall(text) if len(text) <= _MAX_DIGITS else []
     if len(matches) != 1:
@@ -182,7 +182,7 @@ def _is_in_range(text_field: TextField, number: float) -> bool:
 
 
 def answer_parts(parts: Sequence[SchemaPart], results: Sequence[Any], thresholds: Mapping[str, float]) -> SchemaAnswer:
-    """Return the answer to all parts. `results`: the scores of each decision by label, the objects of each record."""
+    """Return the answer to all parts. `results`: for a decision its score by label, for a record its objects."""
     answer = SchemaAnswer()
     for part, result in zip(parts, results, strict=True):
         if isinstance(part, Decision):

@@ -1,11 +1,11 @@
 """SGLang server for one model: a separate process that listens on loopback, and that ends when the model is unloaded.
 
     load ──► a process in the environment of SIE_SGLANG_PYTHON ──► ready ──► ids of texts ──► last states, normalised
-                                         └──► it ended, or hangs: a new server replaces it, once for each batch
+                                         └──► the process ended or hangs: replaced by a new one, once for each batch
 
 The process is separate because SGLang needs its own versions of torch and transformers, and because some inputs crash
-SGLang. One kind of such inputs, ids beyond the table of embeddings, is refused before it reaches this module. Source:
-the server's HTTP interface, version 0.5.23 (`/v1/embeddings`, `/ready`).
+SGLang. `engine` already refuses one kind of these inputs, ids beyond the table of embeddings. Source: the server's HTTP
+interface, version 0.5.23 (`/v1/embeddings`, `/ready`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ARCHITECTURES = (
 )
 # seconds until a started server must be ready; imports and weights take minutes on a busy machine
 START_S = 300.0
-RUN_S = 120.0  # seconds within which the server must answer a batch; otherwise it is replaced
+RUN_S = 120.0  # a server that has not answered a batch after these seconds is replaced
 _LOOK_S = 0.1  # seconds between two checks whether the server is ready
 _POOL_TOKENS = 16_384  # smallest size of the server's KV cache, in tokens; a text waits until the cache has room for it
 # Environment variables that the process inherits. None of them is secret.
@@ -91,7 +91,7 @@ class _SglangVectors(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch arguments of a server. `python`: interpreter of SGLang's environment. `threads`: used only on a CPU."""
+    """Launch arguments of a server. `python`: interpreter of SGLang's environment. `threads`: for a CPU only."""
 
     python: str
     folder: Path
@@ -142,9 +142,9 @@ class SGLang:
         self._launch = launch
         self._lock = threading.Lock()
         self._width = 0
-        # the process ends with the thread that started it, so a thread that stays alive starts it
+        # the kernel kills the server when the thread that started it ends, so a thread of this executor starts it
         self._thread = ThreadPoolExecutor(1, "sglang")
-        # a list with the server in use, so that the finalizer below can end it after this object was freed
+        # the server in use is in a list, which the finalizer below can read after this object was freed
         self._servers: list[_SglangProcess] = []
         self._end = weakref.finalize(self, _end, self._servers, self._thread)
         self._start()
@@ -159,13 +159,13 @@ class SGLang:
         return packed.bounds[1:].astype(np.int64) - 1
 
     def close(self) -> None:
-        """End the server. Do not call this during a pass. Without references to this object, the server ends too."""
+        """End the server. Do not call this during a pass. The server also ends when this object is freed."""
         self._end()
 
     def run(self, packed: PackedBatch) -> Tensor:
         """Return states, float32 [tokens, width], in packed order. The states are NaN if two servers in a row failed on
-        the batch: the caller then runs each text alone, to find the text on which they fail. Raises InferenceFailed if
-        no new server starts, or if two failed and no earlier batch has shown the width of the vectors.
+        the batch: the caller then runs each text alone, to find the text that causes the failures. Raises
+        InferenceFailed if no new server starts, or if two servers failed before any batch has shown the width.
         """
         texts = [packed.ids[start:stop].tolist() for start, stop in itertools.pairwise(packed.bounds.tolist())]
         vectors = self._embedded(texts)
@@ -187,11 +187,11 @@ class SGLang:
         except _SglangLost as error:
             if not self._width:
                 raise InferenceFailed("the SGLang server of the model does not answer") from error
-            _logger.warning("two SGLang servers in a row failed on a batch of %d texts: %s", len(texts), error)
+            _logger.warning("two SGLang servers in a row failed on the same batch, of %d texts: %s", len(texts), error)
             return np.full((len(texts), self._width), np.nan, np.float32)
 
     def _successor(self, lost: _SglangProcess) -> _SglangProcess:
-        """Return the server that replaces `lost`. The first caller starts it. Raises SglangNotStarted."""
+        """Return the server that replaces `lost`; the first caller starts the new server. Raises SglangNotStarted."""
         with self._lock:
             if self._servers[0] is lost:
                 lost.end()
@@ -217,8 +217,8 @@ class _SglangProcess:
         """
         self._is_cpu, self._device = launch.device.type == "cpu", launch.device
         self._before = 0 if self._is_cpu else _used_bytes(launch.device)
-        # The socket stays bound until the server is ready, so no other program gets the port. The server can bind it
-        # too, because both set SO_REUSEADDR.
+        # This socket stays bound until the server is ready, so no other program gets the port. The server can bind the
+        # same port, because the server and this socket set SO_REUSEADDR.
         with socket.socket() as reserved:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             reserved.bind(("127.0.0.1", 0))
@@ -251,12 +251,12 @@ class _SglangProcess:
         end_s = time.monotonic() + START_S
         while True:
             if (status := self._process.poll()) is not None:
-                raise SglangNotStarted(f"it ended with status {status}; its error output is in the log of the adapter")
+                raise SglangNotStarted(f"the server ended with status {status}, see the log of the adapter")
             with contextlib.suppress(httpx.HTTPError):
                 if self._client.get("/ready", timeout=5).status_code == 200:
                     return
             if time.monotonic() > end_s:
-                raise SglangNotStarted(f"it was not ready within {START_S:g} s")
+                raise SglangNotStarted(f"the server was not ready within {START_S:g} s")
             time.sleep(_LOOK_S)
 
     def embed(self, texts: Sequence[Sequence[int]]) -> Float32:
@@ -266,9 +266,9 @@ class _SglangProcess:
             answer = self._client.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})
         except (httpx.HTTPError, RuntimeError) as error:
             # httpx raises RuntimeError if another thread has closed the client
-            raise _SglangLost(f"{type(error).__name__} during a batch") from error
+            raise _SglangLost(f"the request of a batch failed with {type(error).__name__}") from error
         if answer.status_code != 200:
-            raise _SglangLost(f"it answered with status {answer.status_code}")
+            raise _SglangLost(f"the server answered with status {answer.status_code}")
         try:
             embeddings = msgspec.json.decode(answer.content, type=_SglangVectors).data
             rows = [
@@ -276,9 +276,9 @@ class _SglangProcess:
             ]
             vectors = np.stack(rows)
         except UNDECODABLE as error:
-            raise _SglangLost("its answer is not a list of vectors") from error
+            raise _SglangLost("the answer of the server is not a list of vectors") from error
         if [embedding.index for embedding in embeddings] != list(range(len(texts))):
-            raise _SglangLost("its answer does not have one vector for each text, in order")
+            raise _SglangLost("the answer of the server does not have one vector for each text, in order")
         return vectors
 
     def memory_bytes(self) -> int:
@@ -293,8 +293,8 @@ class _SglangProcess:
         return used_bytes
 
     def end(self) -> None:
-        """Kill the processes of the session, which have no data to lose. A second call does nothing, because the id may
-        belong to another session by then.
+        """Kill the processes of the session, which have no data to lose. A second call does nothing, because the id of
+        an ended session may belong to another session.
         """
         if self._is_over:
             return

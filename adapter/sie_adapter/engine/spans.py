@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def ran(tracer: Tracer, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
-    """Record the trace spans of a batch that ran from `began_ns` to `ended_ns`, nanoseconds since 1970. A batch without
-    a trace gets none.
+    """Record the trace spans of a batch that ran from `began_ns` to `ended_ns`, nanoseconds since 1970. Record nothing
+    for a batch without a trace.
     """
     batch = job.message
     if not batch.traceparent:

@@ -1,1 +1,1 @@
-"""Conversions of output vectors before the adapter returns them, each in a file: the dtype, and MUVERA encodings."""
+"""Conversions of output vectors before the adapter returns the vectors: to another dtype, and to MUVERA encodings."""

@@ -1,4 +1,4 @@
-"""Conversion of float32 vectors to the dtype that a client requests, with the numbers to convert them back.
+"""Conversion of float32 vectors to the dtype that a client requests, with scale and offset for the way back.
 
 vectors [.., width] ──► float32 ──► per row of the last axis: cast, scale to 8 bits, or one bit per value ──► numpy
 """
@@ -18,12 +18,12 @@ Converted = tuple[Array, Array | None, Array | None]
 
 
 def convert(vectors: Tensor, dtype: str) -> Converted:
-    """Convert finite `vectors` [.., width] to `dtype`. Return the values, `scale` and `offset`. The last two are
-    float32 [..], or None if the dtype does not need them.
+    """Convert finite `vectors` [.., width] to `dtype`. Return the values, `scale` and `offset`. `scale` and `offset`
+    are float32 [..], or None if the dtype does not need them.
 
-    A number x is about values * scale + offset; `int8` has a scale, `uint8` has both. The bits of `binary` and
-    `ubinary` are x > 0, eight in a byte of uint8, the first value in the highest bit, zeros after the last value.
-    Raises ValueError for another dtype.
+    `int8` has a scale, and a number x is about values * scale. `uint8` also has an offset, and x is about values *
+    scale + offset. `binary` and `ubinary` have a bit x > 0 for each number, eight in a byte of uint8, the first in the
+    highest bit, with zeros after the last. Raises ValueError for another dtype.
     """
     if dtype not in _CONVERSIONS:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_CONVERSIONS)}")

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from sie_contracts.models.muvera import Muvera
 
-# limit for the bytes of one intermediate result; a result for a single item may have more
+# largest number of bytes of an intermediate result for several items; a result for a single item may be larger
 BLOCK_BYTES = 32 << 20
-# limit on a CPU, so that the result fits the CPU's cache: 16 MiB took 1.4 times as long on an AMD EPYC (bench/muvera.py
-# --block-mib)
+# On a CPU the limit is smaller, so that the result fits the CPU's cache: with 16 MiB, an encoding took 1.4 times as
+# long on an AMD EPYC (bench/muvera.py --block-mib).
 CPU_BLOCK_BYTES = 2 << 20
-_MATRICES_BYTES, _MATRICES_COUNT = 256 << 20, 64  # limits of the cache of random matrices
+_MATRICES_BYTES, _MATRICES_COUNT = 256 << 20, 64  # limits of the cache of random matrices: bytes, number of entries
 
 
 def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Tensor:
@@ -50,11 +50,11 @@ def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Ten
 
 
 def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges (first, end) of consecutive items. The tokens of a range need at most `budget` bytes, and so do its
-    partitions in one repetition. An item that needs more is a range of its own.
+    """Yield ranges (first, end) of consecutive items. The tokens of a range need at most `budget` bytes. The partitions
+    of a range in one repetition also need at most `budget` bytes. An item that needs more forms a range alone.
     """
     item_bytes = 4 * parameters.partitions * (parameters.projection_dim or dim)
-    # the largest intermediate result has, for each token, a row of floats for one repetition or an index for each
+    # the largest intermediate result has for each token either a row of floats, or one index per repetition
     token_bytes = max(4 * dim, 4 * (parameters.projection_dim or 0), 8 * parameters.num_repetitions, 32)
     first = tokens = 0
     for item, length in enumerate(lengths):
@@ -119,11 +119,11 @@ def _aggregate(
     vectors: Tensor, bag_of: Tensor, bags: int, repeats: int, parameters: Muvera, *, is_query: bool
 ) -> Tensor:
     """Return one vector for each bag, [bags, columns of `vectors`]. An entry is one token in one repetition; entries
-    are ordered by token, then by repetition. A bag has the entries of one item in one partition of one repetition. Its
-    vector is the sum of their token vectors for a query, the mean for a document. With `fill_empty_partitions` an empty
-    bag of a document gets the vector of the nearest entry of its item. `bag_of` [entries]: the bag of each entry. The
-    vector of entry e is row e // `repeats` of `vectors`: `repeats` is 1 if each entry has a row, and the number of
-    repetitions if all entries of a token share a row.
+    are ordered by token, then by repetition. A bag has the entries of one item in one partition of one repetition. The
+    vector of a bag is the sum of the vectors of its entries for a query, and their mean for a document. With
+    `fill_empty_partitions` an empty bag of a document gets the vector of the nearest entry of its item. `bag_of`
+    [entries]: the bag of each entry. The vector of entry e is row e // `repeats` of `vectors`: `repeats` is 1 if each
+    entry has a row, and the number of repetitions if all entries of a token share a row.
     """
     order = bag_of.sort(stable=True)[1]
     counts = torch.zeros(bags, dtype=torch.int64, device=bag_of.device).index_add_(0, bag_of, torch.ones_like(bag_of))
@@ -138,10 +138,10 @@ def _aggregate(
 
 
 def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) -> Tensor:
-    """Return for each bag the nearest entry of its item, int64 [bags]; of entries at equal distance, the first; -1 if
-    the item has no entry. The distance is the Hamming distance between the bits of the bag's partition and those of the
-    entry's partition. It is a sum over bits, so the bits are processed one by one: after each, `best` has the minimum
-    over the bits so far. This avoids a comparison of each token with each partition.
+    """Return for each bag the nearest entry of its item, int64 [bags]; the first of several nearest entries; -1 if the
+    item has no entry. The distance is the Hamming distance between the bits of the bag's partition and those of the
+    entry's partition. This distance is a sum over bits, so the bits are processed one by one: after each bit, `best`
+    has the minimum over the bits so far. This avoids a comparison of each token with each partition.
     """
     entries = len(order)
     far = (projections + 1) * entries
@@ -152,7 +152,7 @@ def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) ->
     best[:, gray] = first
     for bit in range(projections):
         sides = best.view(-1, 2, 1 << bit)
-        # `best` is distance * entries + entry, so the minimum has the smallest distance, and the first of equal entries
+        # `best` is distance * entries + entry: its minimum has the smallest distance, then the smallest entry
         best = torch.minimum(sides, sides.flip(1) + entries).view_as(best)
     best = best[:, gray].flatten()
     return (best % entries).where(best < far, -1)
@@ -176,7 +176,7 @@ class _Sketch:
 
 @dataclass(frozen=True, slots=True)
 class _Inner:
-    """Count sketches that project token vectors to `cell` columns, one for each repetition: [repetitions, dim] each."""
+    """Count sketches of token vectors, one per repetition, `cell` wide. `columns`, `signs`: [repetitions, dim]."""
 
     columns: Tensor
     signs: Tensor
@@ -238,7 +238,7 @@ def _sketch(seed: int, inputs: int, buckets: int) -> tuple[np.ndarray, np.ndarra
 
 class _ProjectionCache:
     """Cache of random matrices, by parameters, width and device. The least recently used are dropped first. The newest
-    stay even if they exceed `limit_bytes` alone. Thread-safe.
+    matrices stay even if they alone exceed `limit_bytes`. Thread-safe.
     """
 
     def __init__(self, limit_bytes: int, limit: int) -> None:
@@ -254,7 +254,7 @@ class _ProjectionCache:
             if held is not None:
                 self._held.move_to_end(key)
                 return held
-        # without the lock: two threads may draw the same matrices, but no other thread waits
+        # matrices are drawn without the lock: two threads may draw equal matrices, but no thread waits for another
         drawn = _draw(parameters, dim, device)
         with self._lock:
             self._held[key] = drawn

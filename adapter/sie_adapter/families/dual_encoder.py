@@ -45,15 +45,15 @@ from sie_contracts.wire.ipc import Rows, Side
 from sie_store.folder_files import read_json
 
 _METASPACE = "▁"  # character that sentencepiece writes instead of a space
-# wrong id of the end token in old configurations; with it, transformers' CLIPTextModel reads the state of the token
-# with the largest id
+# wrong id of the end token in old configurations. With this id, transformers' CLIPTextModel reads the state of the
+# token with the largest id.
 _ARGMAX_EOS = 2
 
 
 @dataclass
 class _DualPass(PackedBatch):
-    """Rows of one forward pass. `texts`: the rows with token ids, packed; they are first. `files`: the images or sounds
-    of each later row. Each row has one result.
+    """Rows of one forward pass. `texts`: the rows with token ids, packed; these rows are first. `files`: the images or
+    sounds of each later row. Each row has one result.
     """
 
     texts: PackedBatch | None = None
@@ -110,14 +110,14 @@ class _Clip:
 
 
 class _Siglip:
-    """SigLIP, which pads texts to the length of its training and reads the state of the last token. Source:
+    """SigLIP, which pads texts to the length that was used in training, and reads the state of the last token. Source:
     transformers, SiglipModel.
     """
 
     def __init__(self, model: Any) -> None:
         self._vision = model.vision_model
         self._head = model.text_model.head.float()
-        # removed from the tower, whose forward pass would call the float32 head with states of 16 bits
+        # the head is removed from the tower, whose forward pass would call the float32 head with states of 16 bits
         model.text_model.head = nn.Identity()
         config = model.config.text_config
         self.filled: int = config.max_position_embeddings
@@ -145,7 +145,7 @@ class VectorHead:
         self._towers = towers
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return vectors, float32 [width] each. Raises InvalidInput for a pooling: a dual encoder has only one."""
+        """Return vectors, float32 [width] each. Raises InvalidInput if a request names a pooling."""
         if states.pooling:
             raise InvalidInput.at("pooling", "a dual encoder has no choice of pooling", reason="unknown_option")
         packed = states.packed
@@ -169,8 +169,8 @@ class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skip
 
 
 class TwoTowers(PackedModel, ABC):
-    """Base of models with two encoders: `backbone` for rows of token ids, and one for rows of images or sounds. Each
-    row gets one vector.
+    """Base of models with two encoders: `backbone` for rows of token ids, and an encoder for rows of images or sounds.
+    Each row gets one vector.
     """
 
     _towers: TextTower
@@ -181,7 +181,7 @@ class TwoTowers(PackedModel, ABC):
             raise incompatible(f"{entry.id}: max_tokens is {entry.max_tokens}, the text tower has {limit} positions")
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Pad texts to the length with which the model was trained, if the model needs that."""
+        """Pad texts to `filled` tokens, the length of texts in the training of the model; SigLIP requires this."""
         if not self._towers.filled:
             return batch
         lengths = np.where(batch.lengths > 0, self._towers.filled, 0)
@@ -322,5 +322,5 @@ def _model_type(folder: Path, entry: ModelEntry) -> str:
     model_type = str(read_json(folder / "config.json").get("model_type"))
     if model_type not in _TOWERS:
         listed = ", ".join(_TOWERS)
-        raise incompatible(f"{entry.id}: model_type is {model_type}, a dual-encoder is one of {listed}")
+        raise incompatible(f"{entry.id}: model_type is {model_type}, family dual-encoder needs one of {listed}")
     return model_type

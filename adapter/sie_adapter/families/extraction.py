@@ -48,22 +48,22 @@ _logger = logging.getLogger("sie.adapter")
 Result = dict[str, Any] | SIEError
 
 _HARMLESS = ("pooler.", "position_ids")  # parts of the names of tensors that may be missing or additional
-# divisor: at least one eighth of the tokens of a sequence are for the text, the others may be for labels
+# 1 / _MIN_ROOM of the tokens of a sequence are reserved for the text; labels may use the others
 _MIN_ROOM = 8
 _WORDS_PER_COUNT = 8192  # largest number of words in one call of the tokenizer
-_LABELS_CACHED, _LABELS_PER_PASS = 4096, 64  # largest number of labels in the cache, and in one pass of their encoder
-_OVERLAP = 8  # divisor: one eighth of the words of a window are also in the next window
+_LABELS_CACHED, _LABELS_PER_PASS = 4096, 64  # largest number of labels in the cache, and in a pass of the label encoder
+_OVERLAP = 8  # 1 / _OVERLAP of the words of a window are also in the next window
 
 
 @dataclass(frozen=True)
 class ExtractOptions:
-    """Options of the request for one text. `labels` keep the client's order and case. A `threshold` of None means the
-    default of the model: the entry sets none either.
+    """Options of the request for one text. `labels` are in the client's order and case. `threshold`: None if neither
+    the request nor the entry sets one.
 
     `parameters`: options of the family, merged with the options of the entry; their types are checked. `mentions`:
     ranges of the text that the client names. `instruction`: the prompt of a model that generates its answer. `parts`:
-    the parts of a schema to answer, in addition to the labels. `part`: the one part that these options are for
-    (`by_part`).
+    the parts of a schema to answer, in addition to the labels. `part`: the only part of the schema that a run with
+    these options answers (see `by_part`); None in a run for the labels.
     """
 
     labels: tuple[str, ...]
@@ -87,8 +87,8 @@ class ExtractOptions:
 
 class LabelVectors:
     """Cache of the vectors of labels; the least recently used are dropped. The argument `encode` is a function that
-    computes the vectors of at most _LABELS_PER_PASS labels, [labels, width]. The cache holds digests of labels, because
-    a label may have any length. Thread-safe.
+    computes the vectors of at most _LABELS_PER_PASS labels, [labels, width]. Keys are digests of labels, because a
+    label may have any length. Thread-safe.
     """
 
     def __init__(self, encode: Callable[[Sequence[str]], Tensor]) -> None:
@@ -104,7 +104,7 @@ class LabelVectors:
         missing = [label for label in dict.fromkeys(labels) if label not in vectors]
         for start in range(0, len(missing), _LABELS_PER_PASS):
             some = missing[start : start + _LABELS_PER_PASS]
-            # clone, because a cached view of one vector would keep the memory of all vectors of its batch
+            # vectors are cloned, because a cached view of a vector would keep the memory of all vectors of the call
             vectors.update(zip(some, (vector.clone() for vector in self._encode(some)), strict=True))
         if keep:
             with self._lock:
@@ -129,7 +129,7 @@ Make = Callable[[Sequence[str], ExtractOptions], M]
 
 
 class Preparation:
-    """Texts of a batch that were tokenised before it runs. `seconds`: time spent on their tokenisation. `padding`:
+    """Texts of a batch that are tokenised before the batch runs. `seconds`: time spent on tokenisation. `padding`:
     positions without a token in the passes that ran.
     """
 
@@ -139,7 +139,7 @@ class Preparation:
         self._prepared: dict[tuple[bytes, tuple[str, ...]], Any] = {}
 
     def make(self, texts: Sequence[str], options: Sequence[ExtractOptions], make: Make[Any]) -> None:
-        """Tokenise the texts. Errors are dropped here: they occur again in `by_options`, which returns them."""
+        """Tokenise the texts. Errors are ignored here, because `by_options` tokenises again and returns them."""
         for option, chosen in _alike(options):
             some = [texts[index] for index in chosen]
             try:
@@ -147,10 +147,10 @@ class Preparation:
             except SIEError:
                 continue
             except Exception as error:  # noqa: BLE001  model code may raise anything; `by_options` returns it
-                _logger.debug("texts for an extraction could not be prepared: %s", type(error).__name__)
+                _logger.debug("tokenising texts failed, so the device thread tries again: %s", type(error).__name__)
 
     def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
-        """Return the tokenised form of these texts, and remove it from this object. Tokenise them if necessary."""
+        """Remove and return the tokenised form of these texts. Texts that `make` has not tokenised are tokenised."""
         prepared: M | None = self._prepared.pop((option.same(), tuple(texts)), None)
         if prepared is None:
             prepared = self._timed(texts, option, make)
@@ -166,10 +166,10 @@ class Preparation:
 
 
 class Extractor(ABC, Generic[M]):
-    """Base of extraction families. Their texts are tokenised here, not in the sidecar: by `_make` on the host. Then
-    `_extract` runs on the device. Each call has texts with equal options. `max_tokens`: limit for the tokens of one
-    sequence, labels included. `pass_tokens`: limits for the tokens of a pass, padding and labels included, on a CPU and
-    on other devices.
+    """Base of extraction families. The adapter tokenises their texts, not the sidecar: `_make` tokenises on the host,
+    then `_extract` runs on the device. Each call has texts with equal options. `max_tokens`: limit for the tokens of
+    one sequence, labels included. `pass_tokens`: limits for the tokens of a pass, padding and labels included, on a CPU
+    and on other devices.
     """
 
     max_tokens: int
@@ -178,7 +178,6 @@ class Extractor(ABC, Generic[M]):
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
 
     def _describe(self, model: torch.nn.Module, encoder: Any, tokenizer: Any, compute: Compute) -> None:
-        """Set attributes of the model. `tokenizer`: the transformers tokenizer of `encoder`."""
         self._device = compute.device
         self.precision = compute.precision
         self._counter = bare_tokenizer(tokenizer)
@@ -194,10 +193,10 @@ class Extractor(ABC, Generic[M]):
     def _check_room(self, tokens: int) -> None:
         """Raise InvalidInput if a prompt of `tokens` tokens leaves less than an eighth of `max_tokens` to the text."""
         if self.max_tokens - tokens < self.max_tokens // _MIN_ROOM:
-            raise labels_refused(f"they need {tokens} of {self.max_tokens} tokens, which leaves too few for the text")
+            raise labels_refused(f"they use {tokens} of {self.max_tokens} tokens, which leaves too few for the text")
 
     def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
-        """Prepare these texts for `extract`. Several threads may call it at once, off the device thread."""
+        """Prepare these texts for `extract`. Several threads outside of the device threads may call this at once."""
         preparation = Preparation()
         preparation.make(*by_part(texts, options), self._make)
         return preparation
@@ -235,7 +234,7 @@ def _options_of_parts(options: ExtractOptions) -> list[ExtractOptions]:
 
 
 def _options_of_part(options: ExtractOptions, part: SchemaPart) -> ExtractOptions:
-    """Return the options that read one part. A decision needs the scores of all labels, so its threshold is 0."""
+    """Return the options of the run for one part. A decision needs the scores of all labels, so its threshold is 0."""
     if isinstance(part, TextRecord):
         return replace(options, labels=(), parts=(), part=part)
     prompt = " ".join(filter(None, (options.instruction, part.question)))
@@ -263,7 +262,7 @@ def _examples_of(options: ExtractOptions, part: Decision) -> list[dict[str, Any]
 
 
 def with_answers(results: Sequence[Result], options: Sequence[ExtractOptions]) -> list[Result]:
-    """Return a result for each text, from the results for `by_part` of the texts. A text fails if one part fails."""
+    """Return a result for each text: its runs (`by_part`) joined, or the error of a run that failed."""
     remaining = iter(results)
     return [_with_answer(list(islice(remaining, len(_options_of_parts(option)))), option) for option in options]
 
@@ -298,9 +297,9 @@ def _with_answer(results: list[Result], options: ExtractOptions) -> Result:
 def by_options(
     inputs: Sequence[T], options: Sequence[ExtractOptions], run: Callable[[Sequence[T], ExtractOptions], list[Result]]
 ) -> list[Result]:
-    """Call `run` once for each set of equal options, with its inputs. If the call raises a SIEError, this error is the
-    result of each of its inputs; after any other error, its inputs run again one by one. Return results in the order of
-    the inputs. Raises only errors of the whole device: out of memory, or a lost device.
+    """Call `run` once for each set of equal options, with the inputs that have these options. If a call raises a
+    SIEError, this error is the result of all its inputs. After any other error, the inputs of the call run again one by
+    one. Return results in the order of the inputs. Raises only the errors of a lack of memory and of a lost device.
     """
     results: dict[int, Result] = {}
     for option, chosen in _alike(options):
@@ -327,13 +326,13 @@ def _attempt(
             raise
         if len(inputs) > 1:
             return [_attempt([text], option, run)[0] for text in inputs]
-        _logger.exception("extraction from one input failed")
+        _logger.exception("the extraction from one input failed, so this input gets an error")
         return [InferenceFailed(f"the model code failed with {type(error).__name__}")]
 
 
 def padding_of(lengths: Sequence[int], chosen: Iterable[Sequence[int]]) -> int:
     """Return the number of positions without a token in these passes. `chosen`: for each pass the indices of its
-    sequences, which are padded to the longest.
+    sequences, which are padded to the longest sequence of the pass.
     """
     return sum(
         len(part) * max(lengths[index] for index in part) - sum(lengths[index] for index in part) for part in chosen
@@ -377,9 +376,9 @@ class TextWindow:
 
 
 def own_ranges(spans: Sequence[TextWindow]) -> list[tuple[int, int]]:
-    """Return for each window a range of words (begin, end): an entity that this window finds counts only if its first
-    word is in the range. The ranges of two windows meet in the middle of their overlap, so each entity counts in the
-    window that has more words around it.
+    """Return for each window a range of words (begin, end). An entity in a window is used only if its first word is in
+    the range. The ranges of two windows meet in the middle of their overlap, so an entity is taken from the window that
+    has more words around it.
     """
     middles = [(following.start + window.stop) // 2 for window, following in pairwise(spans)]
     return list(zip([0, *middles], [*middles, spans[-1].stop], strict=True)) if spans else []
@@ -389,8 +388,8 @@ def words_with_tokens(
     tokenizer: Tokenizer, split: Sequence[tuple[str, int, int]], longest: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], list[tuple[str, int, int]]]:
     """Return the token ids of the words, the number of tokens of each word, and the words' rows of `split` (word,
-    start, end). Words without tokens, such as a variation selector, are left out: they give the model no input. Only
-    the first `longest` characters of a word are tokenised.
+    start, end). Words without tokens, such as a variation selector, are left out, because the model cannot read them.
+    Only the first `longest` characters of a word are tokenised.
     """
     counted = [
         tokens_of(tokenizer, [word[:longest] for word, _, _ in split[begin : begin + _WORDS_PER_COUNT]])
@@ -425,7 +424,7 @@ def scores_not_finite() -> InferenceFailed:
 
 
 def absolute_positions(encoder: Any) -> int:
-    """Return the number of tokens in the encoder's table of absolute positions; 0 if it has none."""
+    """Return the number of tokens in the encoder's table of absolute positions; 0 for an encoder without a table."""
     table = getattr(getattr(encoder, "embeddings", None), "position_embeddings", None)
     if table is None:
         return 0
@@ -441,9 +440,9 @@ def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
 
 
 def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, entry: ModelEntry) -> None:
-    """Replace the name of a backbone, `raw[name]`, by the path of its folder below the model's folder, or else in the
-    hub cache. If `raw` has no configuration of the backbone (`raw[part]`), read it from this folder. Raises
-    ModelLoadFailed NOT_FOUND without such a folder.
+    """Replace the name of a backbone, `raw[name]`, by the path of its folder: below the model's folder, else in the hub
+    cache. If `raw` has no configuration of the backbone (`raw[part]`), read the configuration from this folder. Raises
+    ModelLoadFailed NOT_FOUND if neither place has the folder.
     """
     backbone = folder / raw[name]
     if not backbone.is_dir():
@@ -463,13 +462,13 @@ def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, e
 
 
 def check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOptions) -> None:
-    """Remove references to code from a backbone's configuration unless `load` trusts it. Raises ModelLoadFailed
-    INCOMPATIBLE for a model type that transformers does not have.
+    """Remove references to code from a backbone's configuration, if load.trust_remote_code is not set. Raises
+    ModelLoadFailed INCOMPATIBLE for a model type that transformers does not have.
     """
     if config is None:
         return
     if not load.trust_remote_code:
-        config.pop("auto_map", None)  # packages would import the code that it names
+        config.pop("auto_map", None)  # the extraction packages would import the code that this field names
     if (kind := config.get("model_type", "deberta-v2")) not in CONFIG_MAPPING:
         raise incompatible(f"{entry.id}: transformers has no encoder {kind}")
 
@@ -494,7 +493,7 @@ def fill(model: torch.nn.Module, weights: dict[str, Tensor], entry: ModelEntry) 
     """Copy the weights into the tensors of the model. Raises the errors of `compare`."""
     own = model.state_dict()
     compare(own, weights, entry)
-    # a pooler of another shape keeps its initial weights: it never runs
+    # a pooler of another shape keeps its initial weights, because it never runs
     fitting = {name: weights[name] for name in own.keys() & weights.keys() if own[name].shape == weights[name].shape}
     model.load_state_dict(fitting, strict=False)
 
@@ -511,15 +510,15 @@ def compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], entry: Mod
 
 
 def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE unless each key of weights in `names` belongs to a pooler, which never runs,
-    or to position ids. `misfit`: the fault of the keys, for the message.
+    """Raise ModelLoadFailed INCOMPATIBLE if `names` has a key of weights that belongs neither to a pooler, which never
+    runs, nor to position ids. `misfit`: the fault of the keys, for the message.
     """
     if misfits := sorted(name for name in names if not any(part in name for part in _HARMLESS)):
         raise incompatible(f"{entry.id}: the weights have {len(misfits)} {misfit} keys: {', '.join(misfits[:5])}")
 
 
 def tokenizer_fault(tokenizer: Tokenizer, encoder: Any) -> str:
-    """Return why the tokenizer's ids do not fit the encoder's table of embeddings; an empty string if they do."""
+    """Return why the tokenizer's ids do not fit the encoder's table of embeddings; an empty string if they fit."""
     return fault(tokenizer, encoder.get_input_embeddings().num_embeddings)
 
 

@@ -102,7 +102,7 @@ def _roberta(source: Any) -> Any:
 
 
 class _Float32(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Layer that runs in float32 in a model of another precision: 16 bits are too imprecise for levels in decibels."""
+    """Layer that runs in float32 in a model of another dtype, because 16 bits are too coarse for levels in decibels."""
 
     def __init__(self, layer: Any, dtype: torch.dtype) -> None:
         super().__init__()
@@ -162,10 +162,10 @@ def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
     raw = read_json(folder / "config.json")
     if raw.get("model_type") != MODEL_TYPE:
         model_type = raw.get("model_type")
-        raise incompatible(f"{entry.id}: model_type is {model_type}, a sound-encoder is {MODEL_TYPE}")
+        raise incompatible(f"{entry.id}: model_type is {model_type}, family sound-encoder needs {MODEL_TYPE}")
     audio = ClapConfig.from_pretrained(folder, local_files_only=True).audio_config
-    # The last stage of the sound tower has edge x edge positions. Their number is the cost of a sound, because states
-    # are widest in this stage.
+    # The last stage of the sound tower has edge x edge positions. The number of these positions is the cost of a sound,
+    # because states are widest in this stage.
     edge = audio.spec_size // audio.patch_stride[0] >> (len(audio.depths) - 1)
     recipe = extractor_of(folder, entry, edge * edge)
     frames = audio.spec_size * (audio.spec_size // audio.num_mel_bins)

@@ -28,7 +28,7 @@ from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import RunOptions
 from sie_store.folder_files import read_json
 
-MAX_TOKENS = 1 << 20  # limit for the tokens of a text if the model has none
+MAX_TOKENS = 1 << 20  # limit for the tokens of a text if the model has no limit
 _CUT = 512  # limit for the tokens of a text in model2vec if config.json has no max_length
 _FILE = "tokenizer.json"
 
@@ -41,7 +41,7 @@ class StaticEmbedding:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return why the files do not fit the entry, else an empty string. Raises ModelLoadFailed if unreadable."""
+        """Return why the files do not fit the entry, or an empty string. Raises ModelLoadFailed for damaged files."""
         modules = read_modules(folder)
         table = read_table(modules.folder)
         words = _words(modules.folder)
@@ -68,8 +68,8 @@ class StaticEmbedding:
             self._read_as_model2vec(folder)
 
     def _read_as_model2vec(self, folder: Path) -> None:
-        """Make `encode` drop unknown tokens, and truncate texts like model2vec: first by characters, then by tokens
-        without the unknown ones.
+        """Make `encode` truncate texts like model2vec: to a number of characters, then, without their unknown tokens,
+        to a number of tokens.
         """
         length = read_json(folder / "config.json").get("max_length", _CUT)
         if length is not None:
@@ -83,7 +83,7 @@ class StaticEmbedding:
         read = [encoding.ids for encoding in self._words.encode_batch_fast(cut, add_special_tokens=False)]
         if self._unknown is not None:
             read = [[number for number in ids if number != self._unknown] for ids in read]
-        answers: list[Any] = [InvalidInput("text: it has no token", reason="no_tokens")] * len(read)
+        answers: list[Any] = [InvalidInput("text: expected at least 1 token, got 0", reason="no_tokens")] * len(read)
         places = [place for place, ids in enumerate(read) if ids]
         if not places:
             return answers

@@ -44,9 +44,8 @@ from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_contracts.wire.messages import Operation, RunOptions
 
-# Number of additional short sequences for the comparison of the packed path with the unchanged transformers model at
-# load, for a model that gives no vectors or has int8 weights: its outputs are also compared by rank, which needs many
-# sequences.
+# Number of additional short sequences in the trial at load, which compares the packed path with the unchanged model.
+# Outputs of classifiers, rerankers and int8 models are also compared by rank, which needs many sequences.
 _RANKED_SAMPLES = 45
 
 
@@ -54,8 +53,8 @@ class PackedModel:
     """Loaded model on the packed engine. Several threads may call `forward` at once.
 
     `tokenizer`: tokenizer.json without truncation and padding. `needs`: the special tokens that the heads need. `rows`:
-    the conversion of inputs to ids for each operation. `vocabulary`: all ids are below this number. `attention`: the
-    backend in use, with `padded` appended if the model runs on padded batches. `backbone`: the text model.
+    how the sidecar turns inputs into ids, for each operation. `vocabulary`: all ids are below this number. `attention`:
+    the attention backend, with `padded` appended if the model runs on padded batches. `backbone`: the text model.
     """
 
     heads: dict[str, Head]
@@ -78,11 +77,11 @@ class PackedModel:
         return ModelLoras(model, lambda: model, compute, self.backbone.sampled)
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Return the batch as a pass needs it, e.g. queries padded. `queries`: bool [rows], False for documents."""
+        """Return the batch in the form for a pass, e.g. with padded queries. `queries` [rows]: True for queries."""
         return batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Return the result of a head for these ids if it needs no forward pass, else None."""
+        """Return the result of a head for these ids; None if the result needs a forward pass."""
         return None
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:

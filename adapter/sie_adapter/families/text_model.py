@@ -1,5 +1,5 @@
-"""Loader of text models. From the files of a folder it creates the backbone (the model without its head), the
-tokenizer, the heads, and the functions that turn the results of heads into answers.
+"""Loader of text models. It creates the backbone (the model without its head), the tokenizer, the heads, and the
+functions that turn the results of heads into answers, from the files of a folder.
 
     folder + entry ──► the transformers class that the outputs need ──► Builder ──► Parts
 
@@ -64,9 +64,9 @@ class Parts:
     """Heads (output layers) of one model, and how their results become answers. `rows`: for each operation, how the
     texts of an input become rows of ids.
 
-    A model whose outputs are vectors has a head for each; `per_row` is the argument of `item_results.side_scores`.
-    Other models have `finish`, which computes answers from the results of heads. `reads`: for each operation, the heads
-    that `finish` reads; it reads the first head for an operation without an entry.
+    A model whose outputs are vectors has a head for each output; `per_row` is the argument of
+    `item_results.side_scores`. Other models have `finish`, which computes answers from the results of heads. `reads`:
+    for each operation, the heads that `finish` reads; only the first head if the operation has no entry.
     """
 
     heads: dict[str, Head]
@@ -90,7 +90,7 @@ def class_of(entry: ModelEntry, folder: Path) -> Any:
 
 
 def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
-    """Return the names of tensors that a head reads from the files, because the transformers class lacks them."""
+    """Return the names of tensors that a head reads from the files, because the transformers class does not."""
     return ("linear.weight",) if "multivector" in entry.outputs else ()
 
 
@@ -144,7 +144,7 @@ class Builder:
         filling: Filling | None = None
         if "dense" in outputs:
             heads["dense"] = self._dense()
-            heads[TOKEN_STATES] = MultivectorHead(None, self.compute.device)  # no layers: the states, unchanged
+            heads[TOKEN_STATES] = MultivectorHead(None, self.compute.device)  # without layers: returns the states
         if "sparse" in outputs:
             heads["sparse"] = self._sparse()
             query_weights = self._query_weights()
@@ -178,7 +178,7 @@ class Builder:
         check_width(self.entry, "sparse", vocabulary)
         if not self.is_masked:
             layer = _saved_layer(self.folder / "sparse_linear.pt").to(self.compute.device)
-            # FlagEmbedding gives these tokens no weight either
+            # as in FlagEmbedding, these tokens get no weight
             unused = special_ids(self.modules.folder, self.load, ("cls", "eos", "pad", "unk"))
             return TokenWeightHead(layer, vocabulary, unused)
         assert self.head is not None
@@ -197,8 +197,8 @@ class Builder:
         )
 
     def _query_weights(self) -> TokenTable | None:
-        """Return the table of token weights that encodes queries without a forward pass. Return None if the model
-        encodes them: if `query_encoder` is `model`, or is not set and the model's files have no such table.
+        """Return the table of token weights that encodes queries without a forward pass. Return None if queries need a
+        pass: `query_encoder` is `model`, or it is not set and the model's files have no such table.
         """
         stored = self.modules.query_weights
         requested = self.entry.head.query_encoder
@@ -294,8 +294,8 @@ class Builder:
         return SequenceHead(head, self.config.hidden_size, self.compute.device)
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
-        """Reduce the output layer to the rows of the answers "no" and "yes", or to the row of "yes" if the score needs
-        no other. Later operations, such as a scaling of logits, still apply.
+        """Reduce the output layer to the rows of the answers "no" and "yes", or to the row of "yes" if the score is
+        computed from its logit alone. Operations of the model after this layer, such as a scaling, still apply.
         """
         options = self.entry.head
         is_single = options.score in ("logit", "sigmoid")
@@ -305,7 +305,7 @@ class Builder:
         ids = [self._one_id("answer", token) for token in (options.no_token, options.yes_token) if token]
         layer = model.get_output_embeddings()
         bias = getattr(layer, "bias", None)
-        # a copy in float32: the layer may be tied to the input embedding, which must keep its precision
+        # the rows are copied in float32, because the layer may be tied to the input embedding, which keeps its dtype
         model.set_output_embeddings(checkpoint.linear(layer.weight[ids], None if bias is None else bias[ids]))
 
     def _decoder_reranker(self) -> Parts:
@@ -383,7 +383,7 @@ class Builder:
 
 
 def check_width(entry: ModelEntry, output: str, width: int) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE unless the entry declares `width` for `output`."""
+    """Raise ModelLoadFailed INCOMPATIBLE if the entry declares another width than `width` for `output`."""
     if (declared := entry.outputs.get(output)) != width:
         raise incompatible(f"{entry.id}: outputs.{output} is {declared}, the vectors of the model are {width} wide")
 
@@ -393,7 +393,6 @@ def _sequence(layers: Sequence[nn.Module]) -> nn.Module | None:
 
 
 def _saved_layer(path: Path) -> nn.Linear:
-    """Read a linear layer from a file of torch.save, without running code from the file."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if set(state) - {"bias"} != {"weight"}:
         raise incompatible(f"{path.name} contains {', '.join(sorted(state))}, expected weight and bias")

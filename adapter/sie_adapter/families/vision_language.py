@@ -49,7 +49,7 @@ class VisionLanguageKind(Protocol):
     """Model class of a vision-language model. Its constructor loads the weights.
 
     `model`: the whole model. `language`: its text model. `adapted`: the module that LoRAs change. `towers`: the modules
-    that read images. `output`, `width`: the name and width of its output in an entry; a width of 0 means none.
+    that read images. `output`, `width`: the name of its output in an entry, and the width of its vectors or 0.
     """
 
     model: Any
@@ -84,10 +84,10 @@ class VisionLanguageKind(Protocol):
         """
 
     def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
-        """Return for each operation how inputs become rows of token ids."""
+        """Return for each operation the description by which the sidecar turns inputs into rows of token ids."""
 
     def see(self, packed: PackedBatch, images: Seen) -> None:
-        """Compute the features of the images of a forward pass, and store them in `packed`."""
+        """Compute the features of the images of a forward pass, and store the features in `packed`."""
 
 
 _READERS: Mapping[tuple[str, str], type[VisionLanguageKind]] = {
@@ -163,5 +163,5 @@ def _reader(folder: Path, entry: ModelEntry) -> type[VisionLanguageKind]:
     model_type = str(read_json(folder / "config.json").get("model_type"))
     if (reader := _READERS.get((entry.family, model_type))) is None:
         listed = " or ".join(model_type for family, model_type in _READERS if family == entry.family)
-        raise incompatible(f"{entry.id}: model_type is {model_type}, a {entry.family} is {listed}")
+        raise incompatible(f"{entry.id}: model_type is {model_type}, family {entry.family} needs {listed}")
     return reader

@@ -68,10 +68,10 @@ class Head(Protocol):
 
 @runtime_checkable
 class JoiningHead(Head, Protocol):
-    """Head whose result for a chunk of a text can be joined from parts, each from the chunk's tokens in one window."""
+    """Head whose result for a chunk of a text can be joined from parts, one for each segment of the chunk."""
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return for each sequence, which is a segment of a chunk, its part of the chunk's output."""
+        """Return a part of a chunk's result for each sequence. Sequences are segments: a chunk's tokens in a window."""
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
         """Return the result of each chunk from its parts. `lengths`: the number of tokens of each part. `pooling`: the

@@ -16,8 +16,8 @@ from sie_adapter.packed.packing import Int64
 
 class SequenceHead:
     """Head of any `ForSequenceClassification`: float32 logits [labels] of each sequence. `width`: width of a hidden
-    state. Most of these heads read only the first token, which a trial call in the constructor detects. Such a head is
-    called once for sequences of all lengths, any other head once for each length.
+    state. Most of these heads read only the first token, which a trial call in the constructor detects. A head that
+    reads only the first token is called once for all sequences. Another head is called once for each length.
     """
 
     def __init__(self, head: TransformersHead, width: int, device: torch.device) -> None:
@@ -36,8 +36,8 @@ class SequenceHead:
 
 
 class TokenHead:
-    """Head of any `ForTokenClassification`: float32 logits [tokens, labels] of each sequence. It is called once for all
-    sequences if it does not mix tokens, which a trial call in the constructor detects.
+    """Head of any `ForTokenClassification`: float32 logits [tokens, labels] of each sequence. A trial call in the
+    constructor detects whether the head mixes tokens. A head that mixes no tokens is called once for all sequences.
     """
 
     def __init__(self, head: TransformersHead, width: int, device: torch.device) -> None:
@@ -61,8 +61,8 @@ def _trial_states(width: int, device: torch.device) -> Tensor:
 
 
 class LastTokenHead:
-    """Head of a decoder at the last token of each sequence: float32 logits [labels]. With `pad`, tokens with this id at
-    the end are skipped.
+    """Head of a decoder, applied to the last token of each sequence: float32 logits [labels]. With `pad`, the head
+    reads the last token whose id is not `pad`.
 
     Sources: transformers' GenericForSequenceClassification, which detects padding only by the id; model cards of
     Qwen3-Reranker and mxbai-rerank-v2, whose labels are the answers no and yes.

@@ -26,8 +26,8 @@ class KeepHead:
 
     @classmethod
     def load(cls, path: Path, width: int, device: torch.device, model: str) -> KeepHead:
-        """Load the two layers in `path`: from `width` to any width, GELU, and from there to 1. No other file describes
-        them. Raises ModelLoadFailed: NOT_FOUND without the file, INCOMPATIBLE if its tensors do not form these layers.
+        """Load the layers in `path`: linear from `width` to any width, GELU, linear to width 1. No other file describes
+        these layers. Raises ModelLoadFailed: NOT_FOUND without the file, INCOMPATIBLE if its tensors do not form them.
         """
         if not path.is_file():
             cause = f"{model}: {path} is missing: copy the head, best.pt, beside the weights of the reranker"

@@ -17,8 +17,8 @@ _STATE_BYTES = 32 << 20  # limit for the bytes of the float32 states of one bloc
 
 
 class MultivectorHead:
-    """Head of late interaction: it applies `layers` (float32) to the states of tokens. In documents, tokens whose id is
-    in `skipped` get no vector; with `drop_first`, the first token of each text gets none either. `pooling` merges
+    """Head of late interaction: it applies `layers` (float32) to the states of tokens. Tokens of documents get no
+    vector if their id is in `skipped`. With `drop_first`, the first token of each text gets no vector. `pooling` merges
     similar vectors.
     """
 
@@ -44,7 +44,7 @@ class MultivectorHead:
         return Reduced(self._pooled(reduced.rows, states, sequences, reduced.usable), reduced.usable)
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return the token vectors of each sequence, not merged. One gather reads the states of all sequences."""
+        """Return the token vectors of each sequence, before `pooling` merges vectors."""
         packed, hidden = states.packed, states.hidden
         count = len(packed.order)
         owners = np.repeat(np.arange(count), packed.lengths)

@@ -29,7 +29,7 @@ def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
         return hidden[to_device(packed.bounds[:-1], hidden.device).long()].float()
     if pooling == "last":
         return hidden[to_device(packed.bounds[1:], hidden.device).long() - 1].float()
-    # CUDA has a kernel for all sequences at once; other devices have none, or are faster with a view per length
+    # CUDA has a kernel for all sequences at once; other devices lack this kernel, or are faster with a view per length
     if pooling in ("mean", "max") and hidden.device.type == "cuda":
         return torch.segment_reduce(hidden.float(), pooling, offsets=to_device(packed.bounds, hidden.device).long())
     pooled = []
@@ -50,8 +50,8 @@ def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
 
 
 class DenseHead:
-    """Head that pools the hidden states, or the outputs of `token_layers` for them, then applies `layers`, in float32.
-    `pooling`: a pooling, or several joined by `+`.
+    """Head that applies `token_layers`, if set, to the hidden states, pools the result, then applies `layers`. All
+    steps are in float32. `pooling`: a pooling, or several joined by `+`.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class DenseHead:
 
     @property
     def is_last_state(self) -> bool:
-        """Return whether a vector is the unchanged state of the last token, so that another engine can compute it."""
+        """Return whether a vector is the unchanged state of the last token, which another engine can compute."""
         return self.pooling == "last" and self._layers is None and self._token_layers is None
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
         """Return vectors, float32 [width] each. Raises InvalidInput if the pooling of `states` is unknown, or if its
-        vectors are wider or narrower than those of the model's own pooling.
+        vectors do not have the width of the vectors of the model's own pooling.
         """
         return self._finished(self._pooled(states, sequences))
 
@@ -94,7 +94,7 @@ class DenseHead:
         if parts is None:
             raise InvalidInput.at("pooling", f"expected one of {', '.join(POOLINGS)}")
         if len(parts) != len(self.pooling.split("+")):
-            raise InvalidInput.at("pooling", f"the model's own is {self.pooling}, whose vectors have another width")
+            raise InvalidInput.at("pooling", f"its vectors have another width than the default, {self.pooling}")
         hidden = states.hidden if self._token_layers is None else self._token_layers(states.hidden.float())
         vectors = [pool(hidden, states.packed, part) for part in parts]
         pooled = vectors[0] if len(vectors) == 1 else torch.cat(vectors, 1)

@@ -57,7 +57,7 @@ class MaskedLanguageHead:
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
         """Return the sparse vector of each chunk: the largest weight of each id in the parts, or with `sums` the sum of
-        the id's weights; of these, the `max_entries` largest.
+        the id's weights. Only the `max_entries` largest of these weights are returned; 0 means all.
         """
         return [_joined(own, "sum" if self._sums else "amax", self._max_entries) for own in parts]
 
@@ -90,7 +90,7 @@ class MaskedLanguageHead:
         if self._sums:
             logits = self._activated_logits(logits)
         lengths = [span.stop - span.start for span in spans]
-        if logits.device.type == "cuda":  # on a GPU, one kernel for all sequences is faster than one for each
+        if logits.device.type == "cuda":  # on a GPU, one kernel for all sequences is faster than a kernel for each
             offsets = to_device(np.cumsum([0, *lengths]), logits.device)
             return torch.segment_reduce(logits, "sum" if self._sums else "max", offsets=offsets)
         parts = logits.split(lengths)

@@ -22,9 +22,9 @@ MAX_ROWS = 8192  # largest number of rows of a sequence; the distances of all th
 
 @dataclass(frozen=True)
 class TokenPooling:
-    """Settings for the reduction of token vectors. The first `protected` vectors of an item are not changed. Of the
-    others, about one in `factor` remains. `normalizes`: all vectors get length 1 afterwards. `queries`, `documents`:
-    whether the vectors of queries, and of documents, are reduced.
+    """Settings for the reduction of token vectors. `protected`: number of vectors at the start of an item that are not
+    changed. `factor`: the other vectors are merged to about 1 / `factor` of their number. `normalizes`: whether the
+    result is scaled to length 1. `queries`, `documents`: whether the vectors of queries, and of documents, are reduced.
     """
 
     factor: float
@@ -54,7 +54,7 @@ def token_pooling_of(config: Mapping[str, Any]) -> TokenPooling:
         )
     tasks = config.get("tasks", ["document"])
     tasks = [tasks] if isinstance(tasks, str) else tasks
-    # the library's value for a file without this field
+    # False is the default of sentence-transformers for a file without this field
     normalizes = bool(config.get("normalize_embeddings", False))
     return TokenPooling(float(factor), protected, normalizes, "query" in tasks, "document" in tasks)
 

@@ -1,4 +1,4 @@
-"""Head of any transformers class `For...` without its backbone: it is called with hidden states computed elsewhere."""
+"""Head of any transformers class `For...`, without the backbone: the head is called with hidden states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sie_contracts.models.load_errors import incompatible
 
 class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Placeholder for the backbone: it returns `inputs_embeds` as the last states, with their pooler output.
-    `activation`: in ALBERT, whose pooler is only a linear layer, the activation after it; else None.
+    `activation`: the activation after ALBERT's pooler, which is only a linear layer; None for other models.
     """
 
     def __init__(self, pooler: nn.Module | None, activation: nn.Module | None) -> None:
@@ -35,9 +35,9 @@ class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker
 
 class TransformersHead:
     def __init__(self, model: PreTrainedModel, *, in_float32: bool) -> None:
-        """Remove the backbone from `model`, which is then only the head. `self.backbone` does not pool. Only the head
-        of a masked LM, which is large, is not in float32: on a CPU, its linear layers get blocked weights. Raises
-        ModelLoadFailed INCOMPATIBLE for a head that reads more than the states of the last layer.
+        """Split `model` into `self.backbone`, which does not pool, and this head. `in_float32` is False only for the
+        large head of a masked LM, whose linear layers get blocked weights on a CPU. Raises ModelLoadFailed INCOMPATIBLE
+        for a head that reads more than the states of the last layer.
         """
         self.backbone: PreTrainedModel = model.base_model
         pooler = getattr(self.backbone, "pooler", None)
@@ -51,10 +51,10 @@ class TransformersHead:
             model.config.pad_token_id = 0
         self._model = model.float() if in_float32 else model
         self._in_float32 = in_float32
-        if not in_float32:  # this copies the weight of a decoder that is tied to the embedding
+        if not in_float32:  # this copies the weight of a decoder layer that is tied to the embedding
             block_linears(self._model)
-        # addresses of the backbone's tensors: `memory_bytes` does not count those that the head shares, often the
-        # embedding
+        # addresses of the backbone's tensors, because `memory_bytes` does not count tensors that the head shares with
+        # the backbone, often the embedding
         self._shared = {parameter.data_ptr() for parameter in self.backbone.parameters()}
         try:
             self(torch.zeros(2, 3, model.config.hidden_size, dtype=self.backbone.dtype, device=self.backbone.device))

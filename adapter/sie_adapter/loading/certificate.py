@@ -1,16 +1,16 @@
 """Checks that a loaded model computes correct numbers, before it serves requests. If a check fails, the load
 fails. The results of the checks are the model's certificate.
 
-    digests   SHA-256 of its files against the catalogue entry
-    files     max_tokens of the entry, and without load.accept_unproven its pooling and prompts, against the model's own
-              files
+    digests   SHA-256 of the model's files against the catalogue entry
+    files     max_tokens, pooling and prompts of the entry against the model's files; only max_tokens if
+              load.accept_unproven is set
     tokenizer its ids are within the table of embeddings, it adds the special tokens that the model needs, and it knows
               at least one of several sample texts
-    direction whether attention is causal, against load.causal
+    direction the measured direction of attention (causal or not) against load.causal
     packed    each output of the packed path, except token states, against the same output of the reference path, the
               unchanged transformers model
-    golden    dense vectors against vectors of another, public implementation, if the entry names a file of them and
-              load.accept_unproven is not set
+    golden    dense vectors against the vectors of another, public implementation in the file that the entry names;
+              skipped if load.accept_unproven is set
 
 Lower bounds: cosine 0.9999 in float32, 0.999 in 16 bit; for scores also Kendall's tau 0.98. With weights in 8 bits:
 cosine 0.99, and Kendall's tau 0.95 over the similarities of all pairs of vectors, or over scores.
@@ -49,8 +49,9 @@ TAU, TAU_8 = 0.98, 0.95
 
 
 class LoadCertificate(msgspec.Struct, frozen=True):
-    """Results of the checks of a load. `digests`: names of the files whose digests match. `packed`: the lowest cosine
-    of each output. `golden`: the lowest cosine, None if no golden vectors were compared.
+    """Results of the checks of a load. `digests`: names of the files whose digests match. `packed`: for each output,
+    the lowest cosine between the packed path and the reference path. `golden`: the lowest cosine between a vector and
+    its golden vector; None if no golden vectors were compared.
     """
 
     digests: tuple[str, ...]
@@ -93,21 +94,21 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
     for name, digest in entry.weights.digests.items():
         path = folder / name
         if not path.is_file():
-            raise _refuse(entry, f"weights.digests names {name}, which is not among its files")
+            raise _refuse(entry, f"weights.digests names {name}, which the model folder lacks")
         with path.open("rb") as file:
             actual = hashlib.file_digest(file, "sha256").hexdigest()
         if actual != digest.lower():
             cause = (
-                f"{name} has the SHA-256 {actual[:16]}.., weights.digests says {digest[:16]}..: it was changed, or is "
-                "of another revision"
+                f"{name} has the SHA-256 {actual[:16]}.., weights.digests says {digest[:16]}..: the file was changed, "
+                "or is of another revision"
             )
             raise _refuse(entry, cause)
     return tuple(entry.weights.digests)
 
 
 def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
-    """Check that the tokenizer fits the model. For a model without the attribute `vocabulary`, only the format of the
-    tokenizer is checked.
+    """Check that the tokenizer fits the model. For a model without the attribute `vocabulary`, check only that the
+    tokenizer can be parsed.
     """
     try:
         tokenizer = Tokenizer.from_buffer(model.tokenizer)
@@ -126,8 +127,8 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
     declared, measured = resolved.load.causal, model.backbone.is_causal()
     if measured is None:
         cause = (
-            "is_causal changes the attention of a text that runs alone, but not beside a longer text: neither "
-            "load.causal nor config.json may set it"
+            "is_causal changes the attention of a text that runs alone, but not beside a longer text: remove it from "
+            "config.json, and causal from load"
         )
         raise _refuse(resolved.entry, cause)
     if declared is not None and measured != declared:
@@ -146,11 +147,11 @@ def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, 
     queries = np.zeros(len(sequences), bool)
     worst = {}
     for name, head in model.heads.items():
-        # token states are not compared: no entry has them as an output, and in 16 bit single tokens of a correct model
-        # may deviate
+        # Token states are not compared. No entry lists token states as an output, and in 16 bit single tokens of a
+        # correct model may deviate.
         if name == TOKEN_STATES:
             continue
-        # tokens are compared before they are merged, because rounding decides between almost equal merges
+        # token vectors are compared before token pooling, because rounding can change which vectors are merged
         reduce = head.parts if isinstance(head, MultivectorHead) else head.reduce
         expected = reduce(States(reference, packed, queries), sequences).rows
         packed_rows = reduce(States(states, packed, queries), sequences).rows
@@ -228,7 +229,7 @@ def _tau(left: Tensor, right: Tensor, dtype: torch.dtype) -> float:
 
 
 def golden_file(entry: ModelEntry) -> Path:
-    """Return the path of the entry's golden vectors: absolute, or in the packaged catalogue."""
+    """Return the path of the entry's golden vectors, which the entry gives absolute or relative to the catalogue."""
     return packaged_folder() / entry.golden
 
 
@@ -244,7 +245,7 @@ def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
     expected = np.array([case["vector"] for case in cases], np.float64)
     if vectors.shape != expected.shape:
         raise _refuse(
-            entry, f"its golden vectors {entry.golden} are {expected.shape[1]} wide, its own {vectors.shape[1]}"
+            entry, f"golden vectors in {entry.golden} are {expected.shape[1]} wide, the model's are {vectors.shape[1]}"
         )
     cosines = (vectors * expected).sum(1) / np.maximum(
         np.linalg.norm(vectors, axis=1) * np.linalg.norm(expected, axis=1), 1e-12
@@ -253,7 +254,7 @@ def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
     worst = int(cosines.argmin())
     if not cosines[worst] >= bound:
         cause = (
-            f"golden vector {worst} of {entry.golden} has cosine {cosines[worst]:.6f} with the public oracle, bound "
+            f"golden vector {worst} of {entry.golden} has cosine {cosines[worst]:.6f} with the model's vector, bound "
             f"{bound}"
         )
         raise _refuse(entry, cause)
@@ -261,7 +262,7 @@ def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
 
 
 def _prompted(entry: ModelEntry, case: dict[str, Any]) -> str:
-    """Return the text of a golden case as it is tokenised: with the prompt that `is_query` selects, if present."""
+    """Return the text of a golden case, inserted into the query or document prompt if the case has `is_query`."""
     if "is_query" not in case:
         return str(case["text"])
     template = entry.prompts.get("query" if case["is_query"] else "document", "{text}")

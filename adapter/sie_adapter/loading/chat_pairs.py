@@ -18,8 +18,8 @@ _ROLES = ("query", "document")
 
 
 def pair_pieces(tokenizer: Any, options: Mapping[str, Any], *, instructed: bool) -> tuple[str, ...]:
-    """Return the pieces of a pair. If `instructed`, {instruction} is inserted where the template has the system
-    message.
+    """Return the texts of the option `pair`. If `instructed`, they contain {instruction} where the template has the
+    system message.
 
     `tokenizer`: a transformers tokenizer. `options`: arguments of apply_chat_template. Raises ModelLoadFailed
     INCOMPATIBLE for a template that fails, or that leaves out, repeats or changes one of the fields.
@@ -50,9 +50,9 @@ def _rendered(tokenizer: Any, options: Mapping[str, Any], instructed: bool, stru
     try:
         spaced = _render(tokenizer, sides, options, instructed, structured)
         text = _render(tokenizer, {role: side.strip() for role, side in sides.items()}, options, instructed, structured)
-    except Exception:  # noqa: BLE001  a template may raise any error; it is then not used in this form
+    except Exception:  # noqa: BLE001  a template may raise any error; the caller then tries the other content format
         return ""
-    # a template that expects plain strings prints structured content as Python's repr: then the text contains 'type'
+    # a template for plain strings renders structured content as a Python dict, which contains 'type'
     shown = all(text.count(field) == 1 and f" {field} " in spaced for field in _FIELDS) and "'type'" not in text
     return text if shown and text.count("{instruction}") == (1 if instructed else 0) else ""
 

@@ -25,12 +25,12 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 from sie_store.folder_files import read_json
 
-# While transformers constructs a model, it changes torch for the whole process. It sets the default dtype: if that were
-# not float32, it would change the results of passes on other threads. It replaces functions of torch: two concurrent
-# loads would restore them in the wrong order.
+# While transformers constructs a model, it changes torch for the whole process: the default dtype, and functions of
+# torch. Models are constructed in float32, since another default dtype would change results of passes on other threads.
+# They are constructed one at a time, since concurrent loads would restore the functions in the wrong order.
 _CONSTRUCTION = threading.Lock()
 _POOLER = "pooler."
-_COUNTED = "position_ids"  # tensors that the class computes itself, so those in the files do not matter
+_COUNTED = "position_ids"  # the class computes these tensors itself, so the files may have them or not
 # first parts of the names of tensors of language-model heads, which files may have although the class has no head
 _LANGUAGE_HEADS = frozenset(
     {
@@ -56,11 +56,11 @@ ENCODERS: Mapping[str, str] = {"mt5": "MT5EncoderModel", "t5": "T5EncoderModel",
 
 
 def class_of(folder: Path, entry: ModelEntry, classes: Mapping[str, T]) -> T:
-    """Return the class for the `model_type` in config.json. Raises ModelLoadFailed INCOMPATIBLE if there is none."""
+    """Return the class for the `model_type` in config.json. Raises ModelLoadFailed INCOMPATIBLE for another type."""
     model_type = str(read_json(folder / "config.json").get("model_type"))
     if model_type not in classes:
         listed = " or ".join(classes)
-        raise incompatible(f"{entry.id}: model_type is {model_type}, a {entry.family} is {listed}")
+        raise incompatible(f"{entry.id}: model_type is {model_type}, family {entry.family} needs {listed}")
     return classes[model_type]
 
 
@@ -82,14 +82,13 @@ def load_model(
     decodes: bool = False,
 ) -> PreTrainedModel:
     """Return the model of `folder` as `auto_class`, on the device, for inference. `consumed`: names of weights that the
-    caller reads itself. `changes`: replacements for settings of its configuration. `decodes`: the caller runs the
+    caller reads itself. `changes`: replacements for settings in config.json. `decodes`: whether the caller runs the
     decoder of a model with encoder and decoder.
 
-    With `float32_head` only the backbone is in the precision of `compute`; all later parts, the pooler included, are
-    float32.
+    With `float32_head`, the backbone is in the precision of `compute`, and the pooler and all later layers in float32.
 
-    Raises ModelLoadFailed INCOMPATIBLE for a decoder that would not run, and for weights that do not fit, of which it
-    names up to five.
+    Raises ModelLoadFailed INCOMPATIBLE for a decoder that the caller does not run, and for weights that do not fit
+    config.json. The message names up to five of these weights.
     """
     options = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
     model = _from_files(auto_class, folder, load, consumed, options, changes, decodes=decodes)
@@ -125,7 +124,7 @@ def _from_files(
         setattr(config, name, value)
     is_encoder = auto_class.__name__ == ENCODERS.get(config.model_type)
     if getattr(config, "is_encoder_decoder", False) and not decodes and not is_encoder:
-        raise incompatible(f"{config.model_type} has a decoder beside its encoder, which this family does not run")
+        raise incompatible(f"{config.model_type} has an encoder and a decoder, and this family runs no decoder")
     if load.causal is not None:
         config.is_causal = load.causal
     with construction():
@@ -144,7 +143,7 @@ def _from_files(
     foreign_head = is_bare and any(name.endswith(_PRETRAINED) for name in config.architectures or ())
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         names = sorted(str(name) for name in report[fault] if _COUNTED not in str(name))
-        # a pooler may be missing if it never runs, or additional if the class has none
+        # the files may lack a pooler that never runs, and may have a pooler that the class lacks
         if is_bare or fault == "unexpected_keys":
             names = [name for name in names if _POOLER not in name]
         if fault == "unexpected_keys":
@@ -187,7 +186,7 @@ def for_inference(model: Any, compute: Compute, *, float32_head: bool = False) -
     batch normalisation keep their dtype, too: torch accepts 16-bit weights only with 16-bit statistics, but the
     statistics are buffers.
     """
-    # a submodule that is itself a transformers model may have its own list
+    # each submodule that is a transformers model may have its own list of float32 modules
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     float32_names = {
         pattern for module in model.modules() for name in names for pattern in getattr(module, name, None) or ()
@@ -205,7 +204,7 @@ def for_inference(model: Any, compute: Compute, *, float32_head: bool = False) -
 
 
 def tensor(folder: Path, name: str) -> Tensor | None:
-    """Return one tensor of the safetensors in `folder`, float32; None if no file has it."""
+    """Return one tensor of the safetensors in `folder`, float32; None if no file has the tensor."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             if name in file.keys():  # noqa: SIM118  no mapping
@@ -214,7 +213,7 @@ def tensor(folder: Path, name: str) -> Tensor | None:
 
 
 def stored_rows(folder: Path, name: str) -> int:
-    """Return the number of rows of one matrix, from the header of its file; 0 if no file has it."""
+    """Return the number of rows of one matrix, from the header of its file; 0 if no file has the matrix."""
     stored = (tensors_in(path).get(name) for path in sorted(folder.glob("*.safetensors")))
     return next((tensor.shape[0] for tensor in stored if tensor is not None), 0)
 

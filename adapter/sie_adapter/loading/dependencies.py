@@ -1,4 +1,4 @@
-"""Comparison of the packages that a worker's bundle requires with the installed ones, before any is imported."""
+"""Comparison of the packages that a worker's bundle requires with the installed packages, before their import."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def check(settings: Settings) -> None:
     """Check the installed packages against the requirements of SIE_BUNDLE. Raises SettingError that names each
     distribution that is missing or has another version, and each faulty requirement.
 
-    A file in the package, or in `bundles/` of a local models folder, describes a bundle. Without such a file nothing is
-    checked. Raises SettingError if the files in the models folder cannot be read.
+    A file in the package, or in `bundles/` of a local models folder, describes a bundle. If no file describes the
+    bundle, nothing is checked. Raises SettingError if the files in the models folder cannot be read.
     """
     bundle = _described(settings)
     if bundle is None:
-        _logger.warning("bundle %s has no description here, so its requirements are not checked", settings.bundle)
+        _logger.warning("no file describes bundle %s, so its required packages are not checked", settings.bundle)
         return
     if faults := lacking(bundle):
         fix = "install these packages beside this adapter, or name the bundle that this image is for"

@@ -19,8 +19,8 @@ _WINDOW = 512  # tokens of a window if the model's files have no limit; for GLiN
 
 @dataclass(frozen=True)
 class Described:
-    """Part of a catalogue entry, built from the files of a model folder. `findings`: the facts on which it is based.
-    `assumed`: values that are in no file.
+    """Part of a catalogue entry, built from the files of a model folder. `findings`: the facts in the files that led to
+    the entry. `assumed`: values that are in no file.
     """
 
     entry: dict[str, Any]
@@ -29,7 +29,7 @@ class Described:
 
 
 def described_by_package(folder: Path, raw: dict[str, Any]) -> Described | None:
-    """Return part of an entry for `folder`, whose config.json is `raw`; None unless an extraction package reads it."""
+    """Return part of an entry for `folder` with config.json `raw`; None if no extraction package reads the folder."""
     if (folder / "gliner_config.json").is_file():
         return _gliner(folder)
     if (folder / LAYA).is_file():
@@ -85,8 +85,8 @@ def _gliner2(folder: Path, raw: dict[str, Any]) -> Described:
 
 
 def _table(encoder: dict[str, Any]) -> int | None:
-    """Return the number of positions of an encoder; None for DeBERTa-v2, which needs no table of positions, and for an
-    encoder whose configuration has no number.
+    """Return the number of positions of an encoder; None for DeBERTa-v2, which needs no table of positions, and for a
+    configuration without max_position_embeddings.
     """
     kind = encoder.get("model_type", "deberta-v2")
     return None if kind == "deberta-v2" else encoder.get("max_position_embeddings")

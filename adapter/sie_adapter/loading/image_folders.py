@@ -18,12 +18,12 @@ from sie_adapter.loading.tokenizer import UNLIMITED, read_tokenizer, tokenizer_l
 _QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"
 # prompt of every text. Source: colpali-engine 0.3.18, ColQwen2_5_Processor
 _QWEN_QUESTION = "{text}" + "<|endoftext|>" * 10
-# largest number of blocks of a page. Source: colpali-engine, the class of ColQwen2.5 and the training of ColQwen3
+# largest number of merged patches of a page. Source: colpali-engine, class of ColQwen2.5 and training of ColQwen3
 _QWEN_PAGE_BLOCKS = 768
 # prompt of every text. Source: colpali-engine 0.3.18, ColIdefics3Processor
 _IDEFICS_QUESTION = "{text}" + "<end_of_utterance>" * 10
 _QWEN_TURNS = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{text}"
-# smallest and largest number of blocks of an image, from the vendor's code of Qwen3-VL-Embedding
+# smallest and largest number of merged patches of an image, from the vendor's code of Qwen3-VL-Embedding
 _QWEN_BLOCKS = (4, 1800)
 _PAGES_TOKENS = 2048  # largest max_tokens of an entry for late interaction with pages
 _TRANSCRIBED_TOKENS = 16384  # largest max_tokens of an entry for a model that transcribes pages
@@ -202,8 +202,8 @@ def _transcriber(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def _tasks(folder: Path) -> list[str]:
-    """Return Donut's task tokens, with which an output begins. A task token has no closing token. The token of a field
-    has one: <s_name> has </s_name>.
+    """Return Donut's task tokens, with which an output begins. The token of a field has a closing token, as <s_name>
+    has </s_name>; a task token has none.
     """
     names = read_tokenizer(folder).get_added_vocab()
     opened = (name for name in names if name.startswith("<s_") and f"</{name[1:]}" not in names)

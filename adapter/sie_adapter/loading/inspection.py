@@ -39,7 +39,7 @@ from sie_store.folder_files import line_of, read_json, read_value, reading
 from sie_store.weights.manifest import MANIFEST
 from sie_store.weights.selection import FILES, PICKLED
 
-# files that influence results: all that a load downloads, except the model card
+# files that influence results: all files that a load downloads, except the model card
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")
 # subfolders with the parts of a model, as the extraction packages name them
 _PARTS_OF_PACKAGES = ("encoder_config", "encoder", "tokenizer")
@@ -55,7 +55,7 @@ _ENTAILS, _OPPOSES = ("entail",), ("contra", "not_entail")
 
 @dataclass
 class Inspection:
-    """Result of an inspection. `entry`: the input of `parse_entry`. `findings`: facts with the file that contains them.
+    """Result of an inspection. `entry`: the input of `parse_entry`. `findings`: facts, each with the name of its file.
     `assumed`: choices that no file states, and checks that were not possible.
     """
 
@@ -67,12 +67,11 @@ class Inspection:
 def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: ModelEntry | None = None) -> Inspection:
     """Return the entry of `model`, whose files are in `folder`. `weights`: the source from which a load reads them.
 
-    With `current`, an entry of the catalogue for the same model, the options of `current` are kept. The weights and
-    their digests are new, and so are the download size of weights from the hub, and a licence that the model card
-    names. Raises ModelLoadFailed that names the fault: NOT_FOUND for a folder that lacks files of a model, such as its
-    config.json, weights or tokenizer; INCOMPATIBLE for a model that no family here runs, whose files cannot be read, or
-    whose weights are truncated, contain NaN or lack tensors; CERTIFICATE for a tokenizer that lacks tokens or does not
-    fit the weights, and for static embeddings whose width is not outputs.dense of `current`.
+    `current`: an entry of the catalogue for the same model. Its options are kept; its weights, digests, download size
+    (only from the hub) and licence (if the model card has one) are replaced. Raises ModelLoadFailed: NOT_FOUND for a
+    folder without config.json, weights or tokenizer; INCOMPATIBLE for a model that no family here runs, for files that
+    cannot be read, and for weights that are truncated, contain NaN or lack tensors; CERTIFICATE for a tokenizer that
+    lacks tokens or does not fit the weights, and for static embeddings whose width is not outputs.dense of `current`.
     """
     if not folder.is_dir():
         raise load_failed("NOT_FOUND", f"there is no folder {folder}")
@@ -112,7 +111,7 @@ def _describe(folder: Path, report: Inspection) -> None:
 
 
 def _needs_bfloat16(raw: Mapping[str, Any]) -> str:
-    """Return the reason why a GPU should not compute this model in its default, float16; empty if there is none."""
+    """Return the reason why a GPU should not compute this model in float16, its default; empty if there is none."""
     if str(raw.get("model_type")).startswith(_OVERFLOWING):
         return f"states of {'Gemma' if raw['model_type'] not in ENCODERS else 'T5'} are too large for float16"
     parts = [raw, *(raw[name] for name in _PARTS if isinstance(raw.get(name), dict))]
@@ -143,8 +142,8 @@ def _module_folders(folder: Path) -> list[Path]:
 
 
 def _choices(current: ModelEntry, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry's fields except its id and weights, and without golden vectors if the revision is another: they
-    belong to one revision.
+    """Return the fields of `current` without id and weights. Golden vectors belong to one revision, so they are left
+    out if `weights` has another revision.
     """
     fields: dict[str, Any] = msgspec.to_builtins(current)
     dropped = {"id", "weights", *(("golden",) if weights.get("revision") != current.weights.revision else ())}
@@ -211,8 +210,8 @@ def _transformer(folder: Path, report: Inspection) -> None:
         entry["load"] = load
     if "dense" in entry["outputs"]:
         _pooling(modules, report, is_masked=named.endswith("ForMaskedLM"))
-    # A folder of sentence-transformers lists a Normalize if token vectors are normalised. In older formats they always
-    # are.
+    # A folder of sentence-transformers lists a Normalize if token vectors are normalised. In older formats, token
+    # vectors are always normalised.
     if "multivector" in entry["outputs"] and _is_of_rows(folder, modules):
         entry["run"] = {"normalize": modules.normalizes}
         report.findings.append(
@@ -256,8 +255,8 @@ def _config(folder: Path) -> PretrainedConfig:
     if not raw:
         raise load_failed(
             "NOT_FOUND",
-            f"{folder} has no config.json. It is the folder of the transformer: the model's own, or the one that "
-            "modules.json names",
+            f"{folder} has no config.json, which the folder of a transformer needs. modules.json can name another "
+            "folder for it",
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -286,7 +285,7 @@ def _check_quantisation(config: PretrainedConfig) -> None:
         quantizer.validate_environment(device_map=None)
     except Exception as error:  # transformers documents no exception for a missing package or device
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        raise incompatible(f"its weights are quantised by {method}: {error}") from error
+        raise incompatible(f"its weights are quantised by {method}, which cannot run here: {error}") from error
 
 
 def _empty_backbone(config: PretrainedConfig) -> Any:
@@ -360,7 +359,7 @@ def _is_of_rows(folder: Path, modules: Modules) -> bool:
 
 def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) -> int:
     names = ("model_type", "max_position_embeddings", "pad_token_id", "position_embedding_type")
-    # read by getattr, which also finds a length that the model type stores under another name
+    # getattr also finds a length that the configuration class stores under another name
     stored = {name: getattr(config, name, None) for name in names}
     limits: dict[str, int | None] = {"max_position_embeddings of config.json": positions(stored)}
     if modules.transformer.max_tokens:  # this limit replaces the tokenizer's limit, even a lower one
@@ -403,11 +402,11 @@ def _head(
 
 
 def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: Inspection) -> None:
-    """Set `pair` in the entry of a reranker whose texts are inserted into a chat template. Refuse other models whose
-    modules insert texts into one.
+    """Set `pair` in the entry of a reranker whose texts are inserted into a chat template. Raise ModelLoadFailed for a
+    model of another family that needs a chat template.
     """
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
-    # sentence-transformers inserts the texts of these models into the chat template of the tokenizer
+    # without modules.json, sentence-transformers inserts the texts of a cross-encoder into its chat template
     is_bare = not modules.kinds and entry["family"] == "cross-encoder"
     if not (modules.transformer.messages or is_bare) or not getattr(tokenizer, "chat_template", None):
         return
@@ -422,11 +421,11 @@ def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: In
 
 
 def _answer_head(folder: Path, config: PretrainedConfig, modules: Modules) -> dict[str, Any]:
-    """Return the tokens whose logits form the score, and how they form it, from the LogitScore module."""
+    """Return the head options of a LogitScore module: answer tokens, and how their logits become the score."""
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
     ids = modules.settings["LogitScore"]
     if ids.get("true_token_id") is None:
-        raise incompatible("LogitScore has no true_token_id")
+        raise incompatible("the config.json of the module LogitScore has no true_token_id")
     activation = stored_activation(folder, config)
     if ids.get("false_token_id") is None:
         yes = tokenizer.convert_ids_to_tokens(ids["true_token_id"])

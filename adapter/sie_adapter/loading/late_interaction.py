@@ -22,7 +22,7 @@ from sie_contracts.models.entries import HeadOptions
 from sie_contracts.models.load_errors import incompatible
 from sie_store.folder_files import read_json
 
-_EXPANDED = 32  # number of tokens to which queries are padded if no file names it
+_EXPANDED = 32  # number of tokens to which queries are padded if no file has this number
 _PUNCTUATION = tuple(string.punctuation)
 _PYLATE = (  # settings of PyLate in config_sentence_transformers.json
     "query_prefix",
@@ -160,7 +160,7 @@ def _native(transformer: Mapping[str, Any], mask: dict[str, Any] | None) -> dict
         is_of_documents = mask.get("skiplist_tasks", "document") in ("document", ["document"])
         if mask.get("keep_only_token_ids") or not is_of_documents:
             raise incompatible(
-                "the MultiVectorMask of the model masks more than the skipped words of documents: not supported"
+                "the MultiVectorMask masks more than the skiplist words of documents, which this adapter does not do"
             )
         settings["skipped"] = tuple(mask.get("skiplist_words") or ())
     return settings

@@ -60,7 +60,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def family_of(name: str) -> Any:
-    """Return a family's class. Raises ModelLoadFailed INCOMPATIBLE if unknown, ImportError without its library."""
+    """Return the class of a family. Raises ModelLoadFailed for an unknown name, ImportError without its library."""
     if name in FAMILIES:
         module, _, attribute = FAMILIES[name].implementation.partition(":")
         return getattr(importlib.import_module(module), attribute)
@@ -83,7 +83,7 @@ def _family(resolved: Resolved) -> Any:
 
 @contextlib.contextmanager
 def classed(entry: ModelEntry) -> Iterator[None]:
-    """Convert exceptions in the context to ModelLoadFailed. SIEErrors and errors of a lost device stay unchanged."""
+    """Convert exceptions in the context to ModelLoadFailed, except SIEErrors and errors of a lost device."""
     try:
         yield
     except SIEError:
@@ -91,7 +91,7 @@ def classed(entry: ModelEntry) -> Iterator[None]:
     except ImportError as error:
         raise load_failed(
             "DEPENDENCY",
-            f"{entry.id} needs a package that is not installed in the adapter's environment, or fails on import: "
+            f"a package that {entry.id} needs is not installed in the adapter's environment, or its import fails: "
             f"{error}",
         ) from error
     except Exception as error:
@@ -113,7 +113,7 @@ class Loader:
     certificates: dict[tuple[str, ...], LoadCertificate] = field(default_factory=dict)
     # folders whose weights were already checked: the path, and the `_facts` of all files in the folder
     _checked: set[tuple[str, ...]] = field(default_factory=set)
-    # (model, reason for another precision than requested) that was already logged
+    # warnings about a precision that were already logged: the model, and the reason for another precision
     _reported: set[tuple[str, str]] = field(default_factory=set)
     # locks on the files of models that are being loaded, by `Resolved.residency`; a locked file is not removed from the
     # cache
@@ -168,8 +168,8 @@ class Loader:
         return located
 
     def ended(self, resolved: Resolved) -> None:
-        """Release the lock of a load on the model's files. A loaded model has another lock on them until it is
-        unloaded.
+        """Release the lock that a load has on the files of the model. A loaded model has a lock of its own on the files
+        until it is unloaded.
         """
         self._leases.pop(resolved.residency, None)
 
@@ -189,8 +189,8 @@ class Loader:
             return model
 
     def _certified_model(self, family: Any, folder: Path, resolved: Resolved, compute: Compute) -> Any:
-        """Return the model on the engine that the rules select. If that engine does not support the model, or the model
-        fails its checks there, return it on torch, unless the entry demands the engine.
+        """Return the model on the engine that the rules select. If the engine does not support the model, or the model
+        fails its checks on the engine, return the model on torch. Raises the error if the entry demands the engine.
         """
         try:
             model = family(folder, resolved.entry, resolved.load, compute)
@@ -203,13 +203,13 @@ class Loader:
             if choice.engine == TORCH.engine or choice.demand:
                 raise
             cause = f"{choice.engine}: {error.message}"
-        # free the memory of the model, whose objects refer to each other, before its weights are read again
+        # gc.collect frees the model, whose objects refer to each other, before its weights are read again
         del model
         gc.collect()
         return self._on_torch(family, folder, resolved, compute, cause)
 
     def _on_torch(self, family: Any, folder: Path, resolved: Resolved, compute: Compute, cause: str) -> Any:
-        """Load the model on torch, because the chosen engine cannot run it. `cause`: this engine and the reason."""
+        """Load the model on torch, because another engine cannot run it. `cause`: the other engine and the reason."""
         _logger.warning("%s runs on torch, not on %s", resolved.residency, cause)
         model = family(folder, resolved.entry, replace(resolved.load, engine=TORCH.engine), compute)
         return self._with_certificate(model, Choice(TORCH.engine, f"not {cause}"), folder, resolved, compute)
@@ -220,7 +220,7 @@ class Loader:
         return model
 
     def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
-        """Check weight files, unless they are unchanged since a check, or the family is that of another package."""
+        """Check weight files. Skip files that are unchanged since a check, and files of a family of another package."""
         facts = (str(folder), *_facts(_files_of(folder)))
         if entry.family in FAMILIES and facts not in self._checked:
             check_weights(folder)
@@ -248,8 +248,8 @@ class Loader:
             )
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:
-        """Return the results of a model's checks. They are cached for reloads with the same files, entry, engine,
-        attention and precision.
+        """Return the results of a model's checks. The results are cached for reloads with the same files, entry,
+        engine, attention and precision.
         """
         entry = resolved.entry
         golden = [path for path in [certificate.golden_file(entry)] if path.is_file()] if entry.golden else []

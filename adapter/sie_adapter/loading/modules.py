@@ -2,8 +2,8 @@
 
     modules.json ──► stock classes, in order ──► settings of each file ──► Modules
 
-`FIELDS` lists modules and their settings that are accepted. Any other setting of such a module is refused by name, so a
-setting of a newer library is not silently ignored.
+`FIELDS` lists the accepted modules and their accepted settings. Any other setting is refused by name, so a setting of a
+newer library is not silently ignored.
 
 Source: sentence-transformers 6.2 (base/model.py, base/modules, sentence_transformer/modules, sparse_encoder/modules).
 """
@@ -78,8 +78,8 @@ _LATE = ("MultiVectorMask", "HierarchicalTokenPooling")
 _LATE_LENGTHS = ("query_length", "document_length", "query_expansion")
 STATIC = "StaticEmbedding"
 _OF_TOKENS = frozenset({"Pooling", "SpladePooling", "MultiVectorMask", "HierarchicalTokenPooling", "LogitScore"})
-# arguments of from_pretrained that are ignored: they change the speed, the place of the weights, or the precision,
-# which the entry decides
+# ignored arguments of from_pretrained: for the speed, the place of the weights, and the precision, which the catalogue
+# entry decides
 _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
@@ -104,8 +104,8 @@ _TOKENS, _VECTOR = "token_embeddings", "sentence_embedding"
 
 @dataclass(frozen=True)
 class TransformerSettings:
-    """Settings of a Transformer module. `file`: the name of its file, whose settings are `raw`. `max_tokens`: the limit
-    in that file, 0 if it has none. `tokenizer`: arguments of the tokenizer's from_pretrained. `messages`: whether texts
+    """Settings of a Transformer module. `file`: the name of the settings file. `raw`: its contents. `max_tokens`: the
+    limit in the file, 0 for none. `tokenizer`: arguments of the tokenizer's from_pretrained. `messages`: whether texts
     are inserted into the folder's chat template, with `chat_options`.
     """
 
@@ -126,8 +126,8 @@ class Modules:
 
     `root`: the folder of modules.json. `folder`: the folder of the transformer and its tokenizer. `query_weights`: if
     queries need no forward pass, the weight of each token id in a query, float32 [ids]; `query_folder` has the
-    tokenizer of queries. `normalizes`: the last step is a Normalize (after the pooling, if the model pools), or
-    config.json of model2vec requests normalised vectors.
+    tokenizer of queries. `normalizes`: whether output vectors are scaled to length 1, by a last Normalize module or by
+    the setting `normalize` of a model2vec folder.
     """
 
     root: Path
@@ -203,10 +203,10 @@ class Truncation(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 def read_modules(folder: Path) -> Modules:
-    """Return the modules that the folder lists. Without modules.json there are no layers. Raises ModelLoadFailed:
-    INCOMPATIBLE for a class, an order or a setting that this adapter does not support, for a folder outside of
-    `folder`, and for a Dense, a LayerNorm or a Router's queries without weights; NOT_FOUND for a Pooling without its
-    config.json.
+    """Return the modules that modules.json in `folder` lists; without this file, only the transformer. Raises
+    ModelLoadFailed: INCOMPATIBLE for a class, an order or a setting that this adapter does not support, for a module
+    outside of `folder`, and for a Dense, a LayerNorm or a Router's queries without weights; NOT_FOUND for a Pooling
+    without its config.json.
     """
     entries = read_value(folder / "modules.json")
     if entries is None and is_model2vec(folder):
@@ -267,7 +267,7 @@ def read_modules(folder: Path) -> Modules:
             _check_splade(config)
             if kinds[0] != "MLMTransformer" and transformer.task != "fill-mask":
                 raise incompatible(
-                    f"SpladePooling after a Transformer of {transformer.task or 'no task'}, expected fill-mask"
+                    f"SpladePooling needs a Transformer of the task fill-mask, got {transformer.task or 'no task'}"
                 )
         elif kind == "LogitScore" and config.get("module_input_name", "causal_logits") != "causal_logits":
             raise incompatible(f"LogitScore reads {config['module_input_name']}, expected causal_logits")
@@ -303,7 +303,7 @@ def read_modules(folder: Path) -> Modules:
 
 
 def is_model2vec(folder: Path) -> bool:
-    """Return whether the package model2vec saved the folder, and there is no modules.json in it."""
+    """Return whether the package model2vec saved the folder, and the folder has no modules.json."""
     config = read_json(folder / "config.json")
     is_named = config.get("model_type") == "model2vec" or "StaticModel" in (config.get("architectures") or ())
     return is_named and not (folder / "modules.json").is_file()
@@ -320,8 +320,8 @@ def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path
 
 
 def _stock_kind(name: str) -> str:
-    """Return the class name of a module of sentence-transformers or PyLate. Other classes, such as those in the model's
-    own repository, are refused, because their code would have to run.
+    """Return the class name of a module of sentence-transformers or PyLate. Other classes, such as classes in the
+    model's own repository, are refused, because a load would have to run their code.
     """
     if not name.startswith(_STOCK):
         raise incompatible(
@@ -369,8 +369,8 @@ def _check_output(
 
 
 def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None, clustered_at: int | None) -> None:
-    """Refuse modules that this adapter does not run after a HierarchicalTokenPooling. Refuse modules that
-    sentence-transformers cannot compute, or that change no vector, because of their place before or after the Pooling.
+    """Refuse modules other than Normalize after a HierarchicalTokenPooling. Refuse layers on the wrong side of the
+    Pooling, because sentence-transformers fails on them, or they change no vector.
     """
     if clustered_at is not None and (
         pooled_at is not None or any(kind != "Normalize" for kind, _, _ in steps[clustered_at:])
@@ -387,8 +387,8 @@ def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None,
 
 
 def read_transformer(folder: Path) -> TransformerSettings:
-    """Return the settings of the Transformer module in `folder`. Raises ModelLoadFailed INCOMPATIBLE for a setting that
-    this adapter does not apply, unless the setting changes at most the precision of vectors.
+    """Return the settings of the Transformer module in `folder`. Settings that change only speed or precision are
+    ignored. Raises ModelLoadFailed INCOMPATIBLE for another setting that this adapter does not apply.
     """
     name, raw = next(((name, raw) for name in TRANSFORMER_FILES if (raw := read_json(folder / name))), ("", {}))
     if unknown := sorted(raw.keys() - FIELDS["Transformer"]):
@@ -425,9 +425,8 @@ def read_transformer(folder: Path) -> TransformerSettings:
 
 
 def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
-    """Return whether texts are inserted into the chat template. Raises ModelLoadFailed INCOMPATIBLE if the module has a
-    task, or reads an output of the model, that this adapter does not support. Without modality_config neither is
-    checked.
+    """Return whether texts are inserted into the chat template; False without modality_config. Raises ModelLoadFailed
+    INCOMPATIBLE if modality_config comes with an unsupported task, or with an unsupported output of the model.
     """
     config = raw.get("modality_config")
     if not config:
@@ -444,8 +443,8 @@ def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
 
 
 def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Path]:
-    """Return the modules for documents, and the folder with the token weights for queries. Refuse a Router with other
-    routes than a SparseStaticEmbedding for queries, and a masked LM with a SpladePooling for documents.
+    """Return the modules for documents, and the folder with the token weights for queries. Accept only a Router with a
+    SparseStaticEmbedding for queries, and with a masked LM and a SpladePooling for documents.
     """
     router = read_json(folder / "router_config.json")
     kinds = {module: _stock_kind(name) for module, name in router.get("types", {}).items()}

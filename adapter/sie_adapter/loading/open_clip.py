@@ -70,7 +70,7 @@ _BARE = {  # tensor that belongs to no layer in open_clip -> its name in transfo
 
 
 def is_open_clip(folder: Path) -> bool:
-    """Return whether the folder has the files that open_clip reads. If so, no other file of weights in it is loaded."""
+    """Return whether the folder has the files that open_clip reads. A load then reads only these weights."""
     return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
 
 
@@ -94,7 +94,7 @@ def empty_open_clip(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> Pr
 
 def processor_of_open_clip(folder: Path, entry: ModelEntry) -> tuple[Recipe, Normalisation]:
     """Return the recipe and the normalisation of images. Raises ModelLoadFailed INCOMPATIBLE for a resizing that this
-    adapter cannot reproduce, and without a mean or a standard deviation of three numbers.
+    adapter cannot reproduce, and for a mean or a standard deviation that is missing or not three numbers.
     """
     preprocessing = read_json(folder / CONFIG).get("preprocess_cfg", {})
     size = _settings(folder)["vision_cfg"].get("image_size")

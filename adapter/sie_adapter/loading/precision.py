@@ -1,10 +1,10 @@
-"""Choice of a model's precision: the one of its entry, or another that this device supports, with the reason.
+"""Choice of the dtype in which a model computes. A device that does not support the requested precision computes in
+another dtype.
 
-    precision of the entry, else SIE_DEFAULT_COMPUTE_PRECISION ──► resolve_precision ──► dtype, and the reason if it is
-    not that precision
+    precision of the entry, else SIE_DEFAULT_COMPUTE_PRECISION ──► resolve_precision ──► dtype, and why it differs
 
-Environment variables can limit the instructions that a library uses. They count like limits of the CPU: with
-ATEN_CPU_CAPABILITY=avx2 (torch) or ONEDNN_MAX_CPU_ISA=AVX2 (oneDNN), a CPU counts as one that has only AVX2.
+Environment variables can limit the instructions that a library uses. With ATEN_CPU_CAPABILITY=avx2 (torch) or
+ONEDNN_MAX_CPU_ISA=AVX2 (oneDNN), this module treats a CPU as one that has only AVX2.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ _ATEN_BELOW = frozenset({"DEFAULT", "AVX2"})
 def resolve_precision(
     own: Precision | None, default: Precision, device_type: str, *, lacks: str
 ) -> tuple[torch.dtype, str]:
-    """Return the dtype to compute in, and the reason why the dtype is not the precision `own` of the entry, or
-    `default` if the entry has none. The reason is empty if the dtype is that precision, and for `own` int8.
+    """Return the dtype to compute in, and the reason why this dtype is not the requested precision. The reason is empty
+    if the dtype is the requested precision, and for int8. The requested precision is `own`, the precision of the entry,
+    or `default` if `own` is None.
 
     A CPU computes 16-bit models in bfloat16 if it supports bfloat16, else in float32. `lacks`: the reason why this CPU
-    does not compute in bfloat16, empty if it does; for other devices `lacks` is ignored.
+    does not support bfloat16; empty if it does. Other devices ignore `lacks`.
     """
     dtype = _DTYPES[own or default]
     if device_type != "cpu" or dtype is torch.float32:

@@ -27,7 +27,7 @@ from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.folder_files import read_json
 
-_TEXT_TYPE = "florence2_language"  # model_type of the text model in the authors' format; in transformers it is BART
+_TEXT_TYPE = "florence2_language"  # model_type of the text model, a BART, in the authors' format
 _GENERATION = "generation_config.json"
 _TOKENS = (
     *("<od>", "</od>", "<ocr>", "</ocr>"),
@@ -51,11 +51,11 @@ _VISION = (
     *("patch_size", "patch_stride", "patch_padding", "patch_prenorm"),
 )
 _VISION_IF_SAID = {"in_chans": "in_channels", "mlp_ratio": "mlp_ratio", "qkv_bias": "qkv_bias"}
-# the only values that the class of transformers supports; the authors' code supports others, too
+# the only values that transformers' Florence-2 supports; the authors' code supports more values
 _FIXED = {"image_feature_source": ["spatial_avg_pool", "temporal_avg_pool"], "conv_at_attn": True, "conv_at_ffn": True}
 _POSITIONS = {"image_pos_embed": "learned_abs_2d", "visual_temporal_embedding": "COSINE"}
 _FIXED_TEXT = {"normalize_before": False, "add_final_layer_norm": False}
-# prefix of tensor names in the authors' format, and in transformers
+# pairs: prefix of tensor names in the authors' format, and the prefix in transformers that replaces it
 _PARTS = (
     ("vision_tower.", "model.vision_tower."),
     ("image_pos_embed.", "model.multi_modal_projector.image_position_embed."),
@@ -72,7 +72,7 @@ _LAYERS = (
     (".fn.dw.", "."),
     (".fn.", "."),
 )
-_TURNED = "image_projection"  # matrix that is transposed
+_TURNED = "image_projection"  # matrix that transformers stores transposed
 _BIAS = "language_model.final_logits_bias"
 # names of the table of embeddings, which the files contain once or several times
 _TABLES = (
@@ -99,17 +99,17 @@ def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrai
         with safe_open(path, "pt") as file:
             stored |= {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  no mapping
     if bool(stored.get(_BIAS, torch.zeros(1)).any()):
-        raise incompatible(f"{entry.id}: {_BIAS} is not 0, and the class has no such bias")
+        raise incompatible(f"{entry.id}: {_BIAS} is not 0, and transformers' Florence-2 has no such bias")
     weights = _renamed(stored)
     tables = [weights[name] for name in _TABLES if name in weights]
     if any(not torch.equal(tables[0], table) for table in tables[1:]):
-        raise incompatible(f"{entry.id}: its tables of embeddings differ, but the class has only one")
+        raise incompatible(f"{entry.id}: its tables of embeddings differ, but transformers' Florence-2 has only one")
     return placed(_filled(folder, entry, weights), compute)
 
 
 def empty_published(folder: Path, entry: ModelEntry) -> PreTrainedModel:
-    """Return the model without values, on the device `meta`. Raises the errors of `load_published`, except those about
-    values of tensors.
+    """Return the model without values, on the device `meta`. Raises the errors of `load_published` that do not depend
+    on values of tensors.
     """
     stored: dict[str, Tensor] = {}
     with torch.device("meta"):
@@ -130,7 +130,7 @@ def published_config(folder: Path, entry_id: str) -> Florence2Config:
     for section, fixed in ((vision, _FIXED), (positions, _POSITIONS), (text, _FIXED_TEXT)):
         for name, value in fixed.items():
             if section.get(name, value) != value:
-                raise incompatible(f"{entry_id}: {name} is {section[name]}, the class supports {value}")
+                raise incompatible(f"{entry_id}: {name} is {section[name]}, transformers' Florence-2 supports {value}")
     try:
         return Florence2Config(
             text_config={
@@ -177,7 +177,7 @@ def _files(folder: Path, entry: ModelEntry) -> list[Path]:
 def _filled(folder: Path, entry: ModelEntry, weights: Mapping[str, Tensor]) -> PreTrainedModel:
     if not (folder / _GENERATION).is_file():
         raise load_failed(
-            "NOT_FOUND", f"{entry.id}: {folder} has no {_GENERATION}, in which a model stores how it generates text"
+            "NOT_FOUND", f"{entry.id}: {folder} has no {_GENERATION}: copy it from microsoft/Florence-2-base"
         )
     tables = [weights[name] for name in _TABLES if name in weights]
     whole = {**weights, **(dict.fromkeys(_TABLES, tables[0]) if tables else {})}
@@ -199,8 +199,8 @@ def _renamed(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _name(name: str) -> str:
-    """Return a tensor's name in transformers: `model.vision_tower.convs.0.conv.weight` for
-    `vision_tower.convs.0.proj.weight`.
+    """Return the name in transformers for a name in the authors' format. Example: `vision_tower.convs.0.proj.weight`
+    becomes `model.vision_tower.convs.0.conv.weight`.
     """
     place = next((own + name.removeprefix(part) for part, own in _PARTS if name.startswith(part)), name)
     if ".vision_tower." not in place:

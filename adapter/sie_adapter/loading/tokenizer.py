@@ -1,7 +1,7 @@
 """Load of a model's tokenizer from its folder, and checks that the tokenizer fits the model's weights and heads.
 
     folder ──► check that files exist ──► transformers' tokenizer ──► bare tokenizer ──► fitted to the table of
-    embeddings ──► fault: reason why it cannot be right
+    embeddings ──► fault: reason why the tokenizer cannot belong to the model
 
 A model with a wrong tokenizer, or without one, still returns plausible answers: transformers creates an empty tokenizer
 if a folder has no tokenizer files, and assigns new ids to special tokens that are missing in the files.
@@ -29,8 +29,8 @@ _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository tha
 # a tokenizer knows a sentence if more than this fraction of the sentence's characters becomes known tokens
 _KNOWN = 0.5
 _UNKNOWN_SIGN = "\U00010600"  # a Linear A character, which is in no vocabulary
-# test texts: the right tokenizer of any model knows at least one of them. They are sentences in several scripts, and
-# notations for models of programs, proteins or molecules
+# sentences in several scripts, and notations for models of programs, proteins or molecules; the right tokenizer of any
+# model knows at least one of these samples
 SAMPLES = {
     "Latin": "the river runs past the old town and into the sea",
     "Vietnamese": "dòng sông chảy qua thành phố cổ",
@@ -67,8 +67,8 @@ class TokenNeeds(NamedTuple):
 
     @classmethod
     def for_family(cls, family: str, pooling: str, *, is_decoder: bool) -> TokenNeeds:
-        """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder needs neither token, except
-        the first one for the pooling cls: usually its last token is read, and a pair is one text for it.
+        """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder reads a pair as one text, so
+        it needs no separator. It needs a first token only for the pooling cls.
         """
         row = families.row(family)
         return cls(
@@ -120,7 +120,7 @@ def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSetting
     """Return the fast tokenizer of `folder`, without truncation and padding, changed according to the `settings` of
     sentence-transformers. Raises ModelLoadFailed: NOT_FOUND if there is no tokenizer; INCOMPATIBLE if it is unreadable,
     has no fast backend, or has no end token although load.append_eos is set; CERTIFICATE if its files do not define a
-    special token that it adds to texts, or the unknown token of its WordPiece or WordLevel model.
+    special token that the tokenizer adds to texts, or the unknown token of its WordPiece or WordLevel model.
     """
     tokenizer = read_tokenizer(folder, trust_remote_code=load.trust_remote_code, **settings.tokenizer)
     bare = bare_tokenizer(tokenizer)
@@ -149,7 +149,7 @@ def text_tokenizer(modules: Modules, load: LoadOptions) -> Tokenizer:
 
 
 def _reading(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the parts of a tokenizer that determine the ids of a text, special tokens around it excluded."""
+    """Return the parts of a tokenizer that determine the ids of a text, without the special tokens around the text."""
     state = json.loads(tokenizer.to_str())
     added = {token["content"]: token["id"] for token in state["added_tokens"]}
     return {"added": added, **{part: state[part] for part in ("normalizer", "pre_tokenizer", "model")}}
@@ -167,7 +167,7 @@ def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
         return
     used = {tokenizer.id_to_token(number) or f"token with the id {number}" for number in _around(tokenizer)}
     if isinstance(tokenizer.model, models.WordPiece | models.WordLevel):
-        # these tokenizers replace a word that is not in the vocabulary by the unknown token, and raise if it is missing
+        # these models encode a word outside the vocabulary as the unknown token, and raise if that token is missing
         used.add(tokenizer.model.unk_token)
     if lacking := sorted(used - {None} - stored):
         cause = f"the vocabulary in {folder} has no {', '.join(lacking)}, which the model needs in its input"
@@ -175,7 +175,7 @@ def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def _stored_tokens(folder: Path) -> set[str] | None:
-    """Return all tokens in the files; None if they are only in a sentencepiece file, which is not read here."""
+    """Return all tokens in the files; None if the only file is one of sentencepiece, which is not read."""
     tokens: set[str] = set()
     if (file := folder / "tokenizer.json").is_file():
         tokens.update(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
@@ -205,8 +205,8 @@ def _around(tokenizer: Tokenizer) -> list[int]:
 
 
 def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
-    """Return the tokenizer with `token` after each text. A post-processor with a template is edited: a second template
-    after it would discard the tokens that the first one added to a pair.
+    """Return the tokenizer with `token` after each text. If the post-processor has a template, the template is edited,
+    because a second template would discard the tokens that the first template adds to a pair.
     """
     state = json.loads(tokenizer.to_str())
     processor = state["post_processor"]
@@ -263,7 +263,7 @@ def special_ids(folder: Path, load: LoadOptions, roles: Sequence[str] = ()) -> f
 def fitted(tokenizer: Tokenizer, table: int) -> tuple[Tokenizer, list[str]]:
     """Return the tokenizer without the special tokens that have no row in a table of `table` embeddings, and the list
     of these tokens. Published models have such tokens, for example for images. Their strings are then tokenised like
-    other text. The unknown token, and tokens that the tokenizer adds to texts, stay: `fault` refuses them.
+    other text. The unknown token, and tokens that the tokenizer adds to texts, are not removed: `fault` reports them.
     """
     around = set(_around(tokenizer))
     beyond = {
@@ -299,7 +299,7 @@ def fault(tokenizer: Tokenizer, table: int, needs: TokenNeeds = _NO_NEEDS) -> st
         text, pair = tokenizer.encode(SAMPLES["Latin"]), tokenizer.encode("a", "a")
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # noqa: BLE001  the library raises no narrower exception; its panics are no Exception
+    except BaseException as error:  # noqa: BLE001  a Rust panic of tokenizers is a BaseException, not an Exception
         return f"its tokenizer fails on a plain sentence ({error}): {_REMEDY}"
     if not any(share > _KNOWN for share in shares):
         scripts = f"{', '.join(list(SAMPLES)[:6])} and {len(SAMPLES) - 6} others"

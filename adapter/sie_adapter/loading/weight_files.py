@@ -1,6 +1,6 @@
 """Checks of the weight files of a model folder: they are complete, contain no NaN, and are quantised only if
-config.json has a quantization_config. So files that were damaged by a full disk, an incomplete copy or a diverged
-training run are refused before they are used. (`checkpoint` checks that the files have all tensors of the model class.)
+config.json has a quantization_config. These checks refuse files after a full disk, an incomplete copy or a diverged
+training run. (`checkpoint` checks that the files have all tensors of the model class.)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_weights(folder: Path) -> None:
     process needs no memory for them. Only a pickle in torch's old format, without a zip, is read into memory.
     """
     files = [*safetensors_of(folder), *(folder / name for name in _PICKLES if (folder / name).is_file())]
-    loaded_files(folder)  # raises an error for a missing part
+    loaded_files(folder)  # raises an error for a file that the index names and the folder lacks
     is_quantised = "quantization_config" in read_json(folder / "config.json")
     for file in files:
         tensors = _stored(file) if file.suffix == ".safetensors" else _pickled(file)
@@ -48,7 +48,7 @@ def check_weights(folder: Path) -> None:
                     precision = str(tensor.dtype).removeprefix("torch.")
                     cause = f"{file.name} contains {name} in {precision}, and config.json has no quantization_config"
                     fix = "export the model again in float32, float16 or bfloat16"
-                    raise incompatible(f"{cause} with its scale; {fix}")
+                    raise incompatible(f"{cause}, which describes the scale; {fix}")
         except SafetensorError as error:
             raise _broken(file, str(error)) from error
         if bad:
@@ -89,7 +89,7 @@ def _broken(file: Path, why: str) -> Exception:
 
 def loaded_files(folder: Path) -> list[Path]:
     """Return the safetensors files that a load reads: model.safetensors, else the files that the index names, else all
-    of `folder`. Raises ModelLoadFailed INCOMPATIBLE for a damaged index, and if it names a missing file.
+    of `folder`. Raises ModelLoadFailed INCOMPATIBLE for an index that is damaged or names a missing file.
     """
     if (whole := folder / "model.safetensors").is_file():
         return [whole]
@@ -100,13 +100,13 @@ def loaded_files(folder: Path) -> list[Path]:
         absent = [name for name in named if not (folder / name).is_file()]
     if absent:
         raise incompatible(
-            f"{_INDEX} names {len(absent)} files that are not there: {', '.join(absent[:5])}; download them"
+            f"{_INDEX} names {len(absent)} files that the folder lacks: {', '.join(absent[:5])}; download them"
         )
     return [folder / name for name in named]
 
 
 def _pickled(file: Path) -> Iterable[tuple[str, Tensor]]:
-    """Return the tensors in a file of torch.save. Other contents are skipped: a family that reads them refuses them."""
+    """Return the tensors in a file of torch.save; none for other contents, which the model's family refuses later."""
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError:

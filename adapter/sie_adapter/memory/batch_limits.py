@@ -1,16 +1,16 @@
 """Limits of the tokens of one pass, for each model on each device, learnt from passes that fitted or ran out of memory.
 
-    before a pass: limit(key) ──► split_off(chosen, lengths, limit) ──► a pass that is known to fit, and the other items
+    before a pass: limit(key) ──► split_off(chosen, lengths, limit) ──► the items of the next pass, and the other items
     after a pass:  fits(key, tokens) | failed(key, tokens) ──► the `BatchLimit` of the key changes and is stored on disk
 
 * After a failure with n tokens, the limit is the largest pass below n tokens that fitted, at least n / 2. If a pass of
 n tokens had fitted before, less memory is free now, and the limit is n / 2.
-* A failure does not count for ever, since another process may have used the memory then: after each wait without a new
-result, the limit rises by the factor RAISE. The first wait is WAIT_S.
-* If a pass above the unraised limit fails, the wait doubles, up to MAX_WAIT_S, so a device that is too small gets fewer
-and fewer attempts. If the pass fits, its size is the new limit, and the wait is the first wait again.
-* A failure that killed the process also cost all models and batches of the process. So a pass of half the tokens counts
-as failed, and the first wait is KILLED_WAIT_S.
+* Another process may have used the memory at the time of a failure, so the limit rises again: by the factor RAISE after
+each wait without a new result. The first wait is WAIT_S.
+* If a pass above the unraised limit fails, the wait doubles, up to MAX_WAIT_S, so that passes that are too large for
+the device become rare. If the pass fits, its size is the new limit, and the wait is the first wait again.
+* A failure that kills the process ends all its models and batches. So a pass of half the tokens counts as failed, and
+the first wait is KILLED_WAIT_S.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WAIT_S = 30.0
 KILLED_WAIT_S = 480.0
 MAX_WAIT_S = 1920.0
 RAISE = 1.25
-# number of raises after which a failure is forgotten: they raise the limit by the factor 1.25 ** 40 = 7,500
+# number of raises after which a failure is forgotten: 40 raises multiply the limit by 1.25 ** 40 = 7,500
 FORGET_STEPS = 40
 MAX_KEYS = 256
 _SAVE_EVERY_S = 1.0
@@ -46,10 +46,10 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class BatchLimit(msgspec.Struct):
-    """Measured passes of one key. `fit_tokens`: tokens of the largest pass that fitted, halved if such a pass failed
-    later. `fail_tokens`: tokens of the last counted pass that ran out of memory, 0 if none did; a larger pass that fits
-    later raises this number. `since_s`: time of the last result that changed the limit. `wait_s`: seconds until the
-    limit rises; its first value is `first_wait_s`.
+    """Measured passes of one key. `fit_tokens`: tokens of the largest pass that fitted; after a failure with at most as
+    many tokens, half of the tokens of the failed pass. `fail_tokens`: tokens of the last recorded failure, 0 without a
+    failure; a larger pass that fits later raises this number. `since_s`: time of the last result that changed the
+    limit. `wait_s`: seconds until the limit rises; its first value is `first_wait_s`.
     """
 
     fit_tokens: int = 0
@@ -107,11 +107,11 @@ class DeviceLimits:
 
     @classmethod
     def for_machine(cls, settings: Settings) -> DeviceLimits:
-        """Return the limits in the file of this machine, which all of its adapters use."""
+        """Return the limits in the file that all adapter processes of this machine share."""
         return cls(learnt_folder(settings) / "frontier.json")
 
     def limit(self, key: str) -> int | None:
-        """Return the most tokens that a pass should have now, at least 1; None while no pass has failed."""
+        """Return the number of tokens that a pass may have now, at least 1; None while no pass has failed."""
         with self._lock:
             edge = self._edge(key)
             return self._limit(edge) if edge and edge.fail_tokens else None
@@ -148,7 +148,7 @@ class DeviceLimits:
                 tokens = max(1, tokens // 2)
             if edge.fail_tokens:
                 if tokens > self._limit(edge):
-                    # no new information: the pass had a single item above the limit, or began before another thread
+                    # the result is ignored: the pass had a single item above the limit, or began before another thread
                     # lowered the limit
                     return
                 edge.wait_s = min(2 * edge.wait_s, MAX_WAIT_S) if tokens > _believed(edge) else edge.first_wait_s
@@ -175,7 +175,7 @@ class DeviceLimits:
 
     def _limit(self, edge: BatchLimit) -> int:
         believed, steps = _believed(edge), self._steps(edge)
-        # at least 1 per step, because rounding down would keep a limit of 1 for three steps
+        # at least 1 more per step, because a limit of 1 times 1.25 ** 3 is still rounded down to 1
         return max(int(believed * RAISE**steps), believed + steps)
 
     def _edge(self, key: str) -> BatchLimit | None:
@@ -196,7 +196,7 @@ class DeviceLimits:
         except FileNotFoundError:
             return {}
         except OSError as error:
-            _logger.warning("the batch limits at %s cannot be read: %s", self._path, error)
+            _logger.warning("the batch limits at %s cannot be read, so they are measured again: %s", self._path, error)
             return {}
         except UNDECODABLE as error:
             aside = self._path.with_suffix(".corrupt")
@@ -209,7 +209,7 @@ class DeviceLimits:
             try:
                 self._path.replace(aside)
             except OSError as moving:
-                _logger.warning("%s cannot be moved: %s", self._path, moving)
+                _logger.warning("%s cannot be moved, so the next save replaces it: %s", self._path, moving)
             return {}
 
     def _save(self) -> None:
@@ -224,7 +224,7 @@ class DeviceLimits:
             draft.write_bytes(msgspec.json.encode(_LimitsFile({key: learnt[key] for key in latest})))
             draft.replace(self._path)
         except OSError as error:
-            _logger.warning("the batch limits cannot be written to %s: %s", self._path, error)
+            _logger.warning("the batch limits cannot be written to %s, so a restart loses them: %s", self._path, error)
             with contextlib.suppress(OSError):
                 draft.unlink()
 
@@ -249,8 +249,8 @@ class PassRecord:
 
 
 class PassRecords:
-    """Records, in a file, of the passes that one adapter is running. `during` may be called from any thread. No method
-    raises: without the file an adapter works, but learns nothing from a crash.
+    """Records, in a file, of the passes that one adapter process is running. `during` may be called from any thread. No
+    method raises: without the file the process works, but a crash does not lower a limit.
     """
 
     def __init__(self, path: Path) -> None:
@@ -266,7 +266,7 @@ class PassRecords:
 
     @contextlib.contextmanager
     def during(self, key: str, tokens: int, fitted_tokens: int) -> Iterator[None]:
-        """Keep a record of a pass on the disk while the pass runs, if a slot is free and the key fits into it."""
+        """Keep a record of a pass on the disk while the pass runs, if a slot is free and the key fits into a slot."""
         name = key.encode()
         with self._lock:
             slot = self._free.pop() if self._free and len(name) <= _SLOT_BYTES - _HEAD.size else None
@@ -282,14 +282,14 @@ class PassRecords:
                 self._free.append(slot)
 
     def left(self) -> list[PassRecord]:
-        """Return the records that a dead process left in the file, and remove them."""
+        """Return the records that a dead process left in the file, and remove the file."""
         try:
             content = self._path.read_bytes()
             self._path.unlink()
         except FileNotFoundError:
             return []
         except OSError as error:
-            _logger.warning("the records of passes cannot be read from %s: %s", self._path, error)
+            _logger.warning("the records of passes in %s cannot be read, so no limit is lowered: %s", self._path, error)
             return []
         slots = (content[start : start + _SLOT_BYTES] for start in range(0, len(content), _SLOT_BYTES))
         return [record for slot in slots if (record := _record(slot)) is not None]
@@ -320,8 +320,8 @@ def _record(slot: bytes) -> PassRecord | None:
 
 
 class CrashRecord:
-    """Reader of the records of an ended process. It lowers the limits of the models whose passes probably killed that
-    process. It runs in the process that starts the next adapter.
+    """Reader of the records of an ended process, which lowers the limits of models whose passes probably killed that
+    process. The process that starts the next adapter runs this code.
     """
 
     def __init__(self, pass_records: PassRecords, batch_limits: Callable[[], DeviceLimits]) -> None:

@@ -31,8 +31,8 @@ _NO_PRIMITIVE = re.compile("could not create a primitive(?! descriptor)")
 
 
 class GraphLost(Exception):
-    """Raised if OpenVINO had no memory for a pass: later passes of this graph may fail, as it keeps shapes of this one.
-    The process must end if it uses the graph.
+    """Raised if OpenVINO had no memory for a pass. The graph keeps shapes of the failed pass, so its later passes may
+    fail. A process that serves with the graph must end.
     """
 
 
@@ -57,7 +57,7 @@ def is_primitive_refused(error: BaseException) -> bool:
     return _NO_PRIMITIVE.search(str(error)) is not None
 
 
-# messages for a kernel that CUDA could not start, for example one built for another card; the context is intact
+# messages for a kernel that CUDA could not start, e.g. because it was built for another GPU; the context still works
 _NOT_STARTED = (
     "no kernel image is available",
     "invalid device function",
@@ -67,7 +67,7 @@ _NOT_STARTED = (
 
 
 def is_device_fatal(error: BaseException) -> bool:
-    """Return whether the CUDA context is lost: it keeps an asynchronous CUDA error until the process ends."""
+    """Return whether the error means that the CUDA context is lost. All later CUDA calls of the process then fail."""
     import torch
 
     survived = is_out_of_memory(error) or any(text in str(error) for text in _NOT_STARTED)

@@ -35,7 +35,7 @@ Relief = Literal["cache_clears", "evictions_triggered", "load_ended"]
 
 
 class OomCounters:
-    """Counters of lacks of memory and of the remedies, by model, since the start of the process. Thread-safe."""
+    """Counters of the remedies against a lack of memory, by model, since the start of the process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,7 +87,7 @@ def ran_out(error: RuntimeError | MemoryError) -> bool:
 
 def on_new_thread(work: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
     """Call `work` on a new thread, with this thread's inference mode and number of torch threads. Raises the errors of
-    `work`, or, without memory for the thread, a RuntimeError for which `is_out_of_memory` is true.
+    `work`. If no memory is left for a thread, raises a RuntimeError for which `is_out_of_memory` is true.
     """
     results: list[Result] = []
     errors: list[BaseException] = []
@@ -143,9 +143,9 @@ class OomRecovery:
         is_tried: bool = False,
     ) -> None:
         """Run `work` on `items`, which may be empty, in as many parts as memory requires. Call `refuse` for each item
-        that does not fit alone. Call `learn` with a part and whether it fitted: for each part that fitted, and for
-        each part that did not fit although no more memory could be freed. `is_tried`: the caller already ran the work
-        on all items, and memory ran out. Raises the errors of `work`, except a lack of memory.
+        that does not fit alone. Call `learn(part, True)` for each part that fitted, and `learn(part, False)` for each
+        part that did not fit although no more memory could be freed. `is_tried`: the caller already ran the work on all
+        items, and memory ran out. Raises the errors of `work`, except a lack of memory.
         """
         refused = 0
 
@@ -178,7 +178,7 @@ class OomRecovery:
             tries += 1
             give_memory_back(self.device)
             self.count("cache_clears")
-            _logger.warning("a pass of %d items ran out of memory", len(items))
+            _logger.warning("a pass of %d items ran out of memory, so memory is freed for another try", len(items))
             if (relief := self.make_room()) is not None:
                 if relief != "load_ended":
                     self.count(relief)
@@ -199,8 +199,8 @@ class OomRecovery:
 
     @staticmethod
     def _fits(work: Callable[[Items], None], items: Items) -> bool:
-        # A separate function, so that no frame refers to the tensors of a failed pass after it returns. In an `except`
-        # block of the caller, the traceback would still refer to them.
+        # A separate function frees the tensors of a failed pass: its frame is freed when the function returns. In an
+        # `except` block of the caller, the traceback would still refer to these tensors.
         try:
             on_usable_thread(work, items)
         except (RuntimeError, MemoryError) as error:

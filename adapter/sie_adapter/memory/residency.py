@@ -3,7 +3,7 @@
     EnsureReady ──► loaded already? ──► one load per model, for any number of callers ──► warm-up ──► resident
                                           └─ before it: evict models while memory would be above the threshold
     after a batch, and at a Ping that permits it ──► evict models while memory is above the threshold
-    out of memory in a batch ──► make_room: evict one model, whatever the threshold says, or wait for a load to end
+    out of memory in a batch ──► make_room: evict one model, even below the threshold, or wait for a load to end
     out of memory in a load ──► load alone ──► evict one model, and load again
     before the first eviction for a request: drop cached outputs (`tower_outputs`) and CUDA graphs (`pass_graphs`)
 
@@ -68,12 +68,13 @@ class Resident:
     last_used_s: float
     running: int = 0
     peak_bytes: int = 0  # bytes of activations at the peak of the warm-up, without the weights
-    _fingerprinted: tuple[Resolved | None, str] = (None, "")  # an entry and its fingerprint
+    _fingerprinted: tuple[Resolved | None, str] = (None, "")  # cache of `fingerprint`: an entry and its fingerprint
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the entry in use, cached, since every batch reads it."""
-        resolved, (before, text) = self.resolved, self._fingerprinted  # another thread may replace either attribute
+        """Fingerprint of the entry in use. It is cached, because every batch reads it."""
+        # each attribute is read once, because another thread may replace it
+        resolved, (before, text) = self.resolved, self._fingerprinted
         if before is resolved:
             return text
         weights = self.weights
@@ -118,11 +119,11 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 
 @dataclass
 class Permission:
-    """Models that may be evicted for one request: those in `may_drop`, in that order, unless they were used after
-    `asked_s`, when the request arrived.
+    """Models that may be evicted for one request: those in `may_drop`, in this order, without models that were used
+    after the request arrived (`asked_s`).
 
-    `dropped`: the models evicted for the request so far. `has_shed`: cached outputs were already dropped for the
-    request. This happens only once, since the request may compute some of them again.
+    `dropped`: the models evicted for the request so far. `has_shed`: whether cached outputs were already dropped for
+    the request. They are dropped only once, since the request may compute some of them again.
     """
 
     may_drop: tuple[str, ...]
@@ -136,9 +137,9 @@ class Permission:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of all models. `held(n)` returns the use of the device's memory with n bytes more. `give_back` returns
-    free memory of the allocator to the device. Models are evicted while more than `threshold_percent` is in use. `shed`
-    drops caches that can be filled again, and returns whether there were any.
+    """Memory of the device. `held(n)` returns the memory in use, plus n bytes. `give_back` returns free memory of the
+    allocator to the device. Models are evicted while more than `threshold_percent` of the memory is in use. `shed`
+    drops caches that can be filled again, and returns whether a cache had entries.
     """
 
     held: Callable[[int], MemoryUse]
@@ -167,7 +168,8 @@ class ResidentModels:
     `load` turns a resolved entry into weights and raises ModelLoadFailed. `needed_bytes` returns, before a
     load, the bytes that the load needs, and fetches missing files. `warm_up` runs the weights once, returns the peak of
     the activations in bytes, and raises the errors of `load`. A model is evicted only if memory is above the threshold,
-    would be above it after a load, or has run out, if the request permits it, and if no batch runs on the model.
+    would be above the threshold after a load, or has run out. The request must permit the eviction, and no batch may
+    run on the model.
     """
 
     def __init__(
@@ -225,8 +227,8 @@ class ResidentModels:
                     pending: Future[None] = Future()
                     self._loads[model] = resolved, pending
                     break
-            # all callers that need the same weights get the error of the load; copies, because the traceback of an
-            # exception grows with each thread that raises it
+            # All callers that need the same weights get the error of the load. Each gets a copy, because the traceback
+            # of an exception grows with each thread that raises it.
             error = running[1].exception()
             if error is not None and same_weights(running[0], resolved):
                 raise SIEError.from_info(error.info()) if isinstance(error, SIEError) else error
@@ -249,8 +251,8 @@ class ResidentModels:
 
     @contextlib.contextmanager
     def use(self, model: str, fingerprint: str = "") -> Iterator[Resident]:
-        """Yield the resident `model` for one batch; it is not evicted while the batch runs. Raises ModelLoading if the
-        model is not loaded, or has another fingerprint, because its catalogue entry has changed.
+        """Yield the resident `model` for one batch. The model is not evicted while the batch runs. Raises ModelLoading
+        if the model is not loaded, or has another fingerprint, because its catalogue entry has changed.
         """
         with self._lock:
             resident = self._residents.get(model)
@@ -274,8 +276,7 @@ class ResidentModels:
 
     def relieve(self, permission: Permission) -> None:
         """Evict models while memory is above the threshold, at most once per second for all callers. The bytes that a
-        running load will need are not added: memory for them is already free, and the bytes that it has allocated count
-        as used. If they were added, other models would be evicted without need.
+        running load still needs do not count as used, because `ensure` has already freed memory for them.
         """
         with self._lock:
             now_s = self._clock()
@@ -297,7 +298,7 @@ class ResidentModels:
             # and uses no device memory
             pending = next((self._loads[model][1] for model in self._arriving), None)
         if pending is not None:
-            # wait for the end of the load; requests that need the model handle its result
+            # wait for the end of the load, and ignore its error, which the requests that need the model get
             pending.exception()
         return "load_ended" if pending is not None else None
 
@@ -316,16 +317,16 @@ class ResidentModels:
             beside = [name for name in self._arriving if name != model]
         if needed and (would := self._memory.held(arriving)).used_bytes > would.total_bytes:
             raise ModelLoadFailed(
-                f"{model} needs {needed >> 20} MiB, {max(0, would.total_bytes - would.used_bytes + needed) >> 20} are "
-                "free and no loaded model may be evicted",
+                f"{model} needs {needed >> 20} MiB, {max(0, would.total_bytes - would.used_bytes + needed) >> 20} MiB "
+                "are free, and no loaded model may be evicted",
                 reason="no_room",
                 extras={"error_class": "OOM", **({"arriving": beside} if beside else {})},
             )
 
     def _loaded_in_any_room(self, model: str, resolved: Resolved, permission: Permission) -> Resident:
         """Load a model, with remedies if memory runs out: a load needs more memory than the loaded model, for example
-        for the copy of a mapped file. If other loads ran meanwhile, the first remedy is to load again while no other
-        load runs: if each load evicted models at once, loads could evict each other's models for ever.
+        for the copy of a mapped file. If other loads ran at the same time, the first remedy is to load again while no
+        other load runs. Without this remedy, loads could evict each other's models for ever.
         """
         with self._loading.shared() as share:
             loaded = self._loaded_or_oom(model, resolved)
@@ -352,7 +353,7 @@ class ResidentModels:
         try:
             return self._loaded(model, resolved)
         except SIEError as error:
-            # a copy of the error: the frames of the original refer to the model, as far as it was loaded
+            # the error is copied, because the frames of the original refer to the partly loaded model
             failure = SIEError.from_info(error.info())
         if failure.extras.get("error_class") != "OOM":
             self._collect()
@@ -380,8 +381,8 @@ class ResidentModels:
     def _evict_above_threshold(self, more_bytes: int, permission: Permission) -> None:
         if not self._memory.is_short(more_bytes):
             return
-        # first free cached outputs, free memory of the allocator, and the memory of a model that was unloaded while a
-        # batch ran on it
+        # Before models are evicted, cached outputs are dropped, and free memory of the allocator is returned. This also
+        # frees models that were unloaded while a batch ran on them.
         self._memory.shed()
         self._collect()
         why = f"device memory is short, the threshold is {self._memory.threshold_percent:g} %"
@@ -389,7 +390,7 @@ class ResidentModels:
             pass
 
     def _evict_next(self, permission: Permission, why: str) -> bool:
-        """Evict the first model of the permission that is evictable. Return False if none is."""
+        """Evict the first model of `permission` that may be evicted now. Return False if there is none."""
         with self._lock:
             victim = next((name for name in permission.may_drop if self._is_evictable(name, permission)), None)
             if victim is None:

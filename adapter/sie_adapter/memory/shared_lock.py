@@ -8,18 +8,18 @@ from collections.abc import Iterator
 
 
 class Share:
-    """Share of a lock. `was_alone`, set when the share ends: whether no other thread held the lock in that time."""
+    """Shared hold of a lock. `was_alone` is set at the end: True if no other thread held the lock meanwhile."""
 
     was_alone = True
 
 
 class SharedLock:
-    """Lock with many shared holders or one exclusive holder. While a thread waits to hold it alone, no share begins."""
+    """Lock with shared holders or one exclusive holder. While an exclusive hold is requested, no shared hold begins."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._shares = 0
-        self._taken = 0  # number of shared holds since the start; `shared` uses it to see whether a later hold began
+        self._taken = 0  # number of shared holds since the start, by which `shared` sees whether a later hold began
         self._is_exclusive = False
 
     @contextlib.contextmanager

@@ -5,8 +5,8 @@
 The bounds of the sequences are tensor keyword arguments of `model(...)`, so threads share no state. Under
 torch.compile, the attention of each layer is one opaque op. The registered mask function builds no mask: it passes the
 model's request for a mask to the attention function. In a trial pass (`sie_trial`), the attention function compares the
-requested mask with the pattern that it computes. A model whose mask is not causal, bidirectional or a window of these
-does not run packed.
+requested mask with the pattern that it computes. A model runs packed only if its mask is causal or bidirectional, with
+or without a window.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch import Tensor
 from sie_adapter.packed.packing import Int64, PackedBatch
 
 IMPLEMENTATION = "sie_packed"
-FAR = 1 << 30  # number of visible keys before or after a query that means no limit
-# limit for the scores of one block on a CPU, so that they fit the second-level cache; with more, each pass over them
-# waits for memory
+FAR = 1 << 30  # as a number of visible keys before or after a query, this means no limit
+# largest number of scores in one block on a CPU: so many fit the second-level cache, and with more, each operation on
+# the block would wait for memory
 _BLOCK_SCORES = 1 << 18
-# limit for the scores of one block on a GPU, which computes them all at once: 128 MB in float32
+# largest number of scores in one block on a GPU, which computes all scores of a block at once: 128 MB in float32
 _BLOCK_SCORES_ELSEWHERE = 1 << 25
 # shorter rows of scores are padded to this length, one vector register. Softmax sums a shorter row number by number,
 # which took eight times as long.
@@ -68,8 +68,8 @@ class MaskRequest:
     local_size: int | None
 
     def pattern(self) -> MaskPattern:
-        """Return which keys a query sees, found by calls of transformers' mask function for sample positions. Raises
-        AttentionUnsupported unless the mask is causal, bidirectional or a window of these.
+        """Return the window of keys that a query sees, measured by calls of transformers' mask function for sample
+        positions. Raises AttentionUnsupported for a mask that is neither causal nor bidirectional, windows included.
         """
         size = min(4 * (self.local_size or 0) + 256, 16384)
         keys = torch.arange(size)
@@ -79,12 +79,12 @@ class MaskRequest:
         middle = size // 2
         row = self.allows(zero, zero, torch.tensor([[middle]]), keys[None, :]).expand(1, size)[0].nonzero().flatten()
         if middle not in row:
-            raise AttentionUnsupported("a mask in which a token does not see itself")
+            raise AttentionUnsupported("the model requests a mask in which a token does not attend to itself")
         left, right = middle - int(row[0]), int(row[-1]) - middle
         pattern = MaskPattern(FAR if left == middle else left, FAR if middle + right == size - 1 else right)
         distance = keys[None, :] - queries[:, None]
         if not torch.equal(visible, (distance >= -pattern.left) & (distance <= pattern.right)):
-            raise AttentionUnsupported("a mask that is not causal, bidirectional or a window of these")
+            raise AttentionUnsupported("the model requests a mask that is neither causal nor bidirectional")
         return pattern
 
 
@@ -103,7 +103,7 @@ class Trial:
     def edge(self) -> int:
         """Return the model's `sie_edge`. Raises AttentionUnsupported if its layers need different values."""
         if len(self.edges) > 1:
-            raise AttentionUnsupported(f"windows whose masks show {sorted(self.edges)} keys more than `sliding_window`")
+            raise AttentionUnsupported(f"masks have windows with {sorted(self.edges)} keys more than sliding_window")
         return next(iter(self.edges), 0)
 
 
@@ -111,7 +111,7 @@ def requested_mask(
     *, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, local_size: int | None = None, **_: Any
 ) -> MaskRequest:
     if attention_mask is not None:
-        raise AttentionUnsupported("a padding mask on the packed path")
+        raise AttentionUnsupported("the model passes a padding mask, which packed sequences do not have")
     return MaskRequest(mask_function, local_size)
 
 
@@ -136,25 +136,25 @@ def packed_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention function that transformers' AttentionInterface calls. `query`: [1, heads, tokens, width], `key`,
-    `value`: [1, key heads, tokens, width]. Returns [1, tokens, heads, width]. Raises AttentionUnsupported for
-    dropout and for an unknown keyword that is not None, since it would change the numbers, and in a trial pass for a
-    mask that differs from the pattern computed here.
+    `value`: [1, key heads, tokens, width]. Returns [1, tokens, heads, width]. Raises AttentionUnsupported for dropout
+    and for an unknown keyword that is not None, since these would change the result. In a trial pass, raises it also
+    for a mask that differs from the pattern computed here.
 
     `sliding_window` is defined as in transformers' flash attention: it counts the token itself, and extends to both
-    sides if the attention is not causal. In transformers' eager and sdpa attention, the window of the mask counts
-    instead, which may differ. So a trial pass adds the difference, in keys on each side, to `edges` of `sie_trial`,
-    and later passes get the difference as `sie_edge`. `sie_bounds`: offsets of the sequences. `sie_layout`: groups of
-    sequences, each with its kernel.
+    sides if the attention is not causal. transformers' eager and sdpa attention use the window of the mask instead,
+    which may have another size. A trial pass adds the difference of the sizes, in keys on each side, to `edges` of
+    `sie_trial`. Later passes get this difference as `sie_edge`. `sie_bounds`: offsets of the sequences. `sie_layout`:
+    groups of sequences, each with its kernel.
     """
     unsupported = [name for name, value in options.items() if value is not None]
     if unsupported or dropout:
-        raise AttentionUnsupported(f"attention with {', '.join(unsupported) or 'dropout'}")
+        raise AttentionUnsupported(f"the model uses attention with {', '.join(unsupported) or 'dropout'}")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     reach = FAR if sliding_window is None else sliding_window - 1 + sie_edge
     pattern = MaskPattern(reach, 0 if causal else reach)
     if sie_trial is not None:
         if not isinstance(attention_mask, MaskRequest):
-            raise AttentionUnsupported("attention without a mask from the interface")
+            raise AttentionUnsupported("a layer does not pass the mask that it got from the mask interface")
         shown = attention_mask.pattern()
         if sliding_window is not None and shown.left < FAR and shown.right == (0 if causal else shown.left):
             sie_trial.edges.add(shown.left - reach)
@@ -180,8 +180,8 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int
 ) -> Tensor:
     """Run the kernels of a layout. `query`: [tokens, heads, width]; `bounds`: int32 [sequences + 1] on the device;
-    `layout`: the int64 [groups, 5] of `layout_of`, on the host. Only the visible tokens of a sequence, its first ones,
-    are attended to. For a kernel that computes all sequences at once, the layout has a single group.
+    `layout`: the int64 [groups, 5] of `layout_of`, on the host. The tokens of a sequence attend only to its first
+    tokens, the visible ones. For a kernel that computes all sequences at once, the layout has a single group.
     """
     pattern = MaskPattern(left, right)
     groups = layout.tolist()
@@ -243,8 +243,8 @@ def _attend_in_blocks(
             output[:, :, start:stop] = 0
             continue
         scores = torch.baddbmm(empty, query[:, start:stop], key[:, low:high].transpose(1, 2), beta=0, alpha=scale)
-        # float32 is more exact, and faster: a CPU's bfloat16 softmax takes five times as long if the length of a row is
-        # not a multiple of 32
+        # softmax is more exact in float32, and faster: on a CPU, bfloat16 takes five times as long if the length of a
+        # row is not a multiple of 32
         scores = scores.float()
         if high - low < _SOFTMAX_ROW:
             scores = F.pad(scores, (0, _SOFTMAX_ROW - high + low), value=-math.inf)
@@ -327,8 +327,8 @@ _VARLEN: dict[int, Callable[[Tensor, Tensor, Tensor, Tensor, int, float, MaskPat
 
 def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
     """Return the argument `layout` of the attention op, int64 [groups, 5]. A group has sequences of equal length, or
-    all sequences; its row has the first token, the number of sequences, the (longest) length, the number of visible
-    tokens, and the kernel.
+    all sequences. The row of a group has the index of the first token, the number of sequences, the (longest) length,
+    the number of visible tokens, and the kernel.
     """
     if kernel >= Kernel.VARLEN:
         # these kernels count windows from the last token, which is wrong if only the first tokens are visible

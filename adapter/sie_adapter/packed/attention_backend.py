@@ -34,8 +34,8 @@ def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
     return AttentionFacts(
         device_type=device.type,
         capability=capability,
-        # flash-attn is imported as a test: if it was built for another torch, it is installed but unusable. Without
-        # CUDA, no code uses flash-attn.
+        # The import of flash-attn is tried, because a build for another torch is installed but cannot be imported.
+        # Without CUDA, no code uses flash-attn.
         flash_lacks=flash_import() if device.type == "cuda" else "the device is no GPU of NVIDIA",
         varlen_present=importlib.util.find_spec("torch.nn.attention.varlen") is not None,
         is_16_bit=dtype.itemsize == 2,
@@ -43,8 +43,8 @@ def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
 
 
 def resolve_attention(requested: str, facts: AttentionFacts) -> tuple[Backend, str]:
-    """Return the attention backend, and the reason. `auto` means flash_attention_2 if the device, the precision and the
-    installed package allow it, else sdpa. sdpa also replaces flash_attention_2 if it is requested but not possible.
+    """Return the attention backend, and the reason. `auto` and `flash_attention_2` return flash_attention_2 if the
+    device, the precision and the installed package allow it, else sdpa.
     """
     if requested == "eager":
         return "eager", "as requested"

@@ -1,8 +1,8 @@
 """Packed engine: runs one transformers model, from token ids to one hidden state per token.
 
-A trial decides whether a model runs packed: the model must call the attention interface with a mask that `attention`
-supports, and its packed states must have nearly the cosine 1 with its padded states. Otherwise the model runs padded on
-its stock attention, which is logged.
+A trial decides whether a model runs packed. The model must call the attention interface with a mask that `attention`
+supports. The cosine between its packed states and its padded states must be nearly 1. A model that fails the trial runs
+padded on the attention code of transformers, and the cause is logged.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Backbone:
         more_samples: int = 0,
         server: Callable[[], SGLang] | None = None,
     ) -> None:
-        """Prepare the model. On torch, its attention is replaced if a packed kernel passes the trial, and on a CPU also
-        its linear layers.
+        """Prepare the model. On torch, a packed kernel that passes the trial replaces the attention, and on a CPU
+        blocked layers replace the linear layers.
 
         `more_samples`: additional short sequences in the trial of the packed path. `server` starts the engine sglang,
         and raises SglangNotStarted. Raises Unserved if sglang cannot run the model. Raises ModelLoadFailed if the entry
@@ -97,7 +97,7 @@ class Backbone:
         sparse attention.
         """
         attention.register()
-        # set on the configuration of `model`: a larger model that contains it has a configuration of its own
+        # the loader has set use_cache only in the configuration of the whole model, and `model` may be a part of it
         model.config.use_cache = False
         self._model = model
         self._compute = compute
@@ -111,7 +111,7 @@ class Backbone:
         _check_sparse(model.config, max_tokens)
         self._numbering = _numbering(model)
         self._runner: StateRunner | None = None
-        # result of `is_causal`, computed on torch before SGLang replaced torch; None without SGLang
+        # result of `is_causal`, measured on torch before SGLang replaces torch; None without SGLang
         self._is_causal: bool | None = None
         self._trial: tuple[PackedBatch, Tensor] | None = None
         self._kernel: Kernel | None = None
@@ -172,8 +172,8 @@ class Backbone:
         return self._run(tokens, bounds, layout, position_ids=places, sie_trial=trial, **inputs)[:real]
 
     def _run(self, tokens: Tensor, bounds: Tensor, layout: Int64, **inputs: Any) -> Tensor:
-        """Call the model, and return the states of its last layer. `tokens` [rows, tokens]: ids, positions and perhaps
-        token types. `inputs` replace arguments of the same name.
+        """Call the model, and return the states of its last layer. `tokens`: a row of ids, a row of positions, and
+        for some models a row of token types. `inputs` replace arguments of the same name.
         """
         own = {} if "inputs_embeds" in inputs else {"input_ids": tokens[:1]}
         own |= {"position_ids": tokens[1:2]} | ({"token_type_ids": tokens[2:]} if len(tokens) > 2 else {})
@@ -186,8 +186,8 @@ class Backbone:
         return torch.cat([self._forward_padded_part(packed, start, stop) for start, stop in groups])
 
     def _allowed_waste(self) -> float:
-        """Return the largest number of positions per token in a padded group: 1, which is no padding, if padding
-        changes states. It does in some classes of transformers, for example in a convolution over tokens.
+        """Return the largest number of positions per token in a padded group; 1 means no padding. Some classes of
+        transformers get 1, because padding changes their states, for example by a convolution over tokens.
         """
         sample = self.sample(_PADDED_LENGTHS)
         alone = [self._forward_padded_part(sample, place, place + 1) for place in range(len(sample.order))]
@@ -212,7 +212,7 @@ class Backbone:
         features = _of_part(packed.features, packed.ids, part.tokens)
         inputs = self._inputs(to_device(part.ids, device), part.ids, features)
         hidden = self._model(**inputs, attention_mask=mask, **more)[0]
-        # indices instead of a mask: for a mask, the host would wait until the device has counted its True values
+        # tokens are selected by indices: for a mask, the host would wait until the device has counted its True values
         return hidden.flatten(0, 1)[to_device(np.flatnonzero(part.real), device)]
 
     def _inputs(self, ids: Tensor, on_host: Int64, features: PlacedFeatures | None) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class Backbone:
 
     def _compile(self) -> None:
         """Replace torch by a graph of the model, and free torch's weights, if the graph's states agree with the states
-        of the unchanged transformers model. If there is no graph or its states differ, stay on torch, or raise
+        of the unchanged transformers model. If they differ, or OpenVINO cannot run the model, keep torch, or raise
         ModelLoadFailed if the entry demands the engine.
         """
         sample = self.sample(self._lengths)
@@ -249,7 +249,7 @@ class Backbone:
             if self.engine.demand:
                 raise incompatible(f"{self.engine.demand}: {error}") from error
             self.engine = Choice("torch", f"not {self.engine.engine}: {error}")
-            _logger.warning("%s runs on torch: %s", type(self._model).__name__, error)
+            _logger.warning("%s runs on torch, not on OpenVINO: %s", type(self._model).__name__, error)
             return
         self._take_over(graph, sample, reference)
         self._model.to("meta")
@@ -266,7 +266,7 @@ class Backbone:
         give_memory_back(self._compute.device)
         try:
             if not self._is_causal:
-                raise AttentionUnsupported("its attention is not causal")
+                raise AttentionUnsupported("the model's attention is not causal, so SGLang cannot run it here")
             runner = server()
             try:
                 states, places = runner.run(sample), runner.places(sample)
@@ -336,7 +336,7 @@ class Backbone:
         return [*preferred, *([Kernel.VARLEN] if uses_varlen_kernel(self._compute.facts) else []), Kernel.SDPA]
 
     def _try(self, kernel: Kernel, reference: Tensor) -> None:
-        """Run a trial with this kernel. Raises AttentionUnsupported unless the states agree with `reference`."""
+        """Run a trial with this kernel. Raises AttentionUnsupported if the states do not agree with `reference`."""
         trial, self._edge = Trial(), 0
         # a single sequence, so that the mask does not depend on the packing of several sequences
         self._forward_packed(self.sample(_TRIAL_LENGTHS[-1:]), kernel, trial)
@@ -347,7 +347,7 @@ class Backbone:
         self._compare(self._forward_packed(self.sample(self._lengths), kernel), reference, "the packed states")
 
     def _compare(self, states: Tensor, reference: Tensor, subject: str) -> None:
-        """Raise AttentionUnsupported unless the cosine of each token's states in `states` and `reference` is near 1."""
+        """Raise AttentionUnsupported if the cosine of a token's states in `states` and `reference` is not near 1."""
         cosine = float(F.cosine_similarity(states.float(), reference.float(), dim=1).min())
         usual = _TRIAL_COSINE.get(self._compute.dtype, _TRIAL_COSINE_16)
         if not cosine >= (_TRIAL_COSINE_INT8 if self._compute.int8 else usual):
@@ -380,8 +380,8 @@ class Backbone:
         return bool(torch.equal(before, after))
 
     def _in_one_pass(self, packed: PackedBatch) -> Tensor:
-        """Return states of texts that share a pass, with padding if the model does not run packed, whatever
-        `_allowed_waste` returned.
+        """Return the states of texts that run in one pass. If the model does not run packed, pad them, even if
+        `_allowed_waste` allows no padding.
         """
         if self._runner is None and self._kernel is None:
             return self._forward_padded_part(packed, 0, len(packed.order))
@@ -399,12 +399,12 @@ class Backbone:
         return self.pack(Items(counts, ids), np.arange(len(counts)))
 
     def sampled(self) -> Tensor:
-        """Return the states of two short sequences, which are constant unless a LoRA changes them."""
+        """Return the states of two short, constant sequences. Only a LoRA can change these states."""
         return self._forward_eager(self.sample(_LORA_LENGTHS))
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of weights and buffers on the device: those of the engine that replaced torch, else those of torch."""
+        """Bytes of weights and buffers on the device, in the engine that runs the model."""
         return bytes_of(self._model) if self._runner is None else self._runner.memory_bytes
 
 
@@ -423,7 +423,7 @@ def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> Plac
 
 def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
     """Raise ModelLoadFailed if a text of at most `max_tokens` tokens can make transformers change the model's rotary
-    tables: that would also change the states of other texts, in the same batch and on other threads.
+    tables. Such a change would affect other texts, in the same batch and on other threads.
     """
     parameters = getattr(model.config, "rope_parameters", None) or {}
     for module in model.modules():

@@ -30,19 +30,18 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.folder_files import read_json
 
 PROCESSOR = "preprocessor_config.json"
-# Largest number of images or sounds in one pass of a tower. A CPU is not faster with more; powers of two keep the
-# number of different sizes small.
+# Largest number of images or sounds in one pass of a tower. Larger passes are not faster on a CPU.
 _PER_PASS = {"cpu": 8}
 _PER_PASS_ELSEWHERE = 64
-# Largest number of blocks of patches in one pass of a tower for images of any size. A larger image has a separate pass;
-# on a CPU, each image has one.
+# Largest number of blocks of patches in one pass of a tower for images of any size. A larger image runs in a pass of
+# its own. On a CPU, every image runs in a pass of its own.
 _BLOCKS_PER_PASS = 16384
 
 
 def read_processor(folder: Path, entry: ModelEntry, part: str) -> dict[str, Any]:
     """Return the settings of the image processor or feature extractor of a folder. `part`: the name of their section in
-    processor_config.json, which transformers 5 writes; without the section they are read from preprocessor_config.json.
-    Source: transformers 5.23. Raises ModelLoadFailed NOT_FOUND if neither file has them.
+    processor_config.json, which transformers 5 writes. A folder without this section has the settings in
+    preprocessor_config.json. Source: transformers 5.23. Raises ModelLoadFailed NOT_FOUND if no file has settings.
     """
     config = read_json(folder / "processor_config.json").get(part) or read_json(folder / PROCESSOR)
     if not config:
@@ -53,8 +52,8 @@ def read_processor(folder: Path, entry: ModelEntry, part: str) -> dict[str, Any]
 
 def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[Recipe, Normalisation]:
     """Return the recipe that turns images into pixels, and the normalisation of the pixels. The pixel bounds of `load`
-    replace the bounds of the folder. Raises ModelLoadFailed: NOT_FOUND without a configuration, INCOMPATIBLE for one
-    that cannot be reproduced.
+    replace the bounds of the folder. Raises ModelLoadFailed: NOT_FOUND without a configuration, INCOMPATIBLE for a
+    configuration that this adapter cannot reproduce.
     """
     config = read_processor(folder, entry, "image_processor")
     bounds = {"min_pixels": load.min_pixels, "max_pixels": load.max_pixels}
@@ -124,7 +123,7 @@ class Tower:
 
 class TileTower:
     """Image encoder for images that consist of tiles: squares of `edge` pixels, one below the other. It calls `run`
-    like `Tower`, with a tile as an image. The outputs of images are cached.
+    like `Tower`, with tiles in place of images. The outputs of images are cached.
     """
 
     def __init__(
@@ -155,8 +154,8 @@ def per_pass(compute: Compute) -> int:
 
 
 def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each pass over images or sounds. A pass has 1, 2, 4, ... of them, at most `most`: oneDNN
-    keeps memory for each batch size, so there are few sizes.
+    """Yield begin and end of each pass over images or sounds. The size of a pass is a power of two, at most `most`:
+    oneDNN keeps memory for each size, and there are few powers of two.
     """
     start = 0
     while start < images:
@@ -178,7 +177,7 @@ class Patches(NamedTuple):
 class GridTower:
     """Image encoder for images of any size, whose outputs are cached. It calls `run` with a few images at a time:
     patches [patches, values] in the order of Qwen2-VL's image processors, block by block, and the grid of each image,
-    int64 [images, 3]: frames, rows and columns of patches. The result is tensors [blocks, width].
+    int64 [images, 3]: frames, rows and columns of patches. `run` returns tensors [blocks, width].
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 Stock torch passes a float32 product to MKL, which is slow on CPUs of other vendors than Intel, and reorders a bfloat16
 weight on every call. With a weight that is reordered only once, a layer from width 384 to 1,536 took 287 us instead of
-677 for 64 rows in float32, and 34 us instead of 54 for 8 in bfloat16 (AMD EPYC, AVX512-BF16, one thread, torch 2.13).
-On an Intel Xeon with AMX the time was 0.9 to 1.1 of the stock time in float32, and 0.5 to 1.0 in bfloat16. Every
+677 for 64 rows in float32, and 34 us instead of 54 for 8 rows in bfloat16 (AMD EPYC, AVX512-BF16, one thread, torch
+2.13). On an Intel Xeon with AMX the time was 0.9 to 1.1 of the stock time in float32, and 0.5 to 1.0 in bfloat16. Every
 suitable layer is blocked: a choice by measured time could differ between starts, and change the last bits of results.
 """
 
@@ -17,7 +17,7 @@ from sie_adapter.engine.device import claim, is_limited
 
 _ROWS = 64  # number of rows of random states by which a layer is checked
 _CHUNK = 512  # largest number of rows of one product if memory is limited
-_RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # limit for the largest error / the largest result
+_RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # limit of largest error divided by largest result
 
 
 class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
@@ -33,7 +33,7 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
 
     @property
     def weight(self) -> Tensor:
-        """Weight in the usual order, for models that read it: a copy at each access."""
+        """Weight in the usual order, for models that read the weight of a layer: a copy at each access."""
         return self._blocked.to_dense()
 
     def forward(self, states: Tensor) -> Tensor:
@@ -43,9 +43,9 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
         return torch.ops.mkldnn._linear_pointwise(states, self._blocked, self.bias, "none", [], "")
 
     def _in_few_sizes(self, states: Tensor) -> Tensor:
-        """Return the product of `states` and the weight, for a process whose memory is limited, in parts of at most
-        _CHUNK rows, each padded to a power of two. oneDNN keeps 0.5 to 1 MB for every number of rows that a product
-        had: 1 GB after 1,200 different numbers.
+        """Return the product of `states` and the weight, for a process whose memory is limited. The product is computed
+        in parts of at most _CHUNK rows, each padded to a power of two, because oneDNN keeps 0.5 to 1 MB for every
+        different number of rows: 1 GB after 1,200 numbers.
         """
         rows = states.reshape(-1, self.in_features)
         output = rows.new_empty((len(rows), self.out_features))
@@ -57,7 +57,7 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
 
 
 def bytes_of(model: nn.Module) -> int:
-    """Return the bytes of weights, blocked ones too, and of buffers; a shared storage counts once."""
+    """Return the bytes of weights, including blocked weights, and of buffers; a shared storage counts once."""
     tensors = [*model.parameters(), *model.buffers()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     blocked = [module.nbytes for module in model.modules() if isinstance(module, BlockedLinear)]
@@ -66,9 +66,9 @@ def bytes_of(model: nn.Module) -> int:
 
 def block_linears(model: nn.Module) -> int:
     """Replace the linear layers of `model` on a CPU by layers with blocked weights, and return the number of replaced
-    layers. No other references to the layers may exist. A layer stays if its weight is tied to an embedding, or if its
-    parent reads the weight. All layers of a shape and dtype stay if the first cannot be blocked, or if its blocked
-    results differ by more than _RELATIVE_ERROR, because the kernels depend on shape and dtype.
+    layers. No other references to the layers may exist. A layer is not replaced if its weight is tied to an embedding,
+    or if its parent reads the weight. Kernels depend on shape and dtype, so no layer of a shape and dtype is replaced
+    if the first one cannot be blocked, or if its blocked results differ by more than _RELATIVE_ERROR.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [
@@ -93,7 +93,7 @@ def block_linears(model: nn.Module) -> int:
 
 
 def _reads_weight(parent: nn.Module, name: str) -> bool:
-    """Return whether `parent` reads the layer's weight. In T5 it compares the weight's dtype with the states' dtype."""
+    """Return whether `parent` reads the layer's weight, as in T5, which compares its dtype with that of the states."""
     return name == "wo" and type(parent).__name__.endswith(("DenseActDense", "DenseGatedActDense"))
 
 
@@ -104,7 +104,7 @@ def _is_exact(layer: nn.Linear) -> bool:
     try:
         blocked = BlockedLinear(layer)
         expected, got = layer(states).float(), blocked(states).float()
-    # these operators are no public API of torch: if they do not exist, the stock layer is used
+    # the operators of oneDNN are no public API of torch: without these operators, the stock layer is used
     except (RuntimeError, AttributeError, TypeError):
         return False
     error = (got - expected).abs().max() / expected.abs().max().clamp_min(1e-30)

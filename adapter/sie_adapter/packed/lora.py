@@ -75,8 +75,8 @@ def lora_acts() -> bool:
 
 
 class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Linear layer that adds B A x, by the active LoRA's matrices for `path`, to the output of the base layer. Without
-    such matrices the output is unchanged.
+    """Linear layer that adds B A x to the output of the base layer. A and B are the matrices of the active LoRA for
+    `path`. If the LoRA has no matrices for `path`, or no LoRA is active, the output of the base layer is returned.
     """
 
     def __init__(self, base: nn.Module, path: str) -> None:
@@ -86,7 +86,7 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
     @property
     def weight(self) -> Tensor:
-        """Weight of the base layer, for models that read it."""
+        """Weight of the base layer, for models that read the weight of a layer."""
         return self.base.weight
 
     def forward(self, states: Tensor) -> Tensor:
@@ -96,9 +96,9 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 class ModelLoras:
-    """LoRAs of one model. Thread-safe. `model` has the layers to which a LoRA is compared, and may be without weights.
-    `adapted` returns the module that LoRAs change, and may load its weights first. `run` returns the states of a short,
-    constant sample: a LoRA that does not change these states is refused.
+    """LoRAs of one model. Thread-safe. `model`: the model whose layers a LoRA must fit; it may have no weights.
+    `adapted`: returns the module that LoRAs change, and loads its weights if necessary. `run`: returns the states of a
+    short, constant sample. A LoRA that does not change these states is refused.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ModelLoras:
         self.leases: dict[str, Any] = {}  # locks on the files of loaded LoRAs, so that the files stay on the disk
 
     def load(self, name: str, folder: Path, most: int) -> str:
-        """Load a LoRA, unless it is loaded, and check that it changes the output. Return the SHA-256, in hex, of the
+        """Load a LoRA if it is not loaded yet, and check that it changes the output. Return the SHA-256, in hex, of the
         digests of its two files. Raises LoraLoadFailed, which names the fault. `most`: the largest number of loaded
         LoRAs; the least recently used are dropped.
         """
@@ -126,7 +126,7 @@ class ModelLoras:
             with acting(pairs):
                 changed = self._run()
         if not torch.isfinite(changed).all():
-            raise lora_rejected(name, "its output is not finite")
+            raise lora_rejected(name, "with it, the output is not finite")
         if torch.equal(plain, changed):
             raise lora_rejected(name, "it does not change the output of the model")
         with self._lock:
@@ -171,15 +171,15 @@ class ModelLoras:
                 )
             halves.setdefault(path, {})[half] = tensor
         if not halves:
-            raise lora_rejected(name, "it has no matrices")
+            raise lora_rejected(name, f"{_WEIGHTS} has no matrices")
         for path, matrices in halves.items():
             _check_matrices(name, path, layers[path], matrices, config)
         model = self._adapted()
         return {path: self._scaled(model.get_submodule(path), matrices, config) for path, matrices in halves.items()}
 
     def _resolved(self, path: str, layers: Mapping[str, Any]) -> str:
-        """Return the path in this model of the layer that a LoRA names `path`, else an empty string. The model that the
-        LoRA was trained on may have other prefixes than this model.
+        """Return the path of a layer in this model, an empty string if the model lacks the layer. `path`: the path of
+        the layer in a LoRA, whose prefixes may be those of another model class.
         """
         prefix = f"{getattr(self._model, 'base_model_prefix', '')}."
         bare = path.removeprefix("model.")
@@ -243,7 +243,7 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
     if unsupported:
         raise lora_rejected(name, f"adapter_config.json sets {', '.join(unsupported)}, which is not supported")
     if config.get("bias", "none") != "none":
-        raise lora_rejected(name, "it changes biases, which is not supported")
+        raise lora_rejected(name, "adapter_config.json sets bias, which is not supported")
     if (init := config.get("init_lora_weights")) not in _INITIALISATIONS:
         remedy = "PEFT can save it as a plain LoRA"
         raise lora_rejected(name, f"init_lora_weights is {init!r}, which changes the weights of the base: {remedy}")

@@ -42,9 +42,9 @@ class MalformedBatch(Exception):
 
 
 class Shown(NamedTuple):
-    """Image of a batch. `pixels`: uint8, as the model reads them, [height, width, 3] of the resized image. `height`,
-    `width`: size of the upright submitted image. `key`: images with equal keys and sizes have equal outputs of a tower,
-    which may be cached; empty: the output is not cached.
+    """Image of a batch. `pixels`: the image, resized for the model, uint8 [rows, columns, 3]. `height`, `width`: size
+    of the submitted image, upright. `key`: images with equal keys and sizes have equal outputs of a tower, and these
+    outputs may be cached. The output of an image with an empty key is not cached.
     """
 
     pixels: UInt8
@@ -80,8 +80,8 @@ class Items:
     """Token ids of a batch in item order. `lengths`: [items], `ids`: [sum of lengths].
 
     `types`: token types, [sum of lengths], None if all are 0. `visible`: the number of tokens of each item that are
-    attended to, counted from its first token, [items]; None if all tokens are. `images`, `sounds`: None if no item has
-    any.
+    attended to, counted from its first token, [items]; None if all tokens are attended to. `images`, `sounds`: None if
+    no item has any.
     """
 
     lengths: Int64
@@ -120,38 +120,38 @@ def items(
     sounds: BatchFiles[Heard] | None = None,
 ) -> Items:
     if len(lengths) % 4 or len(ids) % 4:
-        raise MalformedBatch("lengths and ids are int32, their bytes do not divide by 4")
+        raise MalformedBatch("the bytes of int32 lengths or ids do not divide by 4")
     counts = np.frombuffer(lengths, "<i4").astype(np.int64)
     if counts.size and counts.min() < 0:
         raise MalformedBatch("a length is negative")
     tokens = int(counts.sum())
     if tokens * 4 != len(ids):
-        raise MalformedBatch(f"lengths add up to {tokens} tokens, {len(ids) // 4} ids came")
+        raise MalformedBatch(f"lengths add up to {tokens} tokens, the batch has {len(ids) // 4} ids")
     if types and len(types) != tokens:
-        raise MalformedBatch(f"lengths add up to {tokens} tokens, {len(types)} token types came")
+        raise MalformedBatch(f"lengths add up to {tokens} tokens, the batch has {len(types)} token types")
     for name, files in (("an image", images), ("a sound", sounds)):
         if files is not None and len(files.rows) and files.rows[-1] >= len(counts):
-            raise MalformedBatch(f"{name} is of row {files.rows[-1]}, the batch has {len(counts)} rows")
+            raise MalformedBatch(f"{name} belongs to row {files.rows[-1]}, the batch has {len(counts)} rows")
     own = np.frombuffer(types, np.uint8) if types else None
     return Items(counts, np.frombuffer(ids, "<i4"), own, images=images, sounds=sounds)
 
 
 def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"") -> BatchFiles[Shown] | None:
-    """Return the images of a batch, None without any. `places`: int32 [images, 5]: row, height and width of the pixels,
-    height and width of the upright submitted image. `keys`: `ipc.RunBatch.image_keys`. Raises MalformedBatch.
+    """Return the images of a batch; None if it has none. `places`: int32 [images, 5]: row, height and width of the
+    pixels, height and width of the upright submitted image. `keys`: `ipc.RunBatch.image_keys`. Raises MalformedBatch.
     """
     if len(places) % 20:
-        raise MalformedBatch("the places of images are int32 [images, 5], their bytes do not divide by 20")
+        raise MalformedBatch("the bytes of int32 rows and sizes of images, [images, 5], do not divide by 20")
     if not places:
         return None
     if recipe is None:
-        raise MalformedBatch("images came for a model that takes none")
+        raise MalformedBatch("the batch has images, and the model reads no images")
     records = np.frombuffer(places, "<i4").reshape(-1, 5).astype(np.int64)
     rows, sizes = records[:, 0], records[:, 1] * records[:, 2] * 3
     if rows[0] < 0 or (np.diff(rows) < 0).any() or records[:, 1:].min() < 1:
-        raise MalformedBatch("a row is negative, the images are not in the order of their rows, or one is empty")
+        raise MalformedBatch("a row is negative, the images are not in the order of their rows, or an image is empty")
     if int(sizes.sum()) != len(pixels):
-        raise MalformedBatch(f"the images have {int(sizes.sum())} bytes, {len(pixels)} came")
+        raise MalformedBatch(f"the sizes of images need {int(sizes.sum())} bytes, the batch has {len(pixels)}")
     if len(keys) not in (0, IMAGE_KEY_BYTES * len(records)):
         raise MalformedBatch(f"{len(records)} images came with {len(keys)} bytes of keys")
     parts = np.split(np.frombuffer(pixels, np.uint8), np.cumsum(sizes)[:-1])
@@ -167,19 +167,19 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
 
 
 def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchFiles[Heard] | None:
-    """Return a batch's sounds, None without any. `places`: int32 [sounds, 4]: row, views, frames, bins of each."""
+    """Return the sounds of a batch; None if it has none. `places`: int32 [sounds, 4]: row, views, frames, bins."""
     if len(places) % 16 or len(features) % 4:
-        raise MalformedBatch("the places of sounds are int32 [sounds, 4], their features float32")
+        raise MalformedBatch("the bytes of int32 rows and shapes of sounds, or of float32 features, are incomplete")
     if not places:
         return None
     if recipe is None:
-        raise MalformedBatch("sounds came for a model that takes none")
+        raise MalformedBatch("the batch has sounds, and the model reads no sounds")
     records = np.frombuffer(places, "<i4").reshape(-1, 4).astype(np.int64)
     rows, sizes = records[:, 0], records[:, 1:].prod(axis=1)
     if rows[0] < 0 or (np.diff(rows) < 0).any() or records[:, 1:].min() < 1:
-        raise MalformedBatch("a row is negative, the sounds are not in the order of their rows, or one is empty")
+        raise MalformedBatch("a row is negative, the sounds are not in the order of their rows, or a sound is empty")
     if 4 * int(sizes.sum()) != len(features):
-        raise MalformedBatch(f"the sounds have {4 * int(sizes.sum())} bytes, {len(features)} came")
+        raise MalformedBatch(f"the shapes of sounds need {4 * int(sizes.sum())} bytes, the batch has {len(features)}")
     parts = np.split(np.frombuffer(features, "<f4"), np.cumsum(sizes)[:-1])
     arrays = [part.reshape(shape) for part, shape in zip(parts, records[:, 1:].tolist(), strict=True)]
     return BatchFiles(rows, arrays, np.array([recipe.cost(Shape(*array.shape)) for array in arrays], np.int64))
@@ -187,8 +187,8 @@ def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchF
 
 def expanded(batch: Items, minimums: Int64, filler: int, *, attended: bool) -> Items:
     """Pad items with `filler` ids to at least `minimums` tokens, [items]. The added tokens attend to the other tokens;
-    with `attended`, the other tokens attend to the added tokens too. If no item is padded, `visible` stays None, which
-    kernels for all sequences at once require. Token types are dropped.
+    with `attended`, the other tokens attend to the added tokens too. If no item is padded, `visible` stays None, as the
+    kernels that compute all sequences at once require. Token types are dropped.
     """
     lengths = np.maximum(batch.lengths, minimums)
     ids = np.full(int(lengths.sum()), filler, np.int32)
@@ -209,8 +209,9 @@ class Positions:
 
 
 class PlacedFeatures(NamedTuple):
-    """Features that replace the embeddings of tokens with the id `token`. `values`: a row for each of them, in packed
-    order, on the device. `deeper`: for each of the first layers, a tensor like `values`, added to the layer's output.
+    """Features that replace the embeddings of tokens with the id `token`. `values`: a row for each of these tokens, in
+    packed order, on the device. `deeper`: for each of the first layers, a tensor like `values`, which is added to the
+    output of the layer.
     """
 
     token: int
@@ -245,7 +246,7 @@ class PackedBatch:
         return np.diff(self.bounds).astype(np.int64)
 
     def filled(self, positions: int) -> None:
-        """Count positions that a pass computed although they contain no token."""
+        """Count positions without a token that a pass computed."""
         self.padding += positions
 
 
@@ -277,8 +278,8 @@ def pack(batch: Items, chosen: Int64, numbering: Positions) -> PackedBatch:
 
 
 def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBatch:
-    """Lay out a single item, with less Python code than `pack`, which saves 5 % of the time of one short text, such as
-    the query of a search box.
+    """Lay out a single item like `pack`, but with less Python code. This saves 5 % of the time of one short text, such
+    as the query of a search box.
     """
     item = int(chosen[0])
     length, start = int(batch.lengths[item]), int(batch.starts[item])
@@ -331,8 +332,8 @@ def missing(count: int, steps: Steps = _STEPS) -> int:
 def evenly_long(
     lengths: Sequence[int], waste: float = PADDED_WASTE, budget: float = math.inf
 ) -> Iterator[tuple[int, int]]:
-    """Yield ranges of sequences, whose `lengths` ascend, that need at most `waste` positions per token and at most
-    `budget` positions when padded. A sequence of more than `budget` tokens is a range of its own.
+    """Yield ranges of sequences. `lengths` must ascend. A padded range has at most `waste` positions per token, and at
+    most `budget` positions. A sequence of more than `budget` tokens is a range of its own.
     """
     start, real = 0, 0
     for place, length in enumerate(lengths):
@@ -358,8 +359,8 @@ class Padded(NamedTuple):
 
 
 def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int, rows: int = 0) -> Padded:
-    """Return the sequences from `start` to before `stop`, padded with `filler` ids to `columns` tokens, and to `rows`
-    rows. In added rows, `attended` is True. Count all added positions in `packed.padding`.
+    """Return the sequences from `start` to before `stop`, each padded with `filler` ids to `columns` tokens. Add rows
+    of `filler` ids up to `rows` rows, in which `attended` is True. Count all added positions in `packed.padding`.
     """
     places = np.arange(columns)[None, :]
     real = _with_rows(places < packed.lengths[start:stop, None], rows, False)

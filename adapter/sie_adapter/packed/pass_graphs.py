@@ -1,10 +1,10 @@
-"""CUDA graphs of small passes, which otherwise wait for the launches of their kernels.
+"""CUDA graphs of small passes. Without a graph, a small pass waits for the launches of its kernels.
 
     batch ──► bucket ──┬─► first use: eager pass
                        ├─► second use: eager pass, capture, one replay that must nearly equal the eager pass
                        └─► later: inputs copied to their fixed addresses, one replay, states copied out
 
-A graph computes one bucket: a number of tokens, a number of sequences and the length of the longest. Additional
+A graph computes one bucket: a number of tokens, a number of sequences and the length of the longest sequence. Padding
 sequences fill a batch up to its bucket; their states are dropped. On an H200 with a slow host the 345 launches of a
 pass of BERT large took 28 ms, and a replay of the same kernels 1.5 ms.
 """
@@ -33,19 +33,19 @@ from sie_adapter.packed.packing import Int64, PackedBatch
 
 _logger = logging.getLogger("sie.adapter")
 
-# Numbers of tokens of the buckets. From 8 tokens on, padding at most doubles the size, which costs little: a pass of
-# BERT large with 128 tokens takes as long as one with 16, since both wait for weights. There are no graphs above 1,024
-# tokens, where the kernels of large models take as long as their launches on a fast host.
+# Numbers of tokens of the buckets. From 8 tokens on, padding at most doubles the size, which costs little time: a pass
+# of BERT large with 128 tokens takes as long as one with 16, since both wait until weights are read from memory. There
+# are no graphs above 1,024 tokens, where the kernels of large models take as long as their launches on a fast host.
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _SEQUENCES = (8, 32)  # numbers of sequences of the buckets
-# number of rows of a block of the attention kernel; an added sequence of padding has at most as many tokens, so the
-# sequence fits one block
+# number of rows of a block of the attention kernel; a padding sequence has at most this number of tokens, so that it
+# fits one block
 _BLOCK = 128
 # Largest number of graphs of a model. Their activations share memory; the driver keeps about a kilobyte for each kernel
 # of a graph.
 _MOST_GRAPHS = 16
 _LEAST_COSINE = 0.999  # lowest accepted cosine between a token's states of the eager pass and of the replay, in 16 bits
-_PAUSE_S = 60.0  # seconds after a lack of memory in which no graph is captured
+_PAUSE_S = 60.0  # no graph is captured for these seconds after a lack of memory
 _WARM_UPS = 2  # number of passes before a capture
 # number of failed captures after which this process captures no more graphs, since each failed capture stays in memory
 _MOST_FAILED = 64
@@ -150,7 +150,7 @@ class _CudaPass:
 
 class CudaRecorder:
     """Recorder of a CUDA device. All graphs are captured on one stream, so they share the workspace that the CUDA
-    libraries have for it. Two replays must therefore never run at the same time.
+    libraries have for this stream. Two replays must therefore never run at the same time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -185,7 +185,7 @@ class CudaRecorder:
 
     def _capture(self, run: Callable[[], Tensor], pool: Any) -> CapturedPass:
         graph = torch.cuda.CUDAGraph()
-        # thread_local, because other threads may allocate memory during the capture, for example to generate text
+        # the mode is thread_local, because other threads may allocate memory during the capture, e.g. to generate text
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             output = run()
@@ -219,7 +219,6 @@ class _ReadyPass(NamedTuple):
     recording: CapturedPass
 
     def replay(self, packed: PackedBatch) -> Tensor:
-        """Run the graph for a batch, and return a copy of its states."""
         self.inputs.fill(packed)
         self.recording.replay()
         return self.recording.output[: len(packed.ids)].clone()
@@ -302,11 +301,11 @@ class PassGraphs:
             captured = self._capture(bucket, run)
             if captured is None:
                 return
-            # the graph was captured with padding: a value that the capture stored as a constant would be wrong for this
-            # batch
+            # the graph was captured on padding only, so a value that the capture stored as a constant makes the states
+            # of this batch wrong
             cosine = float(F.cosine_similarity(captured.replay(packed).float(), expected.float(), dim=1).min())
         except Exception as error:  # noqa: BLE001  model code, kernels and CUDA may raise anything
-            expected.sum().item()  # waits for the device, so that a lost device raises here
+            expected.sum().item()  # this waits for the device, so that the error of a lost device is raised here
             if is_out_of_memory(error):
                 self._paused_until_s = time.monotonic() + _PAUSE_S
                 return

@@ -72,7 +72,7 @@ class TowerOutputs:
             return TowerUse(self.hits, self.misses, self._held_bytes())
 
     def clear(self) -> bool:
-        """Drop all outputs because memory is short; cache none for PAUSE_S seconds. Return whether there were any."""
+        """Drop all outputs because memory is short; cache none for PAUSE_S seconds. Return whether any was dropped."""
         with self._lock:
             self._paused_until_s = self._clock() + PAUSE_S
             towers = [tower for tower in self._towers if tower.nbytes]
@@ -103,7 +103,7 @@ class TowerOutputs:
 
 
 class OutputsOfTower:
-    """Cached outputs of one tower, `nbytes` bytes. The model owns this object, so both are freed together."""
+    """Cached outputs of one tower, `nbytes` bytes. The model owns this object, so they are freed with the model."""
 
     def __init__(self, shared: TowerOutputs, lock: threading.Lock) -> None:
         self.nbytes = 0
@@ -114,8 +114,8 @@ class OutputsOfTower:
         self._reading: dict[Hashable, Future[Output | None]] = {}
 
     def for_images(self, images: Sequence[Shown], read: Read) -> list[Output]:
-        """Return the output of each image; callers must not modify it. `read` computes the outputs that are not cached.
-        Raises the errors of `read`.
+        """Return the output of each image; callers must not modify the outputs. `read` computes outputs that are not
+        cached. Raises the errors of `read`.
         """
         names = [_name(image, place) for place, image in enumerate(images)]
         images_by_name = dict(zip(names, images, strict=True))
@@ -127,7 +127,7 @@ class OutputsOfTower:
                 if bool(entry.is_finite):
                     outputs[name] = entry.output
                 else:
-                    # computed again: another image of the pass may have caused the overflow
+                    # the output is computed again, because another image of the pass may have caused the overflow
                     self._discard(name, entry)
             misses += len(own)
             outputs.update(self._read_missing({name: images_by_name[name] for name in own}, read))
@@ -162,8 +162,8 @@ class OutputsOfTower:
         return cached, elsewhere, own
 
     def _read_missing(self, images: Mapping[Hashable, Shown], read: Read) -> dict[Hashable, Output]:
-        """Compute the outputs of images, and cache them if there is room. Threads that wait for one of these images are
-        woken even if this fails, and then compute it themselves.
+        """Compute the outputs of images, and cache outputs that are not too large. Threads that wait for one of these
+        images are woken even if the computation fails. They then compute the output themselves.
         """
         outputs: dict[Hashable, Output] = {}
         try:
@@ -180,7 +180,7 @@ class OutputsOfTower:
     def _keep(self, name: Hashable, output: Output) -> Output:
         if not self._shared.keeps(_bytes_of(output)):
             return output
-        # copies: a view of a larger tensor would keep the whole tensor in memory
+        # a view is copied, because a view would keep the whole tensor behind it in memory
         own = tuple(
             tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone() for tensor in output
         )
@@ -214,8 +214,8 @@ class OutputsOfTower:
 
 
 def _name(image: Shown, place: int) -> Hashable:
-    """Return the key of an image's cached output: its key and its other fields that an encoder may read, or without a
-    key its position in the batch.
+    """Return the name under which an image's output is cached: key, height and width. An image without a key is not
+    cached; its name is its position in the batch.
     """
     return (image.key, image.height, image.width) if image.key else place
 

@@ -242,14 +242,14 @@ def test_files_of_another_revision_are_refused(good: ModelEntry, copy: ModelEntr
 
 def test_a_digest_of_a_file_that_is_not_there(copy: ModelEntry) -> None:
     entry = changed(copy, weights=Weights(path=copy.weights.path, digests={"2_Dense/model.safetensors": "0" * 64}))
-    assert "2_Dense/model.safetensors, which is not among its files" in refusal(entry).message
+    assert "2_Dense/model.safetensors, which the model folder lacks" in refusal(entry).message
 
 
 @pytest.mark.parametrize(
     ("golden", "text"),
     [
         ({}, "missing, empty"),
-        ({"dense": [{"text": "w7", "vector": [1.0, 2.0]}]}, "2 wide, its own 32"),
+        ({"dense": [{"text": "w7", "vector": [1.0, 2.0]}]}, "2 wide, the model's are 32"),
         (None, "are missing"),
     ],
 )

@@ -42,7 +42,7 @@ def test_only_the_files_that_are_loaded_count(tmp_path: Path) -> None:
 def test_model_safetensors_counts_before_a_stale_index_and_a_missing_part_is_refused(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelLoadFailed, match="names 1 files that are not there: model-00001-of-00002") as refused:
+    with pytest.raises(ModelLoadFailed, match="names 1 files that the folder lacks: model-00001-of-00002") as refused:
         weight_bytes(tmp_path, 4)
     assert refused.value.extras["error_class"] == "INCOMPATIBLE"
     save_file({"a": torch.zeros(10)}, tmp_path / "model.safetensors")

@@ -200,7 +200,10 @@ def test_a_text_that_ends_it_fails_and_its_mates_do_not(folder: Path, fake: str)
 
 @pytest.mark.parametrize(
     ("file", "reason"),
-    [("refuses", "it ended with status 1"), ("wrong", "the vectors of SGLang and those of the stock path have cosine")],
+    [
+        ("refuses", "the server ended with status 1"),
+        ("wrong", "the vectors of SGLang and those of the stock path have cosine"),
+    ],
 )
 def test_one_that_does_not_serve_the_model_is_not_used(
     file: str, reason: str, folder: Path, fake: str, monkeypatch: pytest.MonkeyPatch
