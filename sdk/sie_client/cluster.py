@@ -55,7 +55,9 @@ def list_models(filters: Mapping[str, Any], session: Session) -> Plan[list[dict[
 
 
 def _described(path: str, session: Session, name: str, kind: type[object] = str) -> Plan[dict[str, Any]]:
-    """Send a GET, and return the reply. Raises ServerError if its field `name` is missing or of another type."""
+    """Send a GET, and return the reply. Raises ServerError if the reply's field `name` is missing or is not of the type
+    `kind`.
+    """
     reply: dict[str, Any] = yield from json_call("GET", path, session)
     _field(reply, name, kind)
     return reply
@@ -149,7 +151,9 @@ def delete_pool(name: str, session: Session, within_s: float = CONTROL_S) -> Pla
 
 
 def released(name: str, session: Session) -> Plan[None]:
-    """Delete a pool with one attempt. A failure is only logged, because the pool also ends when its lease ends."""
+    """Delete a pool with one attempt. A failure is only logged, because the server removes the pool when its lease
+    ends.
+    """
     session, _ = session.for_call({"wait_for_capacity": False})
     try:
         yield from delete_pool(name, session, CLOSE_S)
