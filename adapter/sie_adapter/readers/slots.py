@@ -172,7 +172,9 @@ class _SlotStates:
         return slots * positions * position_bytes - held + held // len(states)
 
     def _reserve(self, states: States, slots: int, positions: int) -> None:
-        """Allocate at least these slots and positions, with zeros: masked values must be finite. Raises SlotsFull."""
+        """Allocate memory for at least these slots and positions, filled with zeros because masked values must be
+        finite. Raises SlotsFull.
+        """
         has_slots, has_positions = self._sizes()
         if slots <= has_slots and positions <= has_positions:
             return
@@ -209,8 +211,8 @@ class _SlotStates:
         self.open(max(self.lengths) + 1)
 
     def open(self, needed: int) -> None:
-        """Make the first `needed` positions of the cache visible to the model. If a row is shorter than that, a mask is
-        needed in any case, so the number of positions is rounded up to a multiple of _STEP.
+        """Make the first `needed` positions of the cache visible to the model. If a row is shorter than `needed`, this
+        step uses a mask anyway, and the number of positions is rounded up to a multiple of _STEP.
         """
         keys = self._layers[0][0]
         is_even = min(self.lengths) == needed
@@ -250,8 +252,9 @@ class _SlotStates:
 
 
 class DecoderSlots:
-    """Slots with the keys and values of the rows of one model, for one thread. A step is `ready`, a pass of the model
-    with `cache`, `positions` and the masks, then `advance`. If a step fails before `advance`, no row has changed.
+    """Slots with the keys and values of the rows of one model, for one thread. A step consists of `ready`, a pass of
+    the model with `cache`, `positions` and the masks, and `advance`. If a step fails before `advance`, no row has
+    changed.
     """
 
     def __init__(self, fits: Fits = unbounded) -> None:
@@ -270,7 +273,7 @@ class DecoderSlots:
         return not needed_bytes or self._fits(needed_bytes)
 
     def add(self, begun: RowStart) -> None:
-        """Add a row in the last slot. Raises SlotsFull if it does not fit."""
+        """Add a row in the last slot. Raises SlotsFull if the row does not fit into memory."""
         self._own.make_room(begun.own)
         if begun.encoder_states:
             self._encoder_states.make_room(begun.encoder_states)

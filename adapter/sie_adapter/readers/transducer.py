@@ -21,7 +21,7 @@ from transformers.models.parakeet.generation_parakeet import ParakeetRNNTDecoder
 
 _ENDS = (".", "?", "!")  # ends of sentences. Source: NeMo, the separators of segments
 _LONGEST_S = 30.0  # a longer sentence is divided, because the gateway reads a recording in parts that overlap by 30 s
-# marks that take no time: they begin and end at the end of the token before. Source: transformers, ParakeetProcessor
+# marks without a duration: they begin and end at the end of the token before. Source: transformers, ParakeetProcessor
 _MARKS = frozenset("?'¡¿-:,%/.!")
 
 

@@ -28,7 +28,7 @@ from sie_contracts.wire.ipc import Rows
 
 P = TypeVar("P", bound=GenerationPrompt)
 F_contra = TypeVar("F_contra", contravariant=True)  # a file in the form that the model reads
-IsGone = Callable[[], bool]  # returns True once no client waits for the answer
+IsGone = Callable[[], bool]  # returns True once no client waits for the response
 Read = Callable[[GenerationModel[P], Sequence[P], IsGone], list[GeneratedText | InferenceFailed]]
 
 
@@ -45,7 +45,7 @@ class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
 
 
 class ReaderCall(Generic[P, F_contra]):
-    """Object that answers one batch of a reader. `field`: the name of the input field that has the files."""
+    """Computation of the results of one batch of a reader. `field`: the name of the input field that has the files."""
 
     def __init__(
         self, kind: ReaderKind[P, F_contra], rows: Mapping[str, Rows], read: Read[P], is_gone: IsGone, field: str
@@ -94,7 +94,7 @@ class ReaderCall(Generic[P, F_contra]):
 
 
 def miscounted(field: str, files: int) -> InvalidInput | None:
-    """Return the error for an input with another number of files than one in `field`, else None."""
+    """Return an error if an input has no file or several files in `field`, and None if it has one."""
     if files == 1:
         return None
     if not files:
@@ -132,8 +132,8 @@ def checked_processor(
 
 
 def check_rules(entry: ModelEntry, model: Any, positions: int, refused: Iterable[str] = ()) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE for unsupported generation rules, or options in `refused`, and for an entry
-    with more tokens than the model has `positions`.
+    """Raise ModelLoadFailed INCOMPATIBLE for unsupported generation rules, for options in `refused`, and for an entry
+    whose `max_tokens` is above `positions`.
     """
     rules = model.generation_config
     if rule := unknown_rule(rules) or next((name for name in refused if getattr(rules, name, None)), ""):
@@ -163,7 +163,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def task_of(
     options: ExtractOptions, is_task: Callable[[str], bool], listed: Sequence[str], *, otherwise: str = ""
 ) -> str:
-    """Return the task of the request, else of the entry, else `otherwise`. Raises InvalidInput if there is no task or
+    """Return the task of the request or entry; without one, `otherwise`. Raises InvalidInput if the task is empty or
     the model does not have it.
     """
     task = options.parameters.get("task") or otherwise
@@ -175,9 +175,8 @@ def task_of(
 
 
 def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int = 0) -> int:
-    """Return the number of tokens that may be written after a prompt of `prompt` tokens: `max_new_tokens` of the
-    request or entry, else `otherwise` if that is not 0, but never more than `limit` minus `prompt`. Raises InvalidInput
-    if the prompt leaves no token.
+    """Return the largest number of tokens after a prompt of `prompt` tokens: `max_new_tokens` of the request or entry
+    (default: `otherwise`, if it is not 0), but at most `limit` minus `prompt`. Raises InvalidInput if no token is left.
     """
     left = limit - prompt
     if left < 1:
