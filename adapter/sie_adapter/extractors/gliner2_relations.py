@@ -1,5 +1,6 @@
 """Relations of GLiNER2: for the package, each relation label is a task with the fields head and tail. The model
-predicts how many pairs a window has, and for each pair the scores of the spans. `gliner_relations` uses the last step.
+predicts how many pairs a window has, and for each pair the scores of the spans. `gliner_relations` uses
+`relations_of_text`, too.
 
     logits [pairs, 2, words, widths] ──► the best span of each field ──► relations, over all windows of a text
 """
@@ -20,7 +21,9 @@ FIELDS = ("head", "tail")
 
 
 class WordPair(NamedTuple):
-    """Relation between two ranges of words, each (first word, last word). `score`: the lower score of the two."""
+    """Relation between two ranges of words, each (first word, last word). `score`: the lower of the two ranges'
+    scores.
+    """
 
     head: tuple[int, int]
     tail: tuple[int, int]
@@ -53,7 +56,7 @@ def window_relations(
 
 
 def relations_of_text(text: str, words: WordPlaces, pairs: Sequence[WordPair]) -> list[dict[str, Any]]:
-    """Return the relations of a text, best first, from the pairs of all its windows. Equal pairs are one relation."""
+    """Return the relations of a text, best first, from the pairs of its windows. Equal pairs become one relation."""
     best: dict[tuple[tuple[int, int], tuple[int, int], str], float] = {}
     for pair in pairs:
         key = (pair.head, pair.tail, pair.label)
