@@ -1,5 +1,5 @@
 """Parsing of documents by docling, without a model. Only parser processes import this module: docling's C and C++ code
-reads files of clients, and its crash must not end the adapter.
+reads files of clients, and a crash of this code must not end the adapter.
 
     format by content ──► docling's backend for the format ──► DoclingDocument ──► text, Markdown, tree
 

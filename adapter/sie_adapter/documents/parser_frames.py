@@ -1,4 +1,6 @@
-"""Messages between an adapter and its parser processes. A process answers a `ParseJob` before it receives the next."""
+"""Messages between an adapter and its parser processes. A process sends the answer to a `ParseJob` before it receives
+the next `ParseJob`.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 class ParseJob(msgspec.Struct, frozen=True, tag=True):
-    """Document to parse. `number` is set when the job is sent. `has_tree`: whether the answer has the document
-    as docling's JSON."""
+    """Document to parse. `number` is set when the job is sent. `has_tree`: True if the answer must have the document as
+    JSON of docling.
+    """
 
     number: int
     document: DocumentFile
