@@ -1,4 +1,6 @@
-"""Parts shared by model classes that project states to token vectors: the projection, its LoRAs, the form of rows."""
+"""Parts shared by model classes that project states to token vectors: the projection, the module that LoRAs change, and
+the rows.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def projection_of(folder: Path, entry: ModelEntry, name: str) -> nn.Linear:
     """Return the projection of a folder, float32. Raises ModelLoadFailed if the weights have none."""
     weight, bias = (checkpoint.tensor(folder, tensor) for tensor in tensor_names(name))
     if weight is None:
-        raise incompatible(f"{entry.id}: the weights have no {name}.weight, without which there are no token vectors")
+        raise incompatible(f"{entry.id}: the weights have no {name}.weight, which computes the token vectors")
     return checkpoint.linear(weight, bias)
 
 

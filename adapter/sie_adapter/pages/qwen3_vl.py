@@ -87,8 +87,8 @@ class Qwen3Reranker(_Qwen3):
         return int(ids[0])
 
     def _output_rows(self, folder: Path, ids: list[int]) -> Tensor:
-        """Return the output layer's rows for these ids, float32. A model with tied weights has no output layer: return
-        the rows of its input embeddings.
+        """Return the output layer's rows for these ids, float32. For a model with tied weights, which has no output
+        layer, return rows of its input embeddings.
         """
         if stored := _stored_rows(folder, LANGUAGE_HEAD, ids):
             return torch.stack(stored)
