@@ -172,8 +172,8 @@ class SIEClient:
     processes whole files, `files` uploads and downloads them.
 
     If the server has no capacity (a full queue, a model that is loading), a call waits up to `capacity_budget_s`
-    (default: 15 minutes), unless `wait_for_capacity` is False. Several threads may use the same client. Close it, or
-    use it as a context manager. All methods raise `SIEError`.
+    (default: 15 minutes), unless `wait_for_capacity` is False. Several threads may use the same client. Close the
+    client, or use it as a context manager. All methods raise `SIEError`.
     """
 
     def __init__(self, base_url: str | None = None, **options: Unpack[ClientOptions]) -> None:
@@ -272,8 +272,8 @@ class SIEClient:
         item failed.
 
         `schema`: a Struct of msgspec, a dataclass or a model of pydantic. The model fills in the JSON Schema of this
-        class, and `data` of each result is an instance of the class. An item fails if a required value
-        was not found; for a single item the call then raises, unless `on_item_error` is "slot".
+        class, and `data` of each result is an instance of the class. An item fails if the model does not find a
+        required value. For a single item the call then raises SIEError, except with `on_item_error` "slot".
         """
         if transport.is_single(items) and schema is not None:
             params = {**params, "on_item_error": params.get("on_item_error") or "fail"}
@@ -303,9 +303,10 @@ class SIEClient:
         """Replace personal data in one text (returns a result) or in a list (returns a list of results, in order).
 
         `kinds`: names of the kinds of personal data to replace, such as `email`. A model that was trained for fixed
-        kinds replaces all of them; for this model `kinds` may be None, or name kinds that the server finds by patterns.
-        `restore(result["text"], result["map"])` returns the original text. The result of an item that failed has
-        `error`, and no `text`. If all items of a request failed, as for a single item, the call raises SIEError.
+        kinds replaces all of its kinds. For such a model, `kinds` may be None or have the kinds that the server finds
+        by patterns. `restore(result["text"], result["map"])` returns the original text. The result of an item that
+        failed has `error`, and no `text`. The call raises SIEError if all items of a request failed, so also if a
+        single item failed.
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.redact(model, listed, kinds, params, self._session), params, len(listed))
@@ -354,11 +355,13 @@ class SIEClient:
         return self._driver.run(cluster.list_pools(self._session))
 
     def get_pool(self, name: str) -> Pool:
-        """Return one pool. Raises PoolNotFoundError if it does not exist or its lease has ended."""
+        """Return one pool. Raises PoolNotFoundError if the pool does not exist or its lease has ended."""
         return self._driver.run(cluster.get_pool(name, self._session))
 
     def renew_pool(self, name: str) -> float:
-        """Renew the lease of a pool. Return its new end in seconds since 1970; infinity for a pool without a lease."""
+        """Renew the lease of a pool. Return the new end of the lease in seconds since 1970; infinity for a pool without
+        a lease.
+        """
         return self._driver.run(cluster.renew_pool(name, self._session))
 
     def delete_pool(self, name: str) -> None:

@@ -34,7 +34,7 @@ _SMALLEST: dict[str, Item] = {
 
 
 def _field(reply: Any, name: str, kind: type[T]) -> T:
-    """Return a field of a reply. Raises ServerError if it is missing or has another type."""
+    """Return a field of a reply. Raises ServerError if the field is missing or has another type."""
     value = reply.get(name) if isinstance(reply, dict) else None
     if not isinstance(value, kind):
         raise ServerError(
@@ -105,7 +105,7 @@ def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dic
     item = next((smallest for name, smallest in _SMALLEST.items() if name in inputs), None)
     if item is None:
         listed = ", ".join(map(str, inputs))
-        raise invalid(f"{model}: its inputs are {listed}; the client cannot build a test input of them")
+        raise invalid(f"{model}: its inputs are {listed}; the client can build no test input of these kinds")
     if "encode" in tasks:
         yield from verbs.encode(model, [item], params, session)
     elif "score" in tasks:
@@ -164,8 +164,8 @@ def released(name: str, session: Session) -> Plan[None]:
 
 
 def renewed(name: str, gpus: Mapping[str, int], options: Mapping[str, Any], session: Session) -> Plan[NoReturn]:
-    """Renew the lease of a reservation until the driver stops this plan. If the lease has ended, create the
-    reservation again. If a renewal fails, the next `Pause` has the error, and the driver logs it.
+    """Renew the lease of a reservation until the driver stops this plan. If the lease has ended, create the reservation
+    again. If a renewal fails, the next `Pause` has the error, and the driver logs the error.
     """
     session, _ = session.for_call({"wait_for_capacity": False})
     lease_s = float(options.get("ttl_seconds") or LEASE_S)

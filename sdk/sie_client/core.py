@@ -59,10 +59,10 @@ class UploadStream:
 
 
 class BodySink(Protocol):
-    """Receiver of the body of a successful response, such as a file. Its methods may block, and raise SIEError."""
+    """Receiver of the body of a successful response, such as a file. Its methods may block, and may raise SIEError."""
 
     def begin(self) -> None:
-        """Prepare for the first piece. Called again after a failed attempt: discard the pieces of that attempt."""
+        """Prepare for the first piece of an attempt. Discard the pieces of an earlier attempt that failed."""
 
     def write(self, piece: bytes) -> None:
         """Receive the next piece of the body."""
@@ -70,10 +70,10 @@ class BodySink(Protocol):
 
 @dataclass(frozen=True)
 class Send:
-    """HTTP request; `path` is relative to the base URL. It fails if no byte of the answer arrives for `within_s`
-    seconds. After `hedge_after_s` seconds without an answer, a second copy may be sent; the first success counts. If
-    `sink` is set, it receives the body of a successful response, and the body of `Received` is empty. `may_repeat` is
-    called after an attempt without a response of the server; if it returns False, the request is not sent again.
+    """HTTP request; `path` is relative to the base URL. The request fails if no byte of the response arrives for
+    `within_s` seconds. After `hedge_after_s` seconds without a response, a second copy may be sent; the first success
+    counts. If set, `sink` receives the body of a successful response, and the body of `Received` is empty. `may_repeat`
+    is called after an attempt without a response of the server; if it returns False, the request is not sent again.
     """
 
     method: str
@@ -88,9 +88,9 @@ class Send:
 
 @dataclass(frozen=True)
 class Pause:
-    """Step to wait for `seconds`. `cause`: why, for the user's log; empty if nothing is wrong. `error`: text of the
-    error after which the call waits, if `cause` does not name it. `remaining_s`: seconds that the call may wait after
-    this pause.
+    """Step to wait for `seconds`. `cause`: the reason for the user's log, such as an error code; empty for a pause
+    without an error. `error`: text of the error after which the call waits, if `cause` does not name it. `remaining_s`:
+    seconds that the call may wait after this pause.
     """
 
     seconds: float
@@ -101,7 +101,9 @@ class Pause:
 
 @dataclass(frozen=True)
 class BlockingWork:
-    """Step to call a function in a thread where it blocks no other calls. The result is what the function returns."""
+    """Step to call `function` in a thread, where it blocks no other calls. The result of the step is that of the
+    function.
+    """
 
     function: Callable[[], Any]
 
@@ -369,16 +371,16 @@ def _judged(answer: Answer) -> tuple[SIEError, float, float, bool]:
     if not failure.code and answer.status in _OF_PROXIES:
         failure.retryable = True
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
-    told_s = _retry_after_s(answer)
-    return failure, told_s, max(told_s, MAX_COSTLY_PAUSE_S if failure.code in _COSTLY else 0.0), False
+    pause_s = _retry_after_s(answer)
+    return failure, pause_s, max(pause_s, MAX_COSTLY_PAUSE_S if failure.code in _COSTLY else 0.0), False
 
 
 def _retry_after_s(answer: Received) -> float:
     try:
-        told_s = float(answer.headers.get("retry-after", "5"))
+        pause_s = float(answer.headers.get("retry-after", "5"))
     except ValueError:
         return 5.0
-    return max(0.1, told_s) if math.isfinite(told_s) else 5.0
+    return max(0.1, pause_s) if math.isfinite(pause_s) else 5.0
 
 
 def failure_of(answer: Received) -> SIEError:
@@ -410,7 +412,9 @@ def failure_of(answer: Received) -> SIEError:
 
 @contextlib.contextmanager
 def reading(headers: Mapping[str, str]) -> Iterator[None]:
-    """Convert exceptions that are raised while a reply is read, for example for a missing field, to ServerError."""
+    """Context manager: exceptions that occur while a reply is read, for example for a missing field, become
+    ServerError.
+    """
     try:
         yield
     except (*UNDECODABLE, LookupError, TypeError, AttributeError) as error:

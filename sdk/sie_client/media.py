@@ -3,7 +3,7 @@ str}`. Data URIs, and the URL of an image, are sent unchanged: the gateway downl
 
 The format comes from the content, or if the content does not show it, from the file name. If neither shows the format,
 `format` is omitted, and the server detects the format. A document has `format` only if its name has the suffix of a
-text format, because the server detects all other formats, and a text may begin with any letters.
+text format, because the server detects all other formats, and a text file has no fixed first bytes.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def is_single(items: Item | str | Iterable[Item | str]) -> TypeGuard[Item | str]
 
 def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
     """Return the items of a call as a list. A single value becomes a list with one item; `wire.mapped` checks later
-    whether it is a valid item. Raises TypeError for a table (DataFrame), because iterating over it would give column
+    whether it is a valid item. Raises TypeError for a table (DataFrame), because iteration over a table gives column
     names.
     """
     iterable: Iterable[Any] = as_iterable(items)[0]

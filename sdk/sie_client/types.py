@@ -30,8 +30,8 @@ Sound: TypeAlias = "_File | Mapping[str, Any]"
 
 class Chunking(TypedDict, total=False):
     """Rule for cutting a text into chunks of at most `max_tokens` tokens of the model. A chunk ends at the last
-    `boundary` (default: sentence) at which it has at least `min_tokens` tokens, or else at a smaller unit of the text.
-    It begins with at most `overlap_tokens` tokens from the end of the chunk before.
+    possible `boundary` (default: sentence). If the chunk would then have fewer than `min_tokens` tokens, it ends at a
+    smaller unit of the text. A chunk begins with at most `overlap_tokens` tokens from the end of the previous chunk.
     """
 
     max_tokens: Required[int]
@@ -379,7 +379,8 @@ class RedactResult(ItemReply, total=False):
 
 class SchemaResult(ItemReply, Generic[M], total=False):
     """Result of extract with a `schema`: `data` is an instance of this class. `entities` or `classifications` has an
-    entry for each value in `data`: its score, its place in the text if known, and as the label its path in `data`.
+    entry for each value in `data`, with its score and, if known, its offsets in the text. The label of an entry is the
+    path of the value in `data`.
     """
 
     entities: list[dict[str, Any]]

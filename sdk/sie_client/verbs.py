@@ -485,7 +485,9 @@ def _make_instance(result: dict[str, Any], schema: type[Any], place: int, *, fai
 def redact(
     model: str, items: Sequence[Item | str], kinds: Sequence[str] | None, params: Mapping[str, Any], session: Session
 ) -> Plan[Results[RedactResult]]:
-    """Send `POST /v1/redact/{model}`. Return the results in input order. All parts hash values by the same key."""
+    """Send `POST /v1/redact/{model}`. Return the results in input order. All parts of the list are hashed with the same
+    key.
+    """
     if not items:
         return Results()
     session, params = session.for_call(params)

@@ -62,7 +62,7 @@ class DoclingParser:
         except InvalidInput:
             raise
         except MemoryError as error:
-            raise fault("too_large", "parsing the document takes more memory than its process has") from error
+            raise fault("too_large", "parsing the document needs more memory than a parser process may use") from error
         except Exception as error:  # docling reads untrusted files: a damaged file can make it raise any exception
             raise fault("undecodable", f"the {kind} document is damaged or encrypted") from error
 

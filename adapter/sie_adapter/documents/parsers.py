@@ -1,5 +1,5 @@
 """Pool of the processes that parse documents for a model. The first starts when the model is loaded, more start when
-documents need them, and all end with the model.
+documents need them, and all end when the model is unloaded.
 
     extract (any thread) ──► a thread of the pool ──► its process ──► Parsed, or the reason why the document is unusable
                                    ├── the process died or took too long: the document fails
@@ -53,7 +53,7 @@ class Parsers:
     """Pool of at most `most` parser processes. If all are busy when a document arrives, one more process starts.
     Thread-safe.
 
-    `module`: the Python module that each process runs. It must speak the protocol of `parser_frames`.
+    `module`: the Python module that each process runs. The module must implement the protocol of `parser_frames`.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class _ParseCall:
         try:
             yield
         finally:
-            # from now on `end` must not kill the process, because it may parse a document of another call next
+            # from now on `end` must not kill the process, because its next document may belong to another call
             with self._lock:
                 self._processes.discard(process)
 

@@ -96,7 +96,8 @@ class GliclassModel(Extractor[GliclassTexts]):
             self._model, self._tokenizer, max_length=self.max_tokens, device=compute.device, progress_bar=False
         )
         self._describe(self._model, encoder, self._tokenizer, compute)
-        # a fast tokenizer raises if a second thread calls it while its padding or truncation is being set
+        # a fast tokenizer raises if a thread calls it while another thread changes the tokenizer's padding or
+        # truncation
         self._tokenizing = threading.Lock()
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> GliclassTexts:
@@ -221,7 +222,7 @@ def _from_files(folder: Path, entry: ModelEntry, load: LoadOptions, options: dic
 
     raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
     if (kind := raw.get("architecture_type", "uni-encoder")) != "uni-encoder":
-        raise incompatible(f"{entry.id} is a GLiClass {kind}, the family gliclass runs the uni-encoder")
+        raise incompatible(f"{entry.id} is a GLiClass {kind}, the family gliclass supports only the uni-encoder")
     if raw.get("squeeze_layers"):
         raise incompatible(f"{entry.id} sums the states of all layers (squeeze_layers), which its package cannot run")
     encoder = raw.get("encoder_config") or {}

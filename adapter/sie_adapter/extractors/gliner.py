@@ -61,7 +61,9 @@ Span = tuple[int, int, str, float]  # entity in a text: first word, last word, l
 
 @dataclass(frozen=True)
 class GlinerWords:
-    """Words of a text that have tokens. `sizes`: the number of tokens of each word. `starts`, `ends`: word offsets."""
+    """Words of a text that have tokens. `sizes`: the number of tokens of each word. `starts`, `ends`: the offsets of
+    each word in the text.
+    """
 
     strings: list[str]
     sizes: list[int]
@@ -158,7 +160,8 @@ class GlinerModel(Extractor[GlinerTexts]):
         self.max_tokens = bound_length(
             self._processor.transformer_tokenizer, encoder, TOKENS_PER_WORD * self._max_words
         )
-        # a fast tokenizer raises if a second thread calls it while its padding or truncation is being set
+        # a fast tokenizer raises if a thread calls it while another thread changes the tokenizer's padding or
+        # truncation
         self._tokenizing = threading.Lock()
         self._label_vectors: LabelVectors | None = None
         if hasattr(layers, "labels_encoder"):
@@ -265,7 +268,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return windows(sizes, room, self._max_words, 2 * self._gliner.config.max_width)
 
     def _read(self, words: list[list[str]], batch: Any, request: GlinerRequest) -> list[WindowResult | SIEError]:
-        """Run one pass over the collator's batch. Return the result of each row, in positions of its words."""
+        """Run one pass over the collator's batch. Return the result of each row, with word indices of the row."""
         inputs = self._inputs(batch)
         if request.label_vectors is not None:
             inputs = {name: value for name, value in inputs.items() if not name.startswith("labels_")}
@@ -325,7 +328,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return {"entities": entities}
 
     def _joined(self, by_window: list[tuple[TextWindow, list[Span]]], request: GlinerRequest) -> list[Span]:
-        """Join the entities of a text's windows. Of overlapping entities, the decoder of the package selects."""
+        """Join the entities of a text's windows. If entities overlap, the package's decoder selects some of them."""
         joined: list[Span] = []
         last: list[Span] = []
         ranges = own_ranges([window for window, _ in by_window])

@@ -83,8 +83,8 @@ _TASK = "category"  # name of the classification task if neither the request nor
 @dataclass(frozen=True)
 class _Gliner2Words:
     """Words of one text that have tokens. Word i has the tokens `ids[places[i]:places[i + 1]]` and the characters
-    `starts[i]` to `ends[i]`. `closed`: True for a word that ends with a punctuation mark of _ENDS. `is_stopped`: the
-    package added a full stop after the text as a separate word.
+    `starts[i]` to `ends[i]`. `closed`: True for a word that ends with a punctuation mark of _ENDS. `is_stopped`: True
+    if the package added a full stop after the text as a separate word.
     """
 
     ids: NDArray[np.int32]
@@ -361,8 +361,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         choices: Sequence[list[int]] = (),
         descriptions: int = 0,
     ) -> _Gliner2Prompt:
-        """Return the prompt. `descriptions`: the number of descriptions in it, before each of which the package puts a
-        special token. Raises InvalidInput for an unusable label or name of a task.
+        """Return the prompt. `descriptions`: the number of descriptions in the prompt; each has a special token before
+        it. Raises InvalidInput for an unusable label or name of a task.
         """
         processor = self._processor
         ends = [processor.SEP_STRUCT] * (len(tasks) - 1) + [processor.SEP_TEXT]
@@ -427,7 +427,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         )
 
     def _record(self, prompt: _Gliner2Prompt, words: _Gliner2Words, at: TextWindow, room: int) -> Any:
-        """Return one window in the package's form for its model. A word that is too long for the model is cut."""
+        """Return one window as a TransformedRecord of the package. A word that is too long for the model is cut."""
         from gliner2.processor import TransformedRecord
 
         first = words.places[at.start]
@@ -571,7 +571,7 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
 
 def _tokenizer(folder: Path) -> Any:
     """Read the tokenizer of `folder`. Older folders have a list as `extra_special_tokens`, where transformers expects a
-    map: it is replaced by an empty map.
+    map; an empty map replaces this list.
     """
     listed = isinstance(read_json(folder / "tokenizer_config.json").get("extra_special_tokens"), list)
     options: dict[str, Any] = {"extra_special_tokens": {}} if listed else {}

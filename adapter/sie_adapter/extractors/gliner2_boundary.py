@@ -74,8 +74,8 @@ def bounded_entities(
     labels: Sequence[str],
     policy: str,
 ) -> list[dict[str, Any]]:
-    """Return the entities of a text, in the order of start and end, that the overlap policy of the package keeps for
-    each label.
+    """Return the entities of a text that the package's overlap policy keeps for each label, in the order of start and
+    end.
     """
     order = sorted(by_window, key=lambda at: at.start)
     by_label: list[list[BoundedSpan]] = [[] for _ in labels]

@@ -195,8 +195,8 @@ def _relations(
 
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions, device: torch.device) -> Any:
-    """Build the package's model with random weights, which a load replaces by those of the checkpoint. The package's
-    constructor needs a weight file of the backbone; it gets an empty one.
+    """Build the package's model with random weights, which are later replaced by the weights of the checkpoint. The
+    package's constructor needs a weight file of the backbone; it gets an empty one.
     """
     from glirel import GLiREL
 

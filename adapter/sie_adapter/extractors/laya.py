@@ -67,7 +67,7 @@ _UNREAD = ("act_head.", "temperature")  # prefixes of tensors that do not affect
 
 @dataclass(frozen=True)
 class _QuestionIds:
-    """Question as ids: `head` comes before a text. `marks`: the positions of the mask tokens."""
+    """Question as ids: `head`: the ids before a text. `marks`: the positions of the mask tokens."""
 
     head: list[int]
     marks: list[int]
@@ -216,7 +216,7 @@ class LayaModel(Extractor[LayaTexts]):
             alone, _, _ = self._parts("noul", label, _TRUTH)
             if len(alone) >= room:
                 most = room - len(self._parts("noul", "", _TRUTH)[0])
-                raise labels_refused(f"each is a statement of at most {most} tokens")
+                raise labels_refused(f"each may be a statement of at most {most} tokens")
             message = f"together with the description it may have at most {room - len(alone)} tokens before a statement"
             raise InvalidInput.at("instruction", message, reason="labels")
         return self._question_ids(words, marked)

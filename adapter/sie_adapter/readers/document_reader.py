@@ -1,4 +1,4 @@
-"""Readers of documents: they write the content of a page, one token at a time.
+"""Readers of documents: models that generate the content of a page as text, one token at a time.
 
 one page each, a task ──► prompts ──► the loop of `reading`, rows of all batches together ──► written text ──► results
 """

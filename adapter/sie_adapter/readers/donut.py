@@ -94,7 +94,7 @@ class Donut:
         if task == _QUESTION:
             if not options.instruction.strip():
                 raise InvalidInput(
-                    "instruction: the task needs a question here", reason="instruction_required", param="instruction"
+                    f"instruction: the task {task} needs a question", reason="instruction_required", param="instruction"
                 )
             if any(tag in options.instruction for tag in self._tags):
                 raise reserved("instruction")

@@ -159,7 +159,7 @@ class Florence2:
         ids = [first, *self.tokenizer.encode(sentence, add_special_tokens=False).ids, last]
         if (read := self._features + len(ids)) > self._places:
             raise InvalidInput(
-                f"instruction: page and sentence have {read} tokens, the model reads {self._places}",
+                f"instruction: page and sentence have {read} tokens, the model reads at most {self._places}",
                 reason="input_too_long",
                 param="instruction",
                 extras={"tokens": read, "limit": self._places},

@@ -57,7 +57,7 @@ class Rules:
     stops_loops: bool = False
 
     def chosen(self, written: Sequence[int], scores: Tensor) -> Tensor:
-        """Return `scores` [vocabulary] after the logits processors changed them. `written`: the tokens so far."""
+        """Return `scores` [vocabulary] as the logits processors change them. `written`: the generated tokens."""
         if not self.processors:
             return scores
         ids = torch.tensor([[*self.prompt, *written]], device=scores.device)
@@ -80,7 +80,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Rules of generation for one model. `ends`: ids of tokens that end a text. `bad`: ids that are never written."""
+    """Rules of generation for one model. `ends`: ids of tokens that end a text. `bad`: ids that are never generated."""
 
     config: GenerationConfig
     device: torch.device

@@ -1,4 +1,4 @@
-"""Parakeet TDT, a reader of sounds: it writes the speech in a recording, with the times of words and sentences.
+"""Parakeet TDT, a model that transcribes recordings, with the times of words and sentences.
 
   levels ──► a window, normalised ──► encoder ──► states ──► decoding by tokens and durations ──► words, sentences
                    └──► the next window begins at the quietest moment near the end of this one
@@ -39,7 +39,7 @@ from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 
 _LABEL = "transcript"
-_EPSILON = 1e-5  # added to the deviation of levels. Source: transformers, ParakeetFeatureExtractor
+_EPSILON = 1e-5  # added to the standard deviation of levels. Source: transformers, ParakeetFeatureExtractor
 # A window that does not reach the end of the recording ends in its last quarter, at the quietest moment: where the mean
 # level of _QUIET_FRAMES frames is lowest.
 _SEARCHED_SHARE = 4
@@ -138,7 +138,7 @@ class ParakeetReader:
         return self.window(ParakeetTranscription(levels, int(parameters.get("max_new_tokens") or 0)), 0)
 
     def window(self, sound: ParakeetTranscription, seek: int) -> ParakeetWindow:
-        """Return the window that begins at a frame."""
+        """Return the window that begins at frame `seek` of a sound."""
         return ParakeetWindow(self, sound, seek, self._end(sound.levels[0, seek:]) + seek, self._rules)
 
     def _end(self, levels: Any) -> int:
@@ -181,11 +181,11 @@ class ParakeetReader:
         return [max(1, steps - 1) for steps in (positions * self._model.max_symbols_per_step).tolist()]
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Raise AssertionError: each row ends with its first token."""
+        """Raise AssertionError: the loop runs no step, because each row ends with its first token."""
         raise AssertionError("a window is decoded in one step")
 
     def add(self, window: ParakeetWindow) -> None:
-        """Append the words of a decoded window to its sound."""
+        """Append the words of a decoded window to the transcription of its sound."""
         sound, read = window.sound, window.read
         assert read is not None
         if not window.seek:  # after a failed batch, the loop starts again with the first window of the sound

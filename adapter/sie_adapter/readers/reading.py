@@ -139,7 +139,7 @@ class _GenerationRow:
 
     @property
     def waits(self) -> bool:
-        """Return whether the row has left its slot and continues with another prompt."""
+        """Return True if the row has left its slot and continues with another prompt."""
         return self.finish is None and self.error is None and not self.call.done.is_set()
 
 
@@ -332,8 +332,8 @@ class _Loop:
 
 class Readings:
     """Thread of one device that generates text for all models that write text. A step computes one token for each row
-    of a model. The thread runs from the first `read` to `stop`. `shed` is called when memory is short: it drops cached
-    outputs and CUDA graphs.
+    of a model. The thread runs from the first `read` to `stop`. `shed`: function that drops cached outputs and CUDA
+    graphs; it is called when memory is short.
     """
 
     def __init__(
@@ -349,7 +349,7 @@ class Readings:
         self._fits = fits
         self._shed = shed
         self._torch_threads = torch_threads
-        self._loops: dict[int, _Loop] = {}  # only the thread uses this map
+        self._loops: dict[int, _Loop] = {}  # only the generating thread uses this map
         self._joining: list[tuple[GenerationModel[Any], list[_GenerationRow]]] = []
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -384,7 +384,7 @@ class Readings:
         return [row.written() for row in rows]
 
     def busy_s(self) -> float:
-        """Return the seconds since the present iteration of the loop began, 0 if the thread is idle. Never waits."""
+        """Return the seconds since the present iteration of the loop began, 0 if the thread is idle. Does not block."""
         since_s = self._turn_since_s
         return time.monotonic() - since_s if since_s else 0.0
 

@@ -26,7 +26,7 @@ _STEP = 64  # allocations and masks have a multiple of this number of positions
 _GROWTH = 1.5  # if memory allows, a new allocation has at least this many times the earlier number of positions
 
 States = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer, [1, heads, positions, width]
-Fits = Callable[[int], bool]  # returns whether the device may use this number of additional bytes
+Fits = Callable[[int], bool]  # returns True if the device may use this number of additional bytes
 
 
 class SlotsFull(MemoryError):

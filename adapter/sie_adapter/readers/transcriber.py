@@ -1,7 +1,7 @@
 """Language models that transcribe a page: LightOnOCR, GLM-OCR and PaddleOCR-VL.
 
 uint8 page ──► tower ──► features ──┐
-                                    ├──► language model, a token a step ──► Markdown
+                                    ├──► language model, a token per step ──► Markdown
 task ──► the chat template ──► ids ─┘
 """
 
@@ -81,7 +81,7 @@ def _see_merged(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def _see_rows(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return the features of an image. The model reads the patches row by row. Source: transformers,
+    """Return the features of an image from its patches, row by row. Source: transformers,
     PaddleOCRVLImageProcessorPil.patchify.
     """
     patch = model.config.vision_config.patch_size

@@ -53,7 +53,7 @@ class PromptTokens:
     @classmethod
     def from_config(cls, config: GenerationConfig, model: Any) -> PromptTokens:
         """Read the tokens from a generation configuration. `model`: the configuration of the model, which has some of
-        these rules in older checkpoints. Raises AttributeError for a checkpoint without a token for time stamps.
+        these values in older checkpoints. Raises AttributeError for a checkpoint without a token for time stamps.
         """
         forced = getattr(config, "forced_decoder_ids", None) or getattr(model, "forced_decoder_ids", None) or ()
         in_turn = tuple(number for place, (at, number) in enumerate(forced, 1) if at == place)
@@ -81,7 +81,7 @@ class PromptTokens:
         """
         if not self.is_multilingual and (language or task):
             name = "language" if language else "task"
-            raise InvalidInput(f"{name}: the model has one language and one task", reason=name, param=name)
+            raise InvalidInput(f"{name}: the model has one language and one task; omit {name}", reason=name, param=name)
         language, task = language or self.language, task or self.task
         ids: list[int | None] = [self.first]
         if not (language or task):

@@ -34,7 +34,7 @@ class TranscribedToken(NamedTuple):
 
 
 class DecodedSound(NamedTuple):
-    """Tokens of a sound. `is_cut`: decoding has ended at its limit, before the end of the sound."""
+    """Tokens of a sound. `is_cut`: True if decoding reached its limit before the end of the sound."""
 
     tokens: list[TranscribedToken]
     is_cut: bool
@@ -55,7 +55,7 @@ class SpokenText(NamedTuple):
 def decoded(
     model: Any, states: Tensor, lengths: Sequence[int], limits: Sequence[int], first: int
 ) -> list[DecodedSound | None]:
-    """Return the tokens of each sound, None if its scores are not finite.
+    """Return the tokens of each sound; None for a sound whose scores are not finite.
 
     `states` [sounds, positions, width]: the projected states of the encoder. `lengths`: positions of each sound.
     `limits`: largest number of steps for each sound. `first`: the id with which decoding begins.

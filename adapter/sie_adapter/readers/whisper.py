@@ -1,5 +1,4 @@
-"""Whisper, a reader of sounds: it writes the speech in a recording, one token at a time, with the times of its
-segments.
+"""Whisper, a model that transcribes recordings, one token at a time, with the times of segments.
 
   features ──► a window of 30 s ──► encoder ──► states ──┐
                                                          ├──► decoder, a token a step ──► segments ──► the next window
@@ -53,7 +52,8 @@ from sie_contracts.wire.ipc import Rows
 
 _BEFORE = "<|startofprev|>"
 _LABELS = {"transcribe": "transcript", "translate": "translation"}
-# options of generation_config.json that are refused, because they make windows depend on earlier ones or skip windows
+# options of generation_config.json that are refused, because they make windows depend on earlier windows or skip
+# windows
 _REFUSED = ("condition_on_prev_tokens", "no_speech_threshold")
 # largest number of windows in one pass of the encoder; a CPU is not faster with more than one
 _WINDOWS_PER_PASS = 8
@@ -215,8 +215,8 @@ class WhisperReader:
 
     def _words_before(self, text: str) -> list[int]:
         """Return the ids of the client's instruction. The model reads it before the sound; it may for example contain
-        names in the right spelling. Raises InvalidInput if the model reads no instruction, or reserves one of its
-        tokens.
+        names in the right spelling. Raises InvalidInput if the model reads no instruction, or reserves a token of the
+        instruction.
         """
         if not text:
             return []

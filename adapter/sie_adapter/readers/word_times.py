@@ -35,8 +35,8 @@ class _Pieces(NamedTuple):
 
 
 class WordTimes:
-    """Computes the times of words. Several threads may use it at once. `heads`: layer and number of each alignment
-    head. `end`: the id of the end token, which is the first special token.
+    """Computes the times of words. Thread-safe. `heads`: layer and number of each alignment head. `end`: the id of the
+    end token, which is the first special token.
     """
 
     def __init__(self, model: Any, heads: Sequence[tuple[int, int]], tokenizer: Tokenizer, end: int) -> None:
@@ -44,7 +44,7 @@ class WordTimes:
         self._heads = heads
         self._filter_width = model.config.median_filter_width
         self._pieces = _Pieces(tokenizer, end)
-        # for each thread that is in `ends`: its id -> layer -> input states of the layer's cross-attention
+        # thread id -> layer -> input states of the layer's cross-attention, for the threads that run `ends`
         self._states: dict[int, dict[int, Tensor]] = {}
         for layer in {layer for layer, _ in heads}:
             self._decoder.layers[layer].encoder_attn.register_forward_pre_hook(self._hook(layer))

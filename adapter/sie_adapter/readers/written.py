@@ -33,14 +33,14 @@ Read = Callable[[GenerationModel[P], Sequence[P], IsGone], list[GeneratedText | 
 
 
 class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
-    """Model class of a reader: how its prompt is built, and how its text becomes a result."""
+    """Model class of a reader: it builds prompts, and converts generated texts to results."""
 
     def prompt(self, file: F_contra, options: ExtractOptions) -> P:
         """Return the prompt for a file. Raises InvalidInput for options that the model does not support."""
 
     def result(self, prompt: P, written: GeneratedText) -> dict[str, Any]:
         """Return the result for the client from the generated text. `ReaderCall` adds `finish_reason` and
-        `completion_tokens` of this text, unless `data` of the result has its own.
+        `completion_tokens` of this text if `data` of the result lacks these fields.
         """
 
 
@@ -107,7 +107,8 @@ def miscounted(field: str, files: int) -> InvalidInput | None:
 @dataclass(frozen=True)
 class PagePrompt:
     """Prompt for a page. `ids` [tokens]: the first tokens of the decoder. `task`: the name of the task. `encoder_ids`:
-    tokens that an encoder reads beside the page. `box`: the region of the page that the task is about, in pixels.
+    tokens that an encoder reads in addition to the page. `box`: the region of the page that the task is about, in
+    pixels.
     """
 
     shown: Shown
@@ -195,8 +196,8 @@ def reserved(field: str) -> InvalidInput:
 
 
 def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
-    """Return a boolean mask as transformers' attention expects it. Eager attention adds the mask to the scores, so it
-    gets 0 where a position is attended to, else the lowest float.
+    """Return a boolean mask as transformers' attention expects it. Eager attention adds the mask to the scores: its
+    mask is 0 at visible positions, and the lowest float at all others.
     """
     if not is_eager:
         return mask
