@@ -85,9 +85,7 @@ class Job(SeenJob[ThreadDriver]):
         return self._driver.run(jobs.manifest(self.id, self._session))
 
     def rows(self, limit: int = 20, failed: bool | None = None) -> list[dict[str, Any]]:
-        """Return up to `limit` rows of the output, without vectors. With `failed` True, return only rows that have an
-        error.
-        """
+        """Return up to `limit` rows of the output, without vectors. `failed` True: only rows that have an error."""
         return self._driver.run(jobs.rows(self.id, limit, failed, self._session))
 
     def download(
@@ -359,9 +357,7 @@ class SIEClient:
         return self._driver.run(cluster.get_pool(name, self._session))
 
     def renew_pool(self, name: str) -> float:
-        """Renew the lease of a pool. Return the new end of the lease in seconds since 1970; infinity for a pool without
-        a lease.
-        """
+        """Renew the lease of a pool. Return its new end in seconds since 1970; infinity for a pool without a lease."""
         return self._driver.run(cluster.renew_pool(name, self._session))
 
     def delete_pool(self, name: str) -> None:

@@ -55,9 +55,7 @@ def list_models(filters: Mapping[str, Any], session: Session) -> Plan[list[dict[
 
 
 def _described(path: str, session: Session, name: str, kind: type[object] = str) -> Plan[dict[str, Any]]:
-    """Send a GET, and return the reply. Raises ServerError if the reply's field `name` is missing or is not of the type
-    `kind`.
-    """
+    """Send a GET, and return the reply. Raises ServerError if its field `name` is missing or not of type `kind`."""
     reply: dict[str, Any] = yield from json_call("GET", path, session)
     _field(reply, name, kind)
     return reply
@@ -76,7 +74,6 @@ def whoami(options: Mapping[str, Any], session: Session) -> Plan[dict[str, Any]]
 
 
 def capacity(gpu: str | None, session: Session) -> Plan[Capacity]:
-    """Return the healthy workers of the machine profile `gpu`; for None, all healthy workers."""
     reply = yield from json_call("GET", "/health", session)
     machine_profile = None if gpu is None else gpu.strip().lower()
     workers = [
@@ -136,9 +133,7 @@ def get_pool(name: str, session: Session) -> Plan[Pool]:
 
 
 def renew_pool(name: str, session: Session) -> Plan[float]:
-    """Send `POST /v1/pools/{name}/renew`. Return the end of the lease, seconds since 1970; infinity for a pool without
-    a lease.
-    """
+    """Return the end of the renewed lease in seconds since 1970; infinity for a pool without a lease."""
     reply = yield from json_call("POST", f"/v1/pools/{quoted(name, 'name')}/renew", session)
     if isinstance(reply, dict) and reply.get("expires_at", 0) is None:
         return math.inf
@@ -151,9 +146,7 @@ def delete_pool(name: str, session: Session, within_s: float = CONTROL_S) -> Pla
 
 
 def released(name: str, session: Session) -> Plan[None]:
-    """Delete a pool with one attempt. A failure is only logged, because the server removes the pool when its lease
-    ends.
-    """
+    """Delete a pool with one attempt. A failure is only logged, because the pool also ends when its lease ends."""
     session, _ = session.for_call({"wait_for_capacity": False})
     try:
         yield from delete_pool(name, session, CLOSE_S)

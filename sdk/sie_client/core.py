@@ -28,8 +28,7 @@ from sie_contracts import __version__, url_names
 from sie_contracts.errors import UNDECODABLE
 
 CONNECTION_BUDGET_S = 120.0
-# Seconds of retries if a port of this machine refuses connections and no server has answered there before. Probably no
-# server runs.
+# seconds of retries if a port of this machine refuses connections and never answered: probably no server runs
 NOBODY_BUDGET_S = 5.0
 CAPACITY_BUDGET_S = 900.0
 PART_TOKENS = 16_384
@@ -101,9 +100,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class BlockingWork:
-    """Step to call `function` in a thread, where it blocks no other calls. The result of the step is that of the
-    function.
-    """
+    """Step to call `function` in a thread, where it blocks no other calls. The result is that of the function."""
 
     function: Callable[[], Any]
 
@@ -183,8 +180,7 @@ class LoggedWarnings:
 
 class Hedges:
     """Permits for second copies of slow requests. A session begins with one permit and gets one more for every five
-    requests; it has at most MAX_HEDGES. Second copies thus add at most about a fifth to the load of an overloaded
-    server.
+    requests; it has at most MAX_HEDGES. So second copies add at most a fifth to the server's load.
     """
 
     def __init__(self) -> None:
@@ -248,9 +244,7 @@ class Session:
         return session
 
     def for_call(self, options: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
-        """Return the session of a call and the parameters for the server. Client options in `options` replace those of
-        this session.
-        """
+        """Return the session of a call, to which client options of `options` apply, and the server's parameters."""
         own = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
         return replace(self, **own) if own else self, {
             name: value for name, value in options.items() if name not in _OPTIONS
@@ -305,8 +299,7 @@ def call(request: Send, session: Session, patience: Patience | None = None) -> P
     """
     patience = patience or Patience()
     mark = patience.mark
-    # Keys: True for waits without a connection, False for waits without capacity. Values: seconds waited; number of
-    # attempts.
+    # keys: True for waits without a connection, False for waits without capacity
     waited_s, tries = {True: 0.0, False: 0.0}, {True: 0, False: 0}
     previous: SIEError | None = None
     while True:
@@ -412,9 +405,7 @@ def failure_of(answer: Received) -> SIEError:
 
 @contextlib.contextmanager
 def reading(headers: Mapping[str, str]) -> Iterator[None]:
-    """Context manager: exceptions that occur while a reply is read, for example for a missing field, become
-    ServerError.
-    """
+    """Context manager: exceptions while a reply is read, for example for a missing field, become ServerError."""
     try:
         yield
     except (*UNDECODABLE, LookupError, TypeError, AttributeError) as error:
@@ -425,9 +416,7 @@ def reading(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 def quoted(name: str, argument: str) -> str:
-    """Return a name escaped for a URL path. Raises InvalidInputError with `argument` in its text if the name is
-    invalid.
-    """
+    """Return a name escaped for a URL path. Raises InvalidInputError that names `argument` if the name is invalid."""
     try:
         return url_names.quoted(name, argument)
     except ValueError as error:

@@ -25,9 +25,7 @@ _ID = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 
 
 def identifier(value: object, noun: str) -> str:
-    """Return `value` if it is an id that fits into a URL path. Raises InvalidInputError for another value. `noun`:
-    "file" or "job", for the error text.
-    """
+    """Return `value` if it is an id that fits into a URL path. Raises InvalidInputError. `noun`: "file" or "job"."""
     if isinstance(value, str) and _ID.fullmatch(value):
         return value
     raise invalid(f"{noun}: expected an id, such as {noun}-0192f0c17d3e70008000000000000000, got {str(value)[:80]!r}")
@@ -56,8 +54,7 @@ def uploaded(
     location = Path(path)
     size_bytes: int = yield BlockingWork(lambda: _size_of(location))
     boundary = secrets.token_hex(16)
-    # As in browsers, characters of the file name that would end the multipart header are escaped. All other characters
-    # are sent as UTF-8.
+    # As browsers do, escape characters of the file name that would end the multipart header; send all others as UTF-8.
     name = location.name.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
     fields = {"purpose": purpose}
     if expires_after_s is not None:
@@ -181,9 +178,7 @@ class Arriving:
         self._come = 0
 
     def begin(self) -> None:
-        """Start with an empty file, also after a failed attempt. Raises InvalidInputError if the file cannot be
-        written.
-        """
+        """Start with an empty file, also after a failed attempt. Raises InvalidInputError if it cannot be created."""
         self._close()
         self._tell(-self._come)
         self._digest, self._come = hashlib.sha256(), 0

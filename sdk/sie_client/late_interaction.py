@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from sie_client.errors import invalid
 
-# Largest number of dot products of query and document tokens that are computed at once: 16 MiB in float32. A single
-# document may exceed it.
+# limit of dot products of query and document tokens at once, 16 MiB in float32; a single document may exceed it
 _BLOCK = 1 << 22
 
 

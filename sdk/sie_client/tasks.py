@@ -49,8 +49,8 @@ class TaskDriver:
             return await self._drive(plan, meter, send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], Awaitable[None]]:
-        """Run a plan in the background. Return a function that stops the plan and waits at most `timeout_s` seconds
-        until the plan has ended.
+        """Run a plan in the background. Return a function that stops the plan and waits for its end, at most
+        `timeout_s`.
         """
         meter = Meter(self._session, address=transport.public(self.url))
         running = asyncio.create_task(self._drive(plan, meter, self._send), name="sie-sdk")
@@ -64,8 +64,8 @@ class TaskDriver:
         return end
 
     async def _drive(self, plan: Plan[T], meter: Meter, send: Callable[[Send], Awaitable[Answer]]) -> T:
-        """Execute the steps of a plan and return its result. If a step fails, the plan is closed, so that the plan can
-        remove incomplete files.
+        """Execute the steps of a plan and return its result. If a step fails, close the plan, so that it removes its
+        files.
         """
         reply: Any = None
         with contextlib.closing(plan):

@@ -27,9 +27,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _spawn(function: Callable[[], T]) -> Future[T]:
-    """Run a function in a daemon thread, so that a running function does not delay the exit of the interpreter. Return
-    the future of its result.
-    """
+    """Run a function in a daemon thread, which the exit of the interpreter does not wait for. Return its future."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -58,9 +56,8 @@ class ThreadDriver:
         self._process = os.getpid()
 
     def close(self) -> None:
-        """Close the connections and refuse new requests. If other threads have running requests, the last of these
-        requests closes the connections when it ends: closing them earlier would leak a connection that httpx is
-        opening.
+        """Close the connections and refuse new requests. If other threads have running requests, the last of them
+        closes the connections: an earlier close would leak a connection that httpx is opening.
         """
         with _lock:
             self._is_closed = True
@@ -103,8 +100,8 @@ class ThreadDriver:
             return self._drive(plan, meter, threading.Event(), own)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], None]:
-        """Run a plan in the background. Return a function that stops the plan and waits at most `timeout_s` seconds
-        until the plan has ended.
+        """Run a plan in the background. Return a function that stops the plan and waits for its end, at most
+        `timeout_s`.
         """
         stop = threading.Event()
         running = _spawn(

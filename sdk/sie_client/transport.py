@@ -62,9 +62,7 @@ def options(url: str, session: Session, transport: Callable[..., object]) -> dic
 
 
 def with_key(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return client options. If `options` has no `api_key`, the key of the environment is used. With `api_key` None, no
-    key is sent.
-    """
+    """Return client options. Without `api_key`, the key of the environment is used; with None, no key is sent."""
     return {"api_key": client_environment.api_key(), **options}
 
 
@@ -102,9 +100,8 @@ def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) 
 
 
 def address(base_url: str | None) -> str:
-    """Return the base URL without a slash at its end. If `base_url` is None, use SIE_BASE_URL of the environment; if
-    that is not set, the default URL on this machine. Raises ValueError if the URL does not begin with http:// or
-    https://.
+    """Return the base URL without a slash at its end. None: SIE_BASE_URL of the environment, by default a URL on this
+    machine. Raises ValueError if the URL does not begin with http:// or https://.
     """
     url = str((client_environment.base_url() or client_environment.LOOPBACK) if base_url is None else base_url).rstrip(
         "/"
@@ -136,9 +133,7 @@ def _is_refused_by_tls(error: BaseException) -> bool:
 
 
 def is_good(answer: Answer) -> bool:
-    """Return True if the answer is a success. Then the driver does not wait for another copy of the request (see
-    `Send.hedge_after_s`).
-    """
+    """Return True if the answer is a success, so that the driver waits for no other copy (`hedge_after_s`)."""
     return isinstance(answer, Received) and answer.status == 200
 
 
@@ -150,9 +145,7 @@ def best(answers: Iterable[Answer]) -> Answer:
 def log_of_background(error: BaseException | None) -> None:
     """Log the error of a background plan. A plan that was only stopped is not logged."""
     if error is not None and not isinstance(error, Ended):
-        _logger.error(
-            "a background task of the client, such as the renewal of a pool, stopped with an error", exc_info=error
-        )
+        _logger.error("the renewal of a pool stopped with an error", exc_info=error)
 
 
 def is_single(items: Item | str | Iterable[Item | str]) -> TypeGuard[Item | str]:

@@ -153,8 +153,7 @@ class ExtractParams(Params, total=False):
     """Parameters of extract. `labels`: labels to find. `threshold`: the least score of a result. `output_schema`: JSON
     Schema of the values to extract. `label_groups`: groups of labels; `data` has the best label of each group, or with
     the option `multi_label` a list of labels. `label_thresholds`: the least score of a label or a property.
-    `relation_labels`: the relations to look for between the entities. `relation_threshold`: the least score of a
-    relation.
+    `relation_labels`: relations between the entities. `relation_threshold`: the least score of a relation.
     """
 
     labels: Sequence[str] | None
@@ -479,8 +478,8 @@ class PoolOptions(TypedDict, total=False):
 
 
 class Pool(TypedDict):
-    """A pool of workers. `spec`: the options of its creation. `status`: its `state` (pending or active),
-    `assigned_workers` and `expires_at`.
+    """A pool of workers. `spec`: its options. `status`: `state` (pending or active), `assigned_workers`,
+    `expires_at`.
     """
 
     name: str

@@ -81,9 +81,7 @@ class _PartReply(NamedTuple):
 
 @dataclass(frozen=True)
 class _VerbRequest:
-    """Request of a call, without its items. `fixed`: body fields that all parts share. `answers`: name of the reply's
-    field that has an entry for each item.
-    """
+    """Request of a call, without its items. `fixed`: body fields of all parts. `answers`: the reply's list of items."""
 
     path: str
     fixed: Mapping[str, Any]
@@ -120,9 +118,7 @@ class _VerbRequest:
         return cast(_PartReply, reply)
 
     def send_one_of_several(self, part: _ListPart, *, by_place: bool) -> Plan[_PartReply | SIEError]:
-        """Send one part. If all of its items failed, return the error instead of raising it: items of other parts may
-        succeed.
-        """
+        """Send one part. If all of its items failed, return the error, because items of other parts may succeed."""
         count = len(part.items)
         try:
             return (yield from self.send(part, by_place=by_place))
@@ -149,9 +145,7 @@ class _VerbRequest:
 
 
 def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
-    """Call a function and return its result. For ASIDE_BYTES or more, call it in a thread, so that it blocks no other
-    calls.
-    """
+    """Call a function and return its result; from ASIDE_BYTES on in a thread, where it blocks no other calls."""
     if size_bytes >= ASIDE_BYTES:
         return (yield BlockingWork(function))
     return function()
@@ -485,9 +479,7 @@ def _make_instance(result: dict[str, Any], schema: type[Any], place: int, *, fai
 def redact(
     model: str, items: Sequence[Item | str], kinds: Sequence[str] | None, params: Mapping[str, Any], session: Session
 ) -> Plan[Results[RedactResult]]:
-    """Send `POST /v1/redact/{model}`. Return the results in input order. All parts of the list are hashed with the same
-    key.
-    """
+    """Send `POST /v1/redact/{model}`. Return the results in input order. All parts are hashed with the same key."""
     if not items:
         return Results()
     session, params = session.for_call(params)

@@ -61,9 +61,7 @@ class _Url:
         }
 
     def _refusal(self, error: Exception, started_s: float) -> Answer:
-        """Convert an exception of a connection to a response or TransportFailed; An unexpected exception is raised
-        again.
-        """
+        """Convert an exception of a connection to a response or TransportFailed. Raises unexpected exceptions again."""
         from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 
         elapsed_s = time.monotonic() - started_s

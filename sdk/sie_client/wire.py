@@ -20,8 +20,7 @@ from sie_contracts.models.costs import IMAGE_TOKENS
 
 FILES = {"document": document, "audio": sound, "video": media}
 _OUTPUTS = ("dense", "sparse", "multivector")
-# Bytes of UTF-8 per token of English text. This estimate only decides where a list is split into parts; the server
-# counts the real tokens.
+# Bytes of UTF-8 per token of English text, to decide where a list is split; the server counts the real tokens.
 _BYTES_PER_TOKEN = 4
 _SPECIAL_TOKENS = 2
 # upper limit of the estimated tokens of one text: most models truncate texts at this length or earlier
@@ -30,9 +29,7 @@ _FILE_TOKENS = 1024
 
 
 def item(value: Any, path: str) -> Any:
-    """Return an item in the form for a request, with the content of its files. Raises InvalidInputError with `path` in
-    its text.
-    """
+    """Return an item in the form for a request, with the content of its files. Raises InvalidInputError with `path`."""
     if isinstance(value, str):
         # msgspec cannot encode subclasses of str, such as numpy.str_
         return value if type(value) is str else str(value)
@@ -85,9 +82,7 @@ def weight(sent: Any) -> tuple[int, int]:
 
 
 def _matrix(value: Any, path: str) -> NDArray[Any]:
-    """Return an array [tokens, width]. The dtype float16 is preserved; all other dtypes become float32. Raises
-    InvalidInputError.
-    """
+    """Return an array [tokens, width], as float16 if `value` is float16, else as float32. Raises InvalidInputError."""
     try:
         array = np.asarray(value)
         array = array if array.dtype == np.float16 else array.astype(np.float32, copy=False)
@@ -110,9 +105,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_hook)
 
 
 def encode(body: Mapping[str, Any], subject: str) -> bytes:
-    """Encode a request as msgpack. Raises InvalidInputError with `subject` in its text for a value that msgpack cannot
-    encode.
-    """
+    """Encode a request as msgpack. Raises InvalidInputError with `subject` if msgpack cannot encode a value."""
     try:
         return _encoder.encode(body)
     except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:

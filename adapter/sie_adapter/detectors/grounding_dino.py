@@ -82,8 +82,8 @@ class _CachedBackbone(nn.Module):  # type: ignore[misc]  # the type checker skip
 
 
 class GroundingDino:
-    """A `detector._DetectorKind` that always computes in float32, because two parts of the model need float32. The
-    attention between text and image clamps its scores at 50,000, near the largest float16. The sampling points of its
+    """A `detector._DetectorKind` that always computes in float32, because two parts of the model need it: the attention
+    between text and image clamps its scores at 50,000, near the largest float16, and the sampling points of the
     deformable attention are float32.
     """
 

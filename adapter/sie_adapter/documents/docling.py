@@ -66,9 +66,7 @@ class DoclingModel:
         return self._parsers.pids
 
     def reading(self, read: object, is_gone: IsGone) -> DoclingCall:
-        """Return the parser for the documents of one batch. `is_gone` returns True once no client waits for the
-        results.
-        """
+        """Return the parser of one batch of documents. `is_gone` returns True once no client waits for the results."""
         return DoclingCall(self._parsers, is_gone)
 
 

@@ -1,6 +1,4 @@
-"""Messages between an adapter and its parser processes. A process sends the answer to a `ParseJob` before it receives
-the next `ParseJob`.
-"""
+"""Messages between an adapter and its parser processes. A process sends each answer before it receives the next job."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 class ParseJob(msgspec.Struct, frozen=True, tag=True):
-    """Document to parse. `number` is set when the job is sent. `has_tree`: True if the answer must have the document as
-    JSON of docling.
-    """
+    """Document to parse. `number`: set when the job is sent. `has_tree`: True if the answer needs docling's JSON."""
 
     number: int
     document: DocumentFile

@@ -1,5 +1,5 @@
-"""Pool of the processes that parse documents for a model. The first starts when the model is loaded, more start when
-documents need them, and all end when the model is unloaded.
+"""Pool of the processes that parse documents for a model. The first process starts when the model is loaded, more
+processes start when documents need them, and all end when the model is unloaded.
 
     extract (any thread) ──► a thread of the pool ──► its process ──► Parsed, or the reason why the document is unusable
                                    ├── the process died or took too long: the document fails
@@ -67,8 +67,7 @@ class Parsers:
         """Start the first process. Raises ParserNotStarted if the process does not start."""
         self._deadline_s = deadline_s
         self._arguments = (module, str(os.getpid()), str(memory_bytes))
-        # thread id -> parser process of this thread
-        self._processes: dict[int, _ParserProcess] = {}
+        self._processes: dict[int, _ParserProcess] = {}  # by id of the pool's thread
         # A process ends with the thread that started it (`confined`), so only the threads of the pool start
         # processes.
         self._threads = ThreadPoolExecutor(most, "parser")
@@ -84,8 +83,7 @@ class Parsers:
 
     def parse(self, jobs: Sequence[ParseJob], is_gone: Callable[[], bool] = lambda: False) -> list[Parsed | SIEError]:
         """Return the parsed document of each job, or its error. For an unusable document the error is an InvalidInput
-        with the reason `invalid_media`, whose message begins with the cause. All other errors may have other causes
-        than the document.
+        with the reason `invalid_media`, whose message begins with the cause. Other errors may have other causes.
 
         `is_gone` is called repeatedly. When it returns True, parsing stops, and InternalFailure with the reason
         `cancelled` is raised.
@@ -120,9 +118,7 @@ class Parsers:
             return InternalFailure(f"parsing the document failed: {type(error).__name__}")
 
     def _started(self) -> _ParserProcess:
-        """Return the process of this thread. Start a process if this thread has none or its process has ended. Raises
-        ParserNotStarted.
-        """
+        """Return the running process of this thread, or a new one if it has none. Raises ParserNotStarted."""
         process = self._processes.get(threading.get_ident())
         if process is not None and not process.runs:
             _logger.warning("the parsing process %d ended while it had no document; it is replaced", process.pid)

@@ -96,8 +96,7 @@ class GliclassModel(Extractor[GliclassTexts]):
             self._model, self._tokenizer, max_length=self.max_tokens, device=compute.device, progress_bar=False
         )
         self._describe(self._model, encoder, self._tokenizer, compute)
-        # a fast tokenizer raises if a thread calls it while another thread changes the tokenizer's padding or
-        # truncation
+        # a fast tokenizer raises if a thread calls it while another thread changes its padding or truncation
         self._tokenizing = threading.Lock()
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> GliclassTexts:
@@ -140,9 +139,7 @@ class GliclassModel(Extractor[GliclassTexts]):
         ]
 
     def _check_prompt(self, labels: list[str], around: _Around) -> None:
-        """Raise InvalidInput if a part of the prompt cannot be used, or if the prompt leaves too few tokens for the
-        text.
-        """
+        """Raise InvalidInput if a part of the prompt cannot be used, or if the prompt leaves no tokens for the text."""
         if not labels:
             raise labels_refused("expected at least one")
         limit = self._pipeline._resolve_max_num_classes(labels, True) or self._model.config.max_num_classes

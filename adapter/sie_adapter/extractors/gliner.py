@@ -48,8 +48,8 @@ from sie_contracts.models.load_errors import load_failed
 # A word is cut after this number of characters times `max_tokens`, because the model reads only its first token.
 _CHARACTERS_PER_TOKEN = 16
 # Limit of candidates per window that are decoded; the best candidates are kept. The decoder's time grows with the
-# square of their number: it compares each candidate with all selected candidates, and in a token-level model each start
-# with each end.
+# square of their number: it compares each candidate with all selected candidates, in a token-level model also all
+# starts with all ends.
 _CANDIDATES = 2048
 # the same limit for requests whose entities have one label and must not overlap: the decoder then selects few
 # candidates and makes few comparisons
@@ -61,9 +61,7 @@ Span = tuple[int, int, str, float]  # entity in a text: first word, last word, l
 
 @dataclass(frozen=True)
 class GlinerWords:
-    """Words of a text that have tokens. `sizes`: the number of tokens of each word. `starts`, `ends`: the offsets of
-    each word in the text.
-    """
+    """Words of a text that have tokens. `sizes`: the number of tokens of each word. `starts`, `ends`: its offsets."""
 
     strings: list[str]
     sizes: list[int]
@@ -160,8 +158,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         self.max_tokens = bound_length(
             self._processor.transformer_tokenizer, encoder, TOKENS_PER_WORD * self._max_words
         )
-        # a fast tokenizer raises if a thread calls it while another thread changes the tokenizer's padding or
-        # truncation
+        # a fast tokenizer raises if a thread calls it while another thread changes its padding or truncation
         self._tokenizing = threading.Lock()
         self._label_vectors: LabelVectors | None = None
         if hasattr(layers, "labels_encoder"):
@@ -234,9 +231,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         )
 
     def _prompt(self, options: ExtractOptions) -> tuple[list[str], dict[int, int]]:
-        """Return the words before a text, and a map: id of each special token for labels -> its number of occurrences
-        in these words.
-        """
+        """Return the words before a text, and the number of occurrences of each special token in them, by token id."""
         labels = self._kinds(options)["entity_types"]
         words = [] if self._label_vectors else self._processor.prepare_inputs([[]], labels)[0][0]
         return words, {self._gliner.config.class_token_index: len(labels)} if words else {}

@@ -24,9 +24,7 @@ _CANDIDATES = 1024
 
 
 class BoundedSpan(NamedTuple):
-    """Span of words that may be an entity. `start`: its first word. `end`: the word after its last word. `label`: the
-    index of its label.
-    """
+    """Span of words that may be an entity. `end`: the word after its last word. `label`: index of its label."""
 
     score: float
     start: int
@@ -74,9 +72,7 @@ def bounded_entities(
     labels: Sequence[str],
     policy: str,
 ) -> list[dict[str, Any]]:
-    """Return the entities of a text that the package's overlap policy keeps for each label, in the order of start and
-    end.
-    """
+    """Return the entities of a text that the package's overlap policy keeps for each label, ordered by offsets."""
     order = sorted(by_window, key=lambda at: at.start)
     by_label: list[list[BoundedSpan]] = [[] for _ in labels]
     for at, (begin, end) in zip(order, own_ranges(order), strict=True):

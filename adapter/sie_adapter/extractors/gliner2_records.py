@@ -44,7 +44,7 @@ def words_of_choices(processor: Any, record: TextRecord) -> tuple[list[str], lis
     }
     words: list[str] = processor._build_classification_prefix({"json_structures": [{record.name: structure}]})
     positions: list[list[int]] = []
-    end = 2  # the words are: ( record: property ( choice | choice ) , property ( choice ) )
+    end = 2  # index of a property in the words: ( record: property ( choice | choice ) , property ( choice ) )
     for text_field in record.fields:
         start = end + 2
         positions.append(list(range(start, start + 2 * len(text_field.labels), 2)))
@@ -166,7 +166,5 @@ def joined_objects(
 
 
 def _first(candidates: FieldCandidates) -> int:
-    """Return the character at which an object begins; 0 without a span, so that the object is taken from the first
-    window only.
-    """
+    """Return the first character of an object; 0 without a span, so that it belongs to the first window."""
     return min((row["start"] for rows in candidates.values() for row in rows if row["start"] is not None), default=0)

@@ -1,6 +1,5 @@
 """Relations of GLiNER2: for the package, each relation label is a task with the fields head and tail. The model
-predicts how many pairs a window has, and for each pair the scores of the spans. `gliner_relations` uses
-`relations_of_text`, too.
+predicts how many pairs a window has, and for each pair the scores of the spans. `gliner_relations` uses the last step.
 
     logits [pairs, 2, words, widths] ──► the best span of each field ──► relations, over all windows of a text
 """
@@ -21,9 +20,7 @@ FIELDS = ("head", "tail")
 
 
 class WordPair(NamedTuple):
-    """Relation between two ranges of words, each (first word, last word). `score`: the lower of the two ranges'
-    scores.
-    """
+    """Relation between two ranges of words, each (first word, last word). `score`: the lower score of both ranges."""
 
     head: tuple[int, int]
     tail: tuple[int, int]

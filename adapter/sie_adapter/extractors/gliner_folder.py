@@ -39,9 +39,7 @@ def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Com
 
 
 def empty_gliner(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
-    """Build the model on the device `meta`, compare the weights' names and shapes, and return the model. Raises the
-    errors of `load_gliner`.
-    """
+    """Build the model on the device `meta`, and compare its weights with the file. Raises as `load_gliner` does."""
     with torch.device("meta"):
         model = _built(folder, entry, load, eager=False)
     compare(model.model.state_dict(), read_weights(folder, entry), entry)
@@ -83,8 +81,6 @@ def _refuse_other_kinds(raw: dict[str, Any], entry: ModelEntry) -> None:
     elif raw.get("relations_layer") is not None and raw.get("span_mode") == "token_level":
         cause = "its relations are between tokens (span_mode token_level), which this version of gliner does not have"
     elif raw.get("triples_layer") is not None:
-        cause = (
-            "it scores relations by triples, which is not supported, because memory would grow with pairs times labels"
-        )
+        cause = "it scores relations by triples: not supported, because memory would grow with pairs times labels"
     if cause:
         raise incompatible(f"{entry.id}: {cause}")

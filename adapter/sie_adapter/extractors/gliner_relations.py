@@ -26,8 +26,7 @@ from sie_adapter.families.extraction import ExtractOptions, Result, TextWindow, 
 from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 
-# Limit of spans per window that may be head or tail of a relation; the best spans are kept. Each pair of them has a
-# vector.
+# limit of spans per window that may be head or tail of a relation, best first; each pair of these spans has a vector
 _CANDIDATES = 64
 _RELATIONS = 1024  # limit of relations per window; the best relations are kept
 # Limit for the windows of a pass, by type of device. A window with _CANDIDATES spans has 4,032 pairs, which need about

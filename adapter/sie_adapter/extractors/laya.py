@@ -271,9 +271,7 @@ def _kind(options: ExtractOptions) -> Question:
 
 
 def _text(options: ExtractOptions) -> str:
-    """Return the text of the question. For a property of a schema without a description, use the wording of the
-    package.
-    """
+    """Return the text of the question. A schema property without a description gets the wording of the package."""
     part, texts = options.part, [options.instruction.strip()]
     if isinstance(part, Decision) and not part.question:
         name = part.path[-1]

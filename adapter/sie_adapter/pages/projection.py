@@ -1,6 +1,4 @@
-"""Parts shared by model classes that project states to token vectors: the projection, the module that LoRAs change, and
-the rows.
-"""
+"""Parts of the model classes that project states to token vectors: the projection, the module for LoRAs, the rows."""
 
 from __future__ import annotations
 
@@ -37,7 +35,6 @@ def tensor_names(projection: str) -> tuple[str, str]:
 
 
 def projection_of(folder: Path, entry: ModelEntry, name: str) -> nn.Linear:
-    """Return the projection of a folder, float32. Raises ModelLoadFailed if the weights have none."""
     weight, bias = (checkpoint.tensor(folder, tensor) for tensor in tensor_names(name))
     if weight is None:
         raise incompatible(f"{entry.id}: the weights have no {name}.weight, which computes the token vectors")

@@ -65,9 +65,7 @@ class ParakeetTranscription:
 
 @dataclass(eq=False)
 class ParakeetWindow:
-    """Window of a sound, from frame `seek` to before frame `stop`. `read`: the tokens of the window, None before they
-    are decoded.
-    """
+    """Window of a sound: its frames from `seek` up to `stop`, exclusive. `read`: its tokens; None before decoding."""
 
     reader: ParakeetReader
     sound: ParakeetTranscription
@@ -142,9 +140,7 @@ class ParakeetReader:
         return ParakeetWindow(self, sound, seek, self._end(sound.levels[0, seek:]) + seek, self._rules)
 
     def _end(self, levels: Any) -> int:
-        """Return the number of frames of the first window of `levels`. After this window, either no frame remains or at
-        least two.
-        """
+        """Return the number of frames of the first window of `levels`. After it, no frame remains, or at least two."""
         if len(levels) <= self._frames:
             return len(levels)
         start = self._frames - self._frames // _SEARCHED_SHARE

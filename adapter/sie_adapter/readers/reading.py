@@ -9,8 +9,7 @@ step is wasted on a disconnected client. The text of a row does not depend on th
 continue with another prompt, such as the next window of a sound: it then waits behind all waiting rows.
 
 The loop does not occupy the device threads: passes of other models run between the steps. On a CPU the loop's thread
-has a lower priority than the device threads: it runs while they are idle, and gets a part of a core if they are always
-busy.
+has a lower priority than the device threads: it runs while they are idle, and if they are busy gets a part of a core.
 """
 
 from __future__ import annotations
@@ -55,14 +54,12 @@ class GenerationPrompt(Protocol):
     def rules(self) -> Rules: ...
 
     def following(self, written: GeneratedText) -> GenerationPrompt | None:
-        """Return the prompt that continues this text, such as the next window of a sound; None if there is none. Must
-        not raise.
-        """
+        """Return the prompt that continues this text, such as the next window of a sound, or None. Must not raise."""
 
 
 class GenerationModel(Protocol[P_contra]):
-    """Model that generates text. Only the loop's thread calls it, in inference mode. `together`: the largest number of
-    rows in one call of `begin`.
+    """Model that generates text. Only the loop's thread calls it, in inference mode. `together`: limit of rows per
+    `begin`.
     """
 
     together: int
@@ -83,9 +80,7 @@ class GeneratedText(NamedTuple):
 
 @dataclass(eq=False)
 class _GenerationCall:
-    """State of one call of `read`, which waits until all of its rows have ended. `left`: the number of rows that have
-    not ended.
-    """
+    """State of one call of `read`, which waits until all of its rows have ended. `left`: number of unfinished rows."""
 
     is_gone: Callable[[], bool]
     left: int
@@ -170,9 +165,7 @@ class _Loop:
         return not self._rows and not self.waiting
 
     def turn(self) -> None:
-        """Run one iteration of the loop for this model. An error is not raised here; the callers of the failed rows get
-        it.
-        """
+        """Run one iteration of the loop for this model. Errors are not raised: the callers of failed rows get them."""
         error = self._failure(self._advance)
         if error is not None:
             rows = [*self._rows, *self._beginning]
@@ -191,9 +184,7 @@ class _Loop:
         on_usable_thread(self._step)
 
     def _failure(self, work: Callable[[], None]) -> Exception | None:
-        """Call `work`. Return its error, or None. The traceback of the error is removed, because it would keep tensors
-        in memory.
-        """
+        """Call `work`. Return its error, or None. The error has no traceback, which would keep tensors in memory."""
         try:
             work()
         except Exception as error:
@@ -209,12 +200,12 @@ class _Loop:
         self.waiting.clear()
 
     def _again(self, rows: list[_GenerationRow]) -> None:
-        """Restart all rows after an out-of-memory error. From then on at most half as many rows run at the same time,
-        until `_widen` raises this limit.
+        """Restart all rows after an out-of-memory error, at most half as many at a time, until `_widen` raises the
+        limit.
         """
         self._most, self._ended = max(1, len(rows) // 2), 0
         _logger.warning(
-            "out of memory while %d texts were generated together: they start again, at most %d at a time",
+            "out of memory with %d texts at a time: they start again, at most %d at a time",
             len(rows),
             self._most,
         )
@@ -270,9 +261,7 @@ class _Loop:
             if is_out_of_memory(error) or is_device_fatal(error):
                 raise
             if not isinstance(error, SIEError):
-                _logger.exception(
-                    "the model failed to read %d prompts; their requests get the error", len(self._beginning)
-                )
+                _logger.exception("reading %d prompts failed; their requests get the error", len(self._beginning))
             for row in self._beginning:
                 row.call.fail(error.with_traceback(None))
             begun = []

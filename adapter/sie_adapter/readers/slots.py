@@ -172,8 +172,8 @@ class _SlotStates:
         return slots * positions * position_bytes - held + held // len(states)
 
     def _reserve(self, states: States, slots: int, positions: int) -> None:
-        """Allocate memory for at least these slots and positions, filled with zeros because masked values must be
-        finite. Raises SlotsFull.
+        """Allocate at least these slots and positions, with zeros, as masked values must be finite. Raises
+        SlotsFull.
         """
         has_slots, has_positions = self._sizes()
         if slots <= has_slots and positions <= has_positions:
@@ -252,9 +252,8 @@ class _SlotStates:
 
 
 class DecoderSlots:
-    """Slots with the keys and values of the rows of one model, for one thread. A step consists of `ready`, a pass of
-    the model with `cache`, `positions` and the masks, and `advance`. If a step fails before `advance`, no row has
-    changed.
+    """Slots with the keys and values of the rows of one model, for one thread. A step is `ready`, a pass of the model
+    with `cache`, `positions` and the masks, and `advance`. If a step fails before `advance`, no row has changed.
     """
 
     def __init__(self, fits: Fits = unbounded) -> None:

@@ -93,7 +93,7 @@ def decoded(
 def words_of(
     tokens: Sequence[TranscribedToken], tokenizer: Tokenizer, seconds: float, offset_s: float
 ) -> list[SpokenText]:
-    """Return the words of a sound that begins at `offset_s`. `seconds`: the duration of a position."""
+    """Return the words of a window that begins at second `offset_s` of its sound. `seconds`: duration of a position."""
     words: list[SpokenText] = []
     stream = DecodeStream(skip_special_tokens=True)
     for token in tokens:

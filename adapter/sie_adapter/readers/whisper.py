@@ -52,8 +52,7 @@ from sie_contracts.wire.ipc import Rows
 
 _BEFORE = "<|startofprev|>"
 _LABELS = {"transcribe": "transcript", "translate": "translation"}
-# options of generation_config.json that are refused, because they make windows depend on earlier windows or skip
-# windows
+# refused options of generation_config.json: they make windows depend on earlier windows, or skip windows
 _REFUSED = ("condition_on_prev_tokens", "no_speech_threshold")
 # largest number of windows in one pass of the encoder; a CPU is not faster with more than one
 _WINDOWS_PER_PASS = 8
@@ -110,8 +109,7 @@ class SoundWindow:
     def heard_frames(self) -> int:
         """Return the number of frames of the window without the padding of a sound that is shorter than a window. In
         the padding, all bins have the lowest level of the sound. The last frame above this level is not counted,
-        because it overlaps the padding. The number may be one too large, and recorded silence at the end counts as
-        padding.
+        because it overlaps the padding. The number may be one too large. Recorded silence at the end counts as padding.
         """
         if self.sound.frames > self.max_frames:
             return self.frames
@@ -214,9 +212,8 @@ class WhisperReader:
         )
 
     def _words_before(self, text: str) -> list[int]:
-        """Return the ids of the client's instruction. The model reads it before the sound; it may for example contain
-        names in the right spelling. Raises InvalidInput if the model reads no instruction, or reserves a token of the
-        instruction.
+        """Return the ids of the client's instruction. The model reads it before the sound, for example to see how names
+        are spelt. Raises InvalidInput if the model reads no instruction, or reserves a token of the instruction.
         """
         if not text:
             return []
@@ -268,8 +265,8 @@ class WhisperReader:
         return logits
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Return the scores of the token after `ids`. No encoder state is masked: all windows have the same number of
-        states.
+        """Return the scores of the token after `ids`. All windows have equally many encoder states, so no state is
+        masked.
         """
         return self._scores(
             ids,

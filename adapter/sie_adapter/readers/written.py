@@ -107,8 +107,7 @@ def miscounted(field: str, files: int) -> InvalidInput | None:
 @dataclass(frozen=True)
 class PagePrompt:
     """Prompt for a page. `ids` [tokens]: the first tokens of the decoder. `task`: the name of the task. `encoder_ids`:
-    tokens that an encoder reads in addition to the page. `box`: the region of the page that the task is about, in
-    pixels.
+    tokens that an encoder reads besides the page. `box`: the region of the page that the task is about, in pixels.
     """
 
     shown: Shown
