@@ -162,7 +162,7 @@ class UnsupportedMediaTypeError(RequestError, code="UNSUPPORTED_MEDIA_TYPE"):
 
 
 class ValidationFailedError(RequestError, code="VALIDATION_ERROR"):
-    """The configuration is invalid."""
+    """The config service received an invalid configuration, for example of a model."""
 
 
 class IdempotencyMismatchError(RequestError, code="IDEMPOTENCY_MISMATCH"):

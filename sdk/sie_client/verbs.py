@@ -522,7 +522,7 @@ def _slots(body: bytes) -> dict[str, Any]:
     """Decode a reply of extract or redact. Raises ValueError if the result of an item is not a map."""
     reply = wire.decode(body)
     if not all(isinstance(slot, dict) for slot in reply["items"]):
-        raise ValueError("items: expected maps")
+        raise ValueError("items: expected a list of maps")
     return reply
 
 

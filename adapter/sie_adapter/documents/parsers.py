@@ -109,7 +109,7 @@ class Parsers:
         except SIEError as error:
             return error
         except ParserNotStarted as error:
-            _logger.error("a process that parses documents could not be started; a document gets an error: %s", error)
+            _logger.error("a process that parses documents could not be started, so a document fails: %s", error)
             return ResourceExhausted("no process that parses documents could be started")
         except Exception as error:
             # the error concerns one document, so the other documents of the call still get results
@@ -243,11 +243,13 @@ class _ParserProcess:
         self.pid = self._process.pid
         try:
             if not isinstance(self._waited(START_S), Hello):
-                raise ParserNotStarted("its first message is not a Hello")
+                raise ParserNotStarted("the first message of the process is no Hello")
         except (_ParserLost, _Late) as error:
             status = self.status()
             self.end()
-            raise ParserNotStarted(f"it ended with status {status}; the log above has its last lines") from error
+            raise ParserNotStarted(
+                f"the process ended with status {status}; the log above has its last lines"
+            ) from error
         except BaseException:
             self.end()
             raise

@@ -67,7 +67,7 @@ from sie_contracts.models.output_schemas import TextRecord
 from sie_store.folder_files import read_json
 
 _CHARACTERS_PER_TOKEN = 16  # a word is cut after this number of characters times `max_tokens`
-_CANDIDATES = 16384  # limit of candidate entities per window; of equal scores at this limit, all are kept
+_CANDIDATES = 16384  # limit of candidate entities per window; only candidates with equal scores may exceed it
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
 T = TypeVar("T")
@@ -400,7 +400,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         mark = self._counter.token_to_id(self._processor.DESC_TOKEN)
         if len(name) and name[np.isin(name, self._reserved)].tolist() == [mark] * descriptions:
             return
-        fault = "has no token, or one that the model reserves"
+        fault = "is empty after tokenisation, or has a token that the model reserves"
         if kind == "relations":
             raise InvalidInput.at("relation_labels", f"one of them {fault}", reason="labels")
         raise InvalidInput.at("task", f"it {fault}")

@@ -240,8 +240,8 @@ class _SlotStates:
         self._ends = self.ends + 1
 
     def mask(self, *, with_next: bool) -> Tensor:
-        """Return the positions that rows attend to, bool [rows, 1, 1, width]. `with_next`: include the new token of
-        this step.
+        """Return True at the positions that a row attends to, bool [rows, 1, 1, width]; `with_next` adds the new
+        token.
         """
         places = torch.arange(self.width, device=self.ends.device)
         ends = self.ends[:, None]
