@@ -17,8 +17,7 @@ LOG_EVERY_S = 60.0
 BAR_AFTER_S = 1.0  # seconds until the bar appears, so that short calls show none
 DRAW_EVERY_S = 0.1
 NOTEBOOK_STREAM = "ipykernel.iostream"  # module of the class of `sys.stderr` in a Jupyter notebook
-# Error code of a request that exceeded its deadline. `_log` writes another text for it.
-TIMED_OUT = "GATEWAY_TIMEOUT"
+TIMED_OUT = "GATEWAY_TIMEOUT"  # error code of a request that exceeded its deadline; has its own log text
 _logger = logging.getLogger("sie_client")
 
 

@@ -100,8 +100,8 @@ def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) 
 
 
 def address(base_url: str | None) -> str:
-    """Return the base URL without a slash at its end. None: SIE_BASE_URL of the environment, by default a URL on this
-    machine. Raises ValueError if the URL does not begin with http:// or https://.
+    """Return the base URL without a slash at its end. None means SIE_BASE_URL of the environment, or without it a URL
+    on this machine. Raises ValueError if the URL does not begin with http:// or https://.
     """
     url = str((client_environment.base_url() or client_environment.LOOPBACK) if base_url is None else base_url).rstrip(
         "/"

@@ -135,7 +135,7 @@ class _VerbRequest:
         with reading(answer.headers):
             body = self.decode(answer.body)
             if len(body[self.answers]) != count:
-                raise ValueError(f"{self.answers}: expected {count} answers, got {len(body[self.answers])}")
+                raise ValueError(f"{self.answers}: expected {count} entries, got {len(body[self.answers])}")
             shared = {name: body[name] for name in _ALWAYS_TOLD} | {name: body[name] for name in _TOLD if name in body}
             headers = dict(answer.headers)
             self.session.warnings.warn(body.get("warnings"))

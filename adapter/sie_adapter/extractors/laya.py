@@ -217,7 +217,7 @@ class LayaModel(Extractor[LayaTexts]):
             if len(alone) >= room:
                 most = room - len(self._parts("noul", "", _TRUTH)[0])
                 raise labels_refused(f"each may be a statement of at most {most} tokens")
-            message = f"together with the description it may have at most {room - len(alone)} tokens before a statement"
+            message = f"with a property's description it may have at most {room - len(alone)} tokens before a statement"
             raise InvalidInput.at("instruction", message, reason="labels")
         return self._question_ids(words, marked)
 

@@ -139,7 +139,7 @@ class _GenerationRow:
 
 
 class _Loop:
-    """Generation for one model. A row is a prompt with its generated tokens. `_rows[i]` is in slot i."""
+    """Loop that generates text with one model. A row is a prompt with its generated tokens. `_rows[i]` is in slot i."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class _Loop:
         """
         self._most, self._ended = max(1, len(rows) // 2), 0
         _logger.warning(
-            "out of memory with %d texts at a time: they start again, at most %d at a time",
+            "out of memory with %d texts at a time: these texts start again, at most %d at a time",
             len(rows),
             self._most,
         )

@@ -282,7 +282,7 @@ class DecoderSlots:
         self._shifts.append(begun.shift)
 
     def remove(self, slot: int) -> None:
-        """Remove a row. The last row moves into its slot."""
+        """Remove a row. The last row moves into the free slot."""
         self._own.remove(slot)
         if self._encoder_states.lengths:
             self._encoder_states.remove(slot)
