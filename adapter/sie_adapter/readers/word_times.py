@@ -125,7 +125,8 @@ def alignment_heads(model: Any) -> list[tuple[int, int]]:
 
 def warping_path(costs: NDArray[np.float64]) -> list[int]:
     """Find the cheapest path through `costs` [rows, columns], from the first to the last cell, by dynamic time warping.
-    The path never goes back; of equal steps, it takes the step to the next column. Return its first column in each row.
+    The path never goes back; of equally cheap steps, it takes the step to the next column. Return its first column in
+    each row.
 
     The cells of an anti-diagonal depend only on the two anti-diagonals before it, so they are computed together.
     transformers has the same result, but takes up to two seconds, because it computes cell by cell in Python.
