@@ -14,7 +14,7 @@ from sie_client.core import HttpAnswer, Pause, Session
 from sie_client.types import Progress
 
 LOG_EVERY_S = 60.0
-BAR_AFTER_S = 1.0  # seconds until the bar appears, so that short calls show none
+BAR_AFTER_S = 1.0  # seconds until the bar appears, so that short calls show no bar
 DRAW_EVERY_S = 0.1
 NOTEBOOK_STREAM = "ipykernel.iostream"  # module of the class of `sys.stderr` in a Jupyter notebook
 TIMED_OUT = "GATEWAY_TIMEOUT"  # error code of a request that exceeded its deadline; has its own log text

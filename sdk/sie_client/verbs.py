@@ -58,9 +58,9 @@ ASIDE_ITEMS = 256
 _KEY_BYTES = 32
 # unit of offsets -> encoding of a text, and number of bytes of one unit in this encoding
 _ENCODINGS = {"code_points": ("utf-32-le", 4), "utf16": ("utf-16-le", 2)}
-GROWTH = 1.25  # factor by which an array of vectors is enlarged when their final number is not known
-_ALWAYS_TOLD = ("model", "timing", "usage", "fingerprint")
-_TOLD = ("muvera", "warnings", "explain")
+GROWTH = 1.25  # growth factor of an array of vectors whose final number is unknown
+_SHARED = ("model", "timing", "usage", "fingerprint")
+_OPTIONAL = ("muvera", "warnings", "explain")
 
 
 class _ListPart(NamedTuple):
@@ -136,7 +136,7 @@ class _VerbRequest:
             body = self.decode(answer.body)
             if len(body[self.answers]) != count:
                 raise ValueError(f"{self.answers}: expected {count} entries, got {len(body[self.answers])}")
-            shared = {name: body[name] for name in _ALWAYS_TOLD} | {name: body[name] for name in _TOLD if name in body}
+            shared = {name: body[name] for name in _SHARED} | {name: body[name] for name in _OPTIONAL if name in body}
             headers = dict(answer.headers)
             self.session.warnings.warn(body.get("warnings"))
             return _PartReply(

@@ -442,7 +442,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         mapped: list[tuple[str, int, int]] = []
         if self._processor.token_pooling in ("mean", "max"):
             sizes = np.diff([*places, len(ids)])
-            last = prompt.owners[-1][0]  # the word that ends the prompt
+            last = prompt.owners[-1][0]  # index of the prompt's last word
             owners = np.repeat(np.arange(len(places)) + last + 1, sizes).tolist()
             mapped = [("schema" if owner < last else "sep", owner, task) for owner, task in prompt.owners]
             mapped += [("text", owner, len(prompt.kinds)) for owner in owners]

@@ -83,7 +83,7 @@ def window_objects(
             else _spans(text_field, own_spans[index], text, words, at, thresholds[index])
             for index, text_field in enumerate(record.fields)
         }
-        if record.path:  # without a path all candidates stay, because the best value may lie in another window
+        if record.path:  # without a path, all are kept: another window may have the best value
             for text_field in record.fields:
                 candidates[text_field.name] = candidates[text_field.name][: None if text_field.is_list else 1]
         if any(candidates.values()):

@@ -49,7 +49,7 @@ class GlinerRelationModel(GlinerModel):
         super().__init__(folder, entry, load, compute)
         from gliner.decoding.decoder import SpanDecoder
 
-        self._decoder = SpanDecoder(self._gliner.config)  # this decoder decodes only entities
+        self._decoder = SpanDecoder(self._gliner.config)  # only for entities; `_related` decodes the relations
         self._gliner.model.select_span_target_embedding = _selected
 
     def _kinds(self, options: ExtractOptions) -> dict[str, list[str]]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
 _STEP = 64  # allocations and masks have a multiple of this number of positions
-_GROWTH = 1.5  # if memory allows, a new allocation has at least this many times the earlier number of positions
+_GROWTH = 1.5  # if memory allows, a new allocation multiplies the number of positions by at least this factor
 
 States = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer, [1, heads, positions, width]
 Fits = Callable[[int], bool]  # returns True if the device may use this number of additional bytes
