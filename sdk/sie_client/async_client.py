@@ -142,8 +142,8 @@ class AsyncFiles(Calls[TaskDriver]):
 
 
 class SIEAsyncClient:
-    """Client of one server for asyncio, with the methods of `SIEClient`. It belongs to one event loop. Use it as an
-    async context manager, or call `await close()`.
+    """Client of one server for asyncio, with the methods of `SIEClient`. A client must be used in one event loop only.
+    Use it as an async context manager, or call `await close()`.
     """
 
     def __init__(self, base_url: str | None = None, **options: Unpack[ClientOptions]) -> None:

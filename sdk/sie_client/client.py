@@ -45,17 +45,17 @@ from sie_contracts.api.jobs import JobManifest
 
 
 class Job(SeenJob[ThreadDriver]):
-    """A job on the server, with methods to control it. `info` is what the client last read about it."""
+    """A job on the server, with methods to control it. `info`: the job as the client last read it from the server."""
 
     def refresh(self) -> Job:
-        """Read the job from the server again, and return it."""
+        """Read the job from the server again. Return this object."""
         self.info = self._driver.run(jobs.get(self.id, self._session))
         return self
 
     def wait(self, timeout_s: float | None = None, on_progress: Callable[[JobInfo], None] | None = None) -> Job:
-        """Wait until the job is completed, and return it. `on_progress` is called at least every few seconds. Raises
-        JobFailedError if the job fails, expires or is cancelled, and JobTimeoutError after `timeout_s` (the job goes
-        on).
+        """Wait until the job is completed. Return this object. `on_progress` is called at least every few seconds.
+        Raises JobFailedError if the job fails, expires or is cancelled. Raises JobTimeoutError after `timeout_s`; the
+        job continues.
         """
         self.info = self._driver.run(jobs.waited(self.id, timeout_s, on_progress, self._session))
         jobs.completed(self.info)
@@ -72,7 +72,7 @@ class Job(SeenJob[ThreadDriver]):
         return self
 
     def cancel(self) -> Job:
-        """Stop the job for good. The output that is already written remains."""
+        """Stop the job. It cannot be resumed. Output that is already written remains."""
         self.info = self._driver.run(jobs.steered(self.id, "cancel", self._session))
         return self
 
@@ -85,15 +85,15 @@ class Job(SeenJob[ThreadDriver]):
         return self._driver.run(jobs.manifest(self.id, self._session))
 
     def rows(self, limit: int = 20, failed: bool | None = None) -> list[dict[str, Any]]:
-        """Return up to `limit` rows of the output, without vectors. `failed` True: only rows with an error."""
+        """Return up to `limit` rows of the output, without vectors. `failed` True: only rows that have an error."""
         return self._driver.run(jobs.rows(self.id, limit, failed, self._session))
 
     def download(
         self, folder: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None = None
     ) -> list[Path]:
         """Write the job's output files to a folder, then `manifest.json`. Return the paths of the output files. A file
-        appears only when it is complete and has the right SHA-256 digest. A file that the folder already has with this
-        digest is not downloaded again.
+        appears only when it is complete and has the right SHA-256 digest. A file with this digest that is already in
+        the folder is not downloaded again.
         """
         return self._driver.run(jobs.downloaded(self.info, folder, on_progress, self._session))
 
@@ -142,7 +142,7 @@ class Files(Calls[ThreadDriver]):
         on_progress: Callable[[Progress], None] | None = None,
         expires_after_s: int | None = None,
     ) -> FileObject:
-        """Upload a file, which is never completely in memory. `on_progress` is called while the file is sent:
+        """Upload a file in pieces, so that it is never completely in memory. `on_progress` is called during the upload;
         `done` of its argument is the number of bytes sent so far. The server removes the file after `expires_after_s`
         seconds; None: never.
         """
@@ -170,8 +170,8 @@ class SIEClient:
     processes whole files, `files` uploads and downloads them.
 
     If the server has no capacity (a full queue, a model that is loading), a call waits up to `capacity_budget_s`
-    (default: 15 minutes), unless `wait_for_capacity` is False. Several threads may use the same client. Close it, or
-    use it as a context manager. All methods raise `SIEError`.
+    (default: 15 minutes), unless `wait_for_capacity` is False. Several threads may use the same client. Close the
+    client, or use it as a context manager. All methods raise `SIEError`.
     """
 
     def __init__(self, base_url: str | None = None, **options: Unpack[ClientOptions]) -> None:
@@ -199,8 +199,8 @@ class SIEClient:
     ) -> Results[EncodeResult]: ...
     def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
         """Return the vectors of one item as one result, or the vectors of a list as a list of results in the same
-        order. The result of an item that failed has `error`. If all items of a request failed, as for a single item,
-        the call raises SIEError.
+        order. The result of an item that failed has `error`. The call raises SIEError if all items of a request failed,
+        so also if a single item failed.
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.encode(model, listed, params, self._session), params, len(listed))
@@ -221,7 +221,7 @@ class SIEClient:
         self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]
     ) -> ScoreResult:
         """Return the score of each item for a query. The entry of an item that failed has `error`. Raises SIEError if
-        the query fails, or all items of a request.
+        the query fails, or if all items of a request fail.
         """
         listed = transport.as_list(items)
         return self._driver.run(verbs.score(model, query, listed, params, self._session), params, len(listed))
@@ -266,12 +266,12 @@ class SIEClient:
         **params: Unpack[ExtractParams],
     ) -> Any:
         """Extract from one item (returns a result) or from a list (returns a list of results, in order). The result of
-        an item that failed has `error`. If all items of a request failed, as for a single item, the call raises
-        SIEError.
+        an item that failed has `error`. The call raises SIEError if all items of a request failed, so also if a single
+        item failed.
 
         `schema`: a Struct of msgspec, a dataclass or a model of pydantic. The model fills in the JSON Schema of this
-        class, and `data` of each result is an instance of the class. An item fails if a required value
-        was not found; for a single item the call then raises, unless `on_item_error` is "slot".
+        class, and `data` of each result is an instance of the class. An item fails if the model does not find a
+        required value. For a single item the call then raises SIEError, except with `on_item_error` "slot".
         """
         if transport.is_single(items) and schema is not None:
             params = {**params, "on_item_error": params.get("on_item_error") or "fail"}
@@ -301,9 +301,10 @@ class SIEClient:
         """Replace personal data in one text (returns a result) or in a list (returns a list of results, in order).
 
         `kinds`: names of the kinds of personal data to replace, such as `email`. A model that was trained for fixed
-        kinds replaces all of them; for this model `kinds` may be None, or name kinds that the server finds by patterns.
-        `restore(result["text"], result["map"])` gives the text back. The result of an item that failed has `error`, and
-        no `text`. If all items of a request failed, as for a single item, the call raises SIEError.
+        kinds replaces all of its kinds. For such a model, `kinds` may be None or have the kinds that the server finds
+        by patterns. `restore(result["text"], result["map"])` returns the original text. The result of an item that
+        failed has `error`, and no `text`. The call raises SIEError if all items of a request failed, so also if a
+        single item failed.
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.redact(model, listed, kinds, params, self._session), params, len(listed))
@@ -331,13 +332,13 @@ class SIEClient:
 
     def get_scaling(self, lane: str) -> dict[str, Any]:
         """Return the load of a lane (the queue of one pool, machine profile and bundle, named
-        `pool.machine_profile.bundle`), and the number of workers that it needs.
+        `pool.machine_profile.bundle`), and the number of workers that the lane needs.
         """
         return self._driver.run(cluster.scaling(lane, self._session))
 
     def wait_for_capacity(self, model: str, **options: Unpack[CallOptions]) -> dict[str, Any]:
-        """Send one small input, so that a worker starts and loads the model. Return the model's description when the
-        input was answered. Waits at most `capacity_budget_s` for capacity.
+        """Send one small input, so that a worker starts and loads the model. After the reply to this input, return the
+        model's description. Waits at most `capacity_budget_s` for capacity.
         """
         return self._driver.run(cluster.warmed(model, options, self._session), options)
 
@@ -352,7 +353,7 @@ class SIEClient:
         return self._driver.run(cluster.list_pools(self._session))
 
     def get_pool(self, name: str) -> Pool:
-        """Return one pool. Raises PoolNotFoundError if it does not exist or its lease has ended."""
+        """Return one pool. Raises PoolNotFoundError if the pool does not exist or its lease has ended."""
         return self._driver.run(cluster.get_pool(name, self._session))
 
     def renew_pool(self, name: str) -> float:
@@ -365,8 +366,8 @@ class SIEClient:
 
     @contextlib.contextmanager
     def reserve(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Iterator[Pool]:
-        """Reserve workers for a `with` block: the pool is created, its lease is renewed in the background, and it is
-        deleted at the end. In the block, send requests with `pool=name`.
+        """Reserve workers for a `with` block. Create a pool, renew its lease in the background, and delete the pool at
+        the end of the block. Requests in the block use the pool with `pool=name`.
         """
         created = self.create_pool(name, gpus, **options)
         end = self._driver.start(cluster.renewed(name, gpus, options, self._session))

@@ -34,7 +34,7 @@ _SMALLEST: dict[str, Item] = {
 
 
 def _field(reply: Any, name: str, kind: type[T]) -> T:
-    """Return a field of a reply. Raises ServerError if it is missing or has another type."""
+    """Return a field of a reply. Raises ServerError if the field is missing or has another type."""
     value = reply.get(name) if isinstance(reply, dict) else None
     if not isinstance(value, kind):
         raise ServerError(
@@ -55,7 +55,7 @@ def list_models(filters: Mapping[str, Any], session: Session) -> Plan[list[dict[
 
 
 def _described(path: str, session: Session, name: str, kind: type[object] = str) -> Plan[dict[str, Any]]:
-    """Send a GET, and return the reply. Raises ServerError if its field `name` is missing or of another type."""
+    """Send a GET, and return the reply. Raises ServerError if its field `name` is missing or not of type `kind`."""
     reply: dict[str, Any] = yield from json_call("GET", path, session)
     _field(reply, name, kind)
     return reply
@@ -74,7 +74,6 @@ def whoami(options: Mapping[str, Any], session: Session) -> Plan[dict[str, Any]]
 
 
 def capacity(gpu: str | None, session: Session) -> Plan[Capacity]:
-    """Return the healthy workers of the machine profile `gpu`; for None, all healthy workers."""
     reply = yield from json_call("GET", "/health", session)
     machine_profile = None if gpu is None else gpu.strip().lower()
     workers = [
@@ -103,7 +102,7 @@ def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dic
     item = next((smallest for name, smallest in _SMALLEST.items() if name in inputs), None)
     if item is None:
         listed = ", ".join(map(str, inputs))
-        raise invalid(f"{model}: its inputs are {listed}; the client cannot build a test input of them")
+        raise invalid(f"{model}: its inputs are {listed}; the client can build no test input of these kinds")
     if "encode" in tasks:
         yield from verbs.encode(model, [item], params, session)
     elif "score" in tasks:
@@ -134,9 +133,7 @@ def get_pool(name: str, session: Session) -> Plan[Pool]:
 
 
 def renew_pool(name: str, session: Session) -> Plan[float]:
-    """Send `POST /v1/pools/{name}/renew`. Return the end of the lease, seconds since 1970; infinity for a pool without
-    a lease.
-    """
+    """Return the end of the renewed lease in seconds since 1970; infinity for a pool without a lease."""
     reply = yield from json_call("POST", f"/v1/pools/{quoted(name, 'name')}/renew", session)
     if isinstance(reply, dict) and reply.get("expires_at", 0) is None:
         return math.inf
@@ -160,8 +157,8 @@ def released(name: str, session: Session) -> Plan[None]:
 
 
 def renewed(name: str, gpus: Mapping[str, int], options: Mapping[str, Any], session: Session) -> Plan[NoReturn]:
-    """Renew the lease of a reservation until the driver stops this plan. If the lease has ended, create the
-    reservation again. If a renewal fails, the next `Pause` has the error, and the driver logs it.
+    """Renew the lease of a reservation until the driver stops this plan. If the lease has ended, create the reservation
+    again. If a renewal fails, the next `Pause` has the error, and the driver logs the error.
     """
     session, _ = session.for_call({"wait_for_capacity": False})
     lease_s = float(options.get("ttl_seconds") or LEASE_S)

@@ -28,7 +28,7 @@ from sie_contracts import __version__, url_names
 from sie_contracts.errors import UNDECODABLE
 
 CONNECTION_BUDGET_S = 120.0
-# seconds of retries if a port of this machine refuses connections and has never answered: probably no server runs there
+# seconds of retries if a port of this machine refuses connections and never answered: probably no server runs
 NOBODY_BUDGET_S = 5.0
 CAPACITY_BUDGET_S = 900.0
 PART_TOKENS = 16_384
@@ -58,10 +58,10 @@ class UploadStream:
 
 
 class BodySink(Protocol):
-    """Receiver of the body of a successful response, such as a file. Its methods may block, and raise SIEError."""
+    """Receiver of the body of a successful response, such as a file. Its methods may block, and may raise SIEError."""
 
     def begin(self) -> None:
-        """Prepare for the first piece. Called again after a failed attempt: discard the pieces of that attempt."""
+        """Prepare for the first piece of an attempt. Discard the pieces of an earlier attempt that failed."""
 
     def write(self, piece: bytes) -> None:
         """Receive the next piece of the body."""
@@ -69,10 +69,10 @@ class BodySink(Protocol):
 
 @dataclass(frozen=True)
 class Send:
-    """HTTP request; `path` is relative to the base URL. It fails if no byte of the answer arrives for `within_s`
-    seconds. After `hedge_after_s` seconds without an answer, a second copy may be sent; the first success counts. If
-    `sink` is set, it receives the body of a successful response, and the body of `Received` is empty. `may_repeat` is
-    called after an attempt without a response of the server; if it returns False, the request is not sent again.
+    """HTTP request; `path` is relative to the base URL. The request fails if no byte of the response arrives for
+    `within_s` seconds. After `hedge_after_s` seconds without a response, a second copy may be sent; the first success
+    counts. If set, `sink` receives the body of a successful response, and the body of `Received` is empty. `may_repeat`
+    is called after an attempt without a response of the server; if it returns False, the request is not sent again.
     """
 
     method: str
@@ -87,9 +87,9 @@ class Send:
 
 @dataclass(frozen=True)
 class Pause:
-    """Step to wait for `seconds`. `cause`: why, for the user's log; empty if nothing is wrong. `error`: text of the
-    error after which the call waits, if `cause` does not name it. `remaining_s`: seconds that the call may wait after
-    this pause.
+    """Step to wait for `seconds`. `cause`: the reason for the user's log, such as an error code; empty for a pause
+    without an error. `error`: text of the error after which the call waits, if `cause` does not name it. `remaining_s`:
+    seconds that the call may wait after this pause.
     """
 
     seconds: float
@@ -100,7 +100,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class BlockingWork:
-    """Step to call a function in a thread where it blocks no other calls. The result is what the function returns."""
+    """Step to call `function` in a thread, where it blocks no other calls. The result is that of the function."""
 
     function: Callable[[], Any]
 
@@ -152,8 +152,8 @@ Plan: TypeAlias = "Generator[Step, Any, T]"
 
 
 class Patience:
-    """Mark that all parts of a call share. Each answer to a part replaces it. A part that sees another mark than before
-    starts its waiting times again at 0, because another part was answered meanwhile.
+    """Marker that all parts of a call share. A successful part replaces `mark`. A waiting part that sees a new mark
+    sets its waiting times back to 0, because the server has answered another part.
     """
 
     def __init__(self) -> None:
@@ -179,8 +179,8 @@ class LoggedWarnings:
 
 
 class Hedges:
-    """Permits for second copies of slow requests. There is one permit at the start, and one more for each five
-    requests; at most MAX_HEDGES are kept. So an overloaded server gets about a fifth more load at most.
+    """Permits for second copies of slow requests. A session begins with one permit and gets one more for every five
+    requests; it has at most MAX_HEDGES. So second copies add at most a fifth to the server's load.
     """
 
     def __init__(self) -> None:
@@ -244,7 +244,7 @@ class Session:
         return session
 
     def for_call(self, options: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
-        """Return the session of a call, in which `options` replace the client's, and the parameters for the server."""
+        """Return the session of a call, to which client options of `options` apply, and the server's parameters."""
         own = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
         return replace(self, **own) if own else self, {
             name: value for name, value in options.items() if name not in _OPTIONS
@@ -274,7 +274,7 @@ class Session:
 
 
 class Calls(Generic[D]):
-    """Group of methods of a client. `driver`: runs their plans."""
+    """Group of methods of a client. `driver`: driver that runs the plans of these methods."""
 
     def __init__(self, driver: D, session: Session) -> None:
         self._driver = driver
@@ -294,12 +294,12 @@ _OPTIONS = frozenset(field.name for field in fields(Session)) - {"hedges", "warn
 
 def call(request: Send, session: Session, patience: Patience | None = None) -> Plan[Received]:
     """Send a request until it succeeds, a retry is useless or not allowed, or the waiting time is used up. Raises the
-    SIEError of the last attempt. Its cause is the exception of the HTTP client, or else the error of the previous
-    attempt.
+    SIEError of the last attempt. The `__cause__` of this error is the exception of the HTTP client, or if there is
+    none, the error of the previous attempt.
     """
     patience = patience or Patience()
     mark = patience.mark
-    # cause of the wait (True: no connection, False: no capacity) -> seconds waited, number of attempts
+    # keys: True for waits without a connection, False for waits without capacity
     waited_s, tries = {True: 0.0, False: 0.0}, {True: 0, False: 0}
     previous: SIEError | None = None
     while True:
@@ -342,8 +342,8 @@ def _connection_budget_s(session: Session, answer: Answer) -> float:
 
 _OF_PROXIES = (502, 503, 504)
 MAX_ERROR = 200  # characters of a library's error text that are logged
-# errors after which the device may have done the work for nothing: the pauses between attempts grow to
-# MAX_COSTLY_PAUSE_S, while they stay equal after other errors of the server
+# Error codes after which the device may have computed results that nobody received. The pauses between attempts grow to
+# MAX_COSTLY_PAUSE_S; after other errors of the server the pauses stay equal.
 _COSTLY = frozenset({"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"})
 
 
@@ -360,20 +360,20 @@ def _judged(answer: Answer) -> tuple[SIEError, float, float, bool]:
         failure.__cause__ = answer.cause
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
     failure = failure_of(answer)
-    # an answer with such a status, but without SIE's error code, comes from a proxy: the server behind it does not run
+    # a 502, 503 or 504 without an error code of SIE comes from a proxy whose server does not run
     if not failure.code and answer.status in _OF_PROXIES:
         failure.retryable = True
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
-    told_s = _retry_after_s(answer)
-    return failure, told_s, max(told_s, MAX_COSTLY_PAUSE_S if failure.code in _COSTLY else 0.0), False
+    pause_s = _retry_after_s(answer)
+    return failure, pause_s, max(pause_s, MAX_COSTLY_PAUSE_S if failure.code in _COSTLY else 0.0), False
 
 
 def _retry_after_s(answer: Received) -> float:
     try:
-        told_s = float(answer.headers.get("retry-after", "5"))
+        pause_s = float(answer.headers.get("retry-after", "5"))
     except ValueError:
         return 5.0
-    return max(0.1, told_s) if math.isfinite(told_s) else 5.0
+    return max(0.1, pause_s) if math.isfinite(pause_s) else 5.0
 
 
 def failure_of(answer: Received) -> SIEError:
@@ -387,9 +387,9 @@ def failure_of(answer: Received) -> SIEError:
     details = dict(inner) if isinstance(inner, dict) else {}
     if isinstance(document.get("errors"), list):
         details["errors"] = document["errors"]
-    # the header comes first: in routes of another API's format, the code in the body is that API's code
+    # the header has priority: in the routes of another API's format, the body has the error code of that API
     code = answer.headers.get("x-sie-error-code") or details.get("code")
-    code = code if isinstance(code, str) else ""  # that of a proxy may be a number
+    code = code if isinstance(code, str) else ""  # the code of a proxy may be a number
     request_id = str(details.get("request_id") or answer.headers.get("x-sie-request-id", ""))
     message = str(details.get("message") or f"status {answer.status} without an error of SIE: is the base URL right?")
     retryable = answer.headers.get("x-should-retry", str(details.get("retryable") is True)).lower() == "true"
@@ -405,7 +405,7 @@ def failure_of(answer: Received) -> SIEError:
 
 @contextlib.contextmanager
 def reading(headers: Mapping[str, str]) -> Iterator[None]:
-    """Convert exceptions that are raised while a reply is read, for example for a missing field, to ServerError."""
+    """Context manager: exceptions while a reply is read, for example for a missing field, become ServerError."""
     try:
         yield
     except (*UNDECODABLE, LookupError, TypeError, AttributeError) as error:
@@ -416,7 +416,7 @@ def reading(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 def quoted(name: str, argument: str) -> str:
-    """Return a name escaped for a URL path. Raises InvalidInputError, which names `argument`."""
+    """Return a name escaped for a URL path. Raises InvalidInputError that names `argument` if the name is invalid."""
     try:
         return url_names.quoted(name, argument)
     except ValueError as error:
@@ -434,7 +434,7 @@ def json_call(
     type: Any = Any,
 ) -> Plan[Any]:
     """Send `body` as JSON, if any. Return the JSON reply as `type`. Raises the errors of `call`, InvalidInputError if
-    `body` cannot be encoded, and ServerError if the reply does not fit.
+    `body` cannot be encoded, and ServerError if the reply is not valid JSON of this type.
     """
     headers = {**session.sent_headers(), "accept": "application/json", **(headers or {})}
     sent = b""
@@ -450,8 +450,8 @@ def json_call(
 
 
 def delete_call(path: str, session: Session, within_s: float = CONTROL_S, *, type: Any = Any) -> Plan[None]:
-    """Send a DELETE. Raises NotFoundError if the object does not exist, unless an earlier attempt got no answer and so
-    may have deleted the object.
+    """Send a DELETE. Raises NotFoundError if the object does not exist. If an earlier attempt got no response, that
+    attempt may have deleted the object, and no error is raised.
     """
     try:
         yield from json_call("DELETE", path, session, within_s=within_s, type=type)

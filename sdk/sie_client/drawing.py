@@ -37,15 +37,16 @@ def _bin(place: float, edge: int) -> int:
 
 
 _COLOURS = ("#e6194b", "#0082c8", "#3cb44b", "#f58231", "#911eb4", "#008080", "#aa6e28", "#800000")
-_DARKEST_FOR_BLACK = 150  # brightness from 0 to 255: text on brighter colours is black, on darker ones white
+# brightness from 0 to 255: text on a brighter colour is black, text on a darker colour is white
+_DARKEST_FOR_BLACK = 150
 
 
 def draw(image: Any, result: Mapping[str, Any], *, least: float = 0.0) -> Image:
     """Return an upright RGB copy of an image, with a frame around each object and entity that has a box.
 
-    `image`: the image that was sent. `result`: the result of `extract` for it. `least`: only results with at least this
-    score are drawn. Each label has one of eight colours. Of two frames that overlap, the one with the higher score is
-    on top. Raises InvalidInputError if Pillow cannot read the image, RequestError if Pillow is not installed.
+    `image`: the image that was sent. `result`: the result of `extract` for this image. `least`: the lowest score of a
+    frame that is drawn. Each label has one of eight colours. Of two frames that overlap, the one with the higher score
+    is on top. Raises InvalidInputError if Pillow cannot read the image, RequestError if Pillow is not installed.
     """
     try:
         from PIL import Image, ImageDraw, ImageFont, ImageOps
@@ -55,7 +56,7 @@ def draw(image: Any, result: Mapping[str, Any], *, least: float = 0.0) -> Image:
         with Image.open(io.BytesIO(_bytes_of(image))) as opened:
             drawn = ImageOps.exif_transpose(opened).convert("RGB")
     except (OSError, ValueError, Image.DecompressionBombError) as error:
-        message = f"image: Pillow cannot read it: {error}"
+        message = f"image: Pillow cannot read this image: {error}"
         raise invalid(message, param="image", reason="invalid_media") from error
     entities = [
         entity
@@ -96,4 +97,4 @@ def _bytes_of(image: Any) -> bytes:
     try:
         return base64.b64decode(data.partition(",")[2], validate=True)
     except binascii.Error as error:
-        raise ValueError("it is no base64") from error
+        raise ValueError("the data URI has no valid base64 data") from error

@@ -1,10 +1,10 @@
-"""Exceptions that a call may raise. Besides them, the client raises TypeError for an unknown argument and for a table
-in place of a list, and ValueError for a base URL that does not begin with http:// or https://.
+"""Exceptions that a call may raise. The client also raises TypeError for an unknown argument and for a table in place
+of a list, and ValueError for a base URL that does not begin with http:// or https://.
 
 SIEError
-├── SIEConnectionError              no server answered, or the connection broke
-├── RequestError                    the request must be changed, or sent later (RateLimitedError); 4xx, or not sent
-│   ├── InvalidInputError             INVALID_INPUT; `reason` says what kind
+├── SIEConnectionError              no response: no server was reached, or the connection broke
+├── RequestError                    status 4xx, or the client refused to send the request
+│   ├── InvalidInputError             INVALID_INPUT, with the kind of the fault in `reason`
 │   ├── AuthenticationError           UNAUTHENTICATED
 │   │   └── PermissionDeniedError       PERMISSION_DENIED
 │   │       └── PoolOperationForbiddenError  POOL_OPERATION_FORBIDDEN
@@ -20,9 +20,9 @@ SIEError
 │   ├── UnsupportedMediaTypeError     UNSUPPORTED_MEDIA_TYPE
 │   ├── ValidationFailedError         VALIDATION_ERROR
 │   ├── IdempotencyMismatchError      IDEMPOTENCY_MISMATCH
-│   └── RateLimitedError              RATE_LIMITED: the key's quota was used up for longer than the client waits
+│   └── RateLimitedError              RATE_LIMITED: a limit of the key was reached for as long as the client waited
 ├── JobFailedError                  a job that the client waited for failed, expired or was cancelled
-├── JobTimeoutError                 a job has not ended within the `timeout_s` of `wait`; it goes on
+├── JobTimeoutError                 a job has not ended within the `timeout_s` of `wait`; the job continues
 ├── AllItemsFailedError             ALL_ITEMS_FAILED: every item failed, for different causes; see `details["errors"]`
 └── ServerError                     the server failed, or had no capacity while the client waited; 5xx, or an
     │                               unreadable reply (200)
@@ -53,8 +53,8 @@ class SIEError(Exception):
     """Base of all errors of the client. `code`: the server's error code, empty if it sent none. `status`: the HTTP
     status, 0 if there was no response. `details`: all fields of the error in the response's body.
 
-    `retryable`: True if the same request may succeed later. `request_id`: id of the request, which the server's logs
-    have too. `may_have_run`: True if an attempt got no answer, so that the server may have run the request.
+    `retryable`: True if the same request may succeed later. `request_id`: id of the request, as in the server's logs.
+    `may_have_run`: True if an attempt got no response; the server may have run the request nevertheless.
     """
 
     may_have_run = False
@@ -82,7 +82,7 @@ class SIEError(Exception):
 
     @property
     def reason(self) -> str:
-        """Return the server's reason, which says more than the code; empty if it sent none."""
+        """Return the server's reason, a finer category than `code`; empty if the server sent none."""
         return str(self.details.get("reason") or "")
 
     @property
@@ -92,7 +92,7 @@ class SIEError(Exception):
 
 
 class SIEConnectionError(SIEError):
-    """The server could not be reached, or the connection broke before its answer."""
+    """The server could not be reached, or the connection broke before the response."""
 
 
 class RequestError(SIEError):
@@ -112,7 +112,7 @@ class PermissionDeniedError(AuthenticationError, code="PERMISSION_DENIED"):
 
 
 class PoolOperationForbiddenError(PermissionDeniedError, code="POOL_OPERATION_FORBIDDEN"):
-    """The request exceeds a limit for reservations, or the pool is not a reservation, so it cannot be changed."""
+    """The request exceeds a limit for reservations, or would change a pool that is not a reservation."""
 
 
 class NotFoundError(RequestError, code="NOT_FOUND"):
@@ -134,7 +134,7 @@ class MethodNotAllowedError(RequestError, code="METHOD_NOT_ALLOWED"):
 
 
 class ConflictError(RequestError):
-    """The request does not fit the present state of the server's objects."""
+    """The request conflicts with the present state of an object on the server."""
 
 
 class BundleConflictError(ConflictError, code="BUNDLE_CONFLICT"):
@@ -146,7 +146,7 @@ class PoolConflictError(ConflictError, code="POOL_CONFLICT"):
 
 
 class ContentConflictError(ConflictError, code="CONTENT_CONFLICT"):
-    """The object is in another state than the request needs: for example, another client has changed it. For a model,
+    """The request needs another state of the object; for example, another client has changed the object. For a model,
     `details` has `revision` and `diff`.
     """
 
@@ -162,7 +162,7 @@ class UnsupportedMediaTypeError(RequestError, code="UNSUPPORTED_MEDIA_TYPE"):
 
 
 class ValidationFailedError(RequestError, code="VALIDATION_ERROR"):
-    """The configuration is invalid."""
+    """The config service received an invalid configuration, for example of a model."""
 
 
 class IdempotencyMismatchError(RequestError, code="IDEMPOTENCY_MISMATCH"):
@@ -170,8 +170,8 @@ class IdempotencyMismatchError(RequestError, code="IDEMPOTENCY_MISMATCH"):
 
 
 class RateLimitedError(RequestError, code="RATE_LIMITED"):
-    """A limit (tokens of the API key per minute, its uploads at once, or stored jobs and files) was reached for as long
-    as the client waited.
+    """A limit was reached for as long as the client waited. Such limits are the tokens of the API key per minute, its
+    simultaneous uploads, and its stored jobs and files.
     """
 
 
@@ -212,11 +212,11 @@ class ProvisioningError(ServerError, code="PROVISIONING"):
 
 
 class ModelLoadingError(ServerError, code="MODEL_LOADING"):
-    """The model was not loaded while the client waited."""
+    """The model was still being loaded when the client stopped waiting."""
 
 
 class LoraLoadingError(ServerError, code="LORA_LOADING"):
-    """The LoRA was not loaded while the client waited."""
+    """The LoRA was still being loaded when the client stopped waiting."""
 
 
 class ResourceExhaustedError(ServerError, code="RESOURCE_EXHAUSTED"):
@@ -232,8 +232,8 @@ class QueueUnavailableError(ServerError, code="QUEUE_UNAVAILABLE"):
 
 
 class NotReadyError(ServerError, code="NOT_READY"):
-    """The server had not read its catalogue or its keys yet, lacks a service that the request needs, or did not get a
-    changed model in time.
+    """The server had not read its catalogue or its keys yet, lacks a service that the request needs, or did not receive
+    a model's new configuration in time.
     """
 
 
@@ -263,7 +263,7 @@ def error_class(code: str, status: int) -> type[SIEError]:
 
 
 def invalid(message: str, *, param: str = "", reason: str = "") -> InvalidInputError:
-    """Return the exception for an argument that the client refuses, before it sends a request."""
+    """Return the exception for an argument that the client refuses before it sends a request."""
     details = {name: value for name, value in (("param", param), ("reason", reason)) if value}
     return InvalidInputError(message, code="INVALID_INPUT", details=details)
 

@@ -1,4 +1,4 @@
-"""Plans (see `core`) that upload, read and delete files. Only `content` has a whole file in memory."""
+"""Plans (see `core`) that upload, read and delete files. Only `content` reads a whole file into memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ID = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 
 
 def identifier(value: object, noun: str) -> str:
-    """Return `value` if it is an id that fits into a URL path; else raise InvalidInputError. `noun`: file or job."""
+    """Return `value` if it is an id that fits into a URL path. Raises InvalidInputError. `noun`: "file" or "job"."""
     if isinstance(value, str) and _ID.fullmatch(value):
         return value
     raise invalid(f"{noun}: expected an id, such as {noun}-0192f0c17d3e70008000000000000000, got {str(value)[:80]!r}")
@@ -47,15 +47,14 @@ def uploaded(
     session: Session,
     expires_after_s: int | None = None,
 ) -> Plan[FileObject]:
-    """Upload a file and return its description. Raises InvalidInputError if the file cannot be read, or its
-    size changes during the upload. If the connection breaks after the last byte of the file, the upload is not
-    repeated, because the server may have stored the file.
+    """Upload a file and return its description. Raises InvalidInputError if the file cannot be read, or if its size
+    changes during the upload. If the connection breaks after the last byte of the file, the upload is not repeated,
+    because the server may have stored the file.
     """
     location = Path(path)
     size_bytes: int = yield BlockingWork(lambda: _size_of(location))
     boundary = secrets.token_hex(16)
-    # the file name in the multipart header is written as browsers do it: characters that would end the header are
-    # escaped, and others are sent as UTF-8
+    # As browsers do, escape characters of the file name that would end the multipart header; send all others as UTF-8.
     name = location.name.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
     fields = {"purpose": purpose}
     if expires_after_s is not None:
@@ -90,7 +89,7 @@ def uploaded(
                 if on_progress is not None:
                     on_progress(Progress(sent, size_bytes))
         if sent != size_bytes:
-            raise invalid(f"{location}: was changed while it was sent")
+            raise invalid(f"{location}: the file was changed during the upload")
         is_whole = True
         yield tail
 
@@ -110,7 +109,7 @@ def _size_of(path: Path) -> int:
     with on_disk(path):
         if path.is_dir():
             raise invalid(
-                f"{path} is a folder; a job reads one uploaded file, or all files below an address such as s3://…/"
+                f"{path} is a folder; a job reads one uploaded file, or all files under a URL such as s3://…/"
             )
         return path.stat().st_size
 
@@ -147,7 +146,7 @@ def saved(
 
 
 class Fetching:
-    """Progress of a download: bytes on the disk, of `total` bytes. Thread-safe."""
+    """Progress of a download. It counts the bytes that are on the disk, of `total` bytes. Thread-safe."""
 
     def __init__(self, total: int, on_progress: Callable[[Progress], None] | None) -> None:
         self._lock = threading.Lock()
@@ -162,9 +161,9 @@ class Fetching:
 
 
 class Arriving:
-    """Sink that writes a download to a hidden file in the target folder. `finish` renames it to `path`. `tell` gets the
-    number of new bytes, or a negative number that takes back the bytes of a failed attempt. If a later download to
-    `path` begins meanwhile, it gets a hidden file of its own, and only this later file may be renamed.
+    """Sink that writes a download to a hidden file in the target folder. `finish` renames the hidden file to `path`.
+    `tell` is called with the number of new bytes; a negative number subtracts the bytes of a failed attempt. If another
+    download to `path` begins meanwhile, it replaces the hidden file, and only the later download can be finished.
     """
 
     def __init__(self, path: Path, size_bytes: int, sha256: str, tell: Callable[[int], None]) -> None:
@@ -174,12 +173,12 @@ class Arriving:
         self._sha256 = sha256
         self._tell = tell
         self._file: BinaryIO | None = None
-        self._is_own = False  # whether the hidden file was still that of this download when it was closed
+        self._is_own = False  # set by `_close`: True if no other download has replaced the hidden file
         self._digest = hashlib.sha256()
         self._come = 0
 
     def begin(self) -> None:
-        """Start with an empty file, also after a failed attempt. Raises InvalidInputError if it cannot be written."""
+        """Start with an empty file, also after a failed attempt. Raises InvalidInputError if it cannot be created."""
         self._close()
         self._tell(-self._come)
         self._digest, self._come = hashlib.sha256(), 0
@@ -197,8 +196,8 @@ class Arriving:
         self._tell(len(piece))
 
     def finish(self) -> None:
-        """Rename the complete file to `path`. If its size or digest is not as announced, delete it and raise
-        ServerError. Raises InvalidInputError if another download to `path` has begun.
+        """Rename the complete file to `path`. If its size or digest differs from the expected one, delete the file and
+        raise ServerError. Raises InvalidInputError if another download to `path` has begun.
         """
         self._close()
         if not self._is_own:
@@ -231,7 +230,7 @@ class Arriving:
 
 
 def fetched(path: str, arriving: Arriving, session: Session) -> Plan[None]:
-    """Download from `path` on the server into `arriving`. If that fails, delete the incomplete file."""
+    """Download from `path` on the server into `arriving`. If the download fails, delete the incomplete file."""
     try:
         yield from call(Send("GET", path, session.sent_headers(), sink=arriving), session)
         yield BlockingWork(arriving.finish)

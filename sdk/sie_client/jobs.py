@@ -43,8 +43,8 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0
 PAGE = 100  # jobs per page
 PARTS = 4  # output files that are downloaded at the same time
 MANIFEST = "manifest.json"
-# seconds until the server deletes an input file that was uploaded for a job: the longest time that it accepts, because
-# a job may run for long
+# Seconds until the server deletes an input file that was uploaded for a job. This is the longest time that the server
+# accepts; a job may run for many days.
 INPUT_LIFE_S = 30 * 86_400
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 _PART_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -71,7 +71,7 @@ class JobInfo(api.JobInfo, kw_only=True, frozen=True):
 
 
 class JobPage(msgspec.Struct, kw_only=True):
-    """Page of the list of jobs, newest first. `next`: the value of `after` for the next page, None on the last."""
+    """Page of the list of jobs, newest first. `next`: the value of `after` for the next page, None on the last page."""
 
     data: list[JobInfo]
     next: str | None = None
@@ -169,7 +169,7 @@ def _body(model: str, place: dict[str, str], chosen: Mapping[str, Any]) -> dict[
 
 
 def _post(path: str, session: Session, body: Any, key: str) -> Plan[JobInfo]:
-    """Send a POST with an idempotency key: a repetition after a broken connection creates no second job."""
+    """Send a POST with an idempotency key, so that a retry after a broken connection creates no second job."""
     info: JobInfo = yield from json_call("POST", path, session, body, headers={"idempotency-key": key}, type=JobInfo)
     return info
 
@@ -205,8 +205,8 @@ def page(state: str | None, limit: int, after: str | None, session: Session) -> 
 
 
 def steered(job: str, action: Literal["pause", "resume", "cancel"], session: Session) -> Plan[JobInfo]:
-    """Send `POST /v1/jobs/{job}/{action}`. Return the job. Raises ContentConflictError if the job has ended, unless an
-    earlier attempt of `cancel` got no answer and the job is cancelled.
+    """Send `POST /v1/jobs/{job}/{action}`. Return the job. Raises ContentConflictError if the job has ended. But if an
+    earlier attempt of `cancel` got no response, a cancelled job is returned.
     """
     try:
         return cast(JobInfo, (yield from json_call("POST", f"{_path(job)}/{action}", session, type=JobInfo)))
@@ -251,8 +251,8 @@ def manifest(job: str, session: Session) -> Plan[JobManifest]:
 def waited(
     job: str, timeout_s: float | None, on_progress: Callable[[JobInfo], None] | None, session: Session
 ) -> Plan[JobInfo]:
-    """Poll the job until it has ended, and return it in whatever state. `on_progress` is called with the job after each
-    poll. Raises JobTimeoutError after `timeout_s`.
+    """Poll the job until it has ended. Return the job, also if it failed or was cancelled. `on_progress` is called with
+    the job after each poll. Raises JobTimeoutError after `timeout_s`.
     """
     started_s, pause_s = time.monotonic(), FIRST_PAUSE_S
     while True:
@@ -264,7 +264,7 @@ def waited(
         left_s = MAX_PAUSE_S if timeout_s is None else timeout_s - (time.monotonic() - started_s)
         if left_s <= 0:
             raise JobTimeoutError(
-                f"{info.id} has not ended within {timeout_s:g} s: its state is {info.state}, and it goes on",
+                f"{info.id} has not ended within {timeout_s:g} s: its state is {info.state}, and the job continues",
                 retryable=True,
                 details={"job": info.id, "state": info.state},
             )
@@ -296,7 +296,7 @@ def downloaded(
     """
     into = Path(folder)
     if url := info.request_map("output").get("url"):
-        raise invalid(f"{info.id}: its files are at {url}: read them there")
+        raise invalid(f"{info.id}: the job wrote its output files to {url}: read them there")
     yield BlockingWork(lambda: _claimed(into, info.id))
     document = yield from manifest(info.id, session)
     names = [part.name for part in document.parts]

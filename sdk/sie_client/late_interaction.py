@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from sie_client.errors import invalid
 
-# dot products of query and document tokens that are computed at once, 16 MiB in float32; one document may have more
+# limit of dot products of query and document tokens at once, 16 MiB in float32; a single document may exceed it
 _BLOCK = 1 << 22
 
 
@@ -18,9 +18,9 @@ def maxsim(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> NDArray[np
     """Return the MaxSim score of each document, in order, as float32. The score is the sum over the query
     tokens of the largest dot product with a token of the document.
 
-    `query`: [tokens, width]. `documents`: one matrix [tokens, width] for each document. All may be floats of any
-    precision. A document or a query without tokens scores 0. `score` computes the same for a multivector model
-    (ColBERT, Khattab and Zaharia 2020, equation 3). Raises InvalidInputError.
+    `query`: [tokens, width]. `documents`: one matrix [tokens, width] for each document. All arrays may have floats of
+    any precision. A document or a query without tokens scores 0. For a multivector model, `score` computes the same
+    value (ColBERT, Khattab and Zaharia 2020, equation 3). Raises InvalidInputError.
     """
     left = _matrix(query, "query").astype(np.float32, copy=False)
     matrices = [_matrix(document, f"documents[{number}]") for number, document in enumerate(documents)]

@@ -1,9 +1,9 @@
 """Conversion of images, documents, audio and video to the form in a request: `{"data": bytes of the file, "format":
 str}`. Data URIs, and the URL of an image, are sent unchanged: the gateway downloads the URL, or refuses it.
 
-The format is taken from the content, or else from the file name. If neither shows the format, `format` is left out,
-and the server detects the format. A document has `format` only if its name has the suffix of a text format, because
-the server detects all other formats, and a text may begin with any letters.
+The format comes from the content, or if the content does not show it, from the file name. If neither shows the format,
+`format` is omitted, and the server detects the format. A document has `format` only if its name has the suffix of a
+text format, because the server detects all other formats, and a text file has no fixed first bytes.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _TEXTS = frozenset({"html", "md", "txt", "csv"})
 
 
 def media(value: Any, path: str, *, urls: bool = False, is_document: bool = False) -> Any:
-    """Convert a file to the form of a request. Data URIs are returned unchanged, and with `urls` also URLs; without
-    `urls`, a URL raises InvalidInputError, as does a file that cannot be read.
+    """Convert a file to the form of a request. Data URIs are returned unchanged, and with `urls` also URLs. Raises
+    InvalidInputError for a file that cannot be read, and without `urls` for a URL.
     """
     if isinstance(value, Mapping):
         item = media(value.get("data"), f"{path}.data", urls=urls, is_document=is_document)
@@ -94,7 +94,7 @@ def _wav(samples: NDArray[Any], rate: Any, path: str) -> bytes:
         )
     if not isinstance(rate, int | np.integer) or isinstance(rate, bool) or not 0 < rate < 1 << 24:
         raise _refused(f"{path}.sample_rate", "expected the number of samples a second, a whole number")
-    rate = int(rate)  # the product of a numpy integer of 16 bits overflows
+    rate = int(rate)  # products of a 16-bit numpy integer would overflow
     channels = samples.shape[1] if samples.ndim == 2 else 1
     width = samples.dtype.itemsize
     data = np.ascontiguousarray(samples, samples.dtype.newbyteorder("<")).tobytes()

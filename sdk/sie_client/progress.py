@@ -14,19 +14,18 @@ from sie_client.core import HttpAnswer, Pause, Session
 from sie_client.types import Progress
 
 LOG_EVERY_S = 60.0
-BAR_AFTER_S = 1.0  # seconds until the bar appears, so that short calls show none
+BAR_AFTER_S = 1.0  # seconds until the bar appears, so that short calls show no bar
 DRAW_EVERY_S = 0.1
 NOTEBOOK_STREAM = "ipykernel.iostream"  # module of the class of `sys.stderr` in a Jupyter notebook
-# error code of a request that took longer than its deadline, which has a log line of its own
-TIMED_OUT = "GATEWAY_TIMEOUT"
+TIMED_OUT = "GATEWAY_TIMEOUT"  # error code of a request that exceeded its deadline; has its own log text
 _logger = logging.getLogger("sie_client")
 
 
 class Meter:
     """Progress of one call with `total` items; None if the number is unknown, 0 for a call without items. Thread-safe.
-    The end of a `with` block ends the line of the bar. Waits are logged as warnings of `sie_client`, at most one per
-    minute. The bar is one line on standard error, for calls of several items of which some are unanswered after
-    BAR_AFTER_S. The callback `on_progress` is called for calls with items only.
+    At the end of a `with` block, the bar is drawn for the last time, with a line break. Waits are logged as warnings of
+    `sie_client`, at most one per minute. The bar is one line on standard error, for calls of several items of which
+    some are unanswered after BAR_AFTER_S. The callback `on_progress` is called for calls with items only.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Meter:
             return False
 
     def update(self, step: Pause | HttpAnswer) -> None:
-        """Record that items were answered or that a wait begins, and show it."""
+        """Record more answered items or the start of a wait. Redraw the bar, log the wait, and call `on_progress`."""
         with self._lock:
             done, total = self._latest.done, self._latest.total
             now_s = self._clock()

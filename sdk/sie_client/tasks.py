@@ -42,15 +42,15 @@ class TaskDriver:
         total: int | None = 0,
         send: Callable[[Send], Awaitable[Answer]] | None = None,
     ) -> T:
-        """Run a plan and return its result. `total`: number of items of the call. `send`: called with each request
-        instead of sending it over HTTP.
+        """Run a plan and return its result. `total`: number of items of the call. `send`: function that is called with
+        each request in place of an HTTP exchange.
         """
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return await self._drive(plan, meter, send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], Awaitable[None]]:
-        """Run a plan in the background. Return a function that stops the plan and waits at most `timeout_s` seconds for
-        its end.
+        """Run a plan in the background. Return a function that stops the plan and waits for its end, at most
+        `timeout_s`.
         """
         meter = Meter(self._session, address=transport.public(self.url))
         running = asyncio.create_task(self._drive(plan, meter, self._send), name="sie-sdk")
@@ -64,8 +64,8 @@ class TaskDriver:
         return end
 
     async def _drive(self, plan: Plan[T], meter: Meter, send: Callable[[Send], Awaitable[Answer]]) -> T:
-        """Execute the steps of a plan and return its result. A plan whose step fails is closed, so that it removes
-        incomplete files.
+        """Execute the steps of a plan and return its result. If a step fails, close the plan, so that it removes its
+        files.
         """
         reply: Any = None
         with contextlib.closing(plan):

@@ -19,21 +19,21 @@ from sie_client.progress import Meter
 T = TypeVar("T")
 Sender: TypeAlias = "Callable[[Send, threading.Event], Answer]"
 
-# Guards the state of all drivers. It is not held during requests. A fork waits for it, so a forked process never
-# inherits it from a thread that this process does not have.
+# Guards the state of all drivers. No thread has the lock while it waits for a response. A fork waits for the lock: a
+# child process that inherits a locked lock could never release it.
 _lock = threading.RLock()
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def _spawn(function: Callable[[], T]) -> Future[T]:
-    """Run a function in a daemon thread, which does not delay the interpreter's end. Return a future of its result."""
+    """Run a function in a daemon thread, which the exit of the interpreter does not wait for. Return its future."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001  raised again when the result is read
+        except BaseException as error:  # noqa: BLE001  `Future.result` raises it again
             future.set_exception(error)
 
     threading.Thread(target=run, name="sie-sdk", daemon=True).start()
@@ -56,8 +56,8 @@ class ThreadDriver:
         self._process = os.getpid()
 
     def close(self) -> None:
-        """Close the connections and refuse new requests. If requests of other threads are running, the last request
-        closes the connections when it ends, because httpx would leak a connection that is being opened.
+        """Close the connections and refuse new requests. If other threads have running requests, the last of them
+        closes the connections: an earlier close would leak a connection that httpx is opening.
         """
         with _lock:
             self._is_closed = True
@@ -68,7 +68,7 @@ class ThreadDriver:
     @contextlib.contextmanager
     def _connections(self) -> Iterator[httpx.Client]:
         """Yield the HTTP client for one request. Raises RuntimeError if the driver is closed. A forked process opens
-        connections of its own: on shared connections, parent and child could receive each other's answers.
+        new connections: on shared connections, parent and child could receive each other's responses.
         """
         with _lock:
             if self._process != os.getpid():
@@ -92,16 +92,16 @@ class ThreadDriver:
         total: int | None = 0,
         send: Callable[[Send], Answer] | None = None,
     ) -> T:
-        """Run a plan and return its result. `total`: number of items of the call. `send`: called with each request
-        instead of sending it over HTTP.
+        """Run a plan and return its result. `total`: number of items of the call. `send`: function that is called with
+        each request in place of an HTTP exchange.
         """
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             own = (lambda request, _stop: send(request)) if send else self._send
             return self._drive(plan, meter, threading.Event(), own)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], None]:
-        """Run a plan in the background. Return a function that stops the plan and waits at most `timeout_s` seconds for
-        its end.
+        """Run a plan in the background. Return a function that stops the plan and waits for its end, at most
+        `timeout_s`.
         """
         stop = threading.Event()
         running = _spawn(
@@ -117,7 +117,7 @@ class ThreadDriver:
 
     def _drive(self, plan: Plan[T], meter: Meter, stop: threading.Event, send: Sender) -> T:
         """Execute the steps of a plan and return its result. If `stop` is set, raises Ended before a step, at a pause
-        or during a download. A plan whose step fails is closed, so that it removes incomplete files.
+        or during a download. If a step fails, the plan is closed, so that the plan can remove incomplete files.
         """
         reply: Any = None
         with contextlib.closing(plan):

@@ -33,7 +33,7 @@ class Ended(Exception):
 
 class BodyFailed(Exception):
     """Raised in place of `error`, an exception of code that reads or writes a body, such as the caller's `on_progress`.
-    Without it, a ValueError of that code would count as a failure of the connection.
+    Without this class, a ValueError of that code would count as a failure of the connection.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -52,8 +52,8 @@ def body_code() -> Iterator[None]:
 
 def options(url: str, session: Session, transport: Callable[..., object]) -> dict[str, Any]:
     """Return the options of an httpx client for the server at `url`. They do not limit the number of connections,
-    because the concurrency of the calls does. Up to 20 idle connections stay open for a minute, or twice the
-    concurrency if that is more.
+    because `concurrency` already limits the requests of a call. Up to 20 idle connections stay open for a minute, or
+    twice the concurrency if that is more.
     """
     limits = httpx.Limits(
         max_connections=None, max_keepalive_connections=max(20, 2 * session.concurrency), keepalive_expiry=60.0
@@ -62,7 +62,7 @@ def options(url: str, session: Session, transport: Callable[..., object]) -> dic
 
 
 def with_key(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return client options. A missing `api_key` is taken from the environment; with None, no key is sent."""
+    """Return client options. Without `api_key`, the key of the environment is used; with None, no key is sent."""
     return {"api_key": client_environment.api_key(), **options}
 
 
@@ -83,7 +83,7 @@ def sink_of(request: Send, response: httpx.Response) -> BodySink | None:
 
 
 def sent_headers(request: Send) -> dict[str, str]:
-    """Return the headers of a request. A streamed body gets its length, or httpx would use chunked encoding."""
+    """Return the headers of a request. For a streamed body, `content-length` prevents the chunked encoding of httpx."""
     length = {"content-length": str(request.body.size_bytes)} if isinstance(request.body, UploadStream) else {}
     return {**request.headers, **length}
 
@@ -91,8 +91,8 @@ def sent_headers(request: Send) -> dict[str, str]:
 def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) -> TransportFailed:
     """Convert an exception of a request. The failure is permanent if a retry is useless: the client is closed, the URL
     or a header cannot be sent, the host is unknown, its certificate is not trusted, or the URL is https and the port
-    speaks plain http. `is_nobody` is true if a port of this machine refuses the connection and has never answered; if
-    it has answered (`has_answered`), its server may be restarting.
+    speaks plain http. `is_nobody` is True if a port of this machine refuses the connection and no server has answered
+    there before. After an earlier answer (`has_answered`), the server may only be restarting.
     """
     is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error) or _is_refused_by_tls(error)
     is_nobody = not has_answered and is_refused(error) and is_local(url)
@@ -100,8 +100,8 @@ def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) 
 
 
 def address(base_url: str | None) -> str:
-    """Return the base URL without a slash at its end. If it is None, return SIE_BASE_URL of the environment, else the
-    default URL on this machine. Raises ValueError if it does not begin with http:// or https://.
+    """Return the base URL without a slash at its end. None means SIE_BASE_URL of the environment, or without it a URL
+    on this machine. Raises ValueError if the URL does not begin with http:// or https://.
     """
     url = str((client_environment.base_url() or client_environment.LOOPBACK) if base_url is None else base_url).rstrip(
         "/"
@@ -133,19 +133,19 @@ def _is_refused_by_tls(error: BaseException) -> bool:
 
 
 def is_good(answer: Answer) -> bool:
-    """Return True if this answer is a success, so that the other copy (`Send.hedge_after_s`) need not be awaited."""
+    """Return True if the answer is a success, so that the driver waits for no other copy (`hedge_after_s`)."""
     return isinstance(answer, Received) and answer.status == 200
 
 
 def best(answers: Iterable[Answer]) -> Answer:
-    """Return a successful answer if there is one, else any of the failed ones."""
+    """Return a successful answer if one exists; if none exists, any failed answer."""
     return max(answers, key=is_good)
 
 
 def log_of_background(error: BaseException | None) -> None:
-    """Log the error of a background plan, unless the plan was only stopped."""
+    """Log the error of a background plan. A plan that was only stopped is not logged."""
     if error is not None and not isinstance(error, Ended):
-        _logger.error("a background task of the client ended with an error", exc_info=error)
+        _logger.error("the renewal of a pool stopped with an error", exc_info=error)
 
 
 def is_single(items: Item | str | Iterable[Item | str]) -> TypeGuard[Item | str]:
@@ -154,7 +154,7 @@ def is_single(items: Item | str | Iterable[Item | str]) -> TypeGuard[Item | str]
 
 def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
     """Return the items of a call as a list. A single value becomes a list with one item; `wire.mapped` checks later
-    whether it is a valid item. Raises TypeError for a table (DataFrame), because iterating over it would give column
+    whether it is a valid item. Raises TypeError for a table (DataFrame), because iteration over a table gives column
     names.
     """
     iterable: Iterable[Any] = as_iterable(items)[0]
@@ -162,7 +162,7 @@ def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
 
 
 def as_iterable(items: Item | str | Iterable[Item | str]) -> tuple[Iterable[Item | str], int | None]:
-    """Return the items of a call and their number (None: unknown), like `as_list`, but without reading an iterator."""
+    """Return the items of a call and their number (None: unknown). Unlike `as_list`, do not read an iterator."""
     if hasattr(items, "columns") and len(getattr(items, "shape", ())) == 2:
         column = f"df[{_column_of_texts(items)!r}]"
         raise TypeError(

@@ -13,25 +13,25 @@ from numpy.typing import NDArray
 
 
 class Picture(Protocol):
-    """Protocol of an image of Pillow: the attributes and methods that the client uses."""
+    """Attributes and methods of a Pillow image that the client uses."""
 
     mode: str
 
     def save(self, fp: Any, format: str) -> None: ...
 
 
-# one file: its path, its bytes, a data URI, a file opened for reading bytes, a map of `data` (one of these) and
-# `format`, a Pillow image, or pixels: uint8 [height, width] or [height, width, 3 or 4]
+# One file: its path, its bytes, a data URI, a file that is open for reading bytes, a Pillow image, or pixels as uint8
+# [height, width] or [height, width, 3 or 4]. Also a map of `data` (one of these values) and `format`.
 _File: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO"
 Media: TypeAlias = "_File | Mapping[str, Any] | Picture | NDArray[np.uint8]"
-# one file as in Media, or samples as a map: `data` [samples] or [samples, channels], and `sample_rate` in Hz
+# One file as in Media, or a map of samples: `data` [samples] or [samples, channels], and `sample_rate` in Hz.
 Sound: TypeAlias = "_File | Mapping[str, Any]"
 
 
 class Chunking(TypedDict, total=False):
     """Rule for cutting a text into chunks of at most `max_tokens` tokens of the model. A chunk ends at the last
-    `boundary` (default: sentence) at which it has at least `min_tokens` tokens, or else at a smaller unit of the text.
-    It begins with at most `overlap_tokens` tokens from the end of the chunk before.
+    possible `boundary` (default: sentence). If the chunk would then have fewer than `min_tokens` tokens, it ends at a
+    smaller unit of the text. A chunk begins with at most `overlap_tokens` tokens from the end of the previous chunk.
     """
 
     max_tokens: Required[int]
@@ -40,7 +40,7 @@ class Chunking(TypedDict, total=False):
     min_tokens: int
 
 
-# start and end of each chunk in code points, or a rule
+# Start and end of each chunk in code points, or a rule for cutting the text.
 Chunks: TypeAlias = "Sequence[Sequence[int]] | Chunking"
 
 
@@ -77,23 +77,23 @@ class Progress:
 
 
 class CallOptions(TypedDict, total=False):
-    """Options of a call. A client takes them too, as defaults for its calls. None, or a missing option, means the
-    client's default.
+    """Options of a call. The constructor of a client accepts the same options as defaults for its calls. None, or a
+    missing option, means the client's default.
 
-    `gpu`: machine profile. `pool`: name of a pool. `timeout_s`: deadline of each request on the server. `headers`:
-    additional headers, for example `X-Request-ID` and `traceparent`. `explain`: results say what the request waited
-    for. `strict`: unknown options are errors.
+    `gpu`: machine profile of the workers. `pool`: name of a pool. `timeout_s`: deadline of each request on the server.
+    `headers`: additional headers, for example `X-Request-ID` and `traceparent`. `explain`: each result describes the
+    waits of its request. `strict`: the server refuses unknown options.
 
     Waits: with `wait_for_capacity` False the call does not wait. Otherwise it waits up to `connection_budget_s`
-    (default 120, but 5 if a port of this machine refuses connections and has never answered) for a server that cannot
-    be reached, and up to `capacity_budget_s` (default 900) for a server without capacity. After each answer to a part
-    of the call, both times start again.
+    (default 120, but 5 if a port of this machine refuses connections and has never answered) for the connection, and up
+    to `capacity_budget_s` (default 900) for a server without capacity. After each answer to a part of the call, both
+    times start again.
 
-    Long lists are sent in parts of at most 2,048 items and about `part_tokens` (default 16,384) tokens, `concurrency`
-    (default 8) parts at a time. A part without an answer after `hedge_after_s` is sent a second time, and the first
-    successful answer is used; at most about one request in five is sent twice. `progress`: True shows a bar, False does
-    not; by default a bar is shown only on a terminal. `on_progress` is called after each part and at each wait, by the
-    blocking client in the threads that send.
+    Long lists are sent in parts of at most 2,048 items and about `part_tokens` (default 16,384) tokens. At most
+    `concurrency` (default 8) parts are sent at a time. A part without an answer after `hedge_after_s` is sent a second
+    time, and the first successful answer is used; at most about one request in five is sent twice. `progress`: True
+    shows a bar, False does not; by default a bar is shown only on a terminal. `on_progress` is called after each part
+    and at each wait, by the blocking client in the threads that send.
     """
 
     gpu: str | None
@@ -120,9 +120,9 @@ class ClientOptions(CallOptions, total=False):
 
 
 class Params(CallOptions, total=False):
-    """Parameters of encode, score and extract. If one is missing, the model's default applies. `options`: further
-    parameters. `on_item_error`: with "fail", the call raises if an item fails; with "slot", its result has `error`,
-    but the call raises if all items of a request fail.
+    """Parameters of encode, score and extract. A missing parameter has the model's default. `options`: further
+    parameters. `on_item_error`: with "fail", the call raises if an item fails; with "slot", the result of a failed item
+    has `error`, and the call raises only if all items of a request fail.
     """
 
     instruction: str | None
@@ -135,8 +135,8 @@ class Params(CallOptions, total=False):
 
 
 class EncodeParams(Params, total=False):
-    """Parameters of encode. `muvera`: one dense vector from the vectors of the tokens; True, or the parameters of
-    MUVERA. `chunks`, `context`: for items that lack them.
+    """Parameters of encode. `muvera`: True, or the parameters of MUVERA, for one dense vector computed from the token
+    vectors. `chunks`, `context`: defaults for items that lack these fields.
     """
 
     output_types: Sequence[str] | None
@@ -150,10 +150,10 @@ class EncodeParams(Params, total=False):
 
 
 class ExtractParams(Params, total=False):
-    """Parameters of extract: `labels` to look for, and the `threshold` of the score. `output_schema`: JSON Schema of
-    the values to extract. `label_groups`: groups of labels; `data` has the best label of each group, or with the option
-    `multi_label` a list of labels. `label_thresholds`: the least score of a label or a property. `relation_labels`: the
-    relations to look for between the entities. `relation_threshold`: the least score of a relation.
+    """Parameters of extract. `labels`: labels to find. `threshold`: the least score of a result. `output_schema`: JSON
+    Schema of the values to extract. `label_groups`: groups of labels; `data` has the best label of each group, or with
+    the option `multi_label` a list of labels. `label_thresholds`: the least score of a label or a property.
+    `relation_labels`: relations between the entities. `relation_threshold`: the least score of a relation.
     """
 
     labels: Sequence[str] | None
@@ -166,11 +166,11 @@ class ExtractParams(Params, total=False):
 
 
 class RedactOptions(Params, total=False):
-    """Parameters of redact. `models`: up to three further models; what any of them finds is replaced. `style`: what
+    """Parameters of redact. `models`: up to three further models, whose findings are also replaced. `style`: what
     replaces a value: `mask` (the default), `hash`, `tag` or `synthetic`.
 
     `key`: secret for the style `hash`. Equal values get equal hashes in all calls with this key; without a key, only
-    within one call. `region`: the country, such as `US`, whose phone numbers count without their country code.
+    within one call. `region`: a country, such as `US`; its phone numbers are found also without a country code.
     `offsets`: the unit of offsets in the result. `restorable` False: the result has no `map`. `threshold`: the least
     score of an entity.
     """
@@ -198,8 +198,8 @@ class Usage(TypedDict):
 
 
 class ItemUsage(TypedDict):
-    """Usage of one item: number of tokens (0 if it failed), and True if it was truncated. The numbers of all items add
-    up to the usage of the call.
+    """Usage of one item: number of tokens (0 if the item failed), and True if the item was truncated. The sum over all
+    items is the usage of the call.
     """
 
     prompt_tokens: int
@@ -358,7 +358,7 @@ class RestoredPart(TypedDict):
 
 
 class RestoreMap(TypedDict):
-    """Map with which `restore` undoes a redaction: all replaced values. `length`: length of the redacted text."""
+    """Map of all replaced values, by which `restore` undoes a redaction. `length`: length of the redacted text."""
 
     offsets: Literal["code_points", "utf16"]
     length: int
@@ -378,7 +378,8 @@ class RedactResult(ItemReply, total=False):
 
 class SchemaResult(ItemReply, Generic[M], total=False):
     """Result of extract with a `schema`: `data` is an instance of this class. `entities` or `classifications` has an
-    entry for each value in `data`: its score, its place in the text if known, and as the label its path in `data`.
+    entry for each value in `data`, with its score and, if known, its offsets in the text. The label of an entry is the
+    path of the value in `data`.
     """
 
     entities: list[dict[str, Any]]
@@ -388,7 +389,7 @@ class SchemaResult(ItemReply, Generic[M], total=False):
 
 class ModelFilters(TypedDict, total=False):
     """Filters for a list of models. `task`: only models that support this task. `output`: only models that return this
-    output. `loaded` True: only models that are loaded now. `variants` False: only models, not their other profiles.
+    output. `loaded` True: only models that are loaded now. `variants` False: only models, without their other profiles.
     """
 
     task: Literal["encode", "score", "extract"] | None
@@ -459,7 +460,7 @@ class JobOptions(TypedDict, total=False):
 
 
 class Capacity(TypedDict):
-    """Healthy workers of one machine profile, or of all: their number, the number of their GPUs, and a list of them."""
+    """Healthy workers of one or all machine profiles: their number, the number of their GPUs, and a list of them."""
 
     worker_count: int
     gpu_count: int
@@ -467,7 +468,7 @@ class Capacity(TypedDict):
 
 
 class PoolOptions(TypedDict, total=False):
-    """Options of a reservation. `ttl_seconds`: seconds until it ends if it is not renewed."""
+    """Options of a reservation. `ttl_seconds`: seconds until a reservation ends that is not renewed."""
 
     bundle: str | None
     minimum_worker_count: int | None
@@ -477,7 +478,7 @@ class PoolOptions(TypedDict, total=False):
 
 
 class Pool(TypedDict):
-    """A pool of workers. `spec`: how it was created. `status`: its `state` (pending or active), `assigned_workers` and
+    """A pool of workers. `spec`: its options. `status`: `state` (pending or active), `assigned_workers`,
     `expires_at`.
     """
 

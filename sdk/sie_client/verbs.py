@@ -58,9 +58,9 @@ ASIDE_ITEMS = 256
 _KEY_BYTES = 32
 # unit of offsets -> encoding of a text, and number of bytes of one unit in this encoding
 _ENCODINGS = {"code_points": ("utf-32-le", 4), "utf16": ("utf-16-le", 2)}
-GROWTH = 1.25  # factor by which an array of vectors is enlarged when their final number is not known
-_ALWAYS_TOLD = ("model", "timing", "usage", "fingerprint")
-_TOLD = ("muvera", "warnings", "explain")
+GROWTH = 1.25  # growth factor of an array of vectors whose final number is unknown
+_SHARED = ("model", "timing", "usage", "fingerprint")
+_OPTIONAL = ("muvera", "warnings", "explain")
 
 
 class _ListPart(NamedTuple):
@@ -81,9 +81,7 @@ class _PartReply(NamedTuple):
 
 @dataclass(frozen=True)
 class _VerbRequest:
-    """Data of all requests of a call. `fixed`: fields of each body. `answers`: name of the reply's field that has an
-    entry for each item.
-    """
+    """Request of a call, without its items. `fixed`: body fields of all parts. `answers`: the reply's list of items."""
 
     path: str
     fixed: Mapping[str, Any]
@@ -120,7 +118,7 @@ class _VerbRequest:
         return cast(_PartReply, reply)
 
     def send_one_of_several(self, part: _ListPart, *, by_place: bool) -> Plan[_PartReply | SIEError]:
-        """Send one part. If all of its items failed, return the error: items of other parts may succeed."""
+        """Send one part. If all of its items failed, return the error, because items of other parts may succeed."""
         count = len(part.items)
         try:
             return (yield from self.send(part, by_place=by_place))
@@ -137,8 +135,8 @@ class _VerbRequest:
         with reading(answer.headers):
             body = self.decode(answer.body)
             if len(body[self.answers]) != count:
-                raise ValueError(f"{self.answers}: expected {count} answers, got {len(body[self.answers])}")
-            shared = {name: body[name] for name in _ALWAYS_TOLD} | {name: body[name] for name in _TOLD if name in body}
+                raise ValueError(f"{self.answers}: expected {count} entries, got {len(body[self.answers])}")
+            shared = {name: body[name] for name in _SHARED} | {name: body[name] for name in _OPTIONAL if name in body}
             headers = dict(answer.headers)
             self.session.warnings.warn(body.get("warnings"))
             return _PartReply(
@@ -147,7 +145,7 @@ class _VerbRequest:
 
 
 def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
-    """Call a function and return its result; for ASIDE_BYTES or more in a thread, where it blocks no other calls."""
+    """Call a function and return its result; from ASIDE_BYTES on in a thread, where it blocks no other calls."""
     if size_bytes >= ASIDE_BYTES:
         return (yield BlockingWork(function))
     return function()
@@ -189,7 +187,7 @@ def _send_parts(
     first = yield from _aside(lambda: next(parts), ASIDE_BYTES if is_long else 0)
     if len(first.items) == len(items):
         return [(yield from request.send(first, by_place=False))]
-    # a reply of score is sorted, and ids may occur twice: only positions show to which item an entry belongs
+    # entries of a score reply are sorted by score, and item ids may be equal: only positions identify the item
     plans = (request.send_one_of_several(part, by_place=verb == "score") for part in itertools.chain([first], parts))
     outcomes: list[_PartReply | SIEError] = yield Together(plans, session.concurrency)
     replies = [outcome for outcome in outcomes if isinstance(outcome, _PartReply)]
@@ -204,8 +202,8 @@ def _send_parts(
 
 
 def _failed_part(verb: str, error: SIEError, items: Sequence[Any], good: _PartReply) -> _PartReply:
-    """Return the reply to a part of which all items failed. Its results have the form in which the server describes a
-    failed item beside successful ones. `good`: reply to another part.
+    """Return a reply for a part whose items all failed. Its results have the form of a failed item in a reply with
+    successful items. `good`: reply to another part.
     """
     slots = []
     for failure in error.details["errors"]:
@@ -233,7 +231,7 @@ def _failed_part(verb: str, error: SIEError, items: Sequence[Any], good: _PartRe
 
 def _of_items(replies: Sequence[_PartReply], items: Sequence[Item | str], *, named: bool) -> Results[Any]:
     """Return a result for each item: the fields of its entry in the reply, and the fields that all results of the reply
-    share. `named`: the id of the item is added.
+    share. With `named`, each result gets the id of its item.
     """
     results: Results[Any] = Results(usage=replies[-1].shared["usage"])
     for reply in replies:
@@ -297,7 +295,7 @@ def embed(
 ) -> Plan[NDArray[Any]]:
     """Return the dense vectors of texts as the rows of one array, in input order. `count`: number of texts, None for an
     iterator, which is read while earlier texts are sent. Raises SIEError if any text fails, and InvalidInputError for
-    `chunks` and for vectors with a scale or an offset, which the array cannot have.
+    `chunks` and for vectors with a scale or an offset, which have no place in the array.
     """
     session, params = session.for_call({**params, "output_types": ["dense"], "on_item_error": "fail"})
     _check_names("encode", params)
@@ -422,7 +420,7 @@ def _json_schema(schema: type[Any]) -> dict[str, Any]:
         raise invalid(message, reason="schema")
     try:
         stated = _pydantic(schema).json_schema() if _is_of_pydantic(schema) else msgspec.json.schema(schema)
-    except Exception as error:  # pydantic and msgspec raise many kinds, for types that have no JSON Schema
+    except Exception as error:  # pydantic and msgspec raise many kinds of exceptions
         message = f"schema: {schema.__name__} has a field without a JSON Schema: {error}"
         raise invalid(message, reason="schema") from error
     return dict(_unrestricted(stated))
@@ -454,7 +452,8 @@ def _is_of_pydantic(schema: type[Any]) -> bool:
 
 
 def _pydantic(schema: type[Any]) -> Any:
-    from pydantic import TypeAdapter  # not a requirement of the client: a caller with such a class has installed it
+    # pydantic is no dependency of the client; a caller that passes a pydantic class has installed it
+    from pydantic import TypeAdapter
 
     return TypeAdapter(schema)
 
@@ -466,11 +465,11 @@ def _make_instance(result: dict[str, Any], schema: type[Any], place: int, *, fai
     values = result.get("data")
     try:
         if _is_of_pydantic(schema):
-            # as JSON, in which a strict class takes the string of a date or of an enum
+            # as JSON, because a strict class accepts strings for dates and enums only in JSON
             result["data"] = _pydantic(schema).validate_json(msgspec.json.encode(values))
         else:
             result["data"] = msgspec.convert(values, schema)
-    except Exception as fault:  # a validator or __post_init__ of the class may raise any kind
+    except Exception as fault:  # a validator or `__post_init__` of the class may raise any exception
         message = f"items[{place}]: its values do not make a {schema.__name__}: {type(fault).__name__}: {fault}"
         if fails:
             raise invalid(message) from fault
@@ -480,14 +479,14 @@ def _make_instance(result: dict[str, Any], schema: type[Any], place: int, *, fai
 def redact(
     model: str, items: Sequence[Item | str], kinds: Sequence[str] | None, params: Mapping[str, Any], session: Session
 ) -> Plan[Results[RedactResult]]:
-    """Send `POST /v1/redact/{model}`. Return the results in input order. All parts hash values by the same key."""
+    """Send `POST /v1/redact/{model}`. Return the results in input order. All parts are hashed with the same key."""
     if not items:
         return Results()
     session, params = session.for_call(params)
     _check_names("redact", params)
     if params.get("style") == "hash" and params.get("key") is None:
         params = {**params, "key": secrets.token_hex(_KEY_BYTES)}
-    # not `list(kinds)`: the server refuses a text, which would become a list of its letters
+    # no `list(kinds)`: it would split a string into letters; the server refuses a string
     sent = {"params": {**params, "kinds": kinds}}
     replies = yield from _send_parts("redact", model, items, sent, session, _slots)
     return _of_items(replies, items, named=True)
@@ -506,7 +505,7 @@ def restore(text: str, map: RestoreMap) -> str:
         pieces += [data[end:start], part["text"].encode(encoding)]
         end = stop
     if not is_same:
-        raise invalid("map: belongs to another text than this one")
+        raise invalid("map: this map belongs to another text")
     return b"".join([*pieces, data[end:]]).decode(encoding)
 
 
@@ -523,7 +522,7 @@ def _slots(body: bytes) -> dict[str, Any]:
     """Decode a reply of extract or redact. Raises ValueError if the result of an item is not a map."""
     reply = wire.decode(body)
     if not all(isinstance(slot, dict) for slot in reply["items"]):
-        raise ValueError("items: expected maps")
+        raise ValueError("items: expected a list of maps")
     return reply
 
 
@@ -549,7 +548,7 @@ _PATH = re.compile(r"\bitems\[(\d+)\]")
 
 
 def _place(error: SIEError, start: int) -> None:
-    """Change the item positions in an error about a part, so that they count from the start of the whole list."""
+    """Add `start` to the item positions in an error about a part, so that they are positions in the whole list."""
 
     def moved(text: Any) -> str:
         return _PATH.sub(lambda match: f"items[{start + int(match[1])}]", str(text))

@@ -1,7 +1,7 @@
 """Status of the cluster over a websocket, with the package `websockets` (`pip install 'sie-cluster[watch]'`).
 
-A connection is opened with the same retries and waits as a request, and the first frame counts as the answer. A broken
-connection is opened again; frames that the server sent meanwhile are lost.
+A connection is opened with the retries and waits of a request; the first frame is the response. A broken connection is
+opened again; frames that the server sent meanwhile are lost.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def decoded(frame: bytes) -> dict[str, Any]:
 
 
 class _Url:
-    """Address of a websocket. `has_answered`: whether the server has answered a request of the client."""
+    """Address of a websocket. `has_answered`: True if the server has answered a request of the client."""
 
     def __init__(self, base_url: str, *, has_answered: bool = False) -> None:
         self._url, self._has_answered = base_url, has_answered
@@ -56,12 +56,12 @@ class _Url:
             "max_size": MAX_FRAME_BYTES,
             "open_timeout": SILENCE_S,
             "close_timeout": CLOSE_S,
-            # version 14 has no parameter `proxy`, and never uses a proxy
+            # version 14 of websockets has no parameter `proxy` and uses no proxy
             **({"proxy": None} if self._is_local and not version.startswith("14.") else {}),
         }
 
     def _refusal(self, error: Exception, started_s: float) -> Answer:
-        """Convert an exception of a connection to a response or TransportFailed; raise an unexpected exception."""
+        """Convert an exception of a connection to a response or TransportFailed. Raises unexpected exceptions again."""
         from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 
         elapsed_s = time.monotonic() - started_s
@@ -136,7 +136,7 @@ class AsyncStatusSocket(_Url):
     async def _recv(self) -> bytes:
         receiving = asyncio.ensure_future(self._connection.recv(decode=False))
         try:
-            # asyncio.wait_for would, before Python 3.12, lose a cancellation that comes together with a frame
+            # Before Python 3.12, asyncio.wait_for loses a cancellation that arrives together with a frame.
             await asyncio.wait({receiving}, timeout=SILENCE_S)
             if not receiving.done():
                 raise OSError(f"no frame within {SILENCE_S:g} s")

@@ -1,4 +1,4 @@
-"""Encode items and decode replies. To save time, an item is encoded only once for all attempts, and arrays are copied
+"""Encode items and decode replies. For speed, an item is encoded only once for all attempts, and an array is copied
 only once from a reply.
 """
 
@@ -20,7 +20,7 @@ from sie_contracts.models.costs import IMAGE_TOKENS
 
 FILES = {"document": document, "audio": sound, "video": media}
 _OUTPUTS = ("dense", "sparse", "multivector")
-# bytes of UTF-8 per token of English text. The estimate only decides where lists are split; the server counts exactly
+# Bytes of UTF-8 per token of English text, to decide where a list is split; the server counts the real tokens.
 _BYTES_PER_TOKEN = 4
 _SPECIAL_TOKENS = 2
 # upper limit of the estimated tokens of one text: most models truncate texts at this length or earlier
@@ -29,7 +29,7 @@ _FILE_TOKENS = 1024
 
 
 def item(value: Any, path: str) -> Any:
-    """Return an item in the form for a request, with its files read. Raises InvalidInputError, which names `path`."""
+    """Return an item in the form for a request, with the content of its files. Raises InvalidInputError with `path`."""
     if isinstance(value, str):
         # msgspec cannot encode subclasses of str, such as numpy.str_
         return value if type(value) is str else str(value)
@@ -48,7 +48,7 @@ def item(value: Any, path: str) -> Any:
 
 
 def mapped(value: Any, path: str) -> dict[str, Any]:
-    """Return an item as a new dict; a text becomes its field `text`. Raises InvalidInputError for another type."""
+    """Return an item as a new dict; a str becomes the field `text`. Raises InvalidInputError for another type."""
     if isinstance(value, str):
         return {"text": value}
     if hasattr(value, "as_py"):
@@ -82,7 +82,7 @@ def weight(sent: Any) -> tuple[int, int]:
 
 
 def _matrix(value: Any, path: str) -> NDArray[Any]:
-    """Return an array [tokens, width]. float16 is kept, other dtypes become float32. Raises InvalidInputError."""
+    """Return an array [tokens, width], as float16 if `value` is float16, else as float32. Raises InvalidInputError."""
     try:
         array = np.asarray(value)
         array = array if array.dtype == np.float16 else array.astype(np.float32, copy=False)
@@ -105,7 +105,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_hook)
 
 
 def encode(body: Mapping[str, Any], subject: str) -> bytes:
-    """Encode a request as msgpack. Raises InvalidInputError, which names `subject`, for a value that cannot be sent."""
+    """Encode a request as msgpack. Raises InvalidInputError with `subject` if msgpack cannot encode a value."""
     try:
         return _encoder.encode(body)
     except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:
@@ -173,7 +173,7 @@ _HEADERS = {0xC4: 2, 0xC5: 3, 0xC6: 5}
 
 
 def decode_vectors(body: bytes) -> dict[str, Any]:
-    """Decode a reply of encode. Each item has its arrays by name (`dense`, `sparse`, `multivector`), and a description
+    """Decode a reply of encode. Each item has its arrays under `dense`, `sparse` and `multivector`, and a description
     of each array under `outputs`. Raises exceptions that `core.reading` converts, such as ValueError and KeyError.
     """
     reply = cast("dict[str, Any]", _decoder.decode(body))
@@ -186,7 +186,7 @@ def decode_vectors(body: bytes) -> dict[str, Any]:
 
 
 def _read_outputs(slot: dict[str, Any]) -> None:
-    """Replace each output of an item or chunk by its array, and put the other fields of the output under `outputs`."""
+    """Replace each output of an item or chunk by its array, and move the other fields of the output to `outputs`."""
     slot["outputs"] = {}
     for name in _OUTPUTS:
         if name in slot:

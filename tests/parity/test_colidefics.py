@@ -196,7 +196,7 @@ def test_an_entry_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_image_size": {"longest_edge": 32}}, "does not cut images into tiles of 64 pixels, as config.json does"),
+        ({"max_image_size": {"longest_edge": 32}}, "config.json cuts images into tiles of 64 pixels"),
         ({"do_image_splitting": False}, "do_image_splitting is false, which no recipe supports"),
     ],
 )

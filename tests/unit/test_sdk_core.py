@@ -889,7 +889,7 @@ def test_one_text_is_one_item_not_its_letters() -> None:
 
 
 def test_a_reply_with_fewer_results_than_items_is_refused_not_shifted() -> None:
-    with pytest.raises(sie_client.ServerError, match="expected 2 answers, got 1"):
+    with pytest.raises(sie_client.ServerError, match="expected 2 entries, got 1"):
         outcome(plan(["a", "b"]), answered(1))
 
 

@@ -194,7 +194,7 @@ def test_a_file_that_grows_while_it_is_sent_is_refused(
         with rows.open("a") as file:
             file.write("more\n")
 
-    with pytest.raises(sie_client.InvalidInputError, match="was changed while it was sent"):
+    with pytest.raises(sie_client.InvalidInputError, match="the file was changed during the upload"):
         using(lambda client, do: do(client.files.upload(rows, on_progress=grow)))
     assert server.files == {}
 
@@ -536,7 +536,7 @@ def test_the_folder_of_another_job_is_left_alone(server: JobServer, using: Calla
 def test_files_that_are_elsewhere_are_read_there(server: JobServer, using: Callable[..., Any], tmp_path: Path) -> None:
     output = {"url": "s3://bucket/out/"}
     server.add(**COMPLETED, request={"model": "org/m", "input": {"file": "f"}, "output": output})
-    with pytest.raises(sie_client.InvalidInputError, match="its files are at s3://bucket/out/"):
+    with pytest.raises(sie_client.InvalidInputError, match="the job wrote its output files to s3://bucket/out/"):
         using(download(tmp_path))
 
 

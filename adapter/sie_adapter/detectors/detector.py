@@ -34,8 +34,8 @@ class _DetectorKind(Protocol):
     """Model class of a detector: it reads the labels and runs the forward passes.
 
     `thresholds`: names of the options that set a lowest score for an object, with their defaults. `max_tokens`: limit
-    for all labels together, or for each label if the class encodes labels separately. `recipe`: how pixels are prepared
-    for `detect`.
+    for all labels together, or for each label if the class encodes labels separately. `recipe`: the recipe of the
+    pixels that `detect` reads.
     """
 
     thresholds: ClassVar[Mapping[str, float]]
@@ -51,7 +51,7 @@ class _DetectorKind(Protocol):
         """Return the labels in the form that `detect` reads. Raises InvalidInput for labels that cannot be used."""
 
     def misfit(self, image: Shown) -> InvalidInput | None:
-        """Return an error if the model cannot read the image, else None."""
+        """Return an error if the model cannot read the image; None if it can."""
 
     def detect(self, images: Sequence[Shown], prompt: Any) -> Sight:
         """Detect objects in images of one size."""
@@ -68,9 +68,9 @@ class Detector:
     """Loaded detector. `extract` may run on several threads at once.
 
     A result is `{"objects": [{label, score, bbox}]}`, best first. The label is the client's text, unchanged; bbox is x,
-    y, width and height in pixels of the submitted image, upright. An input gets an InvalidInput if it does not have
-    exactly one image, or if its image, its labels or an option cannot be used. It gets an InferenceFailed if scores or
-    boxes are not finite, or if the model code fails.
+    y, width and height in pixels of the submitted image, upright. The result is an InvalidInput if an input does not
+    have exactly one image, or if its image, its labels or an option cannot be used. It is an InferenceFailed if scores
+    or boxes are not finite, or if the model code fails.
 
     The option `threshold` replaces all thresholds of the model. `max_tokens`: limit for all labels together (Grounding
     DINO), or for each label (OWLv2, which truncates a longer label).
@@ -138,8 +138,8 @@ class Detector:
         return [results[number] for number in range(len(rows))]
 
     def _least(self, options: ExtractOptions) -> float:
-        """Return the lowest allowed score: the option `threshold`, else the highest of the model's thresholds, because
-        an object must reach all of them. Raises InvalidInput for a threshold that the model does not have.
+        """Return the lowest allowed score: the option `threshold`, or without it the highest of the model's thresholds,
+        because an object must reach all of these. Raises InvalidInput for a threshold that the model does not have.
         """
         own = self._kind.thresholds
         for name in _THRESHOLDS:

@@ -82,8 +82,9 @@ class _CachedBackbone(nn.Module):  # type: ignore[misc]  # the type checker skip
 
 
 class GroundingDino:
-    """A `detector._DetectorKind` that always computes in float32, because two parts of the model need it. The attention
-    between text and image clamps its scores at 50,000, near the largest float16. The sampling points are float32.
+    """A `detector._DetectorKind` that always computes in float32, because two parts of the model need it: the attention
+    between text and image clamps its scores at 50,000, near the largest float16, and the sampling points of the
+    deformable attention are float32.
     """
 
     thresholds: ClassVar[Mapping[str, float]] = {"box_threshold": 0.25, "text_threshold": 0.25}
@@ -186,7 +187,7 @@ class GroundingDino:
 
 
 def _foreign(tokenizer: Tokenizer) -> str:
-    """Return the reason why the folder's tokenizer cannot belong to this model, else an empty string."""
+    """Return the reason why the folder's tokenizer cannot belong to this model; an empty string if it can."""
     wrong = [token for token, number in _DELIMITERS.items() if tokenizer.token_to_id(token) != number]
     listed = ", ".join(f"{token} {_DELIMITERS[token]}" for token in wrong)
     return f"its tokenizer has other ids for the separators of labels, the model expects {listed}" if wrong else ""

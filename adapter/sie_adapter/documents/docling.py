@@ -37,8 +37,8 @@ class DoclingModel:
     returns at the same time.
 
     A result is `{"data": {text, markdown, document, format, pages, page_starts, is_complete}}`; the parameter `tree`
-    false leaves `document` out. An input gets an InvalidInput if it has no document, if it asks for `ocr`, or if the
-    document is refused (reason `invalid_media`; the message has `document: ` before the cause). Texts are not read.
+    false leaves `document` out. The result is an InvalidInput if an input has no document, if it asks for `ocr`, or if
+    the document is refused (with the reason `invalid_media` and `document: ` before the cause). Texts are not read.
     """
 
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw", documents=DocumentLimits(), writes=True)}
@@ -58,7 +58,7 @@ class DoclingModel:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return an empty string: the files of the model are those of its package."""
+        """Return an empty string, because the model has no files of its own."""
         return ""
 
     @property
@@ -66,7 +66,7 @@ class DoclingModel:
         return self._parsers.pids
 
     def reading(self, read: object, is_gone: IsGone) -> DoclingCall:
-        """Return the parser for the documents of one batch. `is_gone` returns True once no client waits for them."""
+        """Return the parser of one batch of documents. `is_gone` returns True once no client waits for the results."""
         return DoclingCall(self._parsers, is_gone)
 
 
@@ -113,7 +113,7 @@ def _result(parsed: Parsed | SIEError) -> Result:
         return parsed
     if parsed.tree and memory(_HOST, _OBJECT_BYTES * len(parsed.tree)).percent > 100:
         return ResourceExhausted(
-            "the machine has too little memory for the tree of the document: the option tree false leaves it out"
+            "the machine has too little memory for the tree of the document: set the option tree to false"
         )
     try:
         tree = {"document": msgspec.json.decode(parsed.tree)} if parsed.tree else {}

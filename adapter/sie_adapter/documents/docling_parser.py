@@ -1,5 +1,5 @@
 """Parsing of documents by docling, without a model. Only parser processes import this module: docling's C and C++ code
-reads files of clients, and its crash must not end the adapter.
+reads files of clients, and a crash of this code must not end the adapter.
 
     format by content ──► docling's backend for the format ──► DoclingDocument ──► text, Markdown, tree
 
@@ -62,7 +62,7 @@ class DoclingParser:
         except InvalidInput:
             raise
         except MemoryError as error:
-            raise fault("too_large", "parsing the document takes more memory than its process has") from error
+            raise fault("too_large", "parsing the document needs more memory than a parser process may use") from error
         except Exception as error:  # docling reads untrusted files: a damaged file can make it raise any exception
             raise fault("undecodable", f"the {kind} document is damaged or encrypted") from error
 

@@ -1,6 +1,5 @@
-"""Detection of a document's format from its content. A text file whose content is not recognised as HTML has the text
-format that the client names, else the format Markdown. Parser processes use this module before any other code reads the
-file.
+"""Detection of a document's format from its content. A text file that is not recognised as HTML has the text format
+that the client names (default: Markdown). Parser processes use this module before any other code reads the file.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ def format_of(document: DocumentFile) -> str:
 
 
 def _only_mentions_pdf(document: DocumentFile) -> bool:
-    """Return whether a file that has the mark of a PDF is an HTML page, or text of the format that the request names. A
-    PDF may have other bytes before its mark, so text without a named format counts as a PDF.
+    """Return True if a file that has the mark of a PDF is an HTML page, or text of the format that the request names.
+    Without a named format, a text with this mark counts as a PDF, because a PDF may have other bytes before its mark.
     """
     head = document.data[:_HEAD].removeprefix(_MARKS[0]).lstrip()
     if head.startswith(_PDF) or document.format not in ("", *_TEXTS):
@@ -112,5 +111,5 @@ def _of_archive(data: bytes) -> str:
     except InvalidInput:
         raise
     except Exception as error:  # besides its own exceptions, zipfile raises those of each compression library
-        raise fault("undecodable", "the document is damaged: it begins like an archive but is not one") from error
+        raise fault("undecodable", "the document is damaged: it begins like a zip archive but is none") from error
     raise fault("undecodable", f"the archive has no supported format, supported: {_READ}")

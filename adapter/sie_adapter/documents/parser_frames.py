@@ -1,4 +1,4 @@
-"""Messages between an adapter and its parser processes. A process answers a `ParseJob` before it receives the next."""
+"""Messages between an adapter and its parser processes. A process sends each answer before it receives the next job."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 class ParseJob(msgspec.Struct, frozen=True, tag=True):
-    """Document to parse. `number` is set when the job is sent. `has_tree`: whether the answer has the document
-    as docling's JSON."""
+    """Document to parse. `number`: set when the job is sent. `has_tree`: True if the answer needs docling's JSON."""
 
     number: int
     document: DocumentFile

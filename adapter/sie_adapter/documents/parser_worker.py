@@ -10,7 +10,7 @@ from sie_runtime import confined
 
 def main() -> None:
     def docling() -> Callable[[ParseJob], Parsed]:
-        # imported here, after the limits of the process are set; the import takes seconds
+        # imported here, so that the limits of the process already apply to the import
         from sie_adapter.documents.docling_parser import DoclingParser
 
         return DoclingParser().parse

@@ -1,5 +1,5 @@
-"""Pool of the processes that parse documents for a model. The first starts when the model is loaded, more start when
-documents need them, and all end with the model.
+"""Pool of the processes that parse documents for a model. The first process starts when the model is loaded, more
+processes start when documents need them, and all end when the model is unloaded.
 
     extract (any thread) ──► a thread of the pool ──► its process ──► Parsed, or the reason why the document is unusable
                                    ├── the process died or took too long: the document fails
@@ -35,9 +35,9 @@ from sie_contracts.media.media import fault
 from sie_contracts.wire.child_frames import Hello, Unusable
 from sie_contracts.wire.ipc import FrameError, receive_frame
 
-DEADLINE_S = 60.0  # seconds in which a process must answer for one document
+DEADLINE_S = 60.0  # time limit for one document, in seconds
 MEMORY_BYTES = 4 << 30  # bytes of address space that a parser process may use
-# bytes of resident memory that a process may keep between two documents; it is replaced if it has more
+# bytes of resident memory; a process that has more after a document is replaced
 KEPT_BYTES = 1 << 30
 START_S = 120.0  # seconds in which a process must start; its imports take seconds, more on a busy machine
 LOOK_S = 0.2  # seconds between two checks whether a client still waits (`is_gone`)
@@ -53,7 +53,7 @@ class Parsers:
     """Pool of at most `most` parser processes. If all are busy when a document arrives, one more process starts.
     Thread-safe.
 
-    `module`: the Python module that each process runs. It must speak the protocol of `parser_frames`.
+    `module`: the Python module that each process runs. The module must implement the protocol of `parser_frames`.
     """
 
     def __init__(
@@ -64,11 +64,10 @@ class Parsers:
         memory_bytes: int = MEMORY_BYTES,
         module: str = "sie_adapter.documents.parser_worker",
     ) -> None:
-        """Start the first process. Raises ParserNotStarted if it fails."""
+        """Start the first process. Raises ParserNotStarted if the process does not start."""
         self._deadline_s = deadline_s
         self._arguments = (module, str(os.getpid()), str(memory_bytes))
-        # thread id -> parser process of this thread
-        self._processes: dict[int, _ParserProcess] = {}
+        self._processes: dict[int, _ParserProcess] = {}  # by id of the pool's thread
         # A process ends with the thread that started it (`confined`), so only the threads of the pool start
         # processes.
         self._threads = ThreadPoolExecutor(most, "parser")
@@ -83,8 +82,8 @@ class Parsers:
         return tuple(sorted(process.pid for process in list(self._processes.values()) if process.runs))
 
     def parse(self, jobs: Sequence[ParseJob], is_gone: Callable[[], bool] = lambda: False) -> list[Parsed | SIEError]:
-        """Return each parsed document, or an error. For an unusable document the error is an InvalidInput with the
-        reason `invalid_media`, whose message begins with the cause. Any other error need not be caused by the document.
+        """Return the parsed document of each job, or its error. For an unusable document the error is an InvalidInput
+        with the reason `invalid_media`, whose message begins with the cause. Other errors may have other causes.
 
         `is_gone` is called repeatedly. When it returns True, parsing stops, and InternalFailure with the reason
         `cancelled` is raised.
@@ -110,16 +109,16 @@ class Parsers:
         except SIEError as error:
             return error
         except ParserNotStarted as error:
-            _logger.error("a process that parses documents could not be started: %s", error)
+            _logger.error("a process that parses documents could not be started, so a document fails: %s", error)
             return ResourceExhausted("no process that parses documents could be started")
         except Exception as error:
             # the error concerns one document, so the other documents of the call still get results
-            _logger.exception("parsing a document failed")
+            _logger.exception("parsing a document failed; its process is replaced")
             self._dismiss()
             return InternalFailure(f"parsing the document failed: {type(error).__name__}")
 
     def _started(self) -> _ParserProcess:
-        """Return the process of this thread. Start one if there is none or it has ended. Raises ParserNotStarted."""
+        """Return the running process of this thread, or a new one if it has none. Raises ParserNotStarted."""
         process = self._processes.get(threading.get_ident())
         if process is not None and not process.runs:
             _logger.warning("the parsing process %d ended while it had no document; it is replaced", process.pid)
@@ -150,13 +149,14 @@ class Parsers:
                 raise cancelled() from error
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
             _logger.warning("the parsing process %d %s", process.pid, how)
-            # neither a time limit nor a cancelled call sent the SIGKILL, so probably the kernel did, because memory is
-            # short. The error is no InvalidInput, since the document may be valid
+            # Neither a time limit nor a cancelled call sent the SIGKILL, so probably the kernel did, for lack of
+            # memory. The error is no InvalidInput, because the document may be valid.
             if status == -signal.SIGKILL:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"
                 raise ResourceExhausted(message) from error
             raise fault("undecodable", "the parser of the document crashed") from error
-        if call.is_over:  # `end` may have killed the process after its answer, so it must get no other document
+        # `end` may have killed the process after its answer, so the process must get no other document
+        if call.is_over:
             self._dismiss()
             raise cancelled()
         # libraries do not free the memory that they needed for a large document
@@ -191,7 +191,7 @@ class _ParseCall:
         try:
             yield
         finally:
-            # from now on `end` must not kill the process, because it may parse a document of another call next
+            # from now on `end` must not kill the process, because its next document may belong to another call
             with self._lock:
                 self._processes.discard(process)
 
@@ -203,7 +203,7 @@ class _ParseCall:
 
 
 class _ParserLost(Exception):
-    """Raised if a parser process ended before its next message, or sent an invalid one."""
+    """Raised if a parser process ended before its next message, or sent an invalid message."""
 
 
 class _Late(Exception):
@@ -243,11 +243,13 @@ class _ParserProcess:
         self.pid = self._process.pid
         try:
             if not isinstance(self._waited(START_S), Hello):
-                raise ParserNotStarted("its first message is not a Hello")
+                raise ParserNotStarted("the first message of the process is no Hello")
         except (_ParserLost, _Late) as error:
             status = self.status()
             self.end()
-            raise ParserNotStarted(f"it ended with status {status}; the log above has its last lines") from error
+            raise ParserNotStarted(
+                f"the process ended with status {status}; the log above has its last lines"
+            ) from error
         except BaseException:
             self.end()
             raise
@@ -288,7 +290,7 @@ class _ParserProcess:
         finally:
             timer.cancel()
             timer.join()
-            if self._late:  # the process was killed, maybe after its answer, so it must get no other document
+            if self._late:  # the process was killed, maybe after its answer, so the process must get no other document
                 raise _Late
 
     def _expire(self) -> None:

@@ -70,8 +70,8 @@ class GliclassModel(Extractor[GliclassTexts]):
     """Loaded GLiClass of the uni-encoder kind. `extract` may run on several threads at once.
 
     A result is `{"classifications": [{label, score}]}`, best first: all labels whose score reaches the threshold
-    (default 0). A text of white space has no classifications. An input gets an InvalidInput if the labels cannot be
-    used, or if the text, the instruction or an example contains a token that separates the parts of the prompt. It gets
+    (default 0). A text of white space has no classifications. The result is an InvalidInput if the labels cannot be
+    used, or if the text, the instruction or an example contains a token that separates the parts of the prompt. It is
     an InferenceFailed if the scores are not finite.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of the whole prompt; longer texts are cut.
@@ -96,7 +96,7 @@ class GliclassModel(Extractor[GliclassTexts]):
             self._model, self._tokenizer, max_length=self.max_tokens, device=compute.device, progress_bar=False
         )
         self._describe(self._model, encoder, self._tokenizer, compute)
-        # a fast tokenizer raises if a second thread calls it while its padding or truncation is being set
+        # a fast tokenizer raises if a thread calls it while another thread changes its padding or truncation
         self._tokenizing = threading.Lock()
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> GliclassTexts:
@@ -139,7 +139,7 @@ class GliclassModel(Extractor[GliclassTexts]):
         ]
 
     def _check_prompt(self, labels: list[str], around: _Around) -> None:
-        """Raise InvalidInput if a part of the prompt cannot be used, or if the prompt leaves too little room."""
+        """Raise InvalidInput if a part of the prompt cannot be used, or if the prompt leaves no tokens for the text."""
         if not labels:
             raise labels_refused("expected at least one")
         limit = self._pipeline._resolve_max_num_classes(labels, True) or self._model.config.max_num_classes
@@ -186,7 +186,7 @@ class GliclassModel(Extractor[GliclassTexts]):
         own = [(start, end) for start, end in offsets if begin <= start < end <= begin + len(text)]
         # one more token is cut, because white space at the new end of the text may be a token
         head, tail = own[: -1 - beyond], own[-1 - beyond :]
-        # a character may have several tokens, of which all or none stay
+        # a character may consist of several tokens; it stays only if all of its tokens stay
         return text[: min(head[-1][1], tail[0][0]) - begin] if head else ""
 
     def _head(self, text: str) -> str:
@@ -219,7 +219,7 @@ def _from_files(folder: Path, entry: ModelEntry, load: LoadOptions, options: dic
 
     raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
     if (kind := raw.get("architecture_type", "uni-encoder")) != "uni-encoder":
-        raise incompatible(f"{entry.id} is a GLiClass {kind}, the family gliclass runs the uni-encoder")
+        raise incompatible(f"{entry.id} is a GLiClass {kind}, the family gliclass supports only the uni-encoder")
     if raw.get("squeeze_layers"):
         raise incompatible(f"{entry.id} sums the states of all layers (squeeze_layers), which its package cannot run")
     encoder = raw.get("encoder_config") or {}

@@ -7,7 +7,7 @@ encoders.
 
 The package's own `inference` is not called. It cuts long texts. It counts a word without tokens as a word, which shifts
 all offsets after it. It finds entities in the padding of a token-level batch. It encodes the labels of a bi-encoder
-again for each batch. Where none of this occurs, the results here are equal to those of the package.
+again for each batch. In all other cases, the results here are equal to those of the package.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
-# The longest word in characters is this number times `max_tokens`. The rest is cut, since the model reads only the
-# first token of a word.
+# A word is cut after this number of characters times `max_tokens`, because the model reads only its first token.
 _CHARACTERS_PER_TOKEN = 16
-# limit for the candidates of a window that are decoded, best first: the decoder's time grows with the square of their
-# number. It compares each candidate with all selected ones, and in a token-level model each start with each end
+# Limit of candidates per window that are decoded; the best candidates are kept. The decoder's time grows with the
+# square of their number: it compares each candidate with all selected candidates, in a token-level model also all
+# starts with all ends.
 _CANDIDATES = 2048
-# the same limit for requests where entities have one label and must not overlap: the decoder selects few of them, so it
-# has few comparisons
+# the same limit for requests whose entities have one label and must not overlap: the decoder then selects few
+# candidates and makes few comparisons
 _FLAT_CANDIDATES = 8192
 _TOKEN_CANDIDATES = 1024  # the same limit for a token-level model
 
@@ -61,7 +61,7 @@ Span = tuple[int, int, str, float]  # entity in a text: first word, last word, l
 
 @dataclass(frozen=True)
 class GlinerWords:
-    """Words of a text that have tokens. `sizes`: the number of tokens of each word. `starts`, `ends`: word offsets."""
+    """Words of a text that have tokens. `sizes`: the number of tokens of each word. `starts`, `ends`: its offsets."""
 
     strings: list[str]
     sizes: list[int]
@@ -118,11 +118,11 @@ class GlinerModel(Extractor[GlinerTexts]):
     """Loaded GLiNER. `extract` may run on several threads at once.
 
     A result is `{"entities": [{text, label, score, start, end}]}` in order of start. Offsets are code points of the
-    text, `end` is exclusive. A text without words has no entities. An input gets an InvalidInput if the labels cannot
+    text, `end` is exclusive. A text without words has no entities. The result is an InvalidInput if the labels cannot
     be used, and an InferenceFailed if the scores are not finite.
 
-    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of one window, with labels and special tokens;
-    longer texts take several windows.
+    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of one window, with labels and special tokens; a
+    longer text is read in several windows.
     """
 
     pass_tokens = 512, 8192  # for a model of width 512, the span states of a pass need about 0.2 MB per word
@@ -158,7 +158,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         self.max_tokens = bound_length(
             self._processor.transformer_tokenizer, encoder, TOKENS_PER_WORD * self._max_words
         )
-        # a fast tokenizer raises if a second thread calls it while its padding or truncation is being set
+        # a fast tokenizer raises if a thread calls it while another thread changes its padding or truncation
         self._tokenizing = threading.Lock()
         self._label_vectors: LabelVectors | None = None
         if hasattr(layers, "labels_encoder"):
@@ -231,7 +231,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         )
 
     def _prompt(self, options: ExtractOptions) -> tuple[list[str], dict[int, int]]:
-        """Return the words before a text, and how often each special token for labels must occur in them, by its id."""
+        """Return the words before a text, and the number of occurrences of each special token in them, by token id."""
         labels = self._kinds(options)["entity_types"]
         words = [] if self._label_vectors else self._processor.prepare_inputs([[]], labels)[0][0]
         return words, {self._gliner.config.class_token_index: len(labels)} if words else {}
@@ -263,7 +263,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return windows(sizes, room, self._max_words, 2 * self._gliner.config.max_width)
 
     def _read(self, words: list[list[str]], batch: Any, request: GlinerRequest) -> list[WindowResult | SIEError]:
-        """Run one pass over the collator's batch. Return the result of each row, in positions of its words."""
+        """Run one pass over the collator's batch. Return the result of each row, with word indices of the row."""
         inputs = self._inputs(batch)
         if request.label_vectors is not None:
             inputs = {name: value for name, value in inputs.items() if not name.startswith("labels_")}
@@ -323,7 +323,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return {"entities": entities}
 
     def _joined(self, by_window: list[tuple[TextWindow, list[Span]]], request: GlinerRequest) -> list[Span]:
-        """Join the entities of a text's windows. The decoder of the gliner package selects from overlapping ones."""
+        """Join the entities of a text's windows. If entities overlap, the package's decoder selects some of them."""
         joined: list[Span] = []
         last: list[Span] = []
         ranges = own_ranges([window for window, _ in by_window])

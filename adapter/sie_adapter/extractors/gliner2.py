@@ -8,15 +8,15 @@ has the boundary architecture (`gliner2_boundary.py`), for which relations and r
 
 The package's own `batch_extract` is not called. It runs a text of any length in one pass. It finds entities in the full
 stop that it adds to a text. For a word without tokens it uses the token that follows. It keeps the words of texts in
-memory. Where none of this occurs, the results here are equal to those of the package.
+memory. In all other cases, the results here are equal to those of the package.
 
 Classes share a prompt that begins with the name of their task (parameter `task`). Only the first window of a text is
 classified.
 
 Relations share the prompt of the entities (`gliner2_relations.py`).
 
-A record of a schema is run as what the package calls a structure: its properties are the labels, and the model predicts
-how many objects a window has. Allowed values of a property (choices) are words before the text.
+A record of a schema becomes a structure of the package: its properties are the labels, and the model predicts how many
+objects a window has. Allowed values of a property (choices) are words before the text.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.models.output_schemas import TextRecord
 from sie_store.folder_files import read_json
 
-_CHARACTERS_PER_TOKEN = 16  # the longest word in characters is this number times `max_tokens`; the rest is cut
-_CANDIDATES = 16384  # largest number of candidate entities of a window; more only with equal scores
+_CHARACTERS_PER_TOKEN = 16  # a word is cut after this number of characters times `max_tokens`
+_CANDIDATES = 16384  # limit of candidate entities per window; only candidates with equal scores may exceed it
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
 T = TypeVar("T")
 Output = TypeVar("Output")
-# For each task of a window: its logits [objects, labels, words, widths], -inf for spans beyond the last word; None if
-# the model predicts no object.
+# For each task of a window: its logits [objects, labels, words, widths], -inf for spans that end after the last word;
+# None if the model predicts no object.
 _Logits = Sequence[Tensor | None]
 Kind = Literal["entities", "relations", "classifications", "json_structures"]
 _SHARED_WORDS = 16  # least number of words that windows share, if spans may have any width
@@ -83,8 +83,8 @@ _TASK = "category"  # name of the classification task if neither the request nor
 @dataclass(frozen=True)
 class _Gliner2Words:
     """Words of one text that have tokens. Word i has the tokens `ids[places[i]:places[i + 1]]` and the characters
-    `starts[i]` to `ends[i]`. `closed`: True for a word that ends with a punctuation mark of _ENDS. `is_stopped`: the
-    package added a full stop after the text as a separate word.
+    `starts[i]` to `ends[i]`. `closed`: True for a word that ends with a punctuation mark of _ENDS. `is_stopped`: True
+    if the package added a full stop after the text as a separate word.
     """
 
     ids: NDArray[np.int32]
@@ -97,12 +97,12 @@ class _Gliner2Words:
 
 @dataclass(frozen=True)
 class _Gliner2Prompt:
-    """Tokens before each text. A prompt has one task, or one for all entity labels and one for each relation. `kinds`:
-    the package's name of each task. `words`: each task as words, for example ( [P] entities ( [E] city [E] person ) ).
-    `marks`: for each task the positions of the words [P] and [E], whose states represent the task and the labels.
-    `owners`: for each token of the prompt, the indices of its word and its task. `before`: the tokens of the words with
-    choices, which precede the words of a text. `choices`: for each label the positions of its choices among these
-    words.
+    """Tokens before each text. A prompt has one task, or with relations a task for all entity labels and a task for
+    each relation. `kinds`: the package's name of each task. `words`: each task as words, for example ( [P] entities (
+    [E] city [E] person ) ). `marks`: for each task the positions of the words [P] and [E], whose states represent the
+    task and the labels. `owners`: for each token of the prompt, the indices of its word and its task. `before`: the
+    tokens of the words with choices, which precede the words of a text. `choices`: for each label the positions of its
+    choices among these words.
     """
 
     kinds: list[Kind]
@@ -157,9 +157,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
     A result is `{"entities": [{text, label, score, start, end}]}` in order of start and end. Offsets are code points of
     the text, `end` is exclusive. Entities of two labels may overlap. Entities of one label may overlap only with the
-    boundary architecture, by the model's overlap policy. A text without words has no entities. An input gets an
+    boundary architecture, by the model's overlap policy. A text without words has no entities. The result is an
     InvalidInput if the labels or the task cannot be used, or if the text contains a token that the model reserves. It
-    gets an InferenceFailed if a state or score is not finite. With the output `classifications`, a result is that of
+    is an InferenceFailed if a state or score is not finite. With the output `classifications`, a result is that of
     GliclassModel. With the output `relations` and `relation_labels`, a result has `relations` [{head, tail, relation,
     score}], best first; a relation in a long text is found within one window.
 
@@ -305,8 +305,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         run: Callable[[Any], Sequence[Output | SIEError]],
         convert: Callable[[Output, TextWindow], T | SIEError],
     ) -> tuple[list[dict[TextWindow, T]], dict[int, SIEError]]:
-        """Run all passes: `run` returns the output of each window of a batch. Return for each text the results of
-        `convert` for its windows, and the errors by index of the text.
+        """Run all passes. `run`: function that returns the output of each window of a batch. Return for each text the
+        results of `convert` for its windows, and a map: index of a text -> its error.
         """
         errors = dict(prepared.errors)
         by_text: list[dict[TextWindow, T]] = [{} for _ in prepared.words]
@@ -326,7 +326,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         processor = self._processor
         if isinstance(options.part, TextRecord):
             if self._is_boundary:
-                message = "a GLiNER2 of the boundary architecture answers only enums and booleans here"
+                message = "a GLiNER2 of the boundary architecture supports only enums and booleans"
                 raise InvalidInput.at("output_schema", message, reason="unsupported_output")
             return self._record_prompt(options.part)
         if not labels and not relations:
@@ -361,8 +361,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         choices: Sequence[list[int]] = (),
         descriptions: int = 0,
     ) -> _Gliner2Prompt:
-        """Return the prompt. `descriptions`: the number of descriptions in it, before each of which the package puts a
-        special token. Raises InvalidInput for an unusable label or name of a task.
+        """Return the prompt. `descriptions`: the number of descriptions in the prompt; each has a special token before
+        it. Raises InvalidInput for an unusable label or name of a task.
         """
         processor = self._processor
         ends = [processor.SEP_STRUCT] * (len(tasks) - 1) + [processor.SEP_TEXT]
@@ -400,7 +400,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         mark = self._counter.token_to_id(self._processor.DESC_TOKEN)
         if len(name) and name[np.isin(name, self._reserved)].tolist() == [mark] * descriptions:
             return
-        fault = "has no token, or one that the model reserves"
+        fault = "is empty after tokenisation, or has a token that the model reserves"
         if kind == "relations":
             raise InvalidInput.at("relation_labels", f"one of them {fault}", reason="labels")
         raise InvalidInput.at("task", f"it {fault}")
@@ -427,7 +427,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         )
 
     def _record(self, prompt: _Gliner2Prompt, words: _Gliner2Words, at: TextWindow, room: int) -> Any:
-        """Return one window in the package's form for its model. A word that is too long for the model is cut."""
+        """Return one window as a TransformedRecord of the package. A word that is too long for the model is cut."""
         from gliner2.processor import TransformedRecord
 
         first = words.places[at.start]
@@ -442,7 +442,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         mapped: list[tuple[str, int, int]] = []
         if self._processor.token_pooling in ("mean", "max"):
             sizes = np.diff([*places, len(ids)])
-            last = prompt.owners[-1][0]  # the word that ends the prompt
+            last = prompt.owners[-1][0]  # index of the prompt's last word
             owners = np.repeat(np.arange(len(places)) + last + 1, sizes).tolist()
             mapped = [("schema" if owner < last else "sep", owner, task) for owner, task in prompt.owners]
             mapped += [("text", owner, len(prompt.kinds)) for owner in owners]
@@ -479,9 +479,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
 
 def _above(logits: Tensor | None, at: TextWindow, thresholds: Sequence[float]) -> _Spans | SIEError:
-    """Return the spans whose score reaches the threshold of their label; of more than _CANDIDATES spans, the best
-    _CANDIDATES and all with the same score as the last of these. `logits`: [1, labels, words, widths], perhaps with one
-    word more than the window: the added full stop.
+    """Return the spans whose score reaches the threshold of their label. Of more than _CANDIDATES spans, return the
+    best _CANDIDATES and all spans with the score of the last of these. `logits`: [1, labels, words, widths]; `words`
+    may include an added full stop after the words of the window.
     """
     if logits is None:
         none = np.zeros(0, np.int64)
@@ -571,7 +571,7 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
 
 def _tokenizer(folder: Path) -> Any:
     """Read the tokenizer of `folder`. Older folders have a list as `extra_special_tokens`, where transformers expects a
-    map: it is replaced by an empty map.
+    map; an empty map replaces this list.
     """
     listed = isinstance(read_json(folder / "tokenizer_config.json").get("extra_special_tokens"), list)
     options: dict[str, Any] = {"extra_special_tokens": {}} if listed else {}

@@ -24,7 +24,7 @@ _CANDIDATES = 1024
 
 
 class BoundedSpan(NamedTuple):
-    """Span of words that may be an entity: its first word, the word after its last, its label as an index."""
+    """Span of words that may be an entity. `end`: the word after its last word. `label`: index of its label."""
 
     score: float
     start: int
@@ -53,7 +53,7 @@ def window_candidates(
         count_log_rates=output.count_log_rates,
         adaptive_threshold=settings.adaptive_threshold,
     )[0]
-    if output.null_logits is not None:  # the model says that the window has no entity of a label
+    if output.null_logits is not None:  # logits that the window has no entity of a label
         absent = (torch.sigmoid(output.null_logits[0].float()) > settings.abstention_threshold).tolist()
         grouped = [[] if is_absent else own for is_absent, own in zip(absent, grouped, strict=True)]
     size = at.stop - at.start
@@ -72,9 +72,7 @@ def bounded_entities(
     labels: Sequence[str],
     policy: str,
 ) -> list[dict[str, Any]]:
-    """Return the entities of a text, in the order of start and end, that the overlap policy of the package keeps for
-    each label.
-    """
+    """Return the entities of a text that the package's overlap policy keeps for each label, ordered by offsets."""
     order = sorted(by_window, key=lambda at: at.start)
     by_label: list[list[BoundedSpan]] = [[] for _ in labels]
     for at, (begin, end) in zip(order, own_ranges(order), strict=True):
@@ -101,10 +99,10 @@ _KEYS: dict[str, Any] = {
 
 
 def _clusters(candidates: Sequence[BoundedSpan]) -> Iterator[list[BoundedSpan]]:
-    """Yield groups of candidates that overlap, directly or through other candidates. A group has at most _CANDIDATES,
-    those with the best scores: the package's time and memory grow with the square of their number, and a client may
-    choose a threshold of 0. If a text of one window has fewer candidates, as is usual, its entities are those of the
-    package.
+    """Yield groups of candidates that overlap, directly or through other candidates. If a group has more than
+    _CANDIDATES, the best _CANDIDATES are kept: a client may choose a threshold of 0, and the package's time and memory
+    grow with the square of the number of candidates. For a text of one window without such a group, the entities are
+    those of the package.
     """
     cluster: list[BoundedSpan] = []
     stop = 0

@@ -3,7 +3,7 @@ the words of a record's choices, which come before the text, and reads the candi
 
 logits [objects, properties, words, widths] ──► choices: the score of their word
                                             └─► spans of the text that reach the threshold, best first, without overlaps
-objects of all windows ──► of an object in two windows, only the copy in one is kept
+objects of all windows ──► an object that is in two windows is kept once
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sie_adapter.families.extraction import TextWindow, own_ranges, scores_not_f
 from sie_contracts.errors import SIEError
 from sie_contracts.models.output_schemas import TextField, TextRecord
 
-_CANDIDATES = 256  # limit for the spans of one property of one object that are compared, best first
+_CANDIDATES = 256  # limit of compared spans for one property of one object; the best spans are kept
 
 FieldCandidates = dict[str, list[FieldSpan]]
 
@@ -36,7 +36,7 @@ class WordPlaces(Protocol):
 
 def words_of_choices(processor: Any, record: TextRecord) -> tuple[list[str], list[list[int]]]:
     """Return the words that the package puts before a text for a record's choices, and for each property the positions
-    of its choices among them.
+    of its choices among these words.
     """
     structure = {
         text_field.name: {"value": "", "choices": list(text_field.labels)} if text_field.labels else ""
@@ -44,7 +44,7 @@ def words_of_choices(processor: Any, record: TextRecord) -> tuple[list[str], lis
     }
     words: list[str] = processor._build_classification_prefix({"json_structures": [{record.name: structure}]})
     positions: list[list[int]] = []
-    end = 2  # the words: ( record: property ( choice | choice ) , property ( choice ) )
+    end = 2  # index of a property in the words: ( record: property ( choice | choice ) , property ( choice ) )
     for text_field in record.fields:
         start = end + 2
         positions.append(list(range(start, start + 2 * len(text_field.labels), 2)))
@@ -83,7 +83,7 @@ def window_objects(
             else _spans(text_field, own_spans[index], text, words, at, thresholds[index])
             for index, text_field in enumerate(record.fields)
         }
-        if record.path:  # without a path all candidates stay, because the best value may lie in another window
+        if record.path:  # without a path, all are kept: another window may have the best value
             for text_field in record.fields:
                 candidates[text_field.name] = candidates[text_field.name][: None if text_field.is_list else 1]
         if any(candidates.values()):
@@ -133,8 +133,8 @@ def joined_objects(
     record: TextRecord, words: WordPlaces, by_window: Mapping[TextWindow, Sequence[FieldCandidates]]
 ) -> list[FieldCandidates]:
     """Return the objects of a text in the order of its windows. A record without a path has the properties at the root
-    of the answer: its text has one object, with the values of the first object of each window. A value without a place
-    in the text, such as a choice, counts only in the first window.
+    of `data`. Its text has one object, with the values of the first object of each window. A value without offsets in
+    the text, such as a choice, is taken from the first window only.
     """
     order = sorted(by_window, key=lambda at: at.start)
     starts = [0, *(words.starts[begin] for begin, _ in own_ranges(order)[1:])]
@@ -166,5 +166,5 @@ def joined_objects(
 
 
 def _first(candidates: FieldCandidates) -> int:
-    """Return the character at which an object begins; 0 without a span, so that it counts only in the first window."""
+    """Return the first character of an object; 0 without a span, so that it belongs to the first window."""
     return min((row["start"] for rows in candidates.values() for row in rows if row["start"] is not None), default=0)

@@ -20,7 +20,7 @@ FIELDS = ("head", "tail")
 
 
 class WordPair(NamedTuple):
-    """Relation between two ranges of words, each (first word, last word). `score`: the lower score of the two."""
+    """Relation between two ranges of words, each (first word, last word). `score`: the lower score of both ranges."""
 
     head: tuple[int, int]
     tail: tuple[int, int]
@@ -53,7 +53,7 @@ def window_relations(
 
 
 def relations_of_text(text: str, words: WordPlaces, pairs: Sequence[WordPair]) -> list[dict[str, Any]]:
-    """Return the relations of a text, best first, from the pairs of all its windows. Equal pairs are one relation."""
+    """Return the relations of a text, best first, from the pairs of its windows. Equal pairs become one relation."""
     best: dict[tuple[tuple[int, int], tuple[int, int], str], float] = {}
     for pair in pairs:
         key = (pair.head, pair.tail, pair.label)

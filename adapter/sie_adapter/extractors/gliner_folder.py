@@ -1,5 +1,5 @@
-"""Load of a GLiNER folder as the package's model: offline, and with exactly the weights in the folder. Configurations
-of backbones that the folder lacks come from a folder below it, or from the hub cache.
+"""Load a GLiNER folder as a model of the package, without network access, and with exactly the weights in the folder.
+The configuration of a backbone may also be in a subfolder or in the hub cache.
 
     gliner_config.json (+ config.json and tokenizer of the backbones) ──► package class ──► strict weights ──►
     precision, device
@@ -39,7 +39,7 @@ def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Com
 
 
 def empty_gliner(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
-    """Build the model on the device `meta`, compare the weights' names and shapes, and raise the errors of a load."""
+    """Build the model on the device `meta`, and compare its weights with the file. Raises the errors of a load."""
     with torch.device("meta"):
         model = _built(folder, entry, load, eager=False)
     compare(model.model.state_dict(), read_weights(folder, entry), entry)
@@ -75,7 +75,7 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, *, eager: bool) -
 def _refuse_other_kinds(raw: dict[str, Any], entry: ModelEntry) -> None:
     cause = ""
     if raw.get("labels_decoder") is not None:
-        cause = "it generates labels, which no family here runs"
+        cause = "it generates labels (labels_decoder), which is not supported"
     elif (raw.get("relations_layer") is not None) != (entry.family == "gliner-relations"):
         cause = "a GLiNER has relations_layer in gliner_config.json if and only if its family is gliner-relations"
     elif raw.get("relations_layer") is not None and raw.get("span_mode") == "token_level":

@@ -26,9 +26,9 @@ from sie_adapter.families.extraction import ExtractOptions, Result, TextWindow, 
 from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 
-# limit for the spans of a window that may be head or tail of a relation, best first: each pair of them has a vector
+# limit of spans per window that may be head or tail of a relation, best first; each pair of these spans has a vector
 _CANDIDATES = 64
-_RELATIONS = 1024  # limit for the relations of a window, best first
+_RELATIONS = 1024  # limit of relations per window; the best relations are kept
 # Limit for the windows of a pass, by type of device. A window with _CANDIDATES spans has 4,032 pairs, which need about
 # 150 MB at a width of 1,024.
 _WINDOWS_PER_PASS = {"cpu": 4}
@@ -40,8 +40,8 @@ class GlinerRelationModel(GlinerModel):
     score}], best first. `relations` is empty unless the request names labels for relations.
 
     A span can be head or tail if its best score is above the threshold, if it is among the _CANDIDATES best spans of
-    its window, and if the result has an entity with the same words. A relation counts if its score is above
-    `relation_threshold`, by default the threshold of entities, and if it is among the _RELATIONS best of its window. In
+    its window, and if the result has an entity with the same words. A result has a relation if its score is above
+    `relation_threshold` (default: the threshold of entities), and if it is among the _RELATIONS best of its window. In
     a long text, relations are found within one window.
     """
 
@@ -49,7 +49,7 @@ class GlinerRelationModel(GlinerModel):
         super().__init__(folder, entry, load, compute)
         from gliner.decoding.decoder import SpanDecoder
 
-        self._decoder = SpanDecoder(self._gliner.config)  # this decoder decodes only entities
+        self._decoder = SpanDecoder(self._gliner.config)  # only for entities; `_related` decodes the relations
         self._gliner.model.select_span_target_embedding = _selected
 
     def _kinds(self, options: ExtractOptions) -> dict[str, list[str]]:
@@ -120,7 +120,7 @@ def _candidates(scores: Tensor, mask: Tensor, threshold: float) -> tuple[Tensor,
     top = best.argsort(dim=1, descending=True, stable=True)[:, :_CANDIDATES]
     chosen = torch.zeros_like(best, dtype=torch.bool).scatter(1, top, best.gather(1, top) > threshold)
     counts = chosen.sum(1, keepdim=True)
-    # at least one column, because the package's attention layers fail without any
+    # at least one column, because the package's attention layers fail with none
     columns = max(1, int(counts.max()))
     places = chosen.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :columns]
     return places, torch.arange(columns, device=places.device) < counts

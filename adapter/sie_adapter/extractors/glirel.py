@@ -66,9 +66,9 @@ class GlirelModel(Extractor[GlirelTexts]):
 
     A result is `{"entities": [{text, label, score, start, end}], "relations": [{head, tail, relation, score}]}`. The
     entities are copied from the request, with a score of 1. For each pair (head, tail), the relations are the `top_k`
-    best labels with a score above the threshold; all relations are sorted, best first. Fewer than two entities have no
-    relation. An input gets an InvalidInput if labels or entities cannot be used, or if an entity ends after the last
-    word that the model reads, and an InferenceFailed if the scores are not finite.
+    best labels with a score above the threshold; all relations are sorted, best first. A text with fewer than two
+    entities has no relations. The result is an InvalidInput if labels or entities cannot be used, or if an entity ends
+    after the last word that the model reads. It is an InferenceFailed if the scores are not finite.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit for a text together with labels and special tokens.
     """
@@ -195,8 +195,8 @@ def _relations(
 
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions, device: torch.device) -> Any:
-    """Build the package's model with random weights, which a load replaces by those of the checkpoint. The package's
-    constructor reads a weight file of the backbone. It gets an empty file, since these weights are replaced.
+    """Build the package's model with random weights, which are later replaced by the weights of the checkpoint. The
+    package's constructor needs a weight file of the backbone; it gets an empty one.
     """
     from glirel import GLiREL
 

@@ -1,5 +1,5 @@
-"""Laya: typed decisions about a text. A question has options. Before each option is a mask token, whose state is
-scored. The encoder runs packed; no code of the package `laya` runs.
+"""Laya: typed decisions about a text. A question has options. The model reads a mask token before each option, and the
+state of this token is scored. The encoder runs packed; no code of the package `laya` runs.
 
     question, options, text ──► ids ──► packed passes ──► layers of the head, for each length
     ──► a logit for each option ──► temperature ──► probabilities
@@ -59,15 +59,15 @@ _OF_LABELS: dict[Question, str] = {"choice": "Which of these describes the text?
 _TRUTH = ("false: no, the statement does not hold", "true: yes, the statement holds")
 _OPTION_TOKENS = 48  # largest number of tokens of an option
 _QUESTION_TOKENS, _LEAST_QUESTION_TOKENS, _LEAST_OPTION_TOKENS = 16, 8, 4
-_AROUND_TOKENS = 32  # tokens around a statement, roughly: its type, its two options, the special tokens
+_AROUND_TOKENS = 32  # approximate number of tokens around a statement: its type, its two options and the special tokens
 _HEAD_TOKENS = 192  # limit for the tokens of question and options, if the configuration has none
 _TEMPERATURES = (0.5, 5.0)  # smallest and largest temperature that the package applies
-_UNREAD = ("act_head.", "temperature")  # tensors that have no part in the probabilities
+_UNREAD = ("act_head.", "temperature")  # prefixes of tensors that do not affect the probabilities
 
 
 @dataclass(frozen=True)
 class _QuestionIds:
-    """Question as ids: `head` comes before a text. `marks`: the positions of the mask tokens."""
+    """Question as ids: `head`: the ids before a text. `marks`: the positions of the mask tokens."""
 
     head: list[int]
     marks: list[int]
@@ -115,9 +115,9 @@ class LayaModel(Extractor[LayaTexts]):
     """Loaded Laya. `extract` may run on several threads at once.
 
     A result is `{"classifications": [{label, score}]}`, best first: the labels whose probability reaches the threshold
-    (default 0). A label that is named twice counts once. A text of white space has no classifications. An input gets an
-    InvalidInput if it has no labels, if its labels together or a statement have too many tokens, or if two labels are
-    equal after a cut. It gets an InferenceFailed if the logits are not finite.
+    (default 0). A repeated label counts once. A text of white space has no classifications. The result is an
+    InvalidInput if there are no labels, if all labels together or a statement have too many tokens, or if two labels
+    are equal after they were cut. It is an InferenceFailed if the logits are not finite.
 
     `tokenizer`: tokenizer.json of the encoder. `max_tokens`: limit for question and text; longer texts are cut.
     """
@@ -208,16 +208,16 @@ class LayaModel(Extractor[LayaTexts]):
         return kind, [self._question_ids(words[:room], marked)]
 
     def _statement_ids(self, text: str, label: str) -> _QuestionIds:
-        """Return the question whether a label applies; `text` comes before the label. Raises InvalidInput if the
-        question is too long: the package would cut off the label.
+        """Return the question whether a label applies; `text` comes before the label. Raises InvalidInput for a
+        question that is too long: the package would cut off its label.
         """
         words, marked, room = self._parts("noul", f"{text} {label}".strip(), _TRUTH)
         if len(words) > room:
             alone, _, _ = self._parts("noul", label, _TRUTH)
             if len(alone) >= room:
                 most = room - len(self._parts("noul", "", _TRUTH)[0])
-                raise labels_refused(f"each is a statement of at most {most} tokens")
-            message = f"together with the description it may have at most {room - len(alone)} tokens before a statement"
+                raise labels_refused(f"each may be a statement of at most {most} tokens")
+            message = f"with a property's description it may have at most {room - len(alone)} tokens before a statement"
             raise InvalidInput.at("instruction", message, reason="labels")
         return self._question_ids(words, marked)
 
@@ -271,7 +271,7 @@ def _kind(options: ExtractOptions) -> Question:
 
 
 def _text(options: ExtractOptions) -> str:
-    """Return the question. For a property of a schema without a description, the wording is that of the package."""
+    """Return the text of the question. A schema property without a description gets the wording of the package."""
     part, texts = options.part, [options.instruction.strip()]
     if isinstance(part, Decision) and not part.question:
         name = part.path[-1]
@@ -287,7 +287,7 @@ def _text(options: ExtractOptions) -> str:
 
 
 def _is_unnamed(part: SchemaPart | None) -> bool:
-    """Return whether a part is a boolean whose statement is only the name of its property."""
+    """Return True if a part is a boolean and its statement is only the name of its property."""
     return isinstance(part, Decision) and part.is_boolean and part.labels[0] == part.path[-1].replace("_", " ")
 
 

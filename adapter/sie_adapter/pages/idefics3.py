@@ -96,8 +96,8 @@ class ColIdefics(TokenVectors):
         vision = self.model.config.vision_config
         if recipe.kind != "tiles" or recipe.multiple != self._edge:
             raise incompatible(
-                f"{self._id}: preprocessor_config.json does not cut images into tiles of {self._edge} pixels, as"
-                " config.json does",
+                f"{self._id}: config.json cuts images into tiles of {self._edge} pixels, preprocessor_config.json"
+                " does not",
             )
         patches = (self._edge // vision.patch_size) ** 2
         return msgspec.structs.replace(recipe, block_tokens=max(1, patches // _PATCHES_PER_TOKEN))

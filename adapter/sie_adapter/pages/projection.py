@@ -1,4 +1,4 @@
-"""Parts shared by model classes that project states to token vectors: the projection, its LoRAs, the form of rows."""
+"""Parts of the model classes that project states to token vectors: the projection, the module for LoRAs, the rows."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ class Projected(nn.Module):  # type: ignore[misc]  # the type checker skips torc
 
 
 def tensor_names(projection: str) -> tuple[str, str]:
-    """Return the names of the tensors of a projection."""
     return f"{projection}.weight", f"{projection}.bias"
 
 
 def projection_of(folder: Path, entry: ModelEntry, name: str) -> nn.Linear:
-    """Return the projection of a folder, float32. Raises ModelLoadFailed if the weights have none."""
+    """Return the projection of a folder, float32. Raises ModelLoadFailed if the weights have no projection."""
     weight, bias = (checkpoint.tensor(folder, tensor) for tensor in tensor_names(name))
     if weight is None:
-        raise incompatible(f"{entry.id}: the weights have no {name}.weight, without which there are no token vectors")
+        raise incompatible(f"{entry.id}: the weights have no {name}.weight, which computes the token vectors")
     return checkpoint.linear(weight, bias)
 
 

@@ -83,12 +83,12 @@ class Qwen3Reranker(_Qwen3):
     def _answer(self, tokenizer: Tokenizer, token: str) -> int:
         ids = tokenizer.encode(token, add_special_tokens=False).ids
         if len(ids) != 1:
-            raise incompatible(f"{self._id}: the answer {token!r} is not one token of its vocabulary")
+            raise incompatible(f"{self._id}: {token!r} in yes_token or no_token is not one token of its vocabulary")
         return int(ids[0])
 
     def _output_rows(self, folder: Path, ids: list[int]) -> Tensor:
-        """Return the output layer's rows for these ids, float32. A model with tied weights has no output layer: return
-        the rows of its input embeddings.
+        """Return the output layer's rows for these ids, float32. For a model with tied weights, which has no output
+        layer, return rows of its input embeddings.
         """
         if stored := _stored_rows(folder, LANGUAGE_HEAD, ids):
             return torch.stack(stored)

@@ -112,7 +112,7 @@ class ColQwen(TokenVectors, QwenVL):
 
 def axes_of(packed: PackedBatch, token: int, grids: Sequence[Sequence[tuple[int, int]]]) -> Int64:
     """Return the positions of each token in time, height and width, [3, tokens]. `grids`: for each sequence in packed
-    order, the numbers of rows and columns of blocks of its images.
+    order, the (rows, columns) of blocks of each of its images.
 
     An image begins at the position where the text before it ends. An image of `rows` x `columns` blocks takes max(rows,
     columns) positions; then the text after it begins. Source: transformers, Qwen2_5_VLModel.get_rope_index. Raises

@@ -1,1 +1,1 @@
-"""Families that write text from images and sounds, by greedy decoding of several texts at the same time."""
+"""Families that generate text from images and sounds, by greedy decoding of several texts at the same time."""

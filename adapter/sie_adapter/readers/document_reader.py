@@ -1,4 +1,4 @@
-"""Readers of documents: they write the content of a page, one token at a time.
+"""Readers of documents: models that generate the content of a page as text, one token at a time.
 
 one page each, a task ──► prompts ──► the loop of `reading`, rows of all batches together ──► written text ──► results
 """
@@ -31,12 +31,12 @@ _KINDS: Mapping[str, _Kind] = {
 class DocumentReader:
     """Loaded reader of documents. `reading(..).extract` may run on several threads at once.
 
-    A result has entities or objects, and `data` with `finish_reason` and `completion_tokens`. The reason is `stop` if
-    the model wrote an end token, `length` if it reached its limit, `repetition` if it repeated the same tokens. An
-    input gets an InvalidInput if it does not have exactly one image, or if the model does not have its task or cannot
-    read its instruction. It gets an InferenceFailed if the scores are not finite.
+    A result has entities or objects, and `data` with `finish_reason` and `completion_tokens`. `finish_reason` is `stop`
+    if the model wrote an end token, `length` if it reached its limit, `repetition` if it repeated the same tokens. The
+    result is an InvalidInput if an input does not have exactly one image, or if the model does not support the task or
+    the instruction. It is an InferenceFailed if the scores are not finite.
 
-    `max_tokens`: limit for the prompt and the text that is written after it.
+    `max_tokens`: limit of the tokens of prompt and generated text together.
     """
 
     @staticmethod
@@ -53,5 +53,5 @@ class DocumentReader:
         self.memory_bytes = self._kind.memory_bytes
 
     def reading(self, read: Read[PagePrompt], is_gone: IsGone) -> ReaderCall[PagePrompt, Shown]:
-        """Return the object that answers one batch. `read`: the method `Readings.read` of the device."""
+        """Return the object that computes the results of a batch. `read`: the method `Readings.read` of the device."""
         return ReaderCall(self._kind, self.rows, read, is_gone, "images")

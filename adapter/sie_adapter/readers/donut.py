@@ -43,7 +43,7 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 
 _QUESTION, _CLASSES = "<s_docvqa>", "<s_rvlcdip>"
-_CLASS_TOKENS = 8  # largest number of tokens for the name of a class, which needs three or four
+_CLASS_TOKENS = 8  # largest number of tokens for the name of a class; most names have three or four
 _LABELS = {"class": "document_class", "text_sequence": "text"}
 _TAG = re.compile(r"<s_[^<>]+>")
 _STATES_PER_TOKEN = 4  # the cost of a page in tokens is the number of its encoder states, divided by this number
@@ -94,7 +94,7 @@ class Donut:
         if task == _QUESTION:
             if not options.instruction.strip():
                 raise InvalidInput(
-                    "instruction: the task needs a question here", reason="instruction_required", param="instruction"
+                    f"instruction: the task {task} needs a question", reason="instruction_required", param="instruction"
                 )
             if any(tag in options.instruction for tag in self._tags):
                 raise reserved("instruction")

@@ -159,7 +159,7 @@ class Florence2:
         ids = [first, *self.tokenizer.encode(sentence, add_special_tokens=False).ids, last]
         if (read := self._features + len(ids)) > self._places:
             raise InvalidInput(
-                f"instruction: page and sentence have {read} tokens, the model reads {self._places}",
+                f"instruction: page and sentence have {read} tokens, the model reads at most {self._places}",
                 reason="input_too_long",
                 param="instruction",
                 extras={"tokens": read, "limit": self._places},
@@ -214,8 +214,8 @@ def _features(model: Any, recipe: Recipe) -> int:
 def placed(text: str, numbers: int, width: int, height: int) -> Iterator[tuple[str, list[int]]]:
     """Yield each label with each of its boxes, as x, y, width and height in pixels of the image. In the text, a box has
     `numbers` bins (thousandths of width or height), alternately x and y: two corners, or the four corners of a
-    quadrangle, whose bounding rectangle is returned. A bin stands for its middle, rounded down to a pixel. Source:
-    transformers, Florence2PostProcessor.
+    quadrangle, whose bounding rectangle is returned. A bin becomes the pixel at its middle. Source: transformers,
+    Florence2PostProcessor.
     """
     for name, run in _PLACED.findall(text):
         bins = [min(int(number), _BINS - 1) for number in _PLACE.findall(run)]

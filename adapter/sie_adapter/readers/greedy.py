@@ -1,7 +1,7 @@
 """Greedy choice of tokens: the most likely next token of a row, under the rules of the model's generation_config.json.
 
 The output equals transformers' `generate(num_beams=1, do_sample=False)`, whose logits processors are used here too.
-Only with `stops_loops` a text may end earlier.
+With `stops_loops`, a text that repeats itself ends earlier.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from transformers.generation import logits_process as library
 Finish = Literal["stop", "length", "repetition"]
 
 _REPEATED, _TIMES = 64, 3  # a text counts as a loop if it ends with three equal blocks of 64 tokens
-# options of generation_config.json that change greedy decoding and are not supported here, each with the values at
-# which it changes nothing
+# unsupported options of generation_config.json that change greedy decoding, with the values that have no effect
 _REFUSED: dict[str, tuple[object, ...]] = {
     "sequence_bias": (None,),
     "encoder_repetition_penalty": (None, 1.0),
@@ -33,7 +32,7 @@ _REFUSED: dict[str, tuple[object, ...]] = {
 
 
 def unknown_rule(config: GenerationConfig) -> str:
-    """Return the first option of a configuration that this module does not support, else an empty string."""
+    """Return the first option of a configuration that this module does not support, or an empty string."""
     return next((name for name, neutral in _REFUSED.items() if getattr(config, name, None) not in neutral), "")
 
 
@@ -45,19 +44,19 @@ def ends_of(config: GenerationConfig) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules for the text of one row. `prompt`: the ids before its first token. `most`: the largest number of tokens.
-    `ends`: the ids that end the text.
+    """Rules for the text of one row. `prompt`: the ids before the first generated token. `most`: the limit of generated
+    tokens. `ends`: the ids that end the text.
     """
 
     prompt: Sequence[int]
     most: int
     ends: frozenset[int]
     processors: Any = ()
-    forced_end: bool = False  # the token at the limit is always an end token
+    forced_end: bool = False  # True if an end token is forced at the limit
     stops_loops: bool = False
 
     def chosen(self, written: Sequence[int], scores: Tensor) -> Tensor:
-        """Return `scores` [vocabulary] after the logits processors changed them. `written`: the tokens so far."""
+        """Return `scores` [vocabulary] as the logits processors change them. `written`: the generated tokens."""
         if not self.processors:
             return scores
         ids = torch.tensor([[*self.prompt, *written]], device=scores.device)
@@ -80,7 +79,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Rules of generation for one model. `ends`: ids of tokens that end a text. `bad`: ids that are never written."""
+    """Rules of generation for one model. `ends`: ids of tokens that end a text. `bad`: ids that are never generated."""
 
     config: GenerationConfig
     device: torch.device
@@ -90,7 +89,7 @@ class Greedy:
 
     def rules(self, prompt: Sequence[int], most: int, own: Sequence[Any] = ()) -> Rules:
         """Return the rules of a row with this prompt and at most `most` tokens. `own`: logits processors of the model,
-        which run after those of its configuration.
+        which run after the processors of the configuration.
         """
         processors = library.LogitsProcessorList([*self._processors(len(prompt), most), *own])
         forced = self.config.forced_eos_token_id is not None
@@ -126,6 +125,6 @@ class Greedy:
 
 
 def best(scores: Tensor) -> list[int]:
-    """Return the id of the most likely token of each row of `scores` [rows, vocabulary]; -1 for NaN or infinity."""
+    """Return the id of the best token of each row of `scores` [rows, vocabulary]; -1 if its score is not finite."""
     best = scores.max(-1)
     return torch.where(torch.isfinite(best.values), best.indices, -1).tolist()  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Parakeet TDT, a reader of sounds: it writes the speech in a recording, with the times of words and sentences.
+"""Parakeet TDT, a model that transcribes recordings, with the times of words and sentences.
 
   levels ──► a window, normalised ──► encoder ──► states ──► decoding by tokens and durations ──► words, sentences
                    └──► the next window begins at the quietest moment near the end of this one
@@ -39,15 +39,16 @@ from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 
 _LABEL = "transcript"
-_EPSILON = 1e-5  # added to the deviation of levels. Source: transformers, ParakeetFeatureExtractor
+_EPSILON = 1e-5  # added to the standard deviation of levels. Source: transformers, ParakeetFeatureExtractor
 # A window that does not reach the end of the recording ends in its last quarter, at the quietest moment: where the mean
 # level of _QUIET_FRAMES frames is lowest.
 _SEARCHED_SHARE = 4
 _QUIET_FRAMES = 10
-_UNSET = ("eos_token_id", "max_length", "max_new_tokens")  # refused generation options, since they end a text early
+# generation options that are refused because they end a text early
+_UNSET = ("eos_token_id", "max_length", "max_new_tokens")
 # largest number of windows in one pass of the encoder; a CPU is not faster with more than one
 _WINDOWS_PER_PASS = 8
-_END = 0  # the one token of each row in the loop of `reading`: a whole window is decoded in one step
+_END = 0  # the only token of a row in the loop of `reading`: one step decodes a whole window
 
 
 @dataclass(eq=False)
@@ -64,7 +65,7 @@ class ParakeetTranscription:
 
 @dataclass(eq=False)
 class ParakeetWindow:
-    """Window of a sound, from frame `seek` to before frame `stop`. `read`: its tokens, None before they are decoded."""
+    """Window of a sound: its frames from `seek` up to `stop`, exclusive. `read`: its tokens; None before decoding."""
 
     reader: ParakeetReader
     sound: ParakeetTranscription
@@ -83,9 +84,9 @@ class ParakeetReader:
     """Loaded Parakeet TDT. `reading(..).extract` may run on several threads at once.
 
     A result has an entity for each sentence, and `data` with the whole text, `words` with their times, the language
-    UNDETERMINED, `finish_reason` and `completion_tokens`. The reason is `length` if a window was cut at its limit. An
-    input gets an InvalidInput if it does not have exactly one sound, or has a language, an instruction or another task
-    than `transcribe`. It gets an InferenceFailed if the scores are not finite.
+    UNDETERMINED, `finish_reason` and `completion_tokens`. `finish_reason` is `length` if a window was cut at its limit.
+    The result is an InvalidInput if an input does not have exactly one sound, or has a language, an instruction or
+    another task than `transcribe`. It is an InferenceFailed if the scores are not finite.
 
     `max_tokens`: limit for the positions of one window.
     """
@@ -117,7 +118,7 @@ class ParakeetReader:
         self._rules = Rules((), 1, frozenset({_END}))
 
     def reading(self, read: Read[ParakeetWindow], is_gone: IsGone) -> ReaderCall[ParakeetWindow, Heard]:
-        """Return the object that answers one batch. `read`: the method `Readings.read` of the device."""
+        """Return the object that computes the results of a batch. `read`: the method `Readings.read` of the device."""
         return ReaderCall(self, self.rows, read, is_gone, "audio")
 
     def prompt(self, levels: Heard, options: ExtractOptions) -> ParakeetWindow:
@@ -128,18 +129,18 @@ class ParakeetReader:
                 "instruction: the model does not read an instruction", reason="schema", param="instruction"
             )
         if parameters.get("language"):
-            cause = "the model recognises the language itself, and cannot be given one"
+            cause = "the model recognises the language itself; omit this parameter"
             raise InvalidInput(f"language: {cause}", reason="language", param="language")
         if (parameters.get("task") or "transcribe") != "transcribe":
             raise InvalidInput("task: the model supports transcribe", reason="task", param="task")
         return self.window(ParakeetTranscription(levels, int(parameters.get("max_new_tokens") or 0)), 0)
 
     def window(self, sound: ParakeetTranscription, seek: int) -> ParakeetWindow:
-        """Return the window that begins at a frame."""
+        """Return the window that begins at frame `seek` of a sound."""
         return ParakeetWindow(self, sound, seek, self._end(sound.levels[0, seek:]) + seek, self._rules)
 
     def _end(self, levels: Any) -> int:
-        """Return the number of frames of the first window of `levels`. No frame is left after it, or at least two."""
+        """Return the number of frames of the first window of `levels`. After it, no frame remains, or at least two."""
         if len(levels) <= self._frames:
             return len(levels)
         start = self._frames - self._frames // _SEARCHED_SHARE
@@ -149,8 +150,8 @@ class ParakeetReader:
         return int(min(start + quiet, len(levels) - 2))
 
     def begin(self, prompts: Sequence[ParakeetWindow]) -> list[RowStart]:
-        """Decode the windows of new rows. The returned scores select the end token, so each row ends at once. They are
-        NaN for a window whose own scores are not finite, so the loop fails only this row.
+        """Decode the windows of new rows. The returned scores select the end token, so each row ends at once. For a
+        window whose own scores are not finite they are NaN, so the loop reports an error for this row only.
         """
         frames = [window.stop - window.seek for window in prompts]
         levels = np.zeros((len(prompts), max(frames), prompts[0].sound.levels.shape[2]), np.float32)
@@ -170,20 +171,20 @@ class ParakeetReader:
 
     def _limits(self, frames: Tensor) -> list[int]:
         """Return the largest number of steps for each window. `generate` of transformers computes this number for
-        features with one more frame, so a frame is added.
+        features with one more frame, so one frame is added here.
         """
         positions = self._model._get_subsampling_output_length(frames + 1)
         return [max(1, steps - 1) for steps in (positions * self._model.max_symbols_per_step).tolist()]
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Raise AssertionError: each row ends with its first token."""
+        """Raise AssertionError: the loop runs no step, because each row ends with its first token."""
         raise AssertionError("a window is decoded in one step")
 
     def add(self, window: ParakeetWindow) -> None:
-        """Append the words of a decoded window to its sound."""
+        """Append the words of a decoded window to the transcription of its sound."""
         sound, read = window.sound, window.read
         assert read is not None
-        if not window.seek:  # after a failed batch, the sound is read a second time from its first window
+        if not window.seek:  # after a failed batch, the loop starts again with the first window of the sound
             sound.words, sound.texts, sound.tokens, sound.finish = [], [], 0, "stop"
         tokens = read.tokens[: sound.most or None]
         if read.is_cut or len(tokens) < len(read.tokens):
@@ -209,7 +210,7 @@ class ParakeetReader:
 
 
 def _normalised(levels: Tensor, mask: Tensor) -> Tensor:
-    """Return levels [sounds, frames, bins] whose mean is 0 and whose deviation is 1 in each sound and bin. `mask` is
+    """Return levels [sounds, frames, bins] with mean 0 and standard deviation 1 in each sound and bin. `mask` is
     False at frames beyond the end of a sound, which become 0. Source: transformers, ParakeetFeatureExtractor.
     """
     inside, frames = mask[..., None], mask.sum(1)[:, None]

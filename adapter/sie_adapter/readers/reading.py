@@ -4,12 +4,12 @@ steps.
     read (any thread) ──► rows wait ──► begin: image and prompt ──► slots ──► step, step, ... ──► GeneratedText, per row
 
 In each iteration, for each model that has rows, the thread removes rows for which no client waits any more, begins some
-of the waiting rows, then adds one token to each row. So a short answer does not wait for a long one, and at most one
+of the waiting rows, then adds one token to each row. So a short text does not wait for a long text, and at most one
 step is wasted on a disconnected client. The text of a row does not depend on the other rows. A row that has ended may
 continue with another prompt, such as the next window of a sound: it then waits behind all waiting rows.
 
-The loop does not occupy the device threads: passes of other models run between the steps. On a CPU its thread has a
-lower priority than the device threads. It runs while they are idle, and gets a part of a core if they are always busy.
+The loop does not occupy the device threads: passes of other models run between the steps. On a CPU the loop's thread
+has a lower priority than the device threads: it runs while they are idle, and if they are busy gets a part of a core.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from sie_contracts.errors import InferenceFailed, ShuttingDown, SIEError
 _logger = logging.getLogger("sie.adapter")
 
 MAX_ROWS = 16  # largest number of rows of one model that run at the same time
-# Niceness of the thread: 3 halves its weight in the scheduler of Linux. On two cores with both device threads busy, the
-# thread then gets a third of a core, or a quarter if gateway, sidecar and broker are busy, too. A niceness of 5 would
-# leave a third of the weight: a quarter of a core, or a sixth if they are busy, too.
+# Niceness of the thread. A niceness of 3 halves the thread's weight in the scheduler of Linux: on two cores with two
+# busy device threads, the thread gets a third of a core, or a quarter if gateway, sidecar and broker are also busy.
+# With 5 it would get only a quarter or a sixth.
 _NICENESS = 3
-_CLOSED_S = 1.0  # seconds in which no row begins after memory was too short for a row, unless another row ends
+_CLOSED_S = 1.0  # seconds without new rows after a row did not fit into memory; the end of another row ends this wait
 
 P_contra = TypeVar("P_contra", bound="GenerationPrompt", contravariant=True)
 
@@ -58,8 +58,8 @@ class GenerationPrompt(Protocol):
 
 
 class GenerationModel(Protocol[P_contra]):
-    """Model of the loop, called only by the loop's thread, under inference mode. `together`: the largest number of rows
-    that begin in one call.
+    """Model that generates text. Only the loop's thread calls it, in inference mode. `together`: limit of rows per
+    `begin`.
     """
 
     together: int
@@ -80,7 +80,7 @@ class GeneratedText(NamedTuple):
 
 @dataclass(eq=False)
 class _GenerationCall:
-    """Rows of one call of `read`, which waits until all have ended. `left`: the number of rows that have not ended."""
+    """State of one call of `read`, which waits until all of its rows have ended. `left`: number of unfinished rows."""
 
     is_gone: Callable[[], bool]
     left: int
@@ -107,8 +107,8 @@ class _GenerationRow:
     error: InferenceFailed | None = None
 
     def add(self, token: int) -> bool:
-        """Append a token, or set `error` if it is -1. Return whether the text of this prompt has ended, so that the row
-        must leave its slot. The row may continue with another prompt (`waits`).
+        """Append a token; for -1, set `error` instead. Return True if the text of this prompt has ended, so that the
+        row must leave its slot. If another prompt follows, the row waits for a new slot (`waits`).
         """
         if token < 0:
             self.error = scores_not_finite()
@@ -134,12 +134,12 @@ class _GenerationRow:
 
     @property
     def waits(self) -> bool:
-        """Return whether the row has left its slot and continues with another prompt."""
+        """Return True if the row has left its slot and continues with another prompt."""
         return self.finish is None and self.error is None and not self.call.done.is_set()
 
 
 class _Loop:
-    """Generation for one model. A row is a prompt with its generated tokens. `_rows[i]` is in slot i."""
+    """Loop that generates text with one model. A row is a prompt with its generated tokens. `_rows[i]` is in slot i."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class _Loop:
         return not self._rows and not self.waiting
 
     def turn(self) -> None:
-        """Run one iteration of the loop for this model. Does not raise: callers of failed rows get the error."""
+        """Run one iteration of the loop for this model. Errors are not raised: the callers of failed rows get them."""
         error = self._failure(self._advance)
         if error is not None:
             rows = [*self._rows, *self._beginning]
@@ -184,12 +184,12 @@ class _Loop:
         on_usable_thread(self._step)
 
     def _failure(self, work: Callable[[], None]) -> Exception | None:
-        """Call `work`. Return None or its error, without the traceback, which would keep tensors in memory."""
+        """Call `work`. Return its error, or None. The error has no traceback, which would keep tensors in memory."""
         try:
             work()
         except Exception as error:
             if not isinstance(error, SIEError) and not is_out_of_memory(error) and not is_device_fatal(error):
-                _logger.exception("a model that generates text failed")
+                _logger.exception("a model that generates text failed; the requests of its rows get the error")
             return error.with_traceback(None)
         return None
 
@@ -200,12 +200,14 @@ class _Loop:
         self.waiting.clear()
 
     def _again(self, rows: list[_GenerationRow]) -> None:
-        """Restart all rows after an out-of-memory error. At most half as many then run at the same time, until `_widen`
-        raises the limit.
+        """Restart all rows after an out-of-memory error, at most half as many at a time, until `_widen` raises the
+        limit.
         """
         self._most, self._ended = max(1, len(rows) // 2), 0
         _logger.warning(
-            "out of memory while %d texts were generated at a time: from now on at most %d", len(rows), self._most
+            "out of memory with %d texts at a time: these texts start again, at most %d at a time",
+            len(rows),
+            self._most,
         )
         self._shed()
         give_memory_back(self._device)
@@ -259,7 +261,7 @@ class _Loop:
             if is_out_of_memory(error) or is_device_fatal(error):
                 raise
             if not isinstance(error, SIEError):
-                _logger.exception("the model failed to read %d prompts", len(self._beginning))
+                _logger.exception("reading %d prompts failed; their requests get the error", len(self._beginning))
             for row in self._beginning:
                 row.call.fail(error.with_traceback(None))
             begun = []
@@ -319,8 +321,8 @@ class _Loop:
 
 class Readings:
     """Thread of one device that generates text for all models that write text. A step computes one token for each row
-    of a model. The thread runs from the first `read` to `stop`. `shed` is called when memory is short: it drops cached
-    outputs and CUDA graphs.
+    of a model. The thread runs from the first `read` to `stop`. `shed`: function that drops cached outputs and CUDA
+    graphs; it is called when memory is short.
     """
 
     def __init__(
@@ -331,12 +333,12 @@ class Readings:
         torch_threads: int = 1,
         shed: Callable[[], object] = lambda: None,
     ) -> None:
-        """`fits` returns whether rows that run together may use a number of additional bytes."""
+        """`fits`: function that returns True if the rows of a model may use this number of additional bytes."""
         self._device = device
         self._fits = fits
         self._shed = shed
         self._torch_threads = torch_threads
-        self._loops: dict[int, _Loop] = {}  # only the thread uses this map
+        self._loops: dict[int, _Loop] = {}  # only the generating thread uses this map
         self._joining: list[tuple[GenerationModel[Any], list[_GenerationRow]]] = []
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -350,8 +352,8 @@ class Readings:
         `is_gone` is called between two steps: when it returns True, the client has disconnected, and the generation
         stops.
 
-        Raises the error of any prompt: an error of the model, out of memory with a single row, InternalFailure for a
-        disconnected client, ShuttingDown.
+        Raises the first error of a prompt: an error of the model, an out-of-memory error of a single row,
+        InternalFailure for a disconnected client, or ShuttingDown.
         """
         call = _GenerationCall(is_gone, len(prompts))
         rows = [_GenerationRow(call, prompt) for prompt in prompts]
@@ -371,13 +373,13 @@ class Readings:
         return [row.written() for row in rows]
 
     def busy_s(self) -> float:
-        """Return the seconds since the present iteration of the loop began, 0 if the thread is idle. Never waits."""
+        """Return the seconds since the present iteration of the loop began, 0 if the thread is idle. Does not block."""
         since_s = self._turn_since_s
         return time.monotonic() - since_s if since_s else 0.0
 
     def stop(self, timeout_s: float) -> bool:
-        """Refuse new rows, complete the others within the time limit, then fail the unfinished ones. Return whether all
-        rows were completed in time.
+        """Refuse new rows and complete the present rows within `timeout_s` seconds. After this time, fail the
+        unfinished rows. Return True if all rows were completed.
         """
         with self._news:
             self._stopping = True
@@ -426,7 +428,7 @@ class Readings:
 
 
 def _step_back() -> None:
-    """Lower the scheduling priority of this thread, on Linux, the only system with a priority per thread."""
+    """Lower the scheduling priority of this thread. Only Linux has a priority for each thread."""
     if not sys.platform.startswith("linux"):
         return
     thread = threading.get_native_id()

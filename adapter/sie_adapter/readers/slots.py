@@ -23,10 +23,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
 _STEP = 64  # allocations and masks have a multiple of this number of positions
-_GROWTH = 1.5  # if memory allows, a new allocation has at least this many times the earlier number of positions
+_GROWTH = 1.5  # if memory allows, a new allocation multiplies the number of positions by at least this factor
 
 States = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer, [1, heads, positions, width]
-Fits = Callable[[int], bool]  # returns whether the device may use this number of additional bytes
+Fits = Callable[[int], bool]  # returns True if the device may use this number of additional bytes
 
 
 class SlotsFull(MemoryError):
@@ -172,7 +172,9 @@ class _SlotStates:
         return slots * positions * position_bytes - held + held // len(states)
 
     def _reserve(self, states: States, slots: int, positions: int) -> None:
-        """Allocate at least these slots and positions, with zeros: masked values must be finite. Raises SlotsFull."""
+        """Allocate at least these slots and positions, with zeros, as masked values must be finite. Raises
+        SlotsFull.
+        """
         has_slots, has_positions = self._sizes()
         if slots <= has_slots and positions <= has_positions:
             return
@@ -209,8 +211,8 @@ class _SlotStates:
         self.open(max(self.lengths) + 1)
 
     def open(self, needed: int) -> None:
-        """Make the first `needed` positions of the cache visible to the model. If a row is shorter than that, a mask is
-        needed in any case, so the number of positions is rounded up to a multiple of _STEP.
+        """Make the first `needed` positions of the cache visible to the model. If a row is shorter than `needed`, this
+        step uses a mask anyway, and the number of positions is rounded up to a multiple of _STEP.
         """
         keys = self._layers[0][0]
         is_even = min(self.lengths) == needed
@@ -238,8 +240,8 @@ class _SlotStates:
         self._ends = self.ends + 1
 
     def mask(self, *, with_next: bool) -> Tensor:
-        """Return the positions that rows attend to, bool [rows, 1, 1, width]. `with_next`: include the new token of
-        this step.
+        """Return True at the positions that a row attends to, bool [rows, 1, 1, width]; `with_next` adds the new
+        token.
         """
         places = torch.arange(self.width, device=self.ends.device)
         ends = self.ends[:, None]
@@ -251,7 +253,7 @@ class _SlotStates:
 
 class DecoderSlots:
     """Slots with the keys and values of the rows of one model, for one thread. A step is `ready`, a pass of the model
-    with `cache`, `positions` and the masks, then `advance`. If a step fails before `advance`, no row has changed.
+    with `cache`, `positions` and the masks, and `advance`. If a step fails before `advance`, no row has changed.
     """
 
     def __init__(self, fits: Fits = unbounded) -> None:
@@ -270,7 +272,7 @@ class DecoderSlots:
         return not needed_bytes or self._fits(needed_bytes)
 
     def add(self, begun: RowStart) -> None:
-        """Add a row in the last slot. Raises SlotsFull if it does not fit."""
+        """Add a row in the last slot. Raises SlotsFull if the row does not fit into memory."""
         self._own.make_room(begun.own)
         if begun.encoder_states:
             self._encoder_states.make_room(begun.encoder_states)
@@ -280,7 +282,7 @@ class DecoderSlots:
         self._shifts.append(begun.shift)
 
     def remove(self, slot: int) -> None:
-        """Remove a row. The last row moves into its slot."""
+        """Remove a row. The last row moves into the free slot."""
         self._own.remove(slot)
         if self._encoder_states.lengths:
             self._encoder_states.remove(slot)

@@ -1,4 +1,4 @@
-"""Readers of sounds: they write the speech in a recording.
+"""Readers of sounds: models that transcribe the speech in a recording.
 
 one recording each ──► prompts ──► the loop of `reading`, window by window ──► written text ──► results
 """
@@ -19,7 +19,7 @@ _READERS: Mapping[str, _Reader] = {"whisper": WhisperReader, "parakeet_tdt": Par
 
 
 class SoundReader:
-    """Family of the readers of sounds. Its constructor returns the reader of the model's class."""
+    """Family of the readers of sounds. The constructor returns a WhisperReader or a ParakeetReader."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:

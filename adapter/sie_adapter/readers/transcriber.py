@@ -1,7 +1,7 @@
 """Language models that transcribe a page: LightOnOCR, GLM-OCR and PaddleOCR-VL.
 
 uint8 page ──► tower ──► features ──┐
-                                    ├──► language model, a token a step ──► Markdown
+                                    ├──► language model, a token per step ──► Markdown
 task ──► the chat template ──► ids ─┘
 """
 
@@ -69,8 +69,8 @@ def _see_whole(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def _see_merged(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return the features of an image. Patches that the model merges are adjacent. Each patch is repeated as several
-    frames. Source: transformers, Glm46VImageProcessorPil.patchify.
+    """Return the features of an image. In the model's input, patches that the model merges are adjacent, and each patch
+    is repeated for each frame. Source: transformers, Glm46VImageProcessorPil.patchify.
     """
     vision = model.config.vision_config
     merge, patch, frames = vision.spatial_merge_size, vision.patch_size, vision.temporal_patch_size
@@ -81,7 +81,7 @@ def _see_merged(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def _see_rows(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return the features of an image, its patches row by row. Source: transformers,
+    """Return the features of an image from its patches, row by row. Source: transformers,
     PaddleOCRVLImageProcessorPil.patchify.
     """
     patch = model.config.vision_config.patch_size

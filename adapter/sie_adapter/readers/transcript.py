@@ -36,7 +36,7 @@ class PromptStart(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """Tokens of prompts by the rules of a checkpoint. `languages`, `tasks`: names with the ids of their tokens.
+    """Tokens of which the prompts of a checkpoint consist. `languages`, `tasks`: names with the ids of their tokens.
     `language`, `task`: the defaults. `forced`: the ids after the first token if neither the request nor the defaults
     name a language or a task; None is replaced by the language that the model recognises.
     """
@@ -53,7 +53,7 @@ class PromptTokens:
     @classmethod
     def from_config(cls, config: GenerationConfig, model: Any) -> PromptTokens:
         """Read the tokens from a generation configuration. `model`: the configuration of the model, which has some of
-        these rules in older checkpoints. Raises AttributeError for a checkpoint without a token for time stamps.
+        these values in older checkpoints. Raises AttributeError for a checkpoint without a token for time stamps.
         """
         forced = getattr(config, "forced_decoder_ids", None) or getattr(model, "forced_decoder_ids", None) or ()
         in_turn = tuple(number for place, (at, number) in enumerate(forced, 1) if at == place)
@@ -74,14 +74,14 @@ class PromptTokens:
         return self.without_times + 1
 
     def start(self, language: str, task: str) -> PromptStart:
-        """Return the first tokens of the prompt for a sound. An empty language means the checkpoint's default, or
-        without one the language that the model recognises; an empty task the default, else `transcribe`. Raises
-        InvalidInput for a language or task that the checkpoint does not have, and for any language or task if the
-        checkpoint is not multilingual.
+        """Return the first tokens of the prompt for a sound. For an empty language, the checkpoint's default is used;
+        without a default, the model recognises the language. For an empty task, the default is used; without a default,
+        `transcribe`. Raises InvalidInput for a language or task that the checkpoint does not have, and for any language
+        or task if the checkpoint is not multilingual.
         """
         if not self.is_multilingual and (language or task):
             name = "language" if language else "task"
-            raise InvalidInput(f"{name}: the model has one language and one task", reason=name, param=name)
+            raise InvalidInput(f"{name}: the model has one language and one task; omit {name}", reason=name, param=name)
         language, task = language or self.language, task or self.task
         ids: list[int | None] = [self.first]
         if not (language or task):
@@ -131,7 +131,7 @@ def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tupl
 
     Two consecutive time stamps end a segment and begin the next one; without such a pair, all tokens are one segment.
     If the tokens end with a single time stamp, the last segment is whole. Otherwise the end of the window cuts the
-    segment after the last pair: it is dropped, and the next window begins with it.
+    segment after the last pair. This segment is dropped, and the next window begins at its start.
     """
     is_time = [number >= times for number in written]
     ends = [place + 1 for place in range(len(written) - 1) if is_time[place] and is_time[place + 1]]
@@ -150,7 +150,7 @@ def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tupl
     if is_whole:
         return complete, frames
     *earlier, last = complete
-    stamp = written[first]  # begin of the words that the window cuts
+    stamp = written[first]  # start of the segment that the end of the window cuts
     return [*earlier, last._replace(ids=[*last.ids, stamp])], (written[first - 1] - times) * FRAMES_PER_STEP
 
 

@@ -21,7 +21,7 @@ from transformers.models.parakeet.generation_parakeet import ParakeetRNNTDecoder
 
 _ENDS = (".", "?", "!")  # ends of sentences. Source: NeMo, the separators of segments
 _LONGEST_S = 30.0  # a longer sentence is divided, because the gateway reads a recording in parts that overlap by 30 s
-# marks that take no time: they begin and end at the end of the token before. Source: transformers, ParakeetProcessor
+# marks without a duration: they begin and end at the end of the token before. Source: transformers, ParakeetProcessor
 _MARKS = frozenset("?'¡¿-:,%/.!")
 
 
@@ -34,7 +34,7 @@ class TranscribedToken(NamedTuple):
 
 
 class DecodedSound(NamedTuple):
-    """Tokens of a sound. `is_cut`: decoding has ended at its limit, before the end of the sound."""
+    """Tokens of a sound. `is_cut`: True if decoding reached its limit before the end of the sound."""
 
     tokens: list[TranscribedToken]
     is_cut: bool
@@ -55,7 +55,7 @@ class SpokenText(NamedTuple):
 def decoded(
     model: Any, states: Tensor, lengths: Sequence[int], limits: Sequence[int], first: int
 ) -> list[DecodedSound | None]:
-    """Return the tokens of each sound, None if its scores are not finite.
+    """Return the tokens of each sound; None for a sound whose scores are not finite.
 
     `states` [sounds, positions, width]: the projected states of the encoder. `lengths`: positions of each sound.
     `limits`: largest number of steps for each sound. `first`: the id with which decoding begins.
@@ -93,7 +93,7 @@ def decoded(
 def words_of(
     tokens: Sequence[TranscribedToken], tokenizer: Tokenizer, seconds: float, offset_s: float
 ) -> list[SpokenText]:
-    """Return the words of a sound that begins at `offset_s`. `seconds`: the duration of a position."""
+    """Return the words of a window that begins at second `offset_s` of its sound. `seconds`: duration of a position."""
     words: list[SpokenText] = []
     stream = DecodeStream(skip_special_tokens=True)
     for token in tokens:

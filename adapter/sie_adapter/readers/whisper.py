@@ -1,5 +1,4 @@
-"""Whisper, a reader of sounds: it writes the speech in a recording, one token at a time, with the times of its
-segments.
+"""Whisper, a model that transcribes recordings, one token at a time, with the times of segments.
 
   features ──► a window of 30 s ──► encoder ──► states ──┐
                                                          ├──► decoder, a token a step ──► segments ──► the next window
@@ -53,7 +52,7 @@ from sie_contracts.wire.ipc import Rows
 
 _BEFORE = "<|startofprev|>"
 _LABELS = {"transcribe": "transcript", "translate": "translation"}
-# options of generation_config.json that are refused, because they make windows depend on earlier ones or skip windows
+# refused options of generation_config.json: they make windows depend on earlier windows, or skip windows
 _REFUSED = ("condition_on_prev_tokens", "no_speech_threshold")
 # largest number of windows in one pass of the encoder; a CPU is not faster with more than one
 _WINDOWS_PER_PASS = 8
@@ -62,8 +61,8 @@ _WINDOWS_PER_PASS = 8
 @dataclass(eq=False)
 class SoundTranscription:
     """Transcription of a sound, window by window. `ids`: the prompt of each window. `place`: the index in `ids` of the
-    language token, which the first window determines; -1 if the language is known. `has_word_times`: the request asks
-    for the times of words, which are computed from `windows` when all of them are read.
+    language token, whose id the first window determines; -1 if the language is known. `has_word_times`: the request
+    asks for the times of words, which are computed from `windows` after the last window.
     """
 
     features: Heard
@@ -86,7 +85,7 @@ class SoundTranscription:
 
     @property
     def language(self) -> str:
-        """Return the code of the language in the prompt; empty if the prompt names none."""
+        """Return the code of the language in the prompt; empty if the prompt has no language token."""
         return next((self.codes[number] for number in self.ids if number in self.codes), "")
 
 
@@ -108,9 +107,9 @@ class SoundWindow:
 
     @property
     def heard_frames(self) -> int:
-        """Return the number of frames before the silence that pads a sound which is shorter than a window. In silence,
-        all bins have the lowest level of the sound. The last frame above that level is not counted: frames overlap, so
-        it lies in the padding. Recorded silence at the end counts as padding, and the number may be one too large.
+        """Return the number of frames of the window without the padding of a sound that is shorter than a window. In
+        the padding, all bins have the lowest level of the sound. The last frame above this level is not counted,
+        because it overlaps the padding. The number may be one too large. Recorded silence at the end counts as padding.
         """
         if self.sound.frames > self.max_frames:
             return self.frames
@@ -122,7 +121,7 @@ class SoundWindow:
     def following(self, written: GeneratedText) -> SoundWindow | None:
         """Append this window's segments to `sound.segments`, and return the next window; None after the last one."""
         sound = self.sound
-        if not self.seek:  # after a failed batch, the sound is read a second time from its first window
+        if not self.seek:  # after a failed batch, the loop starts again with the first window of the sound
             sound.segments, sound.windows, sound.tokens, sound.finish = [], [], 0, "stop"
         ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
         new_segments, used = segments(ids, sound.prompt_tokens.times, self.seek, self.frames)
@@ -136,7 +135,7 @@ class SoundWindow:
 
 
 class WrittenWindow(NamedTuple):
-    """Window that was read: its first frame, its tokens (with the end token) and its segments."""
+    """Tokens (with the end token) and segments of a window. `seek`: its first frame in the sound."""
 
     seek: int
     ids: list[int]
@@ -144,13 +143,13 @@ class WrittenWindow(NamedTuple):
 
 
 class WhisperReader:
-    """Loaded model of sounds. `reading(..).extract` may run on several threads at once.
+    """Loaded Whisper model. `reading(..).extract` may run on several threads at once.
 
     A result has an entity for each segment, and `data` with the whole text, the language, `finish_reason` and
-    `completion_tokens`; with the parameter `word_times` also the words with their times. The reason is `length` if a
-    window was cut at its limit. An input gets an InvalidInput if it does not have exactly one sound, or if the model
-    does not support its task, language, instruction or `word_times`. It gets an InferenceFailed if the scores are not
-    finite.
+    `completion_tokens`; with the parameter `word_times` also the words with their times. `finish_reason` is `length` if
+    a window was cut at its limit. The result is an InvalidInput if an input does not have exactly one sound, or if the
+    model does not support its task, language, instruction or `word_times`. It is an InferenceFailed if the scores are
+    not finite.
 
     `max_tokens`: limit for the prompt and the text of one window.
     """
@@ -187,7 +186,7 @@ class WhisperReader:
         self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
 
     def reading(self, read: Read[SoundWindow], is_gone: IsGone) -> ReaderCall[SoundWindow, Heard]:
-        """Return the object that answers one batch. `read`: the method `Readings.read` of the device."""
+        """Return the object that computes the results of a batch. `read`: the method `Readings.read` of the device."""
         return ReaderCall(self, self.rows, read, is_gone, "audio")
 
     def prompt(self, features: Heard, options: ExtractOptions) -> SoundWindow:
@@ -213,8 +212,8 @@ class WhisperReader:
         )
 
     def _words_before(self, text: str) -> list[int]:
-        """Return the ids of the client's instruction, which stands before the sound, for example to show how names are
-        spelt. Raises InvalidInput if the model reads no instruction, or reserves one of its tokens.
+        """Return the ids of the client's instruction. The model reads it before the sound, for example to see how names
+        are spelt. Raises InvalidInput if the model reads no instruction, or reserves a token of the instruction.
         """
         if not text:
             return []
@@ -266,7 +265,9 @@ class WhisperReader:
         return logits
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Return the scores of the token after `ids`. No encoder state is masked: all windows have the same number."""
+        """Return the scores of the token after `ids`. All windows have equally many encoder states, so no state is
+        masked.
+        """
         return self._scores(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),
@@ -297,9 +298,9 @@ class WhisperReader:
         return {"entities": entities, "data": data}
 
     def words(self, sound: SoundTranscription) -> list[SpokenText]:
-        """Return the words of a sound that was read. Each window is encoded a second time, because to keep the states
-        of all windows of a long sound would take much memory. This runs on the calling thread, so that other sounds are
-        read meanwhile. One window is encoded at a time.
+        """Return the words of a transcribed sound. Each window is encoded a second time, because the states of all
+        windows of a long sound would take much memory. This runs on the calling thread, one window at a time, so that
+        the loop can transcribe other sounds meanwhile.
         """
         assert self._word_times is not None
         language = "en" if sound.label == _LABELS["translate"] else sound.language

@@ -35,8 +35,8 @@ class _Pieces(NamedTuple):
 
 
 class WordTimes:
-    """Computes the times of words. Several threads may use it at once. `heads`: layer and number of each alignment
-    head. `end`: the id of the end token, which is the first special token.
+    """Computes the times of words. Thread-safe. `heads`: layer and number of each alignment head. `end`: the id of the
+    end token, which is the first special token.
     """
 
     def __init__(self, model: Any, heads: Sequence[tuple[int, int]], tokenizer: Tokenizer, end: int) -> None:
@@ -44,7 +44,7 @@ class WordTimes:
         self._heads = heads
         self._filter_width = model.config.median_filter_width
         self._pieces = _Pieces(tokenizer, end)
-        # id of each thread that computes times now -> layer -> the input states of its cross-attention
+        # thread id -> layer -> input states of the layer's cross-attention, for the threads that run `ends`
         self._states: dict[int, dict[int, Tensor]] = {}
         for layer in {layer for layer, _ in heads}:
             self._decoder.layers[layer].encoder_attn.register_forward_pre_hook(self._hook(layer))
@@ -57,9 +57,9 @@ class WordTimes:
         return read
 
     def ends(self, prompt: Sequence[int], written: Sequence[int], encoded: Tensor, frames: int) -> list[float]:
-        """Return the end of each token of `written`, in seconds from the begin of the window. The last token, which the
-        decoder did not read, ends with the one before it. `encoded` [1, positions, width]: the states of the window.
-        `frames`: the number of its frames, padding excluded.
+        """Return the end of each token of `written`, in seconds from the begin of the window. The last token is no
+        input of the decoder and ends with the token before it. `encoded` [1, positions, width]: the encoder's states of
+        the window. `frames`: the number of frames of the window without padding.
         """
         if len(written) < 2:
             return [0.0] * len(written)
@@ -71,10 +71,10 @@ class WordTimes:
             del self._states[threading.get_ident()]
         tokens, positions = slice(len(prompt), None), slice(max(1, frames // FRAMES_PER_STEP))
         total: Tensor | None = None
-        for layer, number in self._heads:  # one head at a time, since smoothing takes 20 times the memory
+        for layer, number in self._heads:  # one head at a time: smoothing takes 20 times the memory of a head's weights
             weights = self._attention(layer, number, states[layer], encoded)[:, tokens, positions]
             deviation, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)
-            # a single token has no deviation
+            # the deviation of a single token is 0, which gives NaN
             smooth = _median_filter(((weights - mean) / deviation).nan_to_num(), self._filter_width)
             total = smooth if total is None else total + smooth
         assert total is not None
@@ -92,12 +92,12 @@ class WordTimes:
     def words(
         self, segments: Sequence[TranscriptSegment], ends: Sequence[float], offset_s: float, language: str
     ) -> Iterator[SpokenText]:
-        """Yield the words of a window that begins at `offset_s` of the sound. `ends`: the end of each token of the
-        window. `language`: the code of the language of the words, empty if it is unknown.
+        """Yield the words of a window that begins `offset_s` seconds after the begin of the sound. `ends`: the end of
+        each token of the window. `language`: the code of the language of the words, empty if it is unknown.
         """
         place, end = 0, self._pieces.eos_token_id
         for segment in segments:
-            # places and ids of the tokens that have a text: no time stamps, no special ones
+            # index and id of each token that has a text; time stamps and special tokens have none
             spoken = [
                 (at, number)
                 for at, number in enumerate(segment.ids, place)
@@ -114,8 +114,8 @@ class WordTimes:
 
 
 def alignment_heads(model: Any) -> list[tuple[int, int]]:
-    """Return layer and number of each alignment head that generation_config.json names. Return an empty list if it
-    names none, if the decoder lacks one of them, or if the model's median filter has an even width.
+    """Return layer and number of each alignment head that generation_config.json names. Return an empty list if the
+    file names no head, if the decoder lacks one of them, or if the model's median filter has an even width.
     """
     heads = [(layer, number) for layer, number in getattr(model.generation_config, "alignment_heads", None) or ()]
     layers, numbers = model.config.decoder_layers, model.config.decoder_attention_heads
@@ -125,10 +125,11 @@ def alignment_heads(model: Any) -> list[tuple[int, int]]:
 
 def warping_path(costs: NDArray[np.float64]) -> list[int]:
     """Find the cheapest path through `costs` [rows, columns], from the first to the last cell, by dynamic time warping.
-    It never goes back; of equally cheap steps, the one to the next column wins. Return its first column in each row.
+    The path never goes back; of equally cheap steps, it takes the step to the next column. Return its first column in
+    each row.
 
     The cells of an anti-diagonal depend only on the two anti-diagonals before it, so they are computed together.
-    transformers has the same result, but computes one cell at a time in Python, for up to two seconds.
+    transformers has the same result, but takes up to two seconds, because it computes cell by cell in Python.
     """
     rows, columns = costs.shape
     total = np.full((rows + 1, columns + 1), np.inf, np.float32)

@@ -28,24 +28,24 @@ from sie_contracts.wire.ipc import Rows
 
 P = TypeVar("P", bound=GenerationPrompt)
 F_contra = TypeVar("F_contra", contravariant=True)  # a file in the form that the model reads
-IsGone = Callable[[], bool]  # returns True once no client waits for the answer
+IsGone = Callable[[], bool]  # returns True once no client waits for the response
 Read = Callable[[GenerationModel[P], Sequence[P], IsGone], list[GeneratedText | InferenceFailed]]
 
 
 class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
-    """Model class of a reader: how its prompt is built, and how its text becomes a result."""
+    """Model class of a reader: it builds prompts, and converts generated texts to results."""
 
     def prompt(self, file: F_contra, options: ExtractOptions) -> P:
         """Return the prompt for a file. Raises InvalidInput for options that the model does not support."""
 
     def result(self, prompt: P, written: GeneratedText) -> dict[str, Any]:
         """Return the result for the client from the generated text. `ReaderCall` adds `finish_reason` and
-        `completion_tokens` of this text, unless `data` of the result has its own.
+        `completion_tokens` of this text if `data` of the result lacks these fields.
         """
 
 
 class ReaderCall(Generic[P, F_contra]):
-    """Object that answers one batch of a reader. `field`: the name of the input field that has the files."""
+    """Computation of the results of one batch of a reader. `field`: the name of the input field that has the files."""
 
     def __init__(
         self, kind: ReaderKind[P, F_contra], rows: Mapping[str, Rows], read: Read[P], is_gone: IsGone, field: str
@@ -94,7 +94,7 @@ class ReaderCall(Generic[P, F_contra]):
 
 
 def miscounted(field: str, files: int) -> InvalidInput | None:
-    """Return the error for an input with another number of files than one in `field`, else None."""
+    """Return an error if an input has no file or several files in `field`, and None if it has one."""
     if files == 1:
         return None
     if not files:
@@ -107,7 +107,7 @@ def miscounted(field: str, files: int) -> InvalidInput | None:
 @dataclass(frozen=True)
 class PagePrompt:
     """Prompt for a page. `ids` [tokens]: the first tokens of the decoder. `task`: the name of the task. `encoder_ids`:
-    tokens that an encoder reads beside the page. `box`: the region of the page that the task is about, in pixels.
+    tokens that an encoder reads besides the page. `box`: the region of the page that the task is about, in pixels.
     """
 
     shown: Shown
@@ -132,8 +132,8 @@ def checked_processor(
 
 
 def check_rules(entry: ModelEntry, model: Any, positions: int, refused: Iterable[str] = ()) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE for unsupported generation rules, or options in `refused`, and for an entry
-    with more tokens than the model has `positions`.
+    """Raise ModelLoadFailed INCOMPATIBLE for unsupported generation rules, for options in `refused`, and for an entry
+    whose `max_tokens` is above `positions`.
     """
     rules = model.generation_config
     if rule := unknown_rule(rules) or next((name for name in refused if getattr(rules, name, None)), ""):
@@ -163,7 +163,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def task_of(
     options: ExtractOptions, is_task: Callable[[str], bool], listed: Sequence[str], *, otherwise: str = ""
 ) -> str:
-    """Return the task of the request, else of the entry, else `otherwise`. Raises InvalidInput if there is no task or
+    """Return the task of the request or entry; without one, `otherwise`. Raises InvalidInput if the task is empty or
     the model does not have it.
     """
     task = options.parameters.get("task") or otherwise
@@ -175,9 +175,8 @@ def task_of(
 
 
 def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int = 0) -> int:
-    """Return the number of tokens that may be written after a prompt of `prompt` tokens: `max_new_tokens` of the
-    request or entry, else `otherwise` if that is not 0, but never more than `limit` minus `prompt`. Raises InvalidInput
-    if the prompt leaves no token.
+    """Return the largest number of tokens after a prompt of `prompt` tokens: `max_new_tokens` of the request or entry
+    (default: `otherwise`, if it is not 0), but at most `limit` minus `prompt`. Raises InvalidInput if no token is left.
     """
     left = limit - prompt
     if left < 1:
@@ -196,8 +195,8 @@ def reserved(field: str) -> InvalidInput:
 
 
 def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
-    """Return a boolean mask as transformers' attention expects it. Eager attention adds the mask to the scores, so it
-    gets 0 where a position is attended to, else the lowest float.
+    """Return a boolean mask as transformers' attention expects it. Eager attention adds the mask to the scores: its
+    mask is 0 at visible positions, and the lowest float at all others.
     """
     if not is_eager:
         return mask
