@@ -26,8 +26,8 @@ from sie_cli.refusal import CommandRefused
 from sie_client.errors import SIEConnectionError, SIEError
 from sie_contracts.loopback import is_local
 
-UNFINISHED = "unfinished"  # folder, in the folder of results, for the cached answers of evaluations that have not ended
-HERE = "local"  # machine name in results without a cluster, or of a cluster without workers
+UNFINISHED = "unfinished"  # subfolder of the results folder, with the cached answers of unfinished evaluations
+HERE = "local"  # machine name in results if no cluster is measured, or the cluster has no workers
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class EvalOutcome:
 
 @dataclass(frozen=True)
 class _EvalContext:
-    """Facts that are known before the measurement. `machine`: the machine profile. `about`: description of the machine
-    and the software, for the stored result.
+    """Inputs of a measurement. `machine`: the machine profile. `about`: description of the machine and the software,
+    for the stored result.
     """
 
     spec: EvalSpec
@@ -76,8 +76,8 @@ class _EvalContext:
 
 
 def run(spec: EvalSpec, gateway: EvalGateway) -> EvalOutcome:
-    """Measure a model, compare it with its targets, and return the outcome. Raises CommandRefused; most faults are
-    found before the measurement begins.
+    """Measure a model, compare it with its targets, and return the outcome. Packages, task, results folder and sources
+    are checked before the measurement begins. Raises CommandRefused.
     """
     packages.check(spec.task, spec.sources)
     task = tasks.find(spec.task)
@@ -224,7 +224,8 @@ def _speed(context: _EvalContext) -> EvalOutcome:
 
 def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -> tuple[Targets, str]:
     """Return the targets with this name, and a note about their origin: the file that the user named, the catalogue's
-    file, or the last stored result. Both are empty if `targets` is no source. Raises CommandRefused if there are none.
+    file, or the last stored result. Targets and note are empty if the sources lack `targets`. Raises CommandRefused if
+    neither a file nor a stored result has targets.
     """
     spec = context.spec
     if "targets" not in spec.sources:

@@ -32,7 +32,9 @@ Slot = tuple[str, Callable[["Faker"], object]]
 
 
 def _slots() -> Mapping[str, Slot]:
-    """Return the slots of templates: name -> kind of fact, and function that makes a value. Empty kind: no fact."""
+    """Return the slots of templates by name. A slot has a kind of fact, and a function that makes a value. If the kind
+    is empty, the value is no fact.
+    """
     person = {
         "person": lambda faker: faker.name(),
         "name": lambda faker: faker.name(),
@@ -102,7 +104,7 @@ NAMED = ("person", "organization", "city", "country", "address")
 
 
 def redaction() -> FactTask:
-    """Return a task to redact questions to a bank, letters and forms."""
+    """Return a task to redact personal data in letters, forms and questions to a bank."""
     return FactTask("redaction", "redaction", PERSONAL, _filled(PERSONAL))
 
 
@@ -275,7 +277,7 @@ def _phone(value: str, form: str) -> str:
 
 def redaction_forms() -> FactTask:
     """Return a task to redact values that have a pattern, such as card numbers: VALUES_PER_FORMAT values in each format
-    of FORMATS. The kind of a fact has the kind of the value and the name of its format, such as `iban, lower case`.
+    of FORMATS. The kind of a fact joins the kind of the value and the name of the format, such as `iban, lower case`.
     """
     values = _Values()
     texts = []
@@ -315,7 +317,7 @@ def _valid(kind: str, values: _Values) -> Iterator[str]:
 
 
 _SLOT = re.compile(r"\{(\w+)\}")
-# by relation: its statements. The first one names the first part (head) before the second part (tail)
+# relation -> statements. The first statement of a relation names its head before its tail
 _STATEMENTS: Mapping[str, Sequence[str]] = {
     "works for": ("{person} works for {company}.", "{company} has employed {person} for years."),
     "born in": ("{person} was born in {city}.", "{city} is the birthplace of {person}."),

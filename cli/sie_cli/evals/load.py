@@ -34,7 +34,7 @@ NOT_SENT = "NOT_SENT"
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Request to a source: to encode `texts`, or, for a source with scores, to score them as documents of `query`."""
+    """Request to a source. A source of vectors encodes `texts`; a source of scores scores `texts` for `query`."""
 
     texts: Sequence[str]
     query: str = ""
@@ -61,7 +61,9 @@ Send = Callable[[LoadRequest], Awaitable[LoadReply]]
 
 @dataclass(frozen=True)
 class SentRequest:
-    """A request of a load, sent or NOT_SENT. Times are seconds of `time.perf_counter`. `code`: its error, or empty."""
+    """Outcome of one request. Times are seconds of `time.perf_counter`. `code`: error code, such as NO_ANSWER or
+    NOT_SENT; empty if the source answered.
+    """
 
     due_s: float
     ended_s: float
@@ -85,7 +87,7 @@ class LoadLevel:
         return f"clients={self.clients}" if self.clients else f"rate={self.rate:g}"
 
     async def run(self, send: Send, requests: Iterator[LoadRequest], end_s: float) -> list[SentRequest]:
-        """Send requests in their order until `end_s`, then wait for those in flight. With a rate, the random times
+        """Send requests in order until `end_s`, then wait for the requests in flight. With a rate, the random times
         between two requests are the same in each run.
         """
         if self.clients:
@@ -174,7 +176,7 @@ class WorkerWatch:
         token = self._token.reveal() if self._token else None
         async with SIEAsyncClient(self._url, api_key=token, wait_for_capacity=False) as client:
             while (now_s := time.perf_counter()) < end_s:
-                # A new connection for each frame: to an open one, the gateway sends five frames per second, each with
+                # Each frame gets a new connection. On an open connection the gateway sends five frames per second with
                 # all models of the catalogue, and this traffic would disturb the measurement.
                 try:
                     async with asyncio.timeout(FRAME_S), contextlib.aclosing(client.watch("/ws/status")) as messages:
@@ -203,7 +205,7 @@ class Energy:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
 
     def joules(self) -> float | None:
-        """Return the energy in joules; None if there is no GPU, or a GPU does not count it, such as before Volta."""
+        """Return the energy in joules; None if there is no GPU, or if a GPU (before Volta) has no energy counter."""
         try:
             counted = [self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in self._handles]
         except self._nvml.NVMLError:

@@ -42,8 +42,8 @@ PLAIN = ("sie", "st", "patterns", "targets")
 
 
 def names(sources: str) -> list[str]:
-    """Return the names of the sources in the value of -s. Raises CommandRefused for an unknown or repeated name, and if
-    nothing is measured.
+    """Return the names of the sources in the value of -s. Raises CommandRefused if a name is unknown or repeated, or if
+    `targets` is the only name.
     """
     requested = [name.strip() for name in sources.split(",") if name.strip()]
     for source in requested:
@@ -61,8 +61,8 @@ def names(sources: str) -> list[str]:
 
 
 class EvalGateway:
-    """Gateway of the command's cluster. If the user names no cluster and none runs, `address` starts one. `held`: the
-    exit stack that stops the started cluster. `patience_s`: seconds to wait for the gateway.
+    """Gateway of the command's cluster. If the user names no cluster and no cluster runs, `address` starts a cluster.
+    `held`: the exit stack that stops this cluster. `patience_s`: seconds to wait for the gateway.
     """
 
     def __init__(self, cluster: Cluster, held: contextlib.ExitStack) -> None:
@@ -131,8 +131,8 @@ class OpenSources:
         return source
 
     def _scores_pairs(self) -> bool:
-        """Return whether the model scores pairs. The first open source has this fact. Without a source, the model's
-        entry in the catalogue of this installation decides: a model without dense vectors scores pairs.
+        """Return whether the model scores pairs, as the first open source says. If no source is open, the entry in this
+        installation's catalogue decides: a model whose entry lacks dense vectors scores pairs.
         """
         if self.sources:
             return self.sources[0].scores_pairs

@@ -1,4 +1,4 @@
-"""Quality of vectors, scores and facts, measured by judgements: a number for each query, pair or text, and one for all.
+"""Quality of vectors, scores and facts, measured against judgements: metrics of each query, pair or text, and of all.
 
 task, EvalStep ──► rankings or similarities ──► metrics ──► Measurement ──► difference of two, with interval
 """
@@ -33,7 +33,7 @@ METRICS: Mapping[str, str] = {
     "recall@10": "recall_10",
     "recall@100": "recall_100",
 }
-AT_ONCE = 256  # queries per step: their similarities to all documents are in memory at the same time
+AT_ONCE = 256  # number of queries whose similarities to all documents are in memory at the same time
 Run = dict[str, dict[str, float]]  # query -> document -> score
 
 
@@ -58,8 +58,8 @@ class Measurement:
         return {name: self.score(name, np.arange(len(own))) for name, own in self.values.items()}
 
     def score(self, metric: str, chosen: NDArray[np.intp]) -> float:
-        """Return a metric over the queries, pairs or texts at the positions `chosen`. NaN if it is not defined, because
-        all these pairs have the same value, or the sum of the weights is zero.
+        """Return a metric over the queries, pairs or texts at the positions `chosen`; NaN if all these pairs have the
+        same value, or if the sum of the weights is zero.
         """
         own = np.asarray(self.values[metric])[chosen]
         if self.weights:
@@ -70,8 +70,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of a metric between two sources. `interval`: its bounds at CONFIDENCE; None if there is one value for
-    all queries, as mteb returns it.
+    """Difference of a metric between two sources. `interval`: bounds of its confidence interval at CONFIDENCE; None if
+    the metric has only one value for all queries, as mteb returns it.
     """
 
     value: float
@@ -175,10 +175,9 @@ def _retrieval(task: Retrieval, step: EvalStep, work: EvalWork) -> Measurement:
 
 
 def _scored(task: Retrieval, source: EvalSource, work: EvalWork) -> Run:
-    """Score documents of each query with a reranker: all judged ones, and the first ones of the corpus, so that there
-    are at least FIRST_STAGE. No other model selects them, so the result depends on the reranker only.
+    """Score documents of each query with a reranker: all judged documents, filled up to FIRST_STAGE with the first
+    documents of the corpus. No other model selects documents, so the result depends only on the reranker.
     """
-    # together with the judged documents, these are always at least FIRST_STAGE different ones
     first, by_query = list(itertools.islice(task.corpus, FIRST_STAGE)), {}
     for query, text in task.queries.items():
         chosen = list(dict.fromkeys([*task.qrels[query], *first]))[: max(FIRST_STAGE, len(task.qrels[query]))]

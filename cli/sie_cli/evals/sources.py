@@ -77,7 +77,9 @@ class EvalSource(Protocol):
         """Return one score for each document. A higher score is better."""
 
     def sender(self) -> AbstractAsyncContextManager[Send]:
-        """Return a context manager for a function that sends requests, also concurrent ones. It raises LoadFailure."""
+        """Return a context manager that opens a function to send requests. Calls of the function may be concurrent, and
+        raise LoadFailure if a request fails.
+        """
 
 
 @runtime_checkable
@@ -93,7 +95,7 @@ class FactSource(Protocol):
 
 
 class Sie:
-    """Source that is a model of an SIE cluster. `info`: the gateway's description of the model after its load.
+    """Source that is a model of an SIE cluster. `info`: the gateway's description of the loaded model.
     `only_extracts`: the model has neither vectors nor scores.
     """
 
@@ -111,8 +113,7 @@ class Sie:
         self.scores_pairs = not outputs and "score" in self.info["tasks"]
         self.only_extracts = not outputs and not self.scores_pairs
         self.main = outputs[0] if outputs else DENSE
-        # the fingerprint is read from an answer of the model, because a gateway that has just started may not know it
-        # yet
+        # the fingerprint is read from an answer of the model, because a gateway that has just started may lack it
         answer: Any = self.info
         if "text" in self.info["inputs"]:
             if self.only_extracts:
@@ -235,8 +236,8 @@ class Patterns:
 
 
 class SentenceTransformers:
-    """Source that runs sentence-transformers in this process, on the CPU in float32. The weights are those that the
-    catalogue names for the model; for a model that it lacks, those of the hub.
+    """Source that runs sentence-transformers in this process, on the CPU in float32. It loads the weights that the
+    catalogue names for the model. If the catalogue lacks the model, it loads the weights of the hub.
     """
 
     is_here = True
@@ -251,7 +252,7 @@ class SentenceTransformers:
         where = _weights_of(model)
         kind = library.CrossEncoder if scores_pairs else library.SentenceTransformer
         try:
-            # float(): the library would compute in the checkpoint's dtype, which may be a 16-bit one
+            # without float(), the library would compute in the dtype of the checkpoint, which may have 16 bits
             self._model = kind(where, device="cpu").float()
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
@@ -296,7 +297,7 @@ def _opened(picture: ImagePath) -> Any:
 
 
 def _stages(timing: Mapping[str, float]) -> dict[str, float]:
-    """Return milliseconds by stage. `timing` has some stages under two names: take only those that end in `_time`."""
+    """Return milliseconds by stage. `timing` has some stages under two names, so use only names that end in `_time`."""
     return {name.removesuffix("_time"): ms for name, ms in timing.items() if name.endswith("_time")}
 
 
@@ -327,7 +328,7 @@ def _weights_of(model: str) -> str:
     return str(packaged or weights.path or weights.hub)
 
 
-BATCH = 64  # number of texts per request; some servers accept no more
+BATCH = 64  # number of texts per request; some servers refuse larger requests
 MAX_ANSWER_BYTES = 64 << 20  # limit for one answer; BATCH vectors of 32,768 numbers as JSON need less
 _UNREADABLE = (*UNDECODABLE, TypeError, LookupError, AttributeError)
 
@@ -348,7 +349,8 @@ def _shown(body: bytearray) -> str:
 @dataclass(frozen=True)
 class ServerDialect:
     """Format of a server's requests and answers: paths, functions that build bodies, and functions that read answers.
-    Each entry of a rerank answer has the position of its document in `index`, and its score in the field `score` names.
+    In a rerank answer each document has an entry: its field `index` is the document's position, and the field that
+    `score` names is the document's score.
     """
 
     encode_path: str

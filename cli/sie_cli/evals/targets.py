@@ -87,7 +87,7 @@ def missed(targets: Mapping[str, ScoreTarget], scores: Mapping[str, float], subj
 
 
 def of_speed(scores: Mapping[str, Mapping[str, float]], first: str) -> dict[str, float]:
-    """Return the metrics of the first source. The names METRIC/SOURCE have its ratio to each other source."""
+    """Return the metrics of the first source, and under METRIC/SOURCE the ratio of each metric to that of SOURCE."""
     speeds = dict(scores[first])
     for source, own in scores.items():
         if source != first:
