@@ -165,7 +165,9 @@ def load_command(file: Path, folder: Path, at: Path | None, expected: str | None
 
 
 def _again(reader: ArchiveReader, folder: Path, at: Path) -> None:
-    """Accept an existing folder if this same archive was loaded into it. Raises CommandRefused otherwise."""
+    """Write the entries and settings of an already loaded folder again. Raises CommandRefused if the folder has other
+    contents than this archive.
+    """
     if not (folder / INDEX).is_file():
         raise CommandRefused(f"{folder} has other contents: name another --folder")
     index, raw = placing.loaded(folder)

@@ -1,4 +1,4 @@
-"""Results that are too long for an answer. They stay in memory for a while, and their owner reads them in pages."""
+"""Results that are too long for an answer. They stay in memory for TTL_S, and their owner reads them in pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PAGE_CHARS = 12_000
-PAGE_NUMBERS = 1024  # most numbers on a page of vectors; a longer vector is a page of its own
+PAGE_NUMBERS = 1024  # limit for the numbers on a page of vectors; a page with one longer vector exceeds it
 TTL_S = 900.0
 MAX_RESULTS = 64  # per owner
 OWNER_BYTES = 16 << 20
@@ -78,7 +78,7 @@ Paged = PagedText | PagedVectors  # content that is read in pages
 
 
 def numbers(vector: NDArray[np.float32]) -> list[float]:
-    """Return a vector as numbers with as many digits as float32 has."""
+    """Return a vector as floats with 7 significant digits, because float32 has no more."""
     return [float(f"{value:.7g}") for value in vector.tolist()]
 
 

@@ -5,7 +5,7 @@
     sie://collections         the collections that the caller may search
     sie://results/{id}/{page} a page of a result
 
-An agent gets an error as sentences. Arguments of calls are not logged.
+An agent receives an error as sentences. Arguments of calls are not logged, because they may have private texts.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class AgentServer:
         except ToolRefused:
             raise
         except Exception as error:
-            # the protocol would send the error's message to the agent, and the message may quote anything
+            # the protocol would send the message of the error to the agent, and the message may have private data
             _logger.exception("a call failed")
             raise ToolRefused(FAILED) from error
         finally:

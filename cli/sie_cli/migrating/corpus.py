@@ -67,9 +67,9 @@ class Corpus:
             how = JobInput(url=where, text=text, id=id_column, format=file_format)  # type: ignore[arg-type]
             templates.check(how, "encode")
             folder = where if where.endswith("/") else where.rpartition("/")[0] + "/"
-            if is_url and folder.endswith("//"):  # a whole bucket, which is in no folder
+            if is_url and folder.endswith("//"):  # the URL of a whole bucket has no parent folder
                 folder = where
-            # the format follows from the name of a link, not from that of its file
+            # the file of a symbolic link may have another suffix, but the user chose the format by the link's name
             return cls(source, how, replace(Place.opened(where, (folder,)), label="" if is_url else file.name))
 
     @property

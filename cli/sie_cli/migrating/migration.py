@@ -2,8 +2,8 @@
 
 MigrationPlan ──► check ──► quality ──► embed ──► shadow ──► flip ──► report
 
-The steps before `shadow` do not change the alias. If another user has changed the alias since it was read, the config
-service refuses a write.
+The steps before `shadow` do not change the alias. The config service refuses a write if another user has changed the
+alias since this command read it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class ModelCheck:
 
 @dataclass
 class MigrationReport:
-    """Report of the completed steps. `facts`: results by step, for programs. `say`: prints a line for a person."""
+    """Report of the completed steps. `facts`: results by step, for --json. `say`: prints a line of text."""
 
     say: Callable[[str], None]
     steps: Sequence[str] = field(default_factory=lambda: STEPS)
@@ -362,7 +362,7 @@ class Migration:
 
 
 def check_encoder(client: SIEClient, name: str) -> None:
-    """Raise CommandRefused unless a model encodes texts as dense vectors. Raises the client's errors."""
+    """Raise CommandRefused if a model does not encode texts as dense vectors. Raises SIEError."""
     if "dense" not in (widths := vector_widths(client, name)):
         raise CommandRefused(
             f"{name} does not encode texts as dense vectors (it has {', '.join(widths)}): a migration needs vectors "
@@ -374,7 +374,7 @@ def vector_widths(client: SIEClient, name: str) -> dict[str, int]:
     """Return the widths of the vectors that a model makes of texts. Raises CommandRefused, SIEError."""
     info = _described(client.get_model(name))
     if info.alias is not None:
-        raise CommandRefused(f"{name} is an alias: name the model that it stands for")
+        raise CommandRefused(f"{name} is an alias: name a model instead (`sie models show {name}` shows its models)")
     widths = {output: info.dims[output] for output in VECTORS if output in info.dims}
     if not widths or "text" not in info.inputs:
         raise CommandRefused(
@@ -423,7 +423,7 @@ def merged(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def shadow_line(figures: dict[str, Any]) -> str:
-    """Format the merged measurements of the shadow as one line for a person."""
+    """Return the merged measurements of the shadow as one line of text."""
     copies = figures["copies"]
     if not copies:
         return "no request came for the shadow: its behaviour under traffic is not known"
@@ -437,8 +437,8 @@ def shadow_line(figures: dict[str, Any]) -> str:
 
 
 def back(aliases: Aliases, alias: Present, echo: Callable[[str], None]) -> dict[str, Any]:
-    """Restore the target that the alias had before its last flip. Return the facts about this, for programs. Raises
-    CommandRefused.
+    """Restore the target that the alias had before its last flip. Return the new target and the revisions, for --json.
+    Raises CommandRefused.
     """
     name, previous = alias.name, before_flip(alias.history)
     revision = aliases.back(alias, previous)
@@ -455,9 +455,9 @@ STEPS: tuple[Step, ...] = ("check", "quality", "embed", "shadow", "flip")
 
 @dataclass(frozen=True)
 class MigrationState:
-    """State of a migration in the cluster. `shadow`: the alias's current shadow. `shadow_s`: seconds since it was set.
-    `is_submitted`: the job over the corpus exists. `is_embedded`: this job has encoded every row, and an output folder
-    has its files.
+    """State of a migration in the cluster. `shadow`: the alias's current shadow; empty without a shadow. `shadow_s`:
+    seconds since the shadow was set. `is_submitted`: the job over the corpus exists. `is_embedded`: this job encoded
+    every row, and the output folder, if the user named a folder, has the job's files.
     """
 
     shadow: str = ""
@@ -490,7 +490,7 @@ LOST = ("failed", "cancelled", "expired")
 
 @dataclass(frozen=True)
 class Earlier:
-    """Jobs in the cluster: `jobs` are those of this migration, newest first; `other_jobs` are all others."""
+    """Jobs in the cluster. `jobs`: jobs of this migration, newest first. `other_jobs`: all other jobs."""
 
     jobs: Sequence[Job]
     other_jobs: Sequence[JobInfo]
@@ -509,8 +509,8 @@ class Earlier:
         return next((job for job in self.jobs if job.state not in LOST), None)
 
     def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
-        """Submit the job over the corpus. The idempotency key contains the id of this migration's newest job. So the
-        same command submits a new job after one has failed.
+        """Submit the job over the corpus. The idempotency key contains the id of this migration's newest job, so that
+        the same command submits a new job after a failed job.
         """
         before = self.jobs[0].id if self.jobs else ""
         return client.jobs.submit(
@@ -524,8 +524,8 @@ def is_answered(info: JobInfo) -> bool:
 
 
 def has_files(folder: Path, job: str) -> bool:
-    """Return whether a folder has all files of a job, which is so once it has the manifest. Raises CommandRefused if it
-    has the files of another job.
+    """Return whether a folder has all files of a job. Only the manifest is read, because it is written last. Raises
+    CommandRefused if the folder has the files of another job.
     """
     try:
         job_id = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=JobManifest).job
@@ -561,7 +561,7 @@ _TARGETS, _SHADOW = re.compile(r"\$\.alias\b"), re.compile(r"\$\.shadow\b")
 
 
 class AliasChange(Struct, frozen=True):
-    """Change of one field of an alias, in a revision. `before`: the field's value in the revision before."""
+    """Change of one field of an alias in a revision. `before`: the field's value in the previous revision."""
 
     path: str
     before: Any = None
@@ -624,7 +624,8 @@ class Aliases:
 
     def read(self, name: str) -> Present:
         """Read an alias. Raises CommandRefused for a model, or for an alias of several models."""
-        # read before the document: if the alias changes in between, this revision is too old, and a write is refused
+        # The history is read before the document. If the alias changes between the two reads, the revision from the
+        # history is outdated, and the config service refuses a write with this revision.
         history = self._service.read(path_of(name, "/history"), _RevisionList).body.revisions
         document: _AliasFields = self._service.read(path_of(name), _AliasFields).body
         if document.alias is None:
@@ -634,7 +635,7 @@ class Aliases:
         targets = [_model_of(target) for target in document.alias]
         if len(targets) != 1:
             raise CommandRefused(
-                f"{name} stands for {len(targets)} models: a migration needs an alias of one model; `sie models alias "
+                f"{name} has {len(targets)} models: a migration needs an alias of one model; `sie models alias "
                 f"{name} MODEL` sets it"
             )
         shadow = _model_of(document.shadow) if document.shadow is not None else ""

@@ -30,7 +30,7 @@ from sie_runtime.ranks import spearman
 if TYPE_CHECKING:
     from sie_client import SIEClient
 
-MAX_TEXTS = 2000  # limit for a sample, because each text is compared with every other
+MAX_TEXTS = 2000  # limit for the texts of a sample, because each text is compared with every other text
 MIN_TEXTS = 3
 MAX_NEIGHBOURS = 50
 SHOWN = (1, 5, 10, 50)
@@ -44,7 +44,7 @@ Matrix = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class ComparisonSample:
-    """Sample for a comparison. `texts`: its texts and documents. `rankings`: queries with their documents."""
+    """Sample for a comparison. `rankings`: queries with their documents. `texts`: all texts and documents."""
 
     texts: tuple[str, ...] = ()
     rankings: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -54,8 +54,8 @@ class ComparisonSample:
 class Agreement:
     """Agreement of two models. `cosines`: for each text, the cosine of its two vectors; empty if the widths differ.
     `recall`: at index k - 1, the share of the k nearest neighbours that both models have in common. `ranks`: for each
-    query or text, the correlation of the two orders of all documents or neighbours. A query or text is
-    left out if a model gives it only equal values.
+    query or text, the rank correlation of its scores or similarities from both models. A query or text is left out if
+    all its values from one model are equal.
     """
 
     names: tuple[str, str]
@@ -281,8 +281,8 @@ def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
 def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
     """Return, for k = 1, 2, 3, ..., the share of common rows among the first k, averaged over the queries."""
     most = first.shape[1]
-    # shares[k] first counts the rows that are among the first k + 1 of both lists, but not among the first k of both.
-    # The cumulative sum below turns it into the number of common rows among the first k + 1.
+    # shares[k] first counts the rows whose lower place in the two lists is k, counted from 0. The cumulative sum below
+    # is then the number of rows that both lists have among their first k + 1.
     shares = np.zeros(most)
     for mine, theirs in zip(first.tolist(), second.tolist(), strict=True):
         places = {row: place for place, row in enumerate(theirs)}
@@ -346,7 +346,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def lines(agreement: Agreement) -> list[str]:
-    """Format a comparison as lines for a person."""
+    """Return the figures of a comparison as lines of text."""
     printed = [
         f"{name}: {f'{dims} wide, ' if dims else ''}fingerprint {fingerprint}"
         for name, dims, fingerprint in zip(agreement.names, agreement.dims, agreement.fingerprints, strict=True)
@@ -367,8 +367,8 @@ def lines(agreement: Agreement) -> list[str]:
 
 
 def svg(agreement: Agreement) -> str:
-    """Return an SVG of up to two panels: a histogram of the cosines (else of the rank correlations), and recall by k,
-    which models that score do not have.
+    """Return an SVG with a histogram of the cosines, or of the rank correlations if there are no cosines. For models
+    that encode, a second panel shows recall by k.
     """
     title = " and ".join(agreement.names)
     values, caption = agreement.cosines, "texts by cosine"

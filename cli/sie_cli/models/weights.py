@@ -257,7 +257,7 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
         raise click.UsageError(f"--as gives a name to a folder, but {reference} is no folder")
     model, _, commit = reference.partition("@")
     entry = _entry(settings, model, revision or commit)
-    # not from the bucket, because it is the destination
+    # the bucket is not searched for weights, because it is the destination
     located = weight_sources(dataclasses.replace(settings, cluster_cache=None)).locate(entry)
     hub, commit = entry.weights.hub, entry.weights.revision
     manifest = _cache(settings).manifest(hub, commit) if located.folder == _cache(settings).place(hub, commit) else None
@@ -279,7 +279,7 @@ def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
 
 
 def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
-    """Return an entry whose weights have a hub id and a commit. A model that the catalogue lacks gets a stub."""
+    """Return an entry whose weights have a hub id and a commit. If the catalogue lacks the model, `stub` makes one."""
     from sie_config_service.overlay import Overlay
 
     entry = Overlay(settings).folders().models.get(model, (None, ""))[0]
