@@ -27,7 +27,7 @@ from sie_store.weights.manifest import FileFact, is_safe
 
 INDEX, SUMS, BILL = "airgap.json", "SHA256SUMS", "sbom.cdx.json"
 VERSION = 1
-# first part of each path in an archive, so that no file has the path of one that `load` creates (models/, serve.env)
+# allowed first parts of the paths in an archive; the files that `load` writes itself (models/, serve.env) have others
 FOLDERS = ("cache", "golden", "licences", BILL, "weights")
 MAX_INDEX_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
@@ -173,7 +173,7 @@ class ArchiveReader:
 
     def extract(self, sink: Callable[[str], AbstractContextManager[BinaryIO]], progress: ByteProgress) -> None:
         """Copy each file of the archive into the file that `sink` opens for its name, and compare its size and SHA-256
-        with the index. If this raises, the caller must discard the copies.
+        with the index. If a comparison or a copy raises, the caller must discard the copies.
         """
         for name in sorted(self.index.files):
             fact = self.index.files[name]
@@ -201,8 +201,8 @@ class ArchiveReader:
         return b"".join(self._pieces(self._expect(name)))
 
     def _expect(self, name: str, size: int | None = None) -> int:
-        """Read the header of the next file, and return the file's size. Raises CommandRefused if it is not the plain
-        file `name`, or not of `size` bytes. If `size` is None, it may have at most MAX_INDEX_BYTES.
+        """Read the header of the next file, and return the file's size. Raises CommandRefused if this is not the plain
+        file `name` with `size` bytes, or with at most MAX_INDEX_BYTES if `size` is None.
         """
         try:
             member = tarfile.TarInfo.frombuf(self._exactly(_BLOCK), "utf-8", "strict")

@@ -267,8 +267,8 @@ def _refusing() -> Iterator[None]:
 
 @contextmanager
 def _written(output: Path, size: int) -> Iterator[BinaryIO]:
-    """Yield a file for an archive of a little more than `size` bytes, or standard output for `-`. A complete file is
-    renamed to `output`. Raises CommandRefused, OSError.
+    """Yield a file for an archive of files with `size` bytes, or standard output for `-`. At the end of the context,
+    the complete file is renamed to `output`. Raises CommandRefused, OSError.
     """
     if str(output) == "-":
         if sys.stdout.isatty():

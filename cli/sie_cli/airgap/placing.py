@@ -157,7 +157,7 @@ def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
     except (FileNotFoundError, NotADirectoryError) as error:
         lacking = Path(str(error.filename)).name
         raise CommandRefused(
-            f"{folder} was not created by `sie airgap load`: it has no {lacking}; name a folder that was"
+            f"{folder} was not created by `sie airgap load`, because it has no {lacking}: name a folder that it created"
         ) from error
     return index, raw
 

@@ -27,7 +27,7 @@ from sie_store.weights.manifest import FileFact
 OURS = "sie-cluster"
 SOFTWARE = f"{OURS}[serve]"
 _TEXT = re.compile(r"(?i)(licen[cs]e|copying|notice|authors)([._-].*)?")
-# characters; a longer licence field of a distribution is the licence's text, not its name
+# limit in characters; a longer licence field of a distribution has the text of the licence and not its name
 _MAX_NAME = 100
 
 
@@ -46,7 +46,7 @@ class Package:
 
     @classmethod
     def installed(cls, name: str) -> Package:
-        """Return an installed distribution. `name` is canonical. Raises PackageNotFoundError."""
+        """Return an installed distribution. `name`: its canonical name. Raises PackageNotFoundError."""
         distribution = importlib.metadata.distribution(name)
         about = distribution.metadata.json
         licence = str(about.get("license_expression") or about.get("license") or "").strip()

@@ -326,8 +326,8 @@ async def _catalogue(broker: NatsBroker) -> dict[str, str]:
 
 
 async def _jobs(broker: NatsBroker) -> dict[str, str]:
-    """Find jobs whose shards (records of the job's parts) exist without the job's entry. Such an entry was lost, because
-    a job's shards are removed before its entry.
+    """Find jobs whose shards (records of the job's parts) exist without the job's entry. The entry was lost, because a
+    job's shards are removed before its entry.
     """
     jobs = {subject.rpartition(".")[2] for subject in await broker.subject_counts(JOBS, "$KV.*.job.>")}
     shards = {subject.split(".")[2] for subject in await broker.subject_counts(SHARDS, ">")}
@@ -385,7 +385,9 @@ async def config(probe: ClusterProbe) -> CheckResult:
 
 
 async def restored(probe: ClusterProbe, url: str) -> list[Finding]:
-    """List models whose earlier revision the config service restored, because workers could not load the newest."""
+    """List models of which the config service restored an earlier revision, because workers failed to load the newest
+    revision.
+    """
     answer = await probe.get(url, "/v1/configs/models", probe.config_token)
     fix = "correct the entry and write it again (sie models history ID, sie models set ID)"
     listed = answer.decoded(ConfigModels)
@@ -461,7 +463,7 @@ async def clock(probe: ClusterProbe) -> CheckResult:
     try:
         names = [str(info.config["name"]) for info in await connection.stream_infos()]
         if not names:
-            raise CheckSkipped("the broker's time is read from a stream, and it has no stream yet")
+            raise CheckSkipped("the broker has no stream yet, and its time is read from a stream")
         measured = BrokerClock(connection, names[0])
         await measured.measure()
     except BrokerError as error:

@@ -283,8 +283,8 @@ class ClusterProbe:
         return self._open
 
     async def connected_broker(self) -> NatsBroker:
-        """Return the connection to the broker. Raises NotApplicable, and CheckSkipped if the connection fails, because
-        only the check `broker` reports this fault.
+        """Return the connection to the broker. Raises NotApplicable. Raises CheckSkipped without a connection: only the
+        check `broker` reports this fault.
         """
         try:
             return await self.broker()
@@ -300,8 +300,8 @@ class ClusterProbe:
 
     @once
     async def heartbeats(self) -> Heartbeats:
-        """Collect heartbeats for GATEWAYS_S, then until a gateway and all workers in its `/health` have sent one, at
-        most for one interval and BEAT_MARGIN_S. Raises NotApplicable, CheckSkipped.
+        """Collect heartbeats for GATEWAYS_S. Then wait for the heartbeats of a gateway and of all workers in its
+        `/health`, until an interval of heartbeats and BEAT_MARGIN_S are over. Raises NotApplicable, CheckSkipped.
         """
         broker = await self.connected_broker()
         beats = Heartbeats()
@@ -319,7 +319,8 @@ class ClusterProbe:
                     await beats.arrival.wait()
         if expected and not beats.workers:
             raise CheckSkipped(
-                "no heartbeat arrives, but the gateway gets some: the broker's user may not subscribe to them"
+                "no heartbeat arrives here, but the gateway receives heartbeats: the user of this connection to the "
+                "broker has no right to subscribe to them"
             )
         return beats
 
@@ -346,7 +347,7 @@ class ClusterProbe:
 
 
 def default_sockets() -> list[Path]:
-    """Return the default path of a worker's socket in a list; an empty list if there is no socket."""
+    """Return a list with the default path of a worker's socket; empty if there is no socket at this path."""
     path = Path(BY_NAME["SIE_IPC_SOCKET_PATH"].default)
     return [path] if path.exists() else []
 

@@ -1,4 +1,4 @@
-"""Docstrings of the library scipy, as texts of tasks."""
+"""Texts for evaluation tasks: the docstrings of the library scipy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One evaluation, from opening the sources to the result that is stored."""
+"""Evaluation of one model: open the sources, measure them, and compare the first source with its targets."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def run(spec: EvalSpec, gateway: EvalGateway) -> EvalOutcome:
             return _speed(context) if spec.kind == "perf" else _quality(context, sources)
         except SIEConnectionError as error:
             raise CommandRefused(
-                f"{error}: the cluster stopped answering; run the same command again: "
-                "it continues with the answers so far"
+                f"{error}: the cluster stopped answering; run the same command again: it uses the answers that this "
+                "run has cached"
             ) from error
         except SIEError as error:
             raise CommandRefused(str(error)) from error
@@ -252,8 +252,8 @@ def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -
             values = {k: v for k, v in values.items() if "/" not in k or k.partition("/")[2] in measured}
             return targets.expected(values, is_speed=is_speed), f"; targets are what was measured at {stored.time}"
     raise CommandRefused(
-        f"{file} has no targets of {spec.model} for {name}, and no earlier result is stored: run it once without"
-        " targets, or write the measured values with --save-targets FILE"
+        f"{file} has no targets of {spec.model} for {name}, and no earlier result is stored: run this command once"
+        " without the source targets, or write the measured values with --save-targets FILE"
     )
 
 

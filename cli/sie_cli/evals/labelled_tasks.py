@@ -114,7 +114,7 @@ def entities() -> FactTask:
 
 
 def _filled(kinds: Sequence[str]) -> list[LabelledText]:
-    """Fill each template FILLINGS times, and return the texts with their facts of these kinds."""
+    """Fill each template FILLINGS times. Return the texts with those of their facts that have one of `kinds`."""
     (file,) = _files(TEMPLATES_PACKAGE, "templates.txt")
     lines = file.read_text("utf-8", "replace").splitlines()
     templates = [line.replace("\\n", "\n") for line in lines if line.strip()]

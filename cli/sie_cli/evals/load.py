@@ -24,7 +24,7 @@ from sie_client.errors import SIEError
 from sie_contracts.settings import Secret
 
 PATIENCE_S = 60.0  # seconds to wait for an answer
-# limit for the requests in flight of an open loop; beyond it, a due request is counted as NOT_SENT
+# limit for the requests in flight of an open loop; at this limit, a due request is counted as NOT_SENT
 MAX_IN_FLIGHT = 4096
 AFTER_FAILURE_S = 0.05  # seconds that a client of a closed loop waits after a failure
 NOBODY = "CONNECTION"  # code of a request whose connection failed
@@ -151,8 +151,8 @@ FRAME_S = 5.0  # seconds to wait for a status frame of the gateway
 
 @dataclass(frozen=True)
 class DeviceUsage:
-    """Means over the measured time for a worker's devices; None if unknown. `busy_percent`: utilisation of a GPU (from
-    NVML), or use of all CPU cores by any process. `joules`: the sum of the energy that the GPUs of this machine used.
+    """Mean values of the workers' devices in the measured time; None if unknown. `busy_percent`: utilisation of a GPU
+    (from NVML), or use of all CPU cores by any process. `joules`: energy that all GPUs of this machine used in sum.
     """
 
     name: str = ""
@@ -162,13 +162,13 @@ class DeviceUsage:
 
 
 class WorkerWatch:
-    """Watch of a worker's devices. It reads status frames from the WebSocket of the gateway at `url`."""
+    """Sampler of the use of the workers' devices. It reads status frames from the WebSocket of the gateway at `url`."""
 
     def __init__(self, url: str, token: Secret | None, *, is_local: bool) -> None:
         self._url, self._token, self._is_local = url, token, is_local
 
     async def run(self, start_s: float, end_s: float) -> DeviceUsage:
-        """Watch from `start_s` to `end_s`, which are times of `time.perf_counter`. Return the usage in this time."""
+        """Sample from `start_s` to `end_s`, which are times of `time.perf_counter`. Return the usage in this time."""
         frames: list[dict[str, Any]] = []
         energy = Energy() if self._is_local else None
         await asyncio.sleep(max(0.0, start_s - time.perf_counter()))

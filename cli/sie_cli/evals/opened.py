@@ -36,7 +36,7 @@ from sie_client.errors import SIEConnectionError, SIEError
 from sie_contracts.loopback import client_options
 from sie_contracts.settings import Secret, public_url
 
-CONNECT_S = 10.0  # seconds to connect to a gateway that is already running, also after a lost connection
+CONNECT_S = 10.0  # seconds to connect, or to connect again, to a gateway that this command has not started
 LOAD_S = 900.0  # seconds to wait until a worker has loaded the model
 PLAIN = ("sie", "st", "patterns", "targets")
 

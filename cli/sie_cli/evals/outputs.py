@@ -46,7 +46,7 @@ class VectorOutput:
 
 
 def find(name: str) -> VectorOutput:
-    """Return the output with this name. Raises CommandRefused; for an unknown name it lists the names."""
+    """Return the output with this name. Raises CommandRefused for an unknown name; the error lists the names."""
     if output := _KNOWN.get(name):
         return output
     if dims := re.fullmatch(r"dims=([1-9][0-9]{0,4})", name):

@@ -1,4 +1,4 @@
-"""Check of the packages that an evaluation needs, before it begins. One error names all missing packages."""
+"""Check that the packages are installed that an evaluation needs. One error names all missing packages."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
 from sie_cli.refusal import CommandRefused
 
 PERCENTILES = (50, 90, 99)
-# CPU use of this process, in cores; above it, this process itself may limit the throughput
+# CPU use of this process, in cores; with a higher use, this process and not the source may limit the throughput
 CLIENT_LIMIT = 0.8
 
 

@@ -51,7 +51,7 @@ class Measurement:
     bytes_per_item: float | None = None
     weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
     kinds: Sequence[Measurement] = ()
-    cost: EncodeCost | None = field(default=None, compare=False)  # times differ between equal results
+    cost: EncodeCost | None = field(default=None, compare=False)  # not compared, because times differ
 
     @property
     def scores(self) -> dict[str, float]:
@@ -79,7 +79,7 @@ class Difference:
 
     @property
     def spread(self) -> str:
-        """The interval as a text; empty if there is none."""
+        """The interval as a text; empty without an interval."""
         if self.interval is None:
             return ""
         low, high = self.interval
@@ -113,9 +113,9 @@ def measure(task: Judged, step: EvalStep, work: EvalWork) -> Measurement:
 
 
 def difference(score: Measurement, reference: Measurement, metric: str) -> Difference:
-    """Return the difference of a metric between two results. Its interval is a paired bootstrap over queries or pairs;
-    the samples are the same in each run. Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter
-    13 (percentile interval).
+    """Return the difference of a metric between two results. A paired bootstrap over queries, pairs or texts gives its
+    interval; the samples are the same in each run. Source: Efron and Tibshirani 1993, "An Introduction to the
+    Bootstrap", chapter 13 (percentile interval).
     """
     count = len(score.values[metric])
     every = np.arange(count)
@@ -201,7 +201,7 @@ def _nearest(task: Retrieval, step: EvalStep, work: EvalWork) -> tuple[Run, floa
 
 
 def _reranked(task: Retrieval, source: EvalSource, run: Run, work: EvalWork) -> Run:
-    """Sort the first FIRST_STAGE documents of each ranking by the source's scores. Other documents follow in order."""
+    """Sort the first FIRST_STAGE documents of each ranking by the source's scores. The others keep their order."""
     rankings = {}
     for query, ranking in run.items():
         keys = sorted(ranking, key=ranking.__getitem__, reverse=True)

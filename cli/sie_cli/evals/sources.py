@@ -1,5 +1,5 @@
-"""Sources of vectors and scores of texts or image files, or of facts in texts: a cluster, a library or patterns in this
-process, or another server.
+"""Sources that an evaluation compares: a cluster, a library or patterns in this process, or a server that is not SIE. A
+source returns vectors or scores of texts and image files, or facts in texts.
 """
 
 from __future__ import annotations
@@ -349,8 +349,8 @@ def _shown(body: bytearray) -> str:
 @dataclass(frozen=True)
 class ServerDialect:
     """Format of a server's requests and answers: paths, functions that build bodies, and functions that read answers.
-    In a rerank answer each document has an entry: its field `index` is the document's position, and the field that
-    `score` names is the document's score.
+    A rerank answer has an entry for each document, with the document's position in the field `index`. `score`: name of
+    the field with the document's score.
     """
 
     encode_path: str
@@ -440,7 +440,9 @@ class ServerSource:
                 if rows.ndim != 2 or len(rows) != len(part):
                     raise ValueError(f"{len(part)} texts were sent, vectors of the shape {rows.shape} were returned")
                 if parts and rows.shape[1] != parts[0].shape[1]:
-                    raise ValueError(f"vectors have {parts[0].shape[1]} numbers, then {rows.shape[1]}")
+                    raise ValueError(
+                        f"the first vectors have {parts[0].shape[1]} numbers, later vectors have {rows.shape[1]}"
+                    )
                 _check_finite(rows)
                 self.tokens += self._dialect.tokens(body) or 0
             parts.append(rows)
@@ -471,7 +473,9 @@ class ServerSource:
             except httpx.HTTPError as error:
                 raise CommandRefused(f"{self.name} does not answer: {error or type(error).__name__}") from error
             if answer.status_code != 200:
-                raise CommandRefused(f"{self.name}: POST {path} answers {answer.status_code}: {_shown(content)}")
+                raise CommandRefused(
+                    f"{self.name}: POST {path} returned status {answer.status_code}: {_shown(content)}"
+                )
             return msgspec.json.decode(content)
 
     @contextmanager

@@ -53,7 +53,7 @@ def packaged() -> Path:
 
 
 def read(file: Path) -> File:
-    """Read a file of targets. Raises CommandRefused, which names the field."""
+    """Read a file of targets. Raises CommandRefused; the error names the wrong field."""
     try:
         return msgspec.convert(yaml_text.load(file.read_bytes()) or {}, File)
     except OSError as error:
@@ -118,7 +118,7 @@ def save(file: Path, model: str, measured: Mapping[str, Targets]) -> None:
     try:
         durable.write(file.resolve(), msgspec.yaml.encode(saved))
     except OSError as error:
-        raise CommandRefused(f"--save-targets {file}: {error.strerror}") from error
+        raise CommandRefused(f"--save-targets {file}: the file cannot be written: {error.strerror}") from error
 
 
 def _short(value: float) -> float:

@@ -82,7 +82,7 @@ Task = Judged | Texts
 
 
 def find(name: str) -> Task:
-    """Return the task of this name. Raises CommandRefused; for an unknown name it lists the tasks."""
+    """Return the task of this name. Raises CommandRefused; the error for an unknown name lists the tasks."""
     if build := SHIPPED.get(name):
         return build()
     if name.startswith(mteb_tasks.PREFIX):
@@ -123,8 +123,8 @@ def of_texts(file: Path) -> Texts:
 
 
 def of_folder(folder: Path) -> Retrieval:
-    """Read a folder in the format of BEIR. Queries without a relevant document are left out. Raises CommandRefused,
-    which names the file, the line and the field.
+    """Read a folder in the format of BEIR. Queries without a relevant document are left out. Raises CommandRefused; the
+    error names the file, the line and the field.
 
     Source: Thakur et al. 2021, "BEIR", and the loader of its package: the title is put before the text of a document.
     """
@@ -252,4 +252,4 @@ def _lines(file: Path) -> Iterator[tuple[str, str]]:
             f"{file}: {error.strerror}: -t FOLDER needs a folder with {FILES}, -t texts/FILE a file"
         ) from error
     except UnicodeDecodeError as error:
-        raise CommandRefused(f"{file}: expected UTF-8") from error
+        raise CommandRefused(f"{file}: expected UTF-8: save the file in this encoding") from error

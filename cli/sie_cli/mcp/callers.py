@@ -39,7 +39,7 @@ class KeyNames:
             gateway_url, api_key=None, connection_budget_s=WAIT_S, capacity_budget_s=WAIT_S, progress=False
         )
         self._clock = clock
-        self._names: OrderedDict[str, tuple[str, float]] = OrderedDict()  # digest -> name, time of its check
+        self._names: OrderedDict[str, tuple[str, float]] = OrderedDict()  # key's digest -> name, time of check
 
     async def name_of(self, api_key: str) -> str:
         """Return the name of a key. Raises AuthenticationError if the gateway refuses the key. Raises another SIEError

@@ -22,7 +22,7 @@ class _OpenClient:
 
 class GatewayClients:
     """Open clients by API key. Above MAX_CLIENTS, the clients that were unused for longest are closed. `timeout_s`:
-    seconds that a call waits for an answer; it waits half of them for capacity.
+    seconds that a call waits for an answer. For half of this time a call waits for capacity.
     """
 
     def __init__(self, gateway_url: str, timeout_s: float) -> None:
@@ -56,7 +56,7 @@ class GatewayClients:
             self._gateway_url,
             api_key=api_key,
             timeout_s=self._timeout_s,
-            # half of the time, so that the client raises the reason of the wait before the call ends
+            # half of the time, so that the client raises an error with the reason of the wait before the call times out
             capacity_budget_s=self._timeout_s / 2,
             connection_budget_s=CONNECTION_S,
             progress=False,

@@ -49,7 +49,7 @@ class PagedText:
         return len(self._starts)
 
     def page(self, number: int) -> str:
-        """Return a page; the first is number 1."""
+        """Return a page. The first page has the number 1."""
         return self._text[self._starts[number - 1] : (*self._starts, len(self._text))[number]]
 
 

@@ -122,7 +122,7 @@ class AgentServer:
         """Run a tool. Raises ToolRefused."""
         tool = self._by_name.get(name)
         if tool is None:
-            raise ToolRefused(f"There is no such tool. There are: {', '.join(self._by_name)}.")
+            raise ToolRefused(f"There is no such tool. The tools are: {', '.join(self._by_name)}.")
         try:
             parsed = msgspec.convert(arguments, tool.arguments)
         except msgspec.ValidationError as error:
@@ -147,13 +147,13 @@ class AgentServer:
         except TimeoutError as error:
             raise ToolRefused(TOO_LONG) from error
         except SIEError as error:
-            _logger.info("a call failed: %s", error.code or type(error).__name__)
+            _logger.info("an agent's call failed: %s", error.code or type(error).__name__)
             raise ToolRefused(sentence_of(error)) from error
         except ToolRefused:
             raise
         except Exception as error:
             # the protocol would send the message of the error to the agent, and the message may have private data
-            _logger.exception("a call failed")
+            _logger.exception("an agent's call failed")
             raise ToolRefused(FAILED) from error
         finally:
             self._calls[caller.owner] -= 1
@@ -236,6 +236,6 @@ class AgentServer:
             arguments = schemas.ReadResultArguments(reference=reference, page=int(page))
             return (await self._tools.read_result(caller, arguments)).text
         raise ToolRefused(
-            f"There is no such resource. There are: {MODELS}, {MODELS}/MODEL, {RESULT_URI}, and, "
+            f"There is no such resource. The resources are: {MODELS}, {MODELS}/MODEL, {RESULT_URI}, and, "
             "if search is a tool of this server, sie://collections."
         )

@@ -42,7 +42,7 @@ from sie_store.sinks import opening
 from sie_store.sinks.sink import Sink
 
 ANSWER_CHARS = 16_000
-FIELD_CHARS = 1_000  # characters of one field of a search result
+FIELD_CHARS = 1_000  # limit for the characters of one field of a search result
 MAX_VALUES = 2_048
 MODELS_PER_PAGE = 40
 CANDIDATES = 10  # limit for the names of models in an error
@@ -222,7 +222,7 @@ class AgentTools:
             model = stored.model if stored else await self._model(client, arguments.model, default, "encode")
             dimensions = stored.vectors.shape[1] if stored else None
             texts = [arguments.query, *(arguments.texts or ())]
-            # the query is encoded as a document too: unlike in a search, it is a text of the same kind as the others
+            # the query is also encoded as a document: here it is a text of the same kind as the others, not a search
             encoded, _ = await _vectors(client, model, texts, is_query=False, dimensions=dimensions)
         vectors = stored.vectors if stored else encoded[1:]
         similarities = _normalised(vectors) @ _normalised(encoded[:1])[0]

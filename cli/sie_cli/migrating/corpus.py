@@ -69,7 +69,7 @@ class Corpus:
             folder = where if where.endswith("/") else where.rpartition("/")[0] + "/"
             if is_url and folder.endswith("//"):  # the URL of a whole bucket has no parent folder
                 folder = where
-            # the file of a symbolic link may have another suffix, but the user chose the format by the link's name
+            # `where` is the target of a symbolic link, but the suffix of the link itself decides the format
             return cls(source, how, replace(Place.opened(where, (folder,)), label="" if is_url else file.name))
 
     @property

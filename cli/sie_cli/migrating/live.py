@@ -249,7 +249,7 @@ class LiveMigration:
                 await self._flip(steps, alias, state)
 
     def _try_change(self, alias: Present) -> None:
-        """Send the change of the alias to the config service as a dry run. Raises CommandRefused if it is refused."""
+        """Send the change of the alias to the config service as a dry run. Raises CommandRefused if it would fail."""
         plan = self._plan
         if plan.until == "back" and alias.target == plan.model:
             self._aliases.back(alias, before_flip(alias.history), dry_run=True)
@@ -279,8 +279,8 @@ class LiveMigration:
             yield
         except CommandRefused as refused:
             raise CommandRefused(
-                f"{refused}\n{plan.collection} uses the vectors of {model} already: run the same command again at "
-                f"once, so that {plan.alias} names it too"
+                f"{refused}\nsearches of {plan.collection} already use the vectors of {model}: run the same command "
+                f"again at once, so that {plan.alias} also names {model}"
             ) from refused
 
     async def _flip(self, steps: _LiveSteps, alias: Present, state: LiveState) -> None:
@@ -335,7 +335,7 @@ class _LiveSteps:
     _echo: Callable[[str], None]
 
     async def embed(self) -> None:
-        """Write the vectors of the new model beside the present ones, and build their indexes."""
+        """Write the vectors of the new model beside the present vectors, and build the indexes of the new vectors."""
         self._report.begin("embed")
         await self._live.begin(self._models["new"].dims(self._state.output))
         await self.catch_up("new")
@@ -453,8 +453,8 @@ class _LiveSteps:
         return list(texts), list(texts.values())
 
     async def _neighbours(self, side: Side, texts: list[str], ids: list[str]) -> list[list[str] | None]:
-        """Return the ids of the nearest rows of each text, without the row of the text itself (its id in `ids`). None:
-        the model refuses the text.
+        """Return the ids of the nearest rows of each text; None for a text that the model refuses. `ids`: id of the row
+        that each text is from, which is left out.
         """
         bound = asyncio.Semaphore(SEARCHES)
 

@@ -552,8 +552,8 @@ def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fi
             where = output["url"]
         if where:
             raise CommandRefused(
-                f"{where} has vectors of {printable(info.model)}, written by {info.id}: name a new destination. "
-                "The search uses it after the alias has moved"
+                f"{where} has vectors of {printable(info.model)}, written by {info.id}: name a new destination, and "
+                "let searches use it after the flip"
             )
 
 
@@ -642,12 +642,12 @@ class Aliases:
         return Present(name, targets[0], shadow, history[0].revision, history)
 
     def read_again(self, alias: Present) -> Present:
-        """Read the newest revision of an alias. Raises CommandRefused if its target has changed since it was read."""
+        """Read an alias again. Raises CommandRefused if its target is not that of `alias`, which was read before."""
         present = self.read(alias.name)
         if present.target != alias.target:
             raise CommandRefused(
-                f"{alias.name} names {present.target} now: another user has changed it, so this command does not "
-                "change it"
+                f"{alias.name} names {present.target} now: another user has changed the alias, so this command does "
+                "not change it"
             )
         return present
 
@@ -677,7 +677,7 @@ class Aliases:
         return self._written(alias, "POST", "/rollback", {"revision": revision}, dry_run=dry_run)
 
     def _written(self, alias: Present, method: str, suffix: str, body: dict[str, Any], *, dry_run: bool = False) -> int:
-        """Write a change and return the new revision. Raises CommandRefused, also if the alias has changed."""
+        """Write a change and return the new revision. Raises CommandRefused, also if `alias` is an old revision."""
         how = dataclasses.replace(self._write, if_match=alias.revision, dry_run=dry_run)
         path, data = path_of(alias.name, suffix), msgspec.json.encode(body)
         written: _WrittenRevision = self._service.write(method, path, data, how=how, body_type=_WrittenRevision).body
@@ -729,9 +729,9 @@ def last_former_target(history: Sequence[AliasRevision]) -> str | None:
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:
-    """Return the revision to restore in order to undo the last flip: the newest one before the flip. Revisions that
-    changed only the shadow are skipped. Raises CommandRefused if the target was never changed, if its last change was a
-    rollback, or if no revision before this change is stored.
+    """Return the revision to restore in order to undo the last flip: the newest revision before the flip that changed
+    more than the shadow. Raises CommandRefused if the target was never changed, if its last change was a rollback, or
+    if no revision before this change is stored.
     """
     flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]
     if not flips:

@@ -68,7 +68,7 @@ def add(write: WriteOptions, source: str, revision: str | None, name: str, model
     folder = models_dir or settings.models_dir or USUAL
     if is_bucket(folder):
         raise CommandRefused(
-            f"{folder} is not a local folder: name one with --models-dir, or a config service with --url"
+            f"{folder} is not a local folder: name a local folder with --models-dir, or a config service with --url"
         )
     text, entry = _entry_of(settings, source, name, revision)
     with refusing():

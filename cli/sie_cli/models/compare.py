@@ -144,7 +144,7 @@ def compare(
         try:
             plot.write_text(svg(agreement), "utf-8")
         except OSError as error:
-            raise CommandRefused(f"--plot {plot}: {error.strerror}") from error
+            raise CommandRefused(f"--plot {plot}: the file cannot be written: {error.strerror}") from error
     click.echo(display.document(figures(agreement)) if as_json else "\n".join(lines(agreement)))
 
 
@@ -167,7 +167,7 @@ def read(file: Path, limit: int) -> ComparisonSample:
 def _add_line(
     line: str, where: str, texts: dict[str, None], rankings: list[tuple[str, tuple[str, ...]]], *, is_json: bool
 ) -> None:
-    """Add the text, or the query with its documents, of a line to a sample. `is_json`: the file has JSON Lines only."""
+    """Add the text of a line to `texts`, or its query and documents to `rankings`. `is_json`: the line must be JSON."""
     if not is_json and not line.startswith("{"):
         texts[line] = None
         return
@@ -279,10 +279,10 @@ def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
 
 
 def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
-    """Return, for k = 1, 2, 3, ..., the share of common rows among the first k, averaged over the queries."""
+    """Return the mean share of the first k rows that both rankings of a query have in common, for k from 1 on."""
     most = first.shape[1]
-    # shares[k] first counts the rows whose lower place in the two lists is k, counted from 0. The cumulative sum below
-    # is then the number of rows that both lists have among their first k + 1.
+    # shares[k] first counts the rows that are at place k (from 0) in one ranking, and at k or before in the other. The
+    # cumulative sum below is then the number of rows that both rankings have among their first k + 1.
     shares = np.zeros(most)
     for mine, theirs in zip(first.tolist(), second.tolist(), strict=True):
         places = {row: place for place, row in enumerate(theirs)}

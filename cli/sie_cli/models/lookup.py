@@ -94,5 +94,5 @@ def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
         return entry
     raise CommandRefused(
         f"the catalogue has another model {entry.id}: `sie models add {shlex.quote(str(folder))} --id NAME` "
-        "gives this one a name"
+        "adds this folder under another name"
     )

@@ -106,7 +106,7 @@ class ConfigServiceClient(HttpConnection):
         return self._send(method, path + query, body, headers, body_type)
 
     def add(self, model: str, body: bytes, content_type: str, *, write: WriteOptions) -> ServiceReply:
-        """Add a model, or with `force` replace an existing one. Raises CommandRefused."""
+        """Add a model, or with `force` replace an existing model. Raises CommandRefused."""
         is_there = write.force and any(row.model_id == model for row in self.read(MODELS, ConfigModels).body.models)
         method, path = ("PUT", path_of(model)) if is_there else ("POST", MODELS)
         return self.write(method, path, body, content_type, how=write)

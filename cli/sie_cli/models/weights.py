@@ -306,7 +306,7 @@ def _only_commit(settings: Settings, hub: str) -> str:
     check_names(hub, "any")
     commits = sorted(path.name for path in _cache(settings).place(hub, "any").parent.glob("*") if path.is_dir())
     if len(commits) != 1:
-        there = f"the cache has {', '.join(commits)}" if commits else "neither the catalogue nor the cache knows one"
+        there = f"the cache has {', '.join(commits)}" if commits else "neither the catalogue nor the cache has one"
         raise CommandRefused(f"the commit of {hub} is not known here: name it as {hub}@COMMIT; {there}")
     return commits[0]
 
@@ -328,9 +328,8 @@ def _stored(settings: Settings, local: bool) -> list[CommitState]:
 
 
 def _stored_here(settings: Settings) -> list[CommitState]:
-    """Return the snapshots in the local cache. Names and sizes of their files are compared with the manifest. A
-    snapshot without a manifest (other programs write none) is listed if it has all files that the hub lists and
-    workers can read.
+    """Return the snapshots in the local cache. Names and sizes of their files are compared with the manifest. Other
+    programs write no manifest; their snapshots are left out if they lack files that workers need.
     """
     cache, copies = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
@@ -356,7 +355,7 @@ def _checked_here(settings: Settings, stored: CommitState, progress: FetchProgre
 
 
 def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[CommitState]:
-    """Yield the snapshots that `names` selects, each once; all, if there are no names. A name is REPOSITORY or
+    """Yield each snapshot that `names` selects once, or all snapshots if `names` is empty. A name is REPOSITORY or
     REPOSITORY@COMMIT; the commit may be shortened.
     """
     if not names:
