@@ -697,7 +697,7 @@ def test_a_server_whose_vectors_change_their_width_is_told_of() -> None:
 
     with server({"/embed": vectors}) as (url, _), httpx.Client(base_url=url) as client:
         source = ServerSource("tei", client, DIALECTS["tei"], "a/b", scores_pairs=False)
-        with pytest.raises(CommandRefused, match="64 numbers, then 2"):
+        with pytest.raises(CommandRefused, match="have 64 numbers, later vectors have 2"):
             source.vectors(["a"] * (BATCH + 2), DENSE, is_query=False)
 
 

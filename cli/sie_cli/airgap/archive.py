@@ -6,7 +6,7 @@
 
 The archive has only plain files. All their ustar headers have the same owner, mode and date, so equal contents give
 equal bytes. Any tar program can read it. The reader does not trust the headers: it accepts exactly the files of the
-index, in that order, and refuses every other archive.
+index, in the order above, and refuses every other archive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sie_store.weights.manifest import FileFact, is_safe
 
 INDEX, SUMS, BILL = "airgap.json", "SHA256SUMS", "sbom.cdx.json"
 VERSION = 1
-# allowed first parts of the paths in an archive; the files that `load` writes itself (models/, serve.env) have others
+# first parts that the paths in an archive may have; `load` itself writes only other paths (models/, serve.env)
 FOLDERS = ("cache", "golden", "licences", BILL, "weights")
 MAX_INDEX_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20

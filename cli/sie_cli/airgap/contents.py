@@ -108,7 +108,7 @@ class FileGathering:
             name = path.relative_to(folder).as_posix()
             if path.is_symlink() and path.is_dir() and wanted_files(f"{name}/config.json"):
                 raise CommandRefused(
-                    f"{entry.id}: {path} is a link to a folder, which is not followed: put the folder itself there"
+                    f"{entry.id}: {path} is a link to a folder, which is not followed: replace the link by the folder"
                 )
             if path.is_file() and (name in manifest or name == MANIFEST or wanted_files(name) or sbom.is_licence(name)):
                 self.files[f"{place}/{name}"] = path
@@ -307,7 +307,7 @@ def _fact(source: Path | bytes, progress: ByteProgress) -> FileFact:
 
 
 def _manifest(folder: Path) -> Mapping[str, FileFact]:
-    """Return size and digest of each file from the manifest of a downloaded folder; empty without a valid manifest."""
+    """Return size and digest of each file from the manifest of a folder; empty if it has no valid manifest."""
     try:
         return decode((folder / MANIFEST).read_bytes()).files
     except (FileNotFoundError, ManifestError):
@@ -315,7 +315,7 @@ def _manifest(folder: Path) -> Mapping[str, FileFact]:
 
 
 def _stated_licence(folder: Path) -> str:
-    """Return the licence from the front matter of the model card; empty without a readable card or a licence in it."""
+    """Return the licence from the front matter of the model card; empty if the card is unreadable or has no licence."""
     import yaml
     from huggingface_hub.repocard import metadata_load
 

@@ -54,7 +54,7 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
         raise CheckSkipped(f"no gateway at {replies[0].url} ({replies[0].trouble}): {instead}")
     if not probe.cluster.is_given(GATEWAY_URL) and not replies[0].is_sie:
         raise CheckSkipped(
-            f"the server at {replies[0].url}, the default address, is not a gateway of SIE: name one with --url"
+            f"the server at {replies[0].url}, the default address, is not a gateway of SIE: name a gateway with --url"
         )
     for url, reply in zip(probe.cluster.gateway_urls, replies, strict=False):
         if reply.trouble:

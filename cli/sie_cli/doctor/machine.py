@@ -227,8 +227,8 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
 
 def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble: str) -> list[Finding]:
-    """Return the first fault of torch and the driver for this SIE_DEVICE; empty if there is none. `trouble`: why no
-    driver was found.
+    """Return a list with the first fault of torch and the driver for this SIE_DEVICE; empty if there is no fault.
+    `trouble`: why no driver was found.
     """
     instead = "or set SIE_DEVICE=cpu" if device.startswith("cuda") else "or set SIE_DEVICE=cpu if that is meant"
     if not torch.cuda:
@@ -285,7 +285,7 @@ def _driver() -> tuple[GpuDriver | None, str]:
 
 
 async def _torch() -> TorchBuild:
-    """Describe the installed torch. A child process imports it, because it takes much memory. Raises CheckSkipped."""
+    """Describe the installed torch. Only a child process imports torch, to save memory here. Raises CheckSkipped."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _TORCH, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

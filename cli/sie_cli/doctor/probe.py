@@ -130,8 +130,8 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class AdapterSocket:
-    """Socket of an adapter. `wrong`, `fix`: a fault and its remedy; empty without a fault. `description`: the adapter's
-    answer; None without an answer.
+    """Socket of an adapter. `wrong`, `fix`: a fault and its remedy; empty if there is no fault. `description`: the
+    adapter's answer; None if there is no answer.
     """
 
     path: Path
@@ -320,7 +320,7 @@ class ClusterProbe:
         if expected and not beats.workers:
             raise CheckSkipped(
                 "no heartbeat arrives here, but the gateway receives heartbeats: the user of this connection to the "
-                "broker has no right to subscribe to them"
+                "broker has no right to subscribe to heartbeats"
             )
         return beats
 

@@ -95,8 +95,8 @@ def run(spec: EvalSpec, gateway: EvalGateway) -> EvalOutcome:
             return _speed(context) if spec.kind == "perf" else _quality(context, sources)
         except SIEConnectionError as error:
             raise CommandRefused(
-                f"{error}: the cluster stopped answering; run the same command again: it uses the answers that this "
-                "run has cached"
+                f"{error}: the cluster stopped answering; run the same command again: the next run uses the answers "
+                "that this run has cached"
             ) from error
         except SIEError as error:
             raise CommandRefused(str(error)) from error
@@ -165,7 +165,7 @@ def _steps(context: _EvalContext, rerankers: Sequence[EvalSource]) -> Iterator[E
             "--outputs and --rerank need the vectors of single queries: use stsb-retrieval, scipy-docs or a folder"
         )
     if (compared or rerankers) and context.cluster is None:
-        raise CommandRefused("--outputs and --rerank need a cluster: name it with -s sie")
+        raise CommandRefused("--outputs and --rerank need a cluster as a source: add sie to -s")
     if compared and context.cluster is not None and context.cluster.scores_pairs:
         raise CommandRefused("--outputs: the model returns scores, and only vectors have other outputs")
     for output in compared:

@@ -91,8 +91,8 @@ def _redaction(texts: Sequence[str], truth: Sequence[Sequence[Fact]], answers: S
 
 
 def _ratios(counts: Sequence[tuple[int, int, int]]) -> Ratios:
-    """Return F1, precision and recall. `counts`: for each text, three numbers of facts or characters: those that are
-    both true and in the answer, all true ones, and all in the answer.
+    """Return F1, precision and recall. `counts`: for each text, how many facts or characters are in both the task and
+    the answer, in the task, and in the answer.
     """
     right, truth, answers = map(list, zip(*counts, strict=True))
     both = list(map(sum, zip(truth, answers, strict=True)))

@@ -114,7 +114,7 @@ def entities() -> FactTask:
 
 
 def _filled(kinds: Sequence[str]) -> list[LabelledText]:
-    """Fill each template FILLINGS times. Return the texts with those of their facts that have one of `kinds`."""
+    """Fill each template FILLINGS times. Return the texts, each with its facts of these kinds."""
     (file,) = _files(TEMPLATES_PACKAGE, "templates.txt")
     lines = file.read_text("utf-8", "replace").splitlines()
     templates = [line.replace("\\n", "\n") for line in lines if line.strip()]
@@ -156,7 +156,7 @@ class _Values:
 _LETTERS = str.maketrans("013568", "OlESbB")
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _ZERO_WIDTH = "\u200b"
-_EDGE = "\0"  # marks both ends of the value, if a format adds text around it
+_EDGE = "\0"  # marks the begin and the end of a value, if a format adds text around the value
 
 
 def _groups(value: str, joint: str, size: int = 4) -> str:

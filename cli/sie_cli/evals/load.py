@@ -4,8 +4,8 @@ loop, requests are sent at a fixed rate, whether or not earlier requests were an
     requests ──► closed: N clients, or open: arrivals of a Poisson process ──► send ──► SentRequest
 
 A closed loop slows down with the source: clients that wait during a stall send nothing, so at most N requests measure
-the stall. In an open loop, the latency of a request counts from the time at which it was due, so all requests that were
-due during a stall measure it (Tene 2013, "How NOT to Measure Latency": coordinated omission).
+the stall. In an open loop, the latency of a request counts from its due time, so all requests that are due during a
+stall measure the stall (Tene 2013, "How NOT to Measure Latency": coordinated omission).
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class EvalGateway:
 
 
 class OpenSources:
-    """Sources of one model. `held`: the exit stack that closes them."""
+    """Sources of one model. `held`: the exit stack that closes the sources."""
 
     def __init__(self, gateway: EvalGateway, model: str, held: contextlib.ExitStack) -> None:
         self._gateway, self._model, self._held = gateway, model, held
@@ -191,5 +191,5 @@ def _access(process: subprocess.Popen[bytes], data_dir: Path, log: Path) -> Acce
             raise CommandRefused(f"the cluster for this evaluation ended with status {process.returncode}:\n{last}")
         time.sleep(POLL_S)
     raise CommandRefused(
-        f"the cluster for this evaluation has not started within {START_S:.0f} s: start one with `sie serve`"
+        f"the cluster for this evaluation has not started within {START_S:.0f} s: start a cluster with `sie serve`"
     )

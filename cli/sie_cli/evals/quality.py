@@ -79,7 +79,7 @@ class Difference:
 
     @property
     def spread(self) -> str:
-        """The interval as a text; empty without an interval."""
+        """The interval as a text; empty if there is no interval."""
         if self.interval is None:
             return ""
         low, high = self.interval

@@ -307,7 +307,7 @@ def only_dense(name: str, output: VectorOutput) -> None:
 
 
 def catalogue_entry(model: str) -> ModelEntry | None:
-    """Return the entry of a model in the catalogue of this installation; None if there is none."""
+    """Return the entry of a model in the catalogue of this installation; None if the catalogue lacks the model."""
     from sie_config_service.overlay import Overlay
 
     document = Overlay(Settings()).folders().models.get(model.partition(":")[0], (None, ""))[0]
@@ -490,4 +490,4 @@ class ServerSource:
 
 def _check_finite(numbers: Any) -> None:
     if not np.isfinite(numbers).all():
-        raise ValueError("numbers that are not finite were returned")
+        raise ValueError("the server returned numbers that are not finite")

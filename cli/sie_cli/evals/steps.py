@@ -133,7 +133,7 @@ class EvalWork:
 
     @property
     def cost(self) -> EncodeCost | None:
-        """Mean cost of the encoded documents; None if no document was encoded, because the cache had all vectors."""
+        """Mean cost of the encoded documents; None without such documents, for example if the cache had all vectors."""
         if not self._documents:
             return None
         return EncodeCost(self._tokens / self._documents, 1000 * self._seconds / self._documents)

@@ -11,7 +11,7 @@ from sie_client import AuthenticationError, SIEAsyncClient, SIEError
 from sie_runtime.keys import digest_of
 
 CHECK_EVERY_S = 30.0
-# seconds for which a key stays accepted after its last successful check while the gateway cannot check it
+# seconds after the last successful check of a key in which the key is accepted although the next check fails
 AWAY_S = 900.0
 MAX_KEYS = 1024
 WAIT_S = 2.0
@@ -34,7 +34,7 @@ class KeyNames:
     """Names of API keys, from the gateway's `GET /v1/whoami`. After CHECK_EVERY_S, a name is requested again."""
 
     def __init__(self, gateway_url: str, clock: Callable[[], float] = time.monotonic) -> None:
-        # the client has no key: each check sends the key that it checks
+        # this client has no key of its own, because each check sends the key to check
         self._client = SIEAsyncClient(
             gateway_url, api_key=None, connection_budget_s=WAIT_S, capacity_budget_s=WAIT_S, progress=False
         )

@@ -16,7 +16,7 @@ EVERY_KEY = "*"
 
 
 class DefaultModels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Models that the tools use if a call names none. If empty, a tool uses the gateway's only suitable model."""
+    """Models that the tools use if a call names no model. For an empty name, a tool uses the only suitable model."""
 
     encode: str = ""
     rerank: str = ""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PAGE_CHARS = 12_000
-PAGE_NUMBERS = 1024  # limit for the numbers on a page of vectors; a page with one longer vector exceeds it
+PAGE_NUMBERS = 1024  # limit for the numbers on a page of vectors; a longer vector is a page of its own
 TTL_S = 900.0
 MAX_RESULTS = 64  # per owner
 OWNER_BYTES = 16 << 20

@@ -441,7 +441,7 @@ class AgentTools:
     # ---- the gateway
 
     async def _model(self, client: SIEAsyncClient, name: str | None, default: str, tool: str) -> str:
-        """Return the model of a call: the named one, else the default one, else the only suitable one."""
+        """Return the model of a call: the named model, else the default model, else the only suitable model."""
         if name or default:
             return name or default
         task = {"encode": "encode", "rerank": "score"}.get(tool, "extract")

@@ -119,7 +119,8 @@ class Corpus:
                 objects = await inputs(self.place, self.input)
         except StoreError as error:
             raise CommandRefused(
-                f"--corpus {self.source}: cannot be read from here ({error}); with --sample 0 only the server reads it"
+                f"--corpus {self.source}: this machine cannot read the corpus ({error}); with --sample 0 only the "
+                "server reads it"
             ) from error
         if not objects:
             raise CommandRefused(f"--corpus {self.source}: there is nothing to read")

@@ -86,7 +86,7 @@ class LiveModel:
     fingerprint: str
 
     def dims(self, output: str) -> int:
-        """Return the width of an output. Raises CommandRefused if the model does not have it."""
+        """Return the width of an output. Raises CommandRefused if the model does not have this output."""
         if output not in self.widths:
             raise CommandRefused(
                 f"{self.name} makes no {output} vectors, which the index has. The model makes {', '.join(self.widths)}"
@@ -249,7 +249,7 @@ class LiveMigration:
                 await self._flip(steps, alias, state)
 
     def _try_change(self, alias: Present) -> None:
-        """Send the change of the alias to the config service as a dry run. Raises CommandRefused if it would fail."""
+        """Send the change of the alias to the config service as a dry run. Raises CommandRefused if it fails."""
         plan = self._plan
         if plan.until == "back" and alias.target == plan.model:
             self._aliases.back(alias, before_flip(alias.history), dry_run=True)
@@ -257,9 +257,9 @@ class LiveMigration:
             self._aliases.flip(alias, plan.model, dry_run=True)
 
     async def _switch(self, steps: _LiveSteps, alias: Present, state: LiveState, side: Side) -> Present:
-        """Switch searches to the vectors of `side` if they use those of the other side. Return the alias, which is read
-        again before the switch. Raises CommandRefused like `catch_up`, and if the config service would refuse to change
-        the alias. In these cases the index is unchanged.
+        """Let searches use the vectors of `side`. Return the alias, which is read again before the switch. Raises
+        CommandRefused like `catch_up`, and if the config service would refuse to change the alias. In these cases the
+        index is unchanged.
         """
         if state.in_use != side:
             await steps.catch_up(side, is_last=True)

@@ -141,8 +141,8 @@ class MigrationReport:
 
 @dataclass
 class Migration:
-    """Run of a migration. `_clients`: one for each gateway, the first for the gateway at `_url`. `_err`: print progress
-    to standard error.
+    """Run of a migration. `_clients`: a client for each gateway; the first client is for the gateway at `_url`. `_err`:
+    print progress to standard error.
     """
 
     _clients: Sequence[SIEClient]
@@ -455,7 +455,7 @@ STEPS: tuple[Step, ...] = ("check", "quality", "embed", "shadow", "flip")
 
 @dataclass(frozen=True)
 class MigrationState:
-    """State of a migration in the cluster. `shadow`: the alias's current shadow; empty without a shadow. `shadow_s`:
+    """State of a migration in the cluster. `shadow`: the alias's current shadow; empty if it has no shadow. `shadow_s`:
     seconds since the shadow was set. `is_submitted`: the job over the corpus exists. `is_embedded`: this job encoded
     every row, and the output folder, if the user named a folder, has the job's files.
     """
@@ -642,7 +642,7 @@ class Aliases:
         return Present(name, targets[0], shadow, history[0].revision, history)
 
     def read_again(self, alias: Present) -> Present:
-        """Read an alias again. Raises CommandRefused if its target is not that of `alias`, which was read before."""
+        """Read an alias again. Raises CommandRefused if the target of the alias has changed since the first read."""
         present = self.read(alias.name)
         if present.target != alias.target:
             raise CommandRefused(

@@ -63,7 +63,7 @@ def add(write: WriteOptions, source: str, revision: str | None, name: str, model
         return
     if write.if_match is not None or write.output is not None:
         raise click.UsageError(
-            "--if-match and -o are for a config service: name it with --url or SIE_CONFIG_SERVICE_URL"
+            "--if-match and -o need a config service: name a config service with --url or SIE_CONFIG_SERVICE_URL"
         )
     folder = models_dir or settings.models_dir or USUAL
     if is_bucket(folder):

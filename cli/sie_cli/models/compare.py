@@ -34,8 +34,8 @@ MAX_TEXTS = 2000  # limit for the texts of a sample, because each text is compar
 MIN_TEXTS = 3
 MAX_NEIGHBOURS = 50
 SHOWN = (1, 5, 10, 50)
-# From a sample of plain texts, a reranker gets the first 20 as queries, each with at most 50 others as documents. The
-# numbers are small, because a reranker runs once for each pair.
+# If a sample has only texts, a reranker gets the first 20 texts as queries, each with at most 50 other texts as
+# documents. The numbers are small, because a reranker runs once for each pair.
 QUERIES, DOCUMENTS = 20, 50
 BINS = 40
 # vectors, [texts, width], each row a unit vector (L2 norm 1) or zero; or similarities, [queries, texts]
@@ -250,7 +250,7 @@ def _encoded(client: SIEClient, model: str, texts: Sequence[str], *, is_query: b
     )
     vectors = [vector for result in results if (vector := result.get("dense")) is not None]
     if len(vectors) != len(results) or len({vector.shape for vector in vectors}) != 1:
-        raise CommandRefused(f"{model} returned vectors of different widths, or none, so they cannot be compared")
+        raise CommandRefused(f"{model} returned vectors of different widths or no vectors, so it cannot be compared")
     rows = np.stack(vectors).astype(np.float64)
     if rows.ndim != 2 or not np.isfinite(rows).all():
         raise CommandRefused(f"{model} returned vectors with NaN or infinity, so they cannot be compared")

@@ -84,7 +84,7 @@ def described(settings: Settings, source: str, name: str, revision: str | None) 
         folder, weights, model = _located(settings, source, revision)
         model = name or model
         if not is_id(model):
-            raise CommandRefused(f"{model!r} cannot be the id of a model: name one with --id")
+            raise CommandRefused(f"{model!r} cannot be the id of a model: give another id with --id")
         # imported here: the import takes seconds, because it imports torch
         from sie_adapter.loading.inspection import inspect as inspect_folder
 

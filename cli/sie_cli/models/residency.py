@@ -25,8 +25,8 @@ from sie_contracts.settings import public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
 POLL_S = 0.5
-# seconds after the request in which the state `failed` may still be that of an earlier load; it is ignored if no load
-# was seen since the request
+# seconds after the request in which the state `failed` is ignored if no load was seen, because an earlier load may have
+# caused this state
 STALE_S = 3.0
 
 

@@ -355,8 +355,8 @@ def _checked_here(settings: Settings, stored: CommitState, progress: FetchProgre
 
 
 def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[CommitState]:
-    """Yield each snapshot that `names` selects once, or all snapshots if `names` is empty. A name is REPOSITORY or
-    REPOSITORY@COMMIT; the commit may be shortened.
+    """Yield the snapshots that `names` selects, without repetition, or all snapshots if `names` is empty. A name is
+    REPOSITORY or REPOSITORY@COMMIT; the commit may be shortened.
     """
     if not names:
         yield from stored
