@@ -1,4 +1,4 @@
-"""Unpacking of an archive to a folder from which it is served. The folder has the whole archive, or is not created.
+"""Unpacking of an archive to a folder for `sie airgap serve`. The folder has the whole archive, or is not created.
 
     archive ─► .NAME.loading beside FOLDER: every file, compared with the index and synced ─► models/, serve.env ─►
     FOLDER

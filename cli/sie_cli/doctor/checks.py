@@ -463,7 +463,7 @@ async def clock(probe: ClusterProbe) -> CheckResult:
     try:
         names = [str(info.config["name"]) for info in await connection.stream_infos()]
         if not names:
-            raise CheckSkipped("the broker has no stream yet, and its time is read from a stream")
+            raise CheckSkipped("the broker has no stream yet: the broker's time can be read only from a stream")
         measured = BrokerClock(connection, names[0])
         await measured.measure()
     except BrokerError as error:

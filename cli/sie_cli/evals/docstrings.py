@@ -17,7 +17,7 @@ def scipy_docstrings() -> Iterator[tuple[str, str]]:
     for file in sorted(root.rglob("*.py")):
         if not {"tests", "_lib"}.isdisjoint(file.parts):
             continue
-        # the file is parsed, because importing it has side effects
+        # the file is parsed and not imported, because an import has side effects
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 yield f"{file.relative_to(root)}:{node.name}", ast.get_docstring(node) or ""

@@ -70,7 +70,7 @@ class AgentServer:
         self._by_name = {tool.name: tool for tool in tools.tools}
         self._caller_of = caller_of
         self._listed = [self._described(tool) for tool in self._by_name.values()]
-        self._calls: Counter[str] = Counter()  # calls in progress, by owner
+        self._calls: Counter[str] = Counter()  # owner -> number of calls in progress
         self.idle = asyncio.Event()  # is set while no call is in progress
         self.idle.set()
         schemas_by_name = {tool.name: tool.input_schema for tool in self._listed}

@@ -245,7 +245,7 @@ class AgentTools:
 
     async def extract(self, caller: AgentCaller, arguments: schemas.ExtractArguments) -> schemas.ExtractAnswer:
         if arguments.labels and arguments.output_schema is not None:
-            raise ToolRefused("Give either `labels` or `output_schema`.")
+            raise ToolRefused("Give either `labels` or `output_schema`, not both.")
         async with self._clients.of_key(caller.api_key) as client:
             model = await self._model(client, arguments.model, self._config.models.extract, "extract")
             # null parameters are left out: a model without such a parameter reports it as unknown, even if it is null

@@ -48,7 +48,7 @@ IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # few tries for the first conne
 # again. 32 multivectors of 512 tokens with 1,024 numbers are 64 MiB.
 EMBED_ROWS: dict[Output, int] = {"dense": 1_000, "sparse": 1_000, "multivector": 32}
 NEIGHBOURS = 10
-SEARCHES = 8  # concurrent searches of the comparison
+SEARCHES = 8  # limit for the concurrent searches when the models are compared
 FEW_ROWS, FEW_SHARE = 100, 0.001  # the last scan embeds at most 100 rows, or 0.1 % of all if that is more
 MAX_SCANS = 20
 GAP_IDS, GAP_ID_CHARS = 20, 100  # limits for the ids of rows without a vector: their number, and their length
