@@ -29,8 +29,8 @@ SPEED_TOLERANCE = 0.1  # tolerance of a speed target, as a share of its value: 0
 
 
 class ScoreTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Target of one metric. It is missed if the metric is worse than `value` by more than `tolerance`. For milliseconds
-    and leaks a lower value is better, for all other metrics a higher value.
+    """Target of one metric. A target is missed if the metric is worse than `value` by more than `tolerance`. For
+    milliseconds and leaks a lower value is better, for all other metrics a higher value.
     """
 
     value: float

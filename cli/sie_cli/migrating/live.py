@@ -547,6 +547,6 @@ class _LiveSteps:
         if any(self._vector(result) is not None and result["fingerprint"] != model.fingerprint for result in results):
             raise CommandRefused(
                 f"{model.name} has changed since the command began. Pin its revision ({model.name}@REVISION), or run "
-                "the command again: it embeds all rows again"
+                "the command again, which embeds all rows again"
             )
         return results

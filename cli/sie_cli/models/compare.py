@@ -175,7 +175,9 @@ def _add_line(
         value = msgspec.json.decode(line, type=dict[str, Any])
     except UNDECODABLE as error:
         if is_json:
-            raise CommandRefused(f"{where}: not a JSON object: {error}") from error
+            raise CommandRefused(
+                f"{where}: not a JSON object, which each line of a .jsonl file must be: {error}"
+            ) from error
         texts[line] = None  # the line is plain text that only begins with a brace
         return
     query, documents = value.get("query"), value.get("documents")
