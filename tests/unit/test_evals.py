@@ -669,7 +669,7 @@ def test_a_server_is_asked_in_parts_and_its_order_is_not_trusted() -> None:
 @pytest.mark.parametrize(
     ("answer", "status", "message"),
     [
-        ({"error": "no such model"}, 404, "POST /embed returned status 404: .*no such model"),
+        ({"error": "no such model"}, 404, "POST /embed returned 404: .*no such model"),
         (
             [[1.0]],
             200,

@@ -165,9 +165,7 @@ def load_command(file: Path, folder: Path, at: Path | None, expected: str | None
 
 
 def _again(reader: ArchiveReader, folder: Path, at: Path) -> None:
-    """Write the entries and settings of an already loaded folder again. Raises CommandRefused if the folder has other
-    contents than this archive.
-    """
+    """Refresh an already loaded folder. Raises CommandRefused if it has other contents than this archive."""
     if not (folder / INDEX).is_file():
         raise CommandRefused(f"{folder} has other contents: name another --folder")
     index, raw = placing.loaded(folder)
@@ -299,7 +297,6 @@ def _written(output: Path, size: int) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _bar(label: str, size: int) -> Iterator[ByteProgress]:
-    """Show the progress of a transfer: a bar on a terminal, no output elsewhere."""
     with display.transfers() as bars:
         task = bars.add_task(label, total=size)
         yield lambda count: bars.update(task, advance=count)

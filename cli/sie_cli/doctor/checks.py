@@ -385,9 +385,7 @@ async def config(probe: ClusterProbe) -> CheckResult:
 
 
 async def restored(probe: ClusterProbe, url: str) -> list[Finding]:
-    """List models of which the config service restored an earlier revision, because workers failed to load the newest
-    revision.
-    """
+    """List models that workers could not load, so that the config service restored an earlier revision."""
     answer = await probe.get(url, "/v1/configs/models", probe.config_token)
     fix = "correct the entry and write it again (sie models history ID, sie models set ID)"
     listed = answer.decoded(ConfigModels)

@@ -130,9 +130,7 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class AdapterSocket:
-    """Socket of an adapter. `wrong`, `fix`: a fault and its remedy; empty if there is no fault. `description`: the
-    adapter's answer; None if there is no answer.
-    """
+    """Socket of an adapter. `wrong`, `fix`: fault and remedy, or empty. `description`: the adapter's reply, or None."""
 
     path: Path
     wrong: str = ""
@@ -402,7 +400,6 @@ async def probe_socket(path: Path) -> AdapterSocket:
 
 
 async def _describe(path: Path) -> ipc.Reply:
-    """Request the adapter's description. Raises OSError, EOFError, FrameError."""
     reader, writer = await asyncio.open_unix_connection(str(path))
     try:
         writer.write(ipc.frame(ipc.Describe()))

@@ -60,10 +60,6 @@ class EvalOutcome:
 
 @dataclass(frozen=True)
 class _EvalContext:
-    """Inputs of a measurement. `machine`: the machine profile. `about`: description of the machine and the software,
-    for the stored result.
-    """
-
     spec: EvalSpec
     task: Task
     sources: Sequence[EvalSource]
@@ -103,7 +99,6 @@ def run(spec: EvalSpec, gateway: EvalGateway) -> EvalOutcome:
 
 
 def _check_sources(task: Task, sources: Sequence[EvalSource], kind: Kind) -> None:
-    """Raise CommandRefused if a source cannot return what the task needs."""
     is_labelled = isinstance(task, FactTask) and kind == "quality"
     for source in sources:
         if is_labelled and not isinstance(source, FactSource):

@@ -38,8 +38,8 @@ class LabelledText:
 
 @dataclass(frozen=True)
 class FactTask:
-    """Task to find facts in texts. `labels`: the kinds that the source is asked for. The facts of a task may have
-    narrower kinds, such as `iban, lower case`, which the report counts apart.
+    """Task to find facts in texts. `labels`: kinds that a source must find. A fact may have a narrower kind, which the
+    report counts apart.
     """
 
     name: str

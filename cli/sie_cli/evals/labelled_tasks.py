@@ -32,9 +32,7 @@ Slot = tuple[str, Callable[["Faker"], object]]
 
 
 def _slots() -> Mapping[str, Slot]:
-    """Return the slots of templates by name. A slot has a kind of fact, and a function that makes a value. If the kind
-    is empty, the value is no fact.
-    """
+    """Return the slots of templates by name: kind (empty if the value is no fact), and function that makes a value."""
     person = {
         "person": lambda faker: faker.name(),
         "name": lambda faker: faker.name(),
@@ -296,7 +294,6 @@ def redaction_forms() -> FactTask:
 
 
 def _valid(kind: str, values: _Values) -> Iterator[str]:
-    """Yield VALUES_PER_FORMAT valid values of a kind."""
     import phonenumbers
 
     if kind == "phone number":

@@ -61,9 +61,7 @@ Send = Callable[[LoadRequest], Awaitable[LoadReply]]
 
 @dataclass(frozen=True)
 class SentRequest:
-    """Outcome of one request. Times are seconds of `time.perf_counter`. `code`: error code, such as NO_ANSWER or
-    NOT_SENT; empty if the source answered.
-    """
+    """Outcome of one request. Times are seconds of `time.perf_counter`. `code`: error code; empty after an answer."""
 
     due_s: float
     ended_s: float

@@ -77,9 +77,7 @@ class EvalSource(Protocol):
         """Return one score for each document. A higher score is better."""
 
     def sender(self) -> AbstractAsyncContextManager[Send]:
-        """Return a context manager that opens a function to send requests. Calls of the function may be concurrent, and
-        raise LoadFailure if a request fails.
-        """
+        """Open a function that sends a request, also several at a time. It raises LoadFailure if the request fails."""
 
 
 @runtime_checkable
@@ -473,9 +471,7 @@ class ServerSource:
             except httpx.HTTPError as error:
                 raise CommandRefused(f"{self.name} does not answer: {error or type(error).__name__}") from error
             if answer.status_code != 200:
-                raise CommandRefused(
-                    f"{self.name}: POST {path} returned status {answer.status_code}: {_shown(content)}"
-                )
+                raise CommandRefused(f"{self.name}: POST {path} returned {answer.status_code}: {_shown(content)}")
             return msgspec.json.decode(content)
 
     @contextmanager

@@ -119,7 +119,6 @@ class AgentServer:
         )
 
     async def _answer(self, caller: AgentCaller, name: str, arguments: Mapping[str, Any]) -> msgspec.Struct:
-        """Run a tool. Raises ToolRefused."""
         tool = self._by_name.get(name)
         if tool is None:
             raise ToolRefused(f"There is no such tool. The tools are: {', '.join(self._by_name)}.")

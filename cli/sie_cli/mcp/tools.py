@@ -426,9 +426,7 @@ class AgentTools:
         )
 
     def _fitting(self, caller: AgentCaller, answers: list[S]) -> tuple[list[S], schemas.ResultReference | None]:
-        """Return the first answers, as many as fit into ANSWER_CHARS together. If some answers do not fit, store all of
-        them and also return their reference.
-        """
+        """Return the first answers that fit into ANSWER_CHARS. If some do not fit, store all and return a reference."""
         lines = [msgspec.json.encode(answer).decode() for answer in answers]
         count = size = 0
         while count < len(lines) and size + len(lines[count]) <= ANSWER_CHARS:
@@ -493,7 +491,6 @@ def _normalised(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _can(info: Mapping[str, Any], tool: str) -> bool:
-    """Return whether a model is suitable for a tool."""
     if tool == "parse":
         return "document" in info["inputs"]
     if tool == "encode":

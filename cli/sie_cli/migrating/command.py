@@ -25,7 +25,6 @@ UNTIL = {"check": "quality", "embed": "embed", "shadow": "shadow", "flip": "flip
 BACK, CLEAN_UP = "back", "clean-up"
 SCOPE = "the scope infer"
 SAMPLE, MIN_AGREEMENT, SHARE, SHADOW_S = 500, 0.8, 0.1, 60.0
-# options that need a corpus
 _CORPUS_OPTIONS = ("--input-format", "--output", "--shadow-share", "--shadow-s", "--shadow-requests")
 _STOPPED_LIVE = {"flip": "the same command goes on, and --step back goes back"}
 _STOPPED = {

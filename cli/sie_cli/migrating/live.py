@@ -271,9 +271,7 @@ class LiveMigration:
 
     @contextlib.contextmanager
     def _alias_follows(self, model: str) -> Iterator[None]:
-        """Open a context in which the alias is changed. If the change is refused, add to the error that searches of the
-        index already use the vectors of `model`.
-        """
+        """Open a context for the change of the alias. Its errors also say that the searches are already switched."""
         plan = self._plan
         try:
             yield

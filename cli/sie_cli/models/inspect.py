@@ -132,9 +132,8 @@ def _like(name: str) -> str:
 
 
 def _commit(settings: Settings, hub: str, revision: str | None) -> str:
-    """Return the commit of `revision`. Without a revision, return the commit of the packaged catalogue; if there is
-    none, the only commit in the cache; if the cache has none or several, the commit of the main branch. Raises
-    CommandRefused.
+    """Return the commit of `revision`. Without a revision, return the first of these that exists: the commit in the
+    packaged catalogue, the only commit in the cache, the commit of the main branch. Raises CommandRefused.
     """
     if revision and _COMMIT.fullmatch(revision):
         return revision
