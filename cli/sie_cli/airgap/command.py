@@ -165,7 +165,7 @@ def load_command(file: Path, folder: Path, at: Path | None, expected: str | None
 
 
 def _again(reader: ArchiveReader, folder: Path, at: Path) -> None:
-    """Refresh an already loaded folder. Raises CommandRefused if it has other contents than this archive."""
+    """Write the entries of an already loaded folder again. Raises CommandRefused if it has other contents."""
     if not (folder / INDEX).is_file():
         raise CommandRefused(f"{folder} has other contents: name another --folder")
     index, raw = placing.loaded(folder)

@@ -199,7 +199,7 @@ _FACTS: Mapping[FactKind, Callable[[Mapping[str, Any]], Sequence[Fact]]] = {
 
 
 class Patterns:
-    """Source that finds facts with the patterns of a redaction, without a model, in this process."""
+    """Source that finds personal data with the gateway's redaction patterns, in this process and without a model."""
 
     is_here = True
     scores_pairs = False

@@ -22,7 +22,7 @@ REFERENCE_BYTES = 16
 
 
 class ResultMissing(Exception):
-    """Raised if no result of the caller and its session has this reference."""
+    """Raised if the store has no result with the requested reference for this owner and session."""
 
 
 class ResultTooLarge(Exception):
