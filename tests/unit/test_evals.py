@@ -669,7 +669,7 @@ def test_a_server_is_asked_in_parts_and_its_order_is_not_trusted() -> None:
 @pytest.mark.parametrize(
     ("answer", "status", "message"),
     [
-        ({"error": "no such model"}, 404, "POST /embed answers 404: .*no such model"),
+        ({"error": "no such model"}, 404, "POST /embed returned 404: .*no such model"),
         (
             [[1.0]],
             200,
@@ -697,7 +697,7 @@ def test_a_server_whose_vectors_change_their_width_is_told_of() -> None:
 
     with server({"/embed": vectors}) as (url, _), httpx.Client(base_url=url) as client:
         source = ServerSource("tei", client, DIALECTS["tei"], "a/b", scores_pairs=False)
-        with pytest.raises(CommandRefused, match="64 numbers, then 2"):
+        with pytest.raises(CommandRefused, match="have 64 numbers, later vectors have 2"):
             source.vectors(["a"] * (BATCH + 2), DENSE, is_query=False)
 
 

@@ -104,7 +104,7 @@ def test_a_folder_is_added_under_its_name_and_found_the_next_time(
     assert look_up(settings_at(tmp_path), str(folder)).added is None
     (second_folder := tmp_path / "else where/my-model").mkdir(parents=True)
     with pytest.raises(
-        CommandRefused, match=r"another model my-model: `sie models add '.*else where/my-model' --id NAME` gives"
+        CommandRefused, match=r"another model my-model: `sie models add '.*else where/my-model' --id NAME` adds"
     ):
         look_up(settings_at(tmp_path), str(second_folder))
 
@@ -141,7 +141,7 @@ def test_a_model_that_wants_a_token_says_so(gated: bool, says: str, hub: HubStub
 def test_a_bucket_of_models_is_not_written_to(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sie_cli.models.lookup._catalogue", lambda _: Catalogue())
     settings = load(environ={"SIE_MODELS_DIR": "s3://bucket/models"}).settings
-    with pytest.raises(CommandRefused, match="nothing is written to the bucket s3://bucket/models"):
+    with pytest.raises(CommandRefused, match="does not write to the bucket s3://bucket/models"):
         look_up(settings, "org/mini")
 
 

@@ -562,7 +562,7 @@ async def test_no_argument_and_no_key_is_logged(
             with pytest.raises(MCPError):
                 await client.read_resource(f"sie://models/{secret}")
     own = [record.getMessage() for record in caplog.records if record.name.startswith(("sie.mcp", "mcp.server"))]
-    assert "a call failed: MODEL_NOT_FOUND" in own
+    assert "an agent's call failed: MODEL_NOT_FOUND" in own
     assert not [line for line in own if secret in line or any(key in line for key in keys.values())]
 
 

@@ -669,7 +669,9 @@ def test_a_refusal_of_the_alias_after_the_switch_says_where_the_index_is(
 ) -> None:
     run = LiveRun(target, state)
     run.collection.on_switch = lambda: run.service.set_target(target)
-    with pytest.raises(CommandRefused, match=f"docs uses the vectors of {model} already: run the same command again"):
+    with pytest.raises(
+        CommandRefused, match=f"searches of docs already use the vectors of {model}: run the same command again"
+    ):
         run.run(monkeypatch, until)
 
 

@@ -6,7 +6,7 @@
 
 The archive has only plain files. All their ustar headers have the same owner, mode and date, so equal contents give
 equal bytes. Any tar program can read it. The reader does not trust the headers: it accepts exactly the files of the
-index, in that order, and refuses every other archive.
+index, in the order above, and refuses every other archive.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from sie_store.weights.manifest import FileFact, is_safe
 
 INDEX, SUMS, BILL = "airgap.json", "SHA256SUMS", "sbom.cdx.json"
 VERSION = 1
-# first parts of the paths in an archive; `load` creates its own files (models/, serve.env) elsewhere
+# first parts that the paths in an archive may have; `load` itself writes only other paths (models/, serve.env)
 FOLDERS = ("cache", "golden", "licences", BILL, "weights")
 MAX_INDEX_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
 _BLOCK, _RECORD = 512, 20 * 512
-_USTAR_LIMIT = 1 << 33  # a size from here on has more than the header's 11 octal digits, so it is written in base 256
+_USTAR_LIMIT = 1 << 33  # sizes from this one on do not fit into the header's 11 octal digits; they are in base 256
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _DAMAGED = "the archive is damaged, or `sie airgap create` did not make it; copy it again"
@@ -114,7 +114,7 @@ def write(
     differs from the index (changed or damaged) or whose name is too long. Raises OSError.
     """
     raw = encode(index)
-    decode(raw)  # an index that no reader would accept must not be written
+    decode(raw)  # raises for an index that no reader would accept
     for name, data in ((INDEX, raw), (SUMS, sums(raw, index))):
         out.write(_header(name, len(data)) + data + bytes(-len(data) % _BLOCK))
     for name in sorted(index.files):
@@ -173,7 +173,7 @@ class ArchiveReader:
 
     def extract(self, sink: Callable[[str], AbstractContextManager[BinaryIO]], progress: ByteProgress) -> None:
         """Copy each file of the archive into the file that `sink` opens for its name, and compare its size and SHA-256
-        with the index. If this raises, the caller must discard the copies.
+        with the index. If a comparison or a copy raises, the caller must discard the copies.
         """
         for name in sorted(self.index.files):
             fact = self.index.files[name]
@@ -191,7 +191,7 @@ class ArchiveReader:
                 )
         if self._exactly(2 * _BLOCK) != bytes(2 * _BLOCK):
             raise CommandRefused(f"the archive has data after the last file of its index: {_DAMAGED}")
-        rest = self._stream.read(_RECORD + 1)  # zero bytes may follow, because other tar programs pad the last record
+        rest = self._stream.read(_RECORD + 1)  # may be zero bytes, because other tar programs pad the last record
         if len(rest) > _RECORD or any(rest):
             raise CommandRefused(
                 f"the file has more bytes after the end of the archive, at byte {self._at}: {_DAMAGED}"
@@ -201,8 +201,8 @@ class ArchiveReader:
         return b"".join(self._pieces(self._expect(name)))
 
     def _expect(self, name: str, size: int | None = None) -> int:
-        """Read the header of the next file, which must be the plain file `name`, with `size` bytes if known, else with
-        at most MAX_INDEX_BYTES. Return its size. Raises CommandRefused.
+        """Read the header of the next file, and return the file's size. Raises CommandRefused if this is not the plain
+        file `name` with `size` bytes, or with at most MAX_INDEX_BYTES if `size` is None.
         """
         try:
             member = tarfile.TarInfo.frombuf(self._exactly(_BLOCK), "utf-8", "strict")

@@ -165,7 +165,7 @@ def load_command(file: Path, folder: Path, at: Path | None, expected: str | None
 
 
 def _again(reader: ArchiveReader, folder: Path, at: Path) -> None:
-    """Accept an existing folder if this same archive was loaded into it. Raises CommandRefused otherwise."""
+    """Write the entries of an already loaded folder again. Raises CommandRefused if it has other contents."""
     if not (folder / INDEX).is_file():
         raise CommandRefused(f"{folder} has other contents: name another --folder")
     index, raw = placing.loaded(folder)
@@ -265,8 +265,8 @@ def _refusing() -> Iterator[None]:
 
 @contextmanager
 def _written(output: Path, size: int) -> Iterator[BinaryIO]:
-    """Yield a file for an archive of a little more than `size` bytes, or standard output for `-`. A complete file is
-    renamed to `output`. Raises CommandRefused, OSError.
+    """Yield a file for an archive of files with `size` bytes, or standard output for `-`. At the end of the context,
+    the complete file is renamed to `output`. Raises CommandRefused, OSError.
     """
     if str(output) == "-":
         if sys.stdout.isatty():
@@ -297,7 +297,6 @@ def _written(output: Path, size: int) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _bar(label: str, size: int) -> Iterator[ByteProgress]:
-    """Show the progress of a transfer: a bar on a terminal, no output elsewhere."""
     with display.transfers() as bars:
         task = bars.add_task(label, total=size)
         yield lambda count: bars.update(task, advance=count)

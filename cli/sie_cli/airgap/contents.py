@@ -58,7 +58,7 @@ class ArchiveContents:
 
 @dataclass(frozen=True)
 class ArchiveSelection:
-    """Models, aliases and bundles selected for an archive, each list in the order of its ids."""
+    """Models, aliases and bundles selected for an archive. Each list is sorted by id."""
 
     entries: list[ModelEntry]
     aliases: list[Alias]
@@ -66,13 +66,13 @@ class ArchiveSelection:
 
 
 class FileGathering:
-    """Collector of model files for an archive. `files`: name in the archive -> content. Raises CommandRefused,
-    ModelLoadFailed, LoraLoadFailed, OSError.
+    """Collector of model files for an archive. `files`: name in the archive -> content. Its methods raise
+    CommandRefused, ModelLoadFailed, LoraLoadFailed, OSError.
     """
 
     def __init__(self, sources: WeightSources, models_dir: str | None) -> None:
         self.files: dict[str, Path | bytes] = {}
-        # name in the archive -> size and digest from a manifest, so that the file is not read twice
+        # name in the archive -> size and digest that are already known, so that `facts` does not read the file
         self._known: dict[str, FileFact] = {}
         # locks on the files of models, so that no other process removes them to free space
         self._leases: list[Lock] = []
@@ -97,7 +97,7 @@ class FileGathering:
         return {name: self._known.get(name) or _fact(source, progress) for name, source in self.files.items()}
 
     def model(self, entry: ModelEntry) -> ModelEntry:
-        """Add all files that a load of `entry` reads. Return the entry with paths in the archive instead of its own."""
+        """Add all files that a load of `entry` reads. Return a copy of the entry with the paths in the archive."""
         located = self._sources.locate(entry)
         self._leases.append(located.lease)
         folder = located.folder
@@ -108,7 +108,7 @@ class FileGathering:
             name = path.relative_to(folder).as_posix()
             if path.is_symlink() and path.is_dir() and wanted_files(f"{name}/config.json"):
                 raise CommandRefused(
-                    f"{entry.id}: {path} is a link to a folder, which is not followed: put the folder itself there"
+                    f"{entry.id}: {path} is a link to a folder, which is not followed: replace the link by the folder"
                 )
             if path.is_file() and (name in manifest or name == MANIFEST or wanted_files(name) or sbom.is_licence(name)):
                 self.files[f"{place}/{name}"] = path
@@ -128,8 +128,8 @@ class FileGathering:
         )
 
     def _backbones(self, folder: Path, place: str, entry: ModelEntry) -> None:
-        """Add configuration and tokenizer of each backbone that a model such as GLiNER names by repository, below the
-        model's folder in the archive.
+        """Add the configuration and tokenizer of each backbone that a model such as GLiNER names by repository. Their
+        paths in the archive are below the model's folder.
         """
         file = folder / families.row(entry.family).config_file
         raw = read_json(file)
@@ -147,7 +147,7 @@ class FileGathering:
                     "not have"
                 )
             if (folder / name).is_dir():
-                continue  # it is in the model's folder, so `model` has added its files
+                continue  # the backbone is in the model's folder, so `model` has added its files
             backbone = self._backbone(name, folder, entry)
             for path in sorted(name for pattern in _BACKBONE_FILES for name in backbone.glob(pattern)):
                 self.files[f"{place}/{name}/{path.name}"] = path
@@ -172,9 +172,8 @@ class FileGathering:
         raise CommandRefused(f"{entry.id}: its backbone {name} is neither in the hub cache nor in its folder; {fix}")
 
     def _lora(self, name: str, entry: ModelEntry) -> None:
-        """Add a LoRA of the hub to the cache folder in the archive. A LoRA with a local path, or in the models folder,
-        is refused: the site does not have this folder, and the name cannot be changed, because the model's fingerprint
-        contains it.
+        """Add a LoRA of the hub to the cache folder in the archive. Raises CommandRefused for a LoRA with a local path
+        or in the models folder: the site lacks this folder, and another name would change the model's fingerprint.
         """
         is_path = Path(name).is_absolute() or name.startswith((".", "~"))
         located = None if is_path else self._sources.locate_lora(name, entry, self._models_dir)
@@ -248,8 +247,8 @@ def contents(
 
 
 def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
-    """Return the named models, the named aliases with the models that they stand for, and the operator's bundles that
-    can serve these models. Raises BadParameter, ValidationFailed.
+    """Return the named models, the named aliases and their models, and the operator's bundles that can serve one of
+    these models. Raises BadParameter, ValidationFailed.
     """
     documents = {name: document for name, (document, _) in folders.models.items()}
     catalogue = Catalogue.from_documents(documents, {}, folders.bundles, "")
@@ -282,9 +281,8 @@ def _is_packaged(bundle: BundleEntry) -> bool:
 
 
 def with_profiles(entries: Sequence[ModelEntry], names: Sequence[str]) -> list[ModelEntry]:
-    """Return the entries with only the named profiles and their ancestors: the profiles that they extend, directly or
-    indirectly. The site serves the parent of a profile too, so it needs the parent of that parent. Raises BadParameter
-    for a profile that no entry has.
+    """Return the entries with only the named profiles and the profiles that these extend, directly or indirectly.
+    Raises BadParameter for a profile that no entry has.
     """
     there = {name for entry in entries for name in entry.profiles}
     if unknown := [name for name in names if name not in there]:
@@ -309,7 +307,7 @@ def _fact(source: Path | bytes, progress: ByteProgress) -> FileFact:
 
 
 def _manifest(folder: Path) -> Mapping[str, FileFact]:
-    """Return size and digest of each file from the manifest of a downloaded folder; empty if it has no valid one."""
+    """Return size and digest of each file from the manifest of a folder; empty if it has no valid manifest."""
     try:
         return decode((folder / MANIFEST).read_bytes()).files
     except (FileNotFoundError, ManifestError):
@@ -317,7 +315,7 @@ def _manifest(folder: Path) -> Mapping[str, FileFact]:
 
 
 def _stated_licence(folder: Path) -> str:
-    """Return the licence from the front matter of the model card; empty if it cannot be read or states none."""
+    """Return the licence from the front matter of the model card; empty if the card is unreadable or has no licence."""
     import yaml
     from huggingface_hub.repocard import metadata_load
 
@@ -330,7 +328,7 @@ def _stated_licence(folder: Path) -> str:
 
 
 def _licence_page(entry: ModelEntry, files: Mapping[str, Path | bytes]) -> bytes:
-    """Return the page about a model's licence: its name, the model's source, and the licence texts in its files."""
+    """Return a page with a model's id, licence and source, and the licence texts among the model's files."""
     weights = entry.weights
     source = f"package {weights.package}" if weights.package else "a folder"
     if weights.hub:

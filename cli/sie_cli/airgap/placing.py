@@ -1,4 +1,4 @@
-"""Unpacking of an archive to a folder from which it is served. The folder has the whole archive, or is not created.
+"""Unpacking of an archive to a folder for `sie airgap serve`. The folder has the whole archive, or is not created.
 
     archive ─► .NAME.loading beside FOLDER: every file, compared with the index and synced ─► models/, serve.env ─►
     FOLDER
@@ -63,7 +63,7 @@ def documents(index: ArchiveIndex) -> tuple[list[ModelEntry], list[Alias]]:
 
 
 def check(index: ArchiveIndex) -> None:
-    """Raise CommandRefused unless this version can read the entries and aliases of the index."""
+    """Raise CommandRefused if this version cannot read the entries or the aliases of the index."""
     documents(index)
 
 
@@ -86,7 +86,7 @@ def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) 
     Raises CommandRefused, OSError; if the archive is refused, `folder` is not created.
     """
     check(reader.index)
-    folder = folder.resolve()  # a rename replaces an empty folder, but not a link to one
+    folder = folder.resolve()  # the rename below replaces an empty folder, but not a symbolic link to a folder
     if folder.is_mount():
         raise CommandRefused(
             f"{folder} is a mount point, which a load cannot replace: use --folder {folder / 'airgap'}"
@@ -120,8 +120,8 @@ def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) 
 
 
 def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
-    """Write entries, aliases, bundles and settings into `folder`. Their paths are below `at`. Files that are up to date
-    are not written again. Raises CommandRefused, OSError.
+    """Write entries, aliases, bundles and settings into `folder`. The paths in these files are below `at`. Files that
+    are up to date are not written again. Raises CommandRefused, OSError.
     """
 
     def document(value: Any) -> bytes:
@@ -157,7 +157,7 @@ def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
     except (FileNotFoundError, NotADirectoryError) as error:
         lacking = Path(str(error.filename)).name
         raise CommandRefused(
-            f"{folder} was not created by `sie airgap load`: it has no {lacking}; name a folder that was"
+            f"{folder} was not created by `sie airgap load`, because it has no {lacking}: name a folder that it created"
         ) from error
     return index, raw
 
@@ -173,8 +173,8 @@ def wrong(
 
 @contextmanager
 def _loading(folder: Path) -> Iterator[Path]:
-    """Yield an empty, locked folder next to `folder`. After the context it is removed, unless it was renamed. Raises
-    CommandRefused, OSError.
+    """Yield an empty, locked folder next to `folder`. The end of the context removes this folder if the caller has not
+    renamed it. Raises CommandRefused, OSError.
     """
     partial = folder.with_name(f".{folder.name}.loading")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
     models ─► components of type machine-learning-model, each with its files and their digests
     the software ─► the installed distributions that `sie serve` needs, with their requirements
 
-This module does not use CycloneDX's Python library, because that has no model cards. The document has no date, so that
+This module does not use CycloneDX's Python library, because it has no model cards. The document has no date, so that
 equal contents give equal bytes. Source: CycloneDX 1.6 JSON schema; purl types pypi and huggingface of the package-url
 specification; SPDX licence list, by `packaging`.
 """
@@ -27,14 +27,14 @@ from sie_store.weights.manifest import FileFact
 OURS = "sie-cluster"
 SOFTWARE = f"{OURS}[serve]"
 _TEXT = re.compile(r"(?i)(licen[cs]e|copying|notice|authors)([._-].*)?")
-# characters; a longer licence field of a distribution is the licence's text, not its name
+# limit in characters; a longer licence field of a distribution has the text of the licence and not its name
 _MAX_NAME = 100
 
 
 @dataclass(frozen=True)
 class Package:
     """An installed distribution. `needs`: names of the distributions that it requires. `licence`: the licence from its
-    metadata, as an SPDX expression if possible; empty if it states none.
+    metadata, as an SPDX expression if possible; empty if the metadata states no licence.
     """
 
     distribution: Distribution
@@ -46,7 +46,7 @@ class Package:
 
     @classmethod
     def installed(cls, name: str) -> Package:
-        """Return an installed distribution. `name` is canonical. Raises PackageNotFoundError."""
+        """Return an installed distribution. `name`: its canonical name. Raises PackageNotFoundError."""
         distribution = importlib.metadata.distribution(name)
         about = distribution.metadata.json
         licence = str(about.get("license_expression") or about.get("license") or "").strip()
@@ -74,7 +74,7 @@ class Package:
 
 
 def titled(name: str, text: bytes) -> bytes:
-    """Return a licence file after a line with its name, in UTF-8. Some files of older packages are in Latin-1."""
+    """Return a line with the name of a licence file, and its text in UTF-8. Older packages have files in Latin-1."""
     try:
         text.decode()
     except UnicodeDecodeError:
@@ -87,7 +87,7 @@ def is_licence(name: str) -> bool:
 
 
 def spdx(licence: str) -> str:
-    """Return a licence as an SPDX expression, or unchanged if it is none."""
+    """Return a licence as an SPDX expression. Return it unchanged if it is not an SPDX expression."""
     from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
     try:

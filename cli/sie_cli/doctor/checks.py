@@ -54,7 +54,7 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
         raise CheckSkipped(f"no gateway at {replies[0].url} ({replies[0].trouble}): {instead}")
     if not probe.cluster.is_given(GATEWAY_URL) and not replies[0].is_sie:
         raise CheckSkipped(
-            f"the server at {replies[0].url}, the default address, is not a gateway of SIE: name one with --url"
+            f"the server at {replies[0].url}, the default address, is not a gateway of SIE: name a gateway with --url"
         )
     for url, reply in zip(probe.cluster.gateway_urls, replies, strict=False):
         if reply.trouble:
@@ -103,7 +103,7 @@ async def broker_options(probe: ClusterProbe) -> str:
 
 
 def _of_check(check: str, views: Mapping[str, ClusterView]) -> list[Finding]:
-    """Return the findings of all gateways with the name `check`. Equal findings are returned once."""
+    """Return the findings that gateways report for the check `check`, without duplicates."""
     return list(
         dict.fromkeys(
             Finding(finding.wrong, finding.fix)
@@ -144,7 +144,7 @@ LAG_S = 7.0  # seconds until a new gateway knows the length of the queue
 
 
 async def queue(probe: ClusterProbe) -> CheckResult:
-    """List queues whose oldest work has waited for a long time, or that grow."""
+    """List queues that grow, and queues whose oldest message has waited for a long time."""
     views, end_s = await probe.views(), time.monotonic() + LAG_S
     while not (readings := [view.queues for view in views.values() if view.queues is not None]):
         if time.monotonic() > end_s:
@@ -326,8 +326,8 @@ async def _catalogue(broker: NatsBroker) -> dict[str, str]:
 
 
 async def _jobs(broker: NatsBroker) -> dict[str, str]:
-    """Find jobs that have shards (records of parts of a job), but no entry. This is a fault, because a job's shards are
-    removed before its entry.
+    """Find jobs whose shards (records of the job's parts) exist without the job's entry. The entry was lost, because a
+    job's shards are removed before its entry.
     """
     jobs = {subject.rpartition(".")[2] for subject in await broker.subject_counts(JOBS, "$KV.*.job.>")}
     shards = {subject.split(".")[2] for subject in await broker.subject_counts(SHARDS, ">")}
@@ -335,7 +335,7 @@ async def _jobs(broker: NatsBroker) -> dict[str, str]:
     return {JOBS: f"it lacks {counted(len(lost), 'job')} whose shards are still there ({_named(lost)})"} if lost else {}
 
 
-DRIFT_S = 5.0  # seconds until all processes have a write of the catalogue, also on a busy machine
+DRIFT_S = 5.0  # seconds until a write of the catalogue has reached all processes, also on a busy machine
 
 
 async def config(probe: ClusterProbe) -> CheckResult:
@@ -385,7 +385,7 @@ async def config(probe: ClusterProbe) -> CheckResult:
 
 
 async def restored(probe: ClusterProbe, url: str) -> list[Finding]:
-    """List models whose newest revision workers could not load, so the config service restored an earlier one."""
+    """List models that workers could not load, so that the config service restored an earlier revision."""
     answer = await probe.get(url, "/v1/configs/models", probe.config_token)
     fix = "correct the entry and write it again (sie models history ID, sie models set ID)"
     listed = answer.decoded(ConfigModels)
@@ -398,9 +398,9 @@ def drift(
     """List the gateways and workers that use an older catalogue. `gateways`: name -> epoch of the gateway's catalogue.
     `workers`: name -> bundle and epoch of the worker.
 
-    An epoch consists of the creation time of the catalogue's bucket and the number of a write. A worker's catalogue is
-    older if it lacks a write that affects the worker's bundle. The config service's `epoch` has these writes. Without
-    it, gateways are compared with one another, and for workers only the bucket is compared.
+    An epoch consists of the creation time of the catalogue's bucket and the number of a write. `epoch` has the last
+    write of the catalogue, and the last write that affects each bundle. Workers are compared with the write of their
+    bundle. If `epoch` is None, all are compared with the newest epoch of a gateway, workers only by the bucket.
     """
     latest = epoch.epoch if epoch else max(gateways.values(), key=_order_of_epoch, default="")
     findings = [
@@ -419,7 +419,7 @@ def drift(
 
 
 def _order_of_epoch(epoch: str) -> tuple[str, int]:
-    """Return a key that sorts epochs by age. The number of writes begins again in a bucket that was created later."""
+    """Return a key that sorts epochs by age. The number of writes begins again in a new bucket."""
     created, _, last = epoch.rpartition(":")
     return created, int(last) if last.isdigit() else -1
 
@@ -461,7 +461,7 @@ async def clock(probe: ClusterProbe) -> CheckResult:
     try:
         names = [str(info.config["name"]) for info in await connection.stream_infos()]
         if not names:
-            raise CheckSkipped("the broker's time is read from a stream, and it has no stream yet")
+            raise CheckSkipped("the broker has no stream yet: the broker's time can be read only from a stream")
         measured = BrokerClock(connection, names[0])
         await measured.measure()
     except BrokerError as error:

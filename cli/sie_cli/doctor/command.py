@@ -32,8 +32,8 @@ _COMMAND = re.compile(r"`(sie (?:models|keys|jobs|doctor)\b(?:(?!--data-dir|--ur
 def faults_of(
     flags: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[list[Finding], dict[str, str], dict[str, str]]:
-    """Return a finding for each setting that is invalid or unknown or contradicts another, the flags without the
-    invalid and contradictory ones, and the environment without those variables.
+    """Return findings, and the flags and the environment without the invalid and contradictory settings. Each invalid
+    or unknown setting, and each contradiction between two settings, is a finding.
     """
     findings: list[Finding] = []
     readable: tuple[dict[str, str], dict[str, str]] = ({}, {})
@@ -91,9 +91,9 @@ def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Map
     return check
 
 
-# Checks by name, without that of the settings. A check changes nothing. It returns its findings, and a text to show if
-# there are none. It raises NotApplicable if this cluster or machine has nothing to check, and CheckSkipped if the check
-# is not possible.
+# Checks by name, except the check of the settings. A check changes nothing. It returns a text to show if there are no
+# findings, and its findings. It raises NotApplicable if this cluster or machine has nothing to check, and CheckSkipped
+# if the check is not possible.
 CHECKS: dict[str, Check] = {
     "ports": machine.ports,
     "gateway": checks.gateway,
@@ -161,8 +161,8 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
 
 async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: Path | None) -> list[DoctorCheck]:
-    """Run all checks and return their reports: that of the settings, then in the order of CHECKS. `named`: the data
-    directory that the user named. Raises SettingError if the access file of a `sie serve` cannot be read.
+    """Run all checks. Return the report on the settings, then the other reports in the order of CHECKS. `named`: the
+    data directory that the user named. Raises SettingError if the access file of a `sie serve` cannot be read.
     """
     faults, good_flags, good_environ = faults_of(flags, environ)
     cluster = Cluster.locate(load(flags=good_flags, environ=good_environ), named, required=False)
@@ -184,7 +184,7 @@ async def _report(name: str, check: Check, probe: ClusterProbe) -> DoctorCheck:
         return DoctorCheck(name, "blind", f"the check did not end within {limit_s:g} s", [])
     except BrokerError as error:
         return DoctorCheck(name, "blind", f"the broker failed meanwhile: {error}", [])
-    except OSError as error:  # such as a folder of another user
+    except OSError as error:  # for example PermissionError, for a folder of another user
         return DoctorCheck(name, "blind", f"{error.filename or name}: {error.strerror or error}", [])
     option = probe.cluster.data_dir_option if SOURCE in probe.cluster.sources.values() else ""
     findings = [Finding(finding.wrong, _COMMAND.sub(rf"`\1{option}`", finding.fix)) for finding in findings]

@@ -31,7 +31,7 @@ async def sockets(probe: ClusterProbe) -> CheckResult:
     findings = [Finding(socket.wrong, socket.fix) for socket in probed if socket.wrong]
     unseen = [str(socket.path) for socket in probed if socket.is_unseen]
     if unseen and not findings:
-        raise CheckSkipped(f"another user's sockets: {', '.join(unseen)}; run this as the worker's user")
+        raise CheckSkipped(f"other users own the sockets {', '.join(unseen)}: run this as the worker's user")
     return f"{counted(len(probed), 'adapter')} answer" + ("s" if len(probed) == 1 else ""), findings
 
 
@@ -166,7 +166,7 @@ async def _is_open(port: int) -> bool:
     return True
 
 
-PROBE_S = 60.0  # seconds for `import torch`, which is slow when the disk has not cached it
+PROBE_S = 60.0  # seconds for `import torch`, which is slow if the kernel has not cached its files
 _CONTROL = Path("/dev/nvidiactl")  # this device file exists once the NVIDIA driver has been loaded
 _PCI = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI ids: the vendor, and the class of display controllers
@@ -177,7 +177,7 @@ _TORCH = (
 
 
 async def gpu(probe: ClusterProbe) -> CheckResult:
-    """Check the GPU driver, torch, and torch's CUDA version, if a GPU exists or SIE_DEVICE requires one."""
+    """Check the GPU driver, torch, and torch's CUDA version, if a GPU exists or SIE_DEVICE requires a GPU."""
     device = probe.settings.device
     driver, trouble = _driver()
     has_device = driver is not None or await asyncio.to_thread(_CONTROL.exists)
@@ -227,8 +227,8 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
 
 def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble: str) -> list[Finding]:
-    """Return the first fault of torch and the driver for this SIE_DEVICE; empty if there is none. `trouble`: why no
-    driver was found.
+    """Return a list with the first fault of torch and the driver for this SIE_DEVICE; empty if there is no fault.
+    `trouble`: why no driver was found.
     """
     instead = "or set SIE_DEVICE=cpu" if device.startswith("cuda") else "or set SIE_DEVICE=cpu if that is meant"
     if not torch.cuda:
@@ -285,7 +285,7 @@ def _driver() -> tuple[GpuDriver | None, str]:
 
 
 async def _torch() -> TorchBuild:
-    """Import torch in a separate process, so that it takes no memory here, and describe it. Raises CheckSkipped."""
+    """Describe the installed torch. Only a child process imports torch, to save memory here. Raises CheckSkipped."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _TORCH, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

@@ -1,8 +1,9 @@
 """Data about a cluster for the checks. Each source (gateways, broker, heartbeats, config service, sockets) is read
-once, and all checks share the result. A check that waits for a change reads a source again: `ask_views`, `ask_config`.
+once, and all checks share the result. A check that waits for a change reads a source again, with `ask_views` or
+`ask_config`.
 
     check ──► ClusterProbe.gateways() ┐
-    check ──► ClusterProbe.gateways() ┴──► one task, whose result both get
+    check ──► ClusterProbe.gateways() ┴──► one task; both checks get its result
 
 If a check reaches its time limit, it stops waiting, but the task continues for the other checks. A token is sent only
 to the address for which it was configured.
@@ -54,9 +55,8 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Reply to an HTTP request. `trouble`: the reason if there is no reply. `ahead_s`: the server's wall clock minus
-    this machine's, from the time in the reply's request id, with an error of at most `margin_s`; None without such a
-    time.
+    """Reply to an HTTP request. `trouble`: the reason if there is no reply. `ahead_s`: time in the reply's request id
+    minus the time of this machine's clock, with an error of at most `margin_s`; None if the id has no time.
     """
 
     url: str
@@ -72,7 +72,7 @@ class ProbeResult:
         return bool(self.version)
 
     def decoded(self, body_type: type[T]) -> T | None:
-        """Decode the body of a successful reply. Return None for another reply, or if the body has another form."""
+        """Decode the body of a reply. Return None if the status is not 200, or if the body is not a `body_type`."""
         try:
             return msgspec.json.decode(self.body, type=body_type) if self.status == 200 else None
         except UNDECODABLE:
@@ -130,7 +130,7 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class AdapterSocket:
-    """Socket of an adapter. `wrong`, `fix`: a fault and its remedy, else empty. `description`: the adapter's answer."""
+    """Socket of an adapter. `wrong`, `fix`: fault and remedy, or empty. `description`: the adapter's reply, or None."""
 
     path: Path
     wrong: str = ""
@@ -177,7 +177,7 @@ class ClusterProbe:
             await self._open.close()
 
     async def get(self, url: str, path: str, token: Secret | None = None) -> ProbeResult:
-        """Send a GET. Never raises: if the server is missing or faulty, the result says why."""
+        """Send a GET. A failure raises no error: `trouble` of the result has its reason."""
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
         try:
             async with (
@@ -218,13 +218,13 @@ class ClusterProbe:
 
     async def ask_views(self) -> dict[str, ClusterView]:
         """Request `/v1/cluster` from each gateway that answers; `views` caches the result. Return the views by URL.
-        Raises CheckSkipped if there is none.
+        Raises CheckSkipped if no gateway returns a view.
         """
         cluster = self.cluster
         up = {reply.url for reply in await self.gateways() if reply.status == 200 and reply.is_sie}
         urls = [url for url in cluster.gateway_urls if public_url(url) in up]
         replies = await asyncio.gather(*(self.get(url, "/v1/cluster", cluster.gateway_token) for url in urls))
-        # a gateway of an older version returns another format
+        # a gateway of an older version may return another format, so its view is left out
         views = {reply.url: view for reply in replies if (view := reply.decoded(ClusterView)) is not None}
         if not views:
             raise CheckSkipped(
@@ -257,8 +257,8 @@ class ClusterProbe:
 
     @property
     def config_token(self) -> Secret | None:
-        """Token for the config service. None if its address came from the command line or from a gateway: the token
-        belongs to the configured address.
+        """Token for the config service. None if the service's address came from the command line or from a gateway,
+        because the token must be sent only to the configured address.
         """
         is_known = self.cluster.sources.get(CONFIG_URL) in ("environment", SOURCE)
         return self.cluster.config_token(writes=False) if is_known else None
@@ -281,8 +281,8 @@ class ClusterProbe:
         return self._open
 
     async def connected_broker(self) -> NatsBroker:
-        """Return the connection to the broker, for a check that only uses the broker. Raises NotApplicable, or
-        CheckSkipped if the broker fails.
+        """Return the connection to the broker. Raises NotApplicable. Raises CheckSkipped without a connection: only the
+        check `broker` reports this fault.
         """
         try:
             return await self.broker()
@@ -298,8 +298,8 @@ class ClusterProbe:
 
     @once
     async def heartbeats(self) -> Heartbeats:
-        """Collect heartbeats for GATEWAYS_S, then until a gateway and all workers in its `/health` have sent one, at
-        most for one interval and BEAT_MARGIN_S. Raises NotApplicable, CheckSkipped.
+        """Collect heartbeats for GATEWAYS_S. Then wait for the heartbeats of a gateway and of all workers in its
+        `/health`, until an interval of heartbeats and BEAT_MARGIN_S are over. Raises NotApplicable, CheckSkipped.
         """
         broker = await self.connected_broker()
         beats = Heartbeats()
@@ -317,7 +317,8 @@ class ClusterProbe:
                     await beats.arrival.wait()
         if expected and not beats.workers:
             raise CheckSkipped(
-                "no heartbeat arrives, but the gateway gets some: the broker's user may not subscribe to them"
+                "no heartbeat arrives here, but the gateway receives heartbeats: the user of this connection to the "
+                "broker has no right to subscribe to heartbeats"
             )
         return beats
 
@@ -330,7 +331,7 @@ class ClusterProbe:
             raise CheckSkipped(f"{error.filename} belongs to another user: run this as the worker's user") from error
         if not paths:
             raise NotApplicable(
-                "no worker on this machine: neither SIE_IPC_SOCKET_PATH is set nor is there a socket of `sie serve`"
+                "no worker on this machine: SIE_IPC_SOCKET_PATH is not set, and `sie serve` has no socket here"
             )
         return list(await asyncio.gather(*map(probe_socket, paths)))
 
@@ -344,7 +345,7 @@ class ClusterProbe:
 
 
 def default_sockets() -> list[Path]:
-    """Return the socket of a worker that runs without SIE_IPC_SOCKET_PATH, if it exists."""
+    """Return a list with the default path of a worker's socket; empty if there is no socket at this path."""
     path = Path(BY_NAME["SIE_IPC_SOCKET_PATH"].default)
     return [path] if path.exists() else []
 
@@ -378,11 +379,11 @@ async def probe_socket(path: Path) -> AdapterSocket:
         wrong = f"{path} may be opened by other users (mode {stat.S_IMODE(status.st_mode):04o}, expected 0600)"
         return AdapterSocket(path, wrong, f"chmod 600 {path}, and find out who changed the mode: the adapter sets 0600")
     if status.st_uid != os.geteuid():
-        return AdapterSocket(path, is_unseen=True)  # an adapter answers no other user except root
+        return AdapterSocket(path, is_unseen=True)  # an adapter answers only its own user and root
     try:
         async with asyncio.timeout(CALL_S):
             answer = await _describe(path)
-    except TimeoutError:  # before OSError, because TimeoutError is a subclass of it
+    except TimeoutError:  # before OSError, because TimeoutError is a subclass of OSError
         return AdapterSocket(
             path,
             f"{path}: the adapter takes connections, but no answer comes within {CALL_S:g} s",
@@ -399,7 +400,6 @@ async def probe_socket(path: Path) -> AdapterSocket:
 
 
 async def _describe(path: Path) -> ipc.Reply:
-    """Request the adapter's description. Raises OSError, EOFError, FrameError."""
     reader, writer = await asyncio.open_unix_connection(str(path))
     try:
         writer.write(ipc.frame(ipc.Describe()))

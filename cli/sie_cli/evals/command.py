@@ -29,13 +29,13 @@ from sie_cli.refusal import CommandRefused
 
 F = TypeVar("F", bound=Callable[..., Any])
 EXIT_MISSED = 1
-FOLDER = "evals"  # folder of results, in the data directory
+FOLDER = "evals"  # name of the results folder in the data directory
 CLIENTS, MAX_CLIENTS = 16, 4096
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 class _Evals(click.Group):
-    """Group whose first argument is a model unless it names a command: `sie eval MODEL` is `sie eval run MODEL`."""
+    """Group with the default command `run`: `sie eval MODEL` runs `sie eval run MODEL`."""
 
     default = "run"
 
@@ -165,7 +165,7 @@ def run(
     sie eval compare OLD.json NEW.json
     """
     if len(set(models)) != len(models):
-        raise CommandRefused("a model is named twice")
+        raise CommandRefused("MODEL: a model is named twice")
     if len(models) > 1 and (save_targets or markdown or html):
         raise CommandRefused("--save-targets, --markdown and --html work with one MODEL only")
     if kind == "perf" and (kinds or rerank):
@@ -190,13 +190,13 @@ def run(
             gateway = EvalGateway(cluster, held)
             for model in models:
                 outcomes.append(evaluation.run(dataclasses.replace(spec, model=model), gateway))
-                # stored at once: Ctrl-C during the next model, or a closed pipe below, must not lose this result
+                # stored before the next model is measured, so that Ctrl-C or a closed output pipe loses no result
                 files.append(_results.store(folder, outcomes[-1].report, outcomes[-1].about))
                 click.echo(f"stored as {files[-1]}", err=True)
     except CommandRefused as error:
         if not outcomes:
             raise
-        refusal = error  # raised below, after the results so far are shown
+        refusal = error  # raised below, after the results of the earlier models are shown
     reports = [measured.report for measured in outcomes]
     if as_json:
         figures = [report.figures(with_values=False) for report in reports]
@@ -269,8 +269,8 @@ def compare(old: Path, new: Path) -> None:
 def _plan(
     clients: int | None, rate: float | None, sweep: str | None, seconds: float, warm_up: float, batch: int
 ) -> LoadPlan:
-    """Build the plan of the load (clients or rates, and seconds) from the options. Raises CommandRefused for options
-    that contradict each other, and for a level that is not a finite number above 0.
+    """Build the plan of the load from the options. Raises CommandRefused if options contradict each other, or if a
+    level is not a finite number above 0.
     """
     if sum(option is not None for option in (clients, rate, sweep)) > 1:
         raise CommandRefused("give only one of --clients, --rate and --sweep")

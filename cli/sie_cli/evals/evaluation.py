@@ -1,4 +1,4 @@
-"""One evaluation, from opening the sources to the result that is stored."""
+"""Evaluation of one model: open the sources, measure them, and compare the first source with its targets."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from sie_cli.refusal import CommandRefused
 from sie_client.errors import SIEConnectionError, SIEError
 from sie_contracts.loopback import is_local
 
-UNFINISHED = "unfinished"  # folder, in the folder of results, for the cached answers of evaluations that have not ended
-HERE = "local"  # machine name in results without a cluster, or of a cluster without workers
+UNFINISHED = "unfinished"  # subfolder of the results folder, with the cached answers of unfinished evaluations
+HERE = "local"  # machine name in results if no cluster is measured, or the cluster has no workers
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,6 @@ class EvalOutcome:
 
 @dataclass(frozen=True)
 class _EvalContext:
-    """Facts that are known before the measurement. `machine`: the machine profile. `about`: description of the machine
-    and the software, for the stored result.
-    """
-
     spec: EvalSpec
     task: Task
     sources: Sequence[EvalSource]
@@ -76,8 +72,8 @@ class _EvalContext:
 
 
 def run(spec: EvalSpec, gateway: EvalGateway) -> EvalOutcome:
-    """Measure a model, compare it with its targets, and return the outcome. Raises CommandRefused; most faults are
-    found before the measurement begins.
+    """Measure a model, compare it with its targets, and return the outcome. Packages, task, results folder and sources
+    are checked before the measurement begins. Raises CommandRefused.
     """
     packages.check(spec.task, spec.sources)
     task = tasks.find(spec.task)
@@ -95,15 +91,14 @@ def run(spec: EvalSpec, gateway: EvalGateway) -> EvalOutcome:
             return _speed(context) if spec.kind == "perf" else _quality(context, sources)
         except SIEConnectionError as error:
             raise CommandRefused(
-                f"{error}: the cluster stopped answering; run the same command again: "
-                "it continues with the answers so far"
+                f"{error}: the cluster stopped answering; run the same command again: the next run uses the answers "
+                "that this run has cached"
             ) from error
         except SIEError as error:
             raise CommandRefused(str(error)) from error
 
 
 def _check_sources(task: Task, sources: Sequence[EvalSource], kind: Kind) -> None:
-    """Raise CommandRefused if a source cannot return what the task needs."""
     is_labelled = isinstance(task, FactTask) and kind == "quality"
     for source in sources:
         if is_labelled and not isinstance(source, FactSource):
@@ -165,7 +160,7 @@ def _steps(context: _EvalContext, rerankers: Sequence[EvalSource]) -> Iterator[E
             "--outputs and --rerank need the vectors of single queries: use stsb-retrieval, scipy-docs or a folder"
         )
     if (compared or rerankers) and context.cluster is None:
-        raise CommandRefused("--outputs and --rerank need a cluster: name it with -s sie")
+        raise CommandRefused("--outputs and --rerank need a cluster as a source: add sie to -s")
     if compared and context.cluster is not None and context.cluster.scores_pairs:
         raise CommandRefused("--outputs: the model returns scores, and only vectors have other outputs")
     for output in compared:
@@ -224,7 +219,8 @@ def _speed(context: _EvalContext) -> EvalOutcome:
 
 def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -> tuple[Targets, str]:
     """Return the targets with this name, and a note about their origin: the file that the user named, the catalogue's
-    file, or the last stored result. Both are empty if `targets` is no source. Raises CommandRefused if there are none.
+    file, or the last stored result. Targets and note are empty if the sources lack `targets`. Raises CommandRefused if
+    neither a file nor a stored result has targets.
     """
     spec = context.spec
     if "targets" not in spec.sources:
@@ -251,8 +247,8 @@ def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -
             values = {k: v for k, v in values.items() if "/" not in k or k.partition("/")[2] in measured}
             return targets.expected(values, is_speed=is_speed), f"; targets are what was measured at {stored.time}"
     raise CommandRefused(
-        f"{file} has no targets of {spec.model} for {name}, and no earlier result is stored: run it once without"
-        " targets, or write the measured values with --save-targets FILE"
+        f"{file} has no targets of {spec.model} for {name}, and no earlier result is stored: run this command once"
+        " without the source targets, or write the measured values with --save-targets FILE"
     )
 
 

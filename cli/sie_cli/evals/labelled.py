@@ -20,7 +20,7 @@ LEAK = "leak"
 
 
 class KindSpan(NamedTuple):
-    """Part of a text, in code points, with its kind."""
+    """Span of a text in code points, `end` exclusive, and the kind of the fact in this span."""
 
     start: int
     end: int
@@ -38,7 +38,9 @@ class LabelledText:
 
 @dataclass(frozen=True)
 class FactTask:
-    """Task to find facts in texts. `labels`: the kinds to find; the kind of a fact may be narrower, for the report."""
+    """Task to find facts in texts. `labels`: kinds that a source must find. A fact may have a narrower kind, which the
+    report counts apart.
+    """
 
     name: str
     kind: FactKind
@@ -50,7 +52,7 @@ _PLACE_OF_KIND: Mapping[FactKind, int] = {"entities": 2, "relations": 1, "classe
 
 
 def ratios(task: FactTask, answers: Sequence[Sequence[Fact]]) -> tuple[Ratios, dict[str, Ratios]]:
-    """Return the ratios over all facts, and a map of those of each kind. Its keys are `KIND (NUMBER OF FACTS)`.
+    """Return the ratios over all facts, and a map from `KIND (NUMBER OF FACTS)` to the ratios over facts of this kind.
 
     `answers`: the facts that a source found in each text. A redaction is measured in letters and digits: precision is
     the share of replaced characters that are personal, recall the share of personal characters that are replaced. LEAK
@@ -89,8 +91,8 @@ def _redaction(texts: Sequence[str], truth: Sequence[Sequence[Fact]], answers: S
 
 
 def _ratios(counts: Sequence[tuple[int, int, int]]) -> Ratios:
-    """Return F1, precision and recall. `counts`: for each text, how many facts or characters are right, are true, and
-    are in the answer.
+    """Return F1, precision and recall. `counts`: for each text, how many facts or characters are in both the task and
+    the answer, in the task, and in the answer.
     """
     right, truth, answers = map(list, zip(*counts, strict=True))
     both = list(map(sum, zip(truth, answers, strict=True)))
@@ -98,7 +100,7 @@ def _ratios(counts: Sequence[tuple[int, int, int]]) -> Ratios:
 
 
 def _characters(text: str, facts: Iterable[Fact]) -> set[int]:
-    """Return the indices of letters and digits in the facts' parts of a text. Other characters reveal nothing."""
+    """Return the indices of the letters and digits within the facts of a text. Other characters reveal no data."""
     return {
         place for start, end, *_ in facts for place in range(int(start), int(end)) if text[place : place + 1].isalnum()
     }

@@ -32,7 +32,7 @@ Slot = tuple[str, Callable[["Faker"], object]]
 
 
 def _slots() -> Mapping[str, Slot]:
-    """Return the slots of templates: name -> kind of fact, and function that makes a value. Empty kind: no fact."""
+    """Return the slots of templates by name: kind (empty if the value is no fact), and function that makes a value."""
     person = {
         "person": lambda faker: faker.name(),
         "name": lambda faker: faker.name(),
@@ -102,7 +102,7 @@ NAMED = ("person", "organization", "city", "country", "address")
 
 
 def redaction() -> FactTask:
-    """Return a task to redact questions to a bank, letters and forms."""
+    """Return a task to redact personal data in letters, forms and questions to a bank."""
     return FactTask("redaction", "redaction", PERSONAL, _filled(PERSONAL))
 
 
@@ -112,7 +112,7 @@ def entities() -> FactTask:
 
 
 def _filled(kinds: Sequence[str]) -> list[LabelledText]:
-    """Fill each template FILLINGS times, and return the texts with their facts of these kinds."""
+    """Fill each template FILLINGS times. Return the texts, each with its facts of these kinds."""
     (file,) = _files(TEMPLATES_PACKAGE, "templates.txt")
     lines = file.read_text("utf-8", "replace").splitlines()
     templates = [line.replace("\\n", "\n") for line in lines if line.strip()]
@@ -154,7 +154,7 @@ class _Values:
 _LETTERS = str.maketrans("013568", "OlESbB")
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _ZERO_WIDTH = "\u200b"
-_EDGE = "\0"  # marks both ends of the value, if a format adds text around it
+_EDGE = "\0"  # marks the begin and the end of a value, if a format adds text around the value
 
 
 def _groups(value: str, joint: str, size: int = 4) -> str:
@@ -275,7 +275,7 @@ def _phone(value: str, form: str) -> str:
 
 def redaction_forms() -> FactTask:
     """Return a task to redact values that have a pattern, such as card numbers: VALUES_PER_FORMAT values in each format
-    of FORMATS. The kind of a fact has the kind of the value and the name of its format, such as `iban, lower case`.
+    of FORMATS. The kind of a fact joins the kind of the value and the name of the format, such as `iban, lower case`.
     """
     values = _Values()
     texts = []
@@ -294,7 +294,6 @@ def redaction_forms() -> FactTask:
 
 
 def _valid(kind: str, values: _Values) -> Iterator[str]:
-    """Yield VALUES_PER_FORMAT valid values of a kind."""
     import phonenumbers
 
     if kind == "phone number":
@@ -315,7 +314,7 @@ def _valid(kind: str, values: _Values) -> Iterator[str]:
 
 
 _SLOT = re.compile(r"\{(\w+)\}")
-# by relation: its statements. The first one names the first part (head) before the second part (tail)
+# relation -> statements. The first statement of a relation names its head before its tail
 _STATEMENTS: Mapping[str, Sequence[str]] = {
     "works for": ("{person} works for {company}.", "{company} has employed {person} for years."),
     "born in": ("{person} was born in {city}.", "{city} is the birthplace of {person}."),

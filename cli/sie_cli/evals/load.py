@@ -4,8 +4,8 @@ loop, requests are sent at a fixed rate, whether or not earlier requests were an
     requests ──► closed: N clients, or open: arrivals of a Poisson process ──► send ──► SentRequest
 
 A closed loop slows down with the source: clients that wait during a stall send nothing, so at most N requests measure
-the stall. In an open loop, the latency of a request counts from the time at which it was due, so all requests that were
-due during a stall measure it (Tene 2013, "How NOT to Measure Latency": coordinated omission).
+the stall. In an open loop, the latency of a request counts from its due time, so all requests that are due during a
+stall measure the stall (Tene 2013, "How NOT to Measure Latency": coordinated omission).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sie_client.errors import SIEError
 from sie_contracts.settings import Secret
 
 PATIENCE_S = 60.0  # seconds to wait for an answer
-# limit for the requests in flight of an open loop; beyond it, a due request is counted as NOT_SENT
+# limit for the requests in flight of an open loop; at this limit, a due request is counted as NOT_SENT
 MAX_IN_FLIGHT = 4096
 AFTER_FAILURE_S = 0.05  # seconds that a client of a closed loop waits after a failure
 NOBODY = "CONNECTION"  # code of a request whose connection failed
@@ -34,7 +34,7 @@ NOT_SENT = "NOT_SENT"
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Request to a source: to encode `texts`, or, for a source with scores, to score them as documents of `query`."""
+    """Request to a source. A source of vectors encodes `texts`; a source of scores scores `texts` for `query`."""
 
     texts: Sequence[str]
     query: str = ""
@@ -61,7 +61,7 @@ Send = Callable[[LoadRequest], Awaitable[LoadReply]]
 
 @dataclass(frozen=True)
 class SentRequest:
-    """A request of a load, sent or NOT_SENT. Times are seconds of `time.perf_counter`. `code`: its error, or empty."""
+    """Outcome of one request. Times are seconds of `time.perf_counter`. `code`: error code; empty after an answer."""
 
     due_s: float
     ended_s: float
@@ -85,7 +85,7 @@ class LoadLevel:
         return f"clients={self.clients}" if self.clients else f"rate={self.rate:g}"
 
     async def run(self, send: Send, requests: Iterator[LoadRequest], end_s: float) -> list[SentRequest]:
-        """Send requests in their order until `end_s`, then wait for those in flight. With a rate, the random times
+        """Send requests in order until `end_s`, then wait for the requests in flight. With a rate, the random times
         between two requests are the same in each run.
         """
         if self.clients:
@@ -149,8 +149,8 @@ FRAME_S = 5.0  # seconds to wait for a status frame of the gateway
 
 @dataclass(frozen=True)
 class DeviceUsage:
-    """Means over the measured time for a worker's devices; None if unknown. `busy_percent`: utilisation of a GPU (from
-    NVML), or use of all CPU cores by any process. `joules`: the sum of the energy that the GPUs of this machine used.
+    """Mean values of the workers' devices in the measured time; None if unknown. `busy_percent`: utilisation of a GPU
+    (from NVML), or use of all CPU cores by any process. `joules`: energy that all GPUs of this machine used in sum.
     """
 
     name: str = ""
@@ -160,13 +160,13 @@ class DeviceUsage:
 
 
 class WorkerWatch:
-    """Watch of a worker's devices. It reads status frames from the WebSocket of the gateway at `url`."""
+    """Sampler of the use of the workers' devices. It reads status frames from the WebSocket of the gateway at `url`."""
 
     def __init__(self, url: str, token: Secret | None, *, is_local: bool) -> None:
         self._url, self._token, self._is_local = url, token, is_local
 
     async def run(self, start_s: float, end_s: float) -> DeviceUsage:
-        """Watch from `start_s` to `end_s`, which are times of `time.perf_counter`. Return the usage in this time."""
+        """Sample from `start_s` to `end_s`, which are times of `time.perf_counter`. Return the usage in this time."""
         frames: list[dict[str, Any]] = []
         energy = Energy() if self._is_local else None
         await asyncio.sleep(max(0.0, start_s - time.perf_counter()))
@@ -174,7 +174,7 @@ class WorkerWatch:
         token = self._token.reveal() if self._token else None
         async with SIEAsyncClient(self._url, api_key=token, wait_for_capacity=False) as client:
             while (now_s := time.perf_counter()) < end_s:
-                # A new connection for each frame: to an open one, the gateway sends five frames per second, each with
+                # Each frame gets a new connection. On an open connection the gateway sends five frames per second with
                 # all models of the catalogue, and this traffic would disturb the measurement.
                 try:
                     async with asyncio.timeout(FRAME_S), contextlib.aclosing(client.watch("/ws/status")) as messages:
@@ -203,7 +203,7 @@ class Energy:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
 
     def joules(self) -> float | None:
-        """Return the energy in joules; None if there is no GPU, or a GPU does not count it, such as before Volta."""
+        """Return the energy in joules; None if there is no GPU, or if a GPU (before Volta) has no energy counter."""
         try:
             counted = [self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in self._handles]
         except self._nvml.NVMLError:

@@ -42,8 +42,8 @@ class Mteb:
 
 
 def find(name: str) -> Mteb:
-    """Load a task of mteb. Without the hub, its datasets are read from the cache of huggingface_hub. Raises
-    CommandRefused for a name that the library does not have, and NoHub.
+    """Load a task of mteb. If the hub is unreachable, read its datasets from the cache of huggingface_hub. Raises
+    CommandRefused for a name that the library does not have, and NoHub if the task cannot be loaded.
     """
     try:
         import httpx
@@ -53,7 +53,7 @@ def find(name: str) -> Mteb:
         try:
             httpx.head(constants.ENDPOINT, timeout=CONNECT_S)
         except httpx.TransportError:
-            # without this, huggingface_hub would retry each file for half a minute
+            # without this setting, huggingface_hub would retry each file for half a minute
             constants.HF_HUB_OFFLINE = True
         import mteb
         from datasets.exceptions import DatasetsError
@@ -131,12 +131,12 @@ class _CrossEncoder(_MtebModel):
 def _batch_texts(inputs: Any) -> Iterator[str]:
     for batch in inputs:
         if "text" not in batch:
-            raise CommandRefused(f"the task has {', '.join(batch)}: only tasks with texts are supported")
+            raise CommandRefused(f"-t: the task's inputs are {', '.join(batch)}: only tasks with texts are supported")
         yield from batch["text"]
 
 
 def _texts(batch: Any) -> Iterator[str]:
-    """Yield the texts in a dataset or a map of datasets. Strings without spaces are skipped, as ids and labels."""
+    """Yield the texts in a dataset or a map of datasets. Strings without spaces count as ids or labels: skip them."""
     if hasattr(batch, "column_names") and isinstance(batch.column_names, list):
         for name in batch.column_names:
             for value in batch[name]:

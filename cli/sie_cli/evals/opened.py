@@ -36,14 +36,14 @@ from sie_client.errors import SIEConnectionError, SIEError
 from sie_contracts.loopback import client_options
 from sie_contracts.settings import Secret, public_url
 
-CONNECT_S = 10.0  # seconds to connect to a gateway that is already running, also after a lost connection
+CONNECT_S = 10.0  # seconds to connect, or to connect again, to a gateway that this command has not started
 LOAD_S = 900.0  # seconds to wait until a worker has loaded the model
 PLAIN = ("sie", "st", "patterns", "targets")
 
 
 def names(sources: str) -> list[str]:
-    """Return the names of the sources in the value of -s. Raises CommandRefused for an unknown or repeated name, and if
-    nothing is measured.
+    """Return the names of the sources in the value of -s. Raises CommandRefused if a name is unknown or repeated, or if
+    `targets` is the only name.
     """
     requested = [name.strip() for name in sources.split(",") if name.strip()]
     for source in requested:
@@ -61,8 +61,8 @@ def names(sources: str) -> list[str]:
 
 
 class EvalGateway:
-    """Gateway of the command's cluster. If the user names no cluster and none runs, `address` starts one. `held`: the
-    exit stack that stops the started cluster. `patience_s`: seconds to wait for the gateway.
+    """Gateway of the command's cluster. If the user names no cluster and no cluster runs, `address` starts a cluster.
+    `held`: the exit stack that stops this cluster. `patience_s`: seconds to wait for the gateway.
     """
 
     def __init__(self, cluster: Cluster, held: contextlib.ExitStack) -> None:
@@ -89,7 +89,7 @@ class EvalGateway:
 
 
 class OpenSources:
-    """Sources of one model. `held`: the exit stack that closes them."""
+    """Sources of one model. `held`: the exit stack that closes the sources."""
 
     def __init__(self, gateway: EvalGateway, model: str, held: contextlib.ExitStack) -> None:
         self._gateway, self._model, self._held = gateway, model, held
@@ -131,8 +131,8 @@ class OpenSources:
         return source
 
     def _scores_pairs(self) -> bool:
-        """Return whether the model scores pairs. The first open source has this fact. Without a source, the model's
-        entry in the catalogue of this installation decides: a model without dense vectors scores pairs.
+        """Return whether the model scores pairs, as the first open source says. If no source is open, the entry in this
+        installation's catalogue decides: a model whose entry lacks dense vectors scores pairs.
         """
         if self.sources:
             return self.sources[0].scores_pairs
@@ -191,5 +191,5 @@ def _access(process: subprocess.Popen[bytes], data_dir: Path, log: Path) -> Acce
             raise CommandRefused(f"the cluster for this evaluation ended with status {process.returncode}:\n{last}")
         time.sleep(POLL_S)
     raise CommandRefused(
-        f"the cluster for this evaluation has not started within {START_S:.0f} s: start one with `sie serve`"
+        f"the cluster for this evaluation has not started within {START_S:.0f} s: start a cluster with `sie serve`"
     )

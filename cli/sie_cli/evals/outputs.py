@@ -17,7 +17,7 @@ from sie_cli.refusal import CommandRefused
 from sie_client import maxsim
 
 Matrix = NDArray[np.float32]
-# number of documents, nearest by Hamming distance, that are ranked again: four times the depth of a ranking
+# number of documents, nearest by Hamming distance, that `binary+rescore` ranks again: four times quality.DEPTH
 RESCORED = 400
 
 
@@ -46,7 +46,7 @@ class VectorOutput:
 
 
 def find(name: str) -> VectorOutput:
-    """Return the output with this name. Raises CommandRefused; for an unknown name it lists the names."""
+    """Return the output with this name. Raises CommandRefused for an unknown name; the error lists the names."""
     if output := _KNOWN.get(name):
         return output
     if dims := re.fullmatch(r"dims=([1-9][0-9]{0,4})", name):
@@ -83,8 +83,8 @@ def _hamming(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
 
 
 def _rescored(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
-    """Return the product of each query's floats with each document's bits (as -1 and 1). It is -inf for documents that
-    are not among the RESCORED nearest by Hamming distance.
+    """Return the product of each query's floats with each document's bits (as -1 and 1), or -inf for documents that are
+    not among the RESCORED nearest by Hamming distance.
 
     Source: Yamada, Asai and Hajishirzi 2021, "Efficient Passage Retrieval with Hashing for Open-domain Question
     Answering", section 3.2.

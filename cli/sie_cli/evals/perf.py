@@ -23,14 +23,14 @@ from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
 from sie_cli.refusal import CommandRefused
 
 PERCENTILES = (50, 90, 99)
-# CPU use of this process, in cores; above it, this process itself may limit the throughput
+# CPU use of this process, in cores; with a higher use, this process and not the source may limit the throughput
 CLIENT_LIMIT = 0.8
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Plan of the load on each source. The levels run one after the other: each for `warm_up_s` seconds that do not
-    count, then for `seconds` seconds. `batch`: texts per request.
+    """Plan of the load on each source. The levels run one after the other, each for `warm_up_s` seconds that are not
+    measured, then for `seconds` seconds. `batch`: texts per request.
     """
 
     levels: Sequence[LoadLevel]
@@ -77,7 +77,7 @@ class LoadPoint:
 
 def texts_of(task: Task) -> list[str]:
     """Return all texts of the task, shuffled, so that lengths are mixed. The order is the same in each run. Raises
-    CommandRefused if there are none.
+    CommandRefused if the task has no texts.
     """
     match task:
         case Similarity():
@@ -109,7 +109,7 @@ def measure(
     advance: Callable[[], None],
 ) -> Iterator[list[LoadPoint]]:
     """Yield, for each level, a list with one point per source. `watches`: the source's name -> watch of its devices.
-    `advance`: called after each point. If a source loses its server, the measurement ends after this level.
+    `advance`: called after each point. If a source cannot connect to its server, the measurement ends after the level.
     """
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
@@ -142,11 +142,11 @@ async def _point(
     used = asyncio.create_task(_used_cores(start_s, end_s))
     try:
         calls = await level.run(send, requests, end_s)
-    except ExceptionGroup as group:  # if a source refuses the requests, each client's task raises its error
+    except ExceptionGroup as group:  # a source that refuses requests raises the same error in each client's task
         raise group.exceptions[0] from group
     client_cores = await used
     # The throughput counts answers within the window. Latencies and errors count requests that were due in the window,
-    # also if they were answered after it, so a stall at its end is included.
+    # also if they were answered later, so that a stall at the end of the window is included.
     due = [call for call in calls if start_s <= call.due_s < end_s]
     ended = [call for call in calls if start_s <= call.ended_s < end_s and not call.code]
     tokens = [call.answer.tokens for call in ended]

@@ -1,4 +1,4 @@
-"""Quality of vectors, scores and facts, measured by judgements: a number for each query, pair or text, and one for all.
+"""Quality of vectors, scores and facts, measured against judgements: metrics of each query, pair or text, and of all.
 
 task, EvalStep ──► rankings or similarities ──► metrics ──► Measurement ──► difference of two, with interval
 """
@@ -33,7 +33,7 @@ METRICS: Mapping[str, str] = {
     "recall@10": "recall_10",
     "recall@100": "recall_100",
 }
-AT_ONCE = 256  # queries per step: their similarities to all documents are in memory at the same time
+AT_ONCE = 256  # number of queries whose similarities to all documents are in memory at the same time
 Run = dict[str, dict[str, float]]  # query -> document -> score
 
 
@@ -51,15 +51,15 @@ class Measurement:
     bytes_per_item: float | None = None
     weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
     kinds: Sequence[Measurement] = ()
-    cost: EncodeCost | None = field(default=None, compare=False)  # times differ between equal results
+    cost: EncodeCost | None = field(default=None, compare=False)  # not compared, because times differ
 
     @property
     def scores(self) -> dict[str, float]:
         return {name: self.score(name, np.arange(len(own))) for name, own in self.values.items()}
 
     def score(self, metric: str, chosen: NDArray[np.intp]) -> float:
-        """Return a metric over the queries, pairs or texts at the positions `chosen`. NaN if it is not defined, because
-        all these pairs have the same value, or the sum of the weights is zero.
+        """Return a metric over the queries, pairs or texts at the positions `chosen`; NaN if all these pairs have the
+        same value, or if the sum of the weights is zero.
         """
         own = np.asarray(self.values[metric])[chosen]
         if self.weights:
@@ -70,8 +70,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of a metric between two sources. `interval`: its bounds at CONFIDENCE; None if there is one value for
-    all queries, as mteb returns it.
+    """Difference of a metric between two sources. `interval`: bounds of its confidence interval at CONFIDENCE; None if
+    the metric has only one value for all queries, as mteb returns it.
     """
 
     value: float
@@ -79,7 +79,7 @@ class Difference:
 
     @property
     def spread(self) -> str:
-        """The interval as a text; empty if there is none."""
+        """The interval as a text; empty if there is no interval."""
         if self.interval is None:
             return ""
         low, high = self.interval
@@ -113,9 +113,9 @@ def measure(task: Judged, step: EvalStep, work: EvalWork) -> Measurement:
 
 
 def difference(score: Measurement, reference: Measurement, metric: str) -> Difference:
-    """Return the difference of a metric between two results. Its interval is a paired bootstrap over queries or pairs;
-    the samples are the same in each run. Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter
-    13 (percentile interval).
+    """Return the difference of a metric between two results. A paired bootstrap over queries, pairs or texts gives its
+    interval; the samples are the same in each run. Source: Efron and Tibshirani 1993, "An Introduction to the
+    Bootstrap", chapter 13 (percentile interval).
     """
     count = len(score.values[metric])
     every = np.arange(count)
@@ -175,10 +175,9 @@ def _retrieval(task: Retrieval, step: EvalStep, work: EvalWork) -> Measurement:
 
 
 def _scored(task: Retrieval, source: EvalSource, work: EvalWork) -> Run:
-    """Score documents of each query with a reranker: all judged ones, and the first ones of the corpus, so that there
-    are at least FIRST_STAGE. No other model selects them, so the result depends on the reranker only.
+    """Score documents of each query with a reranker: all judged documents, filled up to FIRST_STAGE with the first
+    documents of the corpus. No other model selects documents, so the result depends only on the reranker.
     """
-    # together with the judged documents, these are always at least FIRST_STAGE different ones
     first, by_query = list(itertools.islice(task.corpus, FIRST_STAGE)), {}
     for query, text in task.queries.items():
         chosen = list(dict.fromkeys([*task.qrels[query], *first]))[: max(FIRST_STAGE, len(task.qrels[query]))]
@@ -202,7 +201,7 @@ def _nearest(task: Retrieval, step: EvalStep, work: EvalWork) -> tuple[Run, floa
 
 
 def _reranked(task: Retrieval, source: EvalSource, run: Run, work: EvalWork) -> Run:
-    """Sort the first FIRST_STAGE documents of each ranking by the source's scores. Other documents follow in order."""
+    """Sort the first FIRST_STAGE documents of each ranking by the source's scores. The others keep their order."""
     rankings = {}
     for query, ranking in run.items():
         keys = sorted(ranking, key=ranking.__getitem__, reverse=True)

@@ -175,7 +175,7 @@ def of_perf(
     targets: Mapping[str, Targets],
     missed: Sequence[str],
 ) -> EvalReport:
-    """Build a report of speed. `points`: level by level, and within a level source by source. `targets`: by level."""
+    """Build a report of speed. `points`: sorted by level, then by source. `targets`: targets by level."""
     metrics = list(dict.fromkeys(metric for point in points for metric in point.scores))
     headings = ("requests", "errors", "device %", "device MB", "client %")
     table = [["source", "load", *metrics, *headings]]
@@ -248,7 +248,7 @@ def _shown(value: float) -> str:
 
 
 def _rounded(value: float | None) -> str:
-    """Format a number with three digits, from 100 as a whole number; `-` for None and NaN."""
+    """Format a number: `-` for None and NaN, a whole number from 100 on, else three significant digits."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -280,7 +280,7 @@ def latency_plot(points: Sequence[LoadPoint]) -> str:
 
 
 def level_plot(points: Sequence[LoadPoint]) -> str:
-    """Plot latency against throughput: a point for each level, a line for p50 and a dashed one for p99."""
+    """Plot latency against throughput: a point for each level, a line for p50 and a dashed line for p99."""
     figure, axes = _figure_text("items a second", "latency, ms")
     for source in dict.fromkeys(point.source for point in points):
         own = [point.scores for point in points if point.source == source]

@@ -2,9 +2,9 @@
 
 EvalReport ──► DATA_DIR/evals/MODEL/TASK/KIND/TIME-COMMIT-MACHINE.json ──► StoredReport
 
-KIND is `quality` or `perf`. The commands `list` and `compare` read these files. If the user names no file of targets,
-and that of the catalogue lacks the model and task, the source `targets` reads the newest result of the same machine
-profile.
+KIND is `quality` or `perf`. The commands `list` and `compare` read these files. The source `targets` reads the newest
+result of the same machine profile if the user names no file of targets and the file of the catalogue lacks the model or
+task.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def read(file: Path) -> StoredReport:
 
 
 def readable(files: Iterable[Path]) -> Iterator[tuple[Path, StoredReport]]:
-    """Yield each file that is a result, with the result. The others are named on standard error."""
+    """Yield each file that is a result, with the result. Write the names of the other files to standard error."""
     for file in files:
         try:
             yield file, read(file)
@@ -108,8 +108,8 @@ def every(folder: Path) -> list[Path]:
 
 
 def last(folder: Path, model: str, task: str, kind: str, machine: str, batch: int = 1) -> StoredReport | None:
-    """Return the newest result of a model, task and kind on this machine profile, or None. `batch`: texts in each
-    request of a result of speed.
+    """Return the newest result of a model, task and kind on this machine profile, or None. `batch`: texts per request,
+    for the kind `perf`.
     """
     files = sorted(_place(folder, model, task, kind).glob("*.json"), reverse=True)
     for _, stored in readable(files):
@@ -161,7 +161,7 @@ def _row_compared(
     *,
     is_same: bool,
 ) -> tuple[list[list[str]], list[str]]:
-    """Return the lines of the table for one source, and notes. `is_same`: both results are of these queries."""
+    """Return the lines of the table for one source, and notes. `is_same`: both results measured these queries."""
     lines, notes = [], []
     for metric in [name for name in old["scores"] if name in new["scores"]]:
         before, after = old["scores"][metric], new["scores"][metric]

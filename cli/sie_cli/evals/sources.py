@@ -1,5 +1,5 @@
-"""Sources of vectors and scores of texts or image files, or of facts in texts: a cluster, a library or patterns in this
-process, or another server.
+"""Sources that an evaluation compares: a cluster, a library or patterns in this process, or a server that is not SIE. A
+source returns vectors or scores of texts and image files, or facts in texts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class EvalSource(Protocol):
         """Return one score for each document. A higher score is better."""
 
     def sender(self) -> AbstractAsyncContextManager[Send]:
-        """Return a context manager for a function that sends requests, also concurrent ones. It raises LoadFailure."""
+        """Open a function that sends a request, also several at a time. It raises LoadFailure if the request fails."""
 
 
 @runtime_checkable
@@ -93,7 +93,7 @@ class FactSource(Protocol):
 
 
 class Sie:
-    """Source that is a model of an SIE cluster. `info`: the gateway's description of the model after its load.
+    """Source that is a model of an SIE cluster. `info`: the gateway's description of the loaded model.
     `only_extracts`: the model has neither vectors nor scores.
     """
 
@@ -111,8 +111,7 @@ class Sie:
         self.scores_pairs = not outputs and "score" in self.info["tasks"]
         self.only_extracts = not outputs and not self.scores_pairs
         self.main = outputs[0] if outputs else DENSE
-        # the fingerprint is read from an answer of the model, because a gateway that has just started may not know it
-        # yet
+        # the fingerprint is read from an answer of the model, because a gateway that has just started may lack it
         answer: Any = self.info
         if "text" in self.info["inputs"]:
             if self.only_extracts:
@@ -200,7 +199,7 @@ _FACTS: Mapping[FactKind, Callable[[Mapping[str, Any]], Sequence[Fact]]] = {
 
 
 class Patterns:
-    """Source that finds facts with the patterns of a redaction, without a model, in this process."""
+    """Source that finds personal data with the gateway's redaction patterns, in this process and without a model."""
 
     is_here = True
     scores_pairs = False
@@ -235,8 +234,8 @@ class Patterns:
 
 
 class SentenceTransformers:
-    """Source that runs sentence-transformers in this process, on the CPU in float32. The weights are those that the
-    catalogue names for the model; for a model that it lacks, those of the hub.
+    """Source that runs sentence-transformers in this process, on the CPU in float32. It loads the weights that the
+    catalogue names for the model. If the catalogue lacks the model, it loads the weights of the hub.
     """
 
     is_here = True
@@ -251,7 +250,7 @@ class SentenceTransformers:
         where = _weights_of(model)
         kind = library.CrossEncoder if scores_pairs else library.SentenceTransformer
         try:
-            # float(): the library would compute in the checkpoint's dtype, which may be a 16-bit one
+            # without float(), the library would compute in the dtype of the checkpoint, which may have 16 bits
             self._model = kind(where, device="cpu").float()
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
@@ -296,7 +295,7 @@ def _opened(picture: ImagePath) -> Any:
 
 
 def _stages(timing: Mapping[str, float]) -> dict[str, float]:
-    """Return milliseconds by stage. `timing` has some stages under two names: take only those that end in `_time`."""
+    """Return milliseconds by stage. `timing` has some stages under two names, so use only names that end in `_time`."""
     return {name.removesuffix("_time"): ms for name, ms in timing.items() if name.endswith("_time")}
 
 
@@ -306,7 +305,7 @@ def only_dense(name: str, output: VectorOutput) -> None:
 
 
 def catalogue_entry(model: str) -> ModelEntry | None:
-    """Return the entry of a model in the catalogue of this installation; None if there is none."""
+    """Return the entry of a model in the catalogue of this installation; None if the catalogue lacks the model."""
     from sie_config_service.overlay import Overlay
 
     document = Overlay(Settings()).folders().models.get(model.partition(":")[0], (None, ""))[0]
@@ -327,7 +326,7 @@ def _weights_of(model: str) -> str:
     return str(packaged or weights.path or weights.hub)
 
 
-BATCH = 64  # number of texts per request; some servers accept no more
+BATCH = 64  # number of texts per request; some servers refuse larger requests
 MAX_ANSWER_BYTES = 64 << 20  # limit for one answer; BATCH vectors of 32,768 numbers as JSON need less
 _UNREADABLE = (*UNDECODABLE, TypeError, LookupError, AttributeError)
 
@@ -348,7 +347,8 @@ def _shown(body: bytearray) -> str:
 @dataclass(frozen=True)
 class ServerDialect:
     """Format of a server's requests and answers: paths, functions that build bodies, and functions that read answers.
-    Each entry of a rerank answer has the position of its document in `index`, and its score in the field `score` names.
+    A rerank answer has an entry for each document, with the document's position in the field `index`. `score`: name of
+    the field with the document's score.
     """
 
     encode_path: str
@@ -438,7 +438,9 @@ class ServerSource:
                 if rows.ndim != 2 or len(rows) != len(part):
                     raise ValueError(f"{len(part)} texts were sent, vectors of the shape {rows.shape} were returned")
                 if parts and rows.shape[1] != parts[0].shape[1]:
-                    raise ValueError(f"vectors have {parts[0].shape[1]} numbers, then {rows.shape[1]}")
+                    raise ValueError(
+                        f"the first vectors have {parts[0].shape[1]} numbers, later vectors have {rows.shape[1]}"
+                    )
                 _check_finite(rows)
                 self.tokens += self._dialect.tokens(body) or 0
             parts.append(rows)
@@ -469,7 +471,7 @@ class ServerSource:
             except httpx.HTTPError as error:
                 raise CommandRefused(f"{self.name} does not answer: {error or type(error).__name__}") from error
             if answer.status_code != 200:
-                raise CommandRefused(f"{self.name}: POST {path} answers {answer.status_code}: {_shown(content)}")
+                raise CommandRefused(f"{self.name}: POST {path} returned {answer.status_code}: {_shown(content)}")
             return msgspec.json.decode(content)
 
     @contextmanager
@@ -484,4 +486,4 @@ class ServerSource:
 
 def _check_finite(numbers: Any) -> None:
     if not np.isfinite(numbers).all():
-        raise ValueError("numbers that are not finite were returned")
+        raise ValueError("the server returned numbers that are not finite")

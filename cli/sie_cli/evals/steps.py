@@ -42,8 +42,8 @@ class ResultCache:
     def part(
         self, identity: Sequence[str], texts: Sequence[str], compute: Callable[[], Sequence[Any]]
     ) -> Sequence[Any]:
-        """Return one answer for each text: an array, a number, a list, or a map of arrays. If the cache lacks them,
-        compute and store them. Raises CommandRefused, and the errors of `compute`.
+        """Return one answer for each text: an array, a number, a list, or a map of arrays. If the cache lacks these
+        answers, compute and store them. Raises CommandRefused, and the errors of `compute`.
 
         `identity`: all data that the answers depend on, except the texts. If it is empty (unknown), nothing is cached.
         """
@@ -55,7 +55,7 @@ class ResultCache:
         with contextlib.suppress(FileNotFoundError, *UNDECODABLE):
             earlier: Sequence[Any] = arrays.unpack(arrays.decode_msgpack(file.read_bytes()))
             if len(earlier) == len(texts):
-                if file not in self._files:  # an earlier step of this evaluation may have written or read it
+                if file not in self._files:  # an earlier step of this evaluation may have written or read this file
                     self.reused_texts += len(texts)
                     self._files.append(file)
                 return earlier
@@ -72,8 +72,8 @@ class ResultCache:
 
     @contextlib.contextmanager
     def until_done(self) -> Iterator[None]:
-        """Remove files older than KEEP_S when the context opens, and the files of this evaluation when it closes. After
-        an exception they stay, so that the next run can use them.
+        """Remove files older than KEEP_S when the context opens, and the files of this evaluation when it closes. If an
+        exception ends the context, the files of this evaluation stay for the next run.
         """
         for file in self._folder.glob("*.*"):
             with contextlib.suppress(FileNotFoundError):
@@ -93,7 +93,7 @@ def _packed(answer: Any) -> Any:
     return answer
 
 
-PART = 1024  # largest number of texts per call of a source for vectors or facts, and per cached file of them
+PART = 1024  # largest number of texts per call of a source for vectors or facts; one cached file has one call's answers
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class EncodeCost(NamedTuple):
 
 
 class EvalWork:
-    """Requests of one measurement. `cache`: answers of an interrupted evaluation. `advance`: called with the number of
+    """Calls of the sources in one measurement, with a cache of their answers. `advance`: called with the number of
     completed texts.
     """
 
@@ -133,7 +133,7 @@ class EvalWork:
 
     @property
     def cost(self) -> EncodeCost | None:
-        """Mean cost of the documents that were encoded; None if none was, such as when all came from the cache."""
+        """Mean cost of the encoded documents; None without such documents, for example if the cache had all vectors."""
         if not self._documents:
             return None
         return EncodeCost(self._tokens / self._documents, 1000 * self._seconds / self._documents)

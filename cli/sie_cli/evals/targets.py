@@ -29,8 +29,8 @@ SPEED_TOLERANCE = 0.1  # tolerance of a speed target, as a share of its value: 0
 
 
 class ScoreTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Target of one metric. It is missed if the metric is worse than `value` by more than `tolerance`. For milliseconds
-    and leaks a lower value is better, for all other metrics a higher value.
+    """Target of one metric. A target is missed if the metric is worse than `value` by more than `tolerance`. For
+    milliseconds and leaks a lower value is better, for all other metrics a higher value.
     """
 
     value: float
@@ -53,7 +53,7 @@ def packaged() -> Path:
 
 
 def read(file: Path) -> File:
-    """Read a file of targets. Raises CommandRefused, which names the field."""
+    """Read a file of targets. Raises CommandRefused; the error names the wrong field."""
     try:
         return msgspec.convert(yaml_text.load(file.read_bytes()) or {}, File)
     except OSError as error:
@@ -87,7 +87,7 @@ def missed(targets: Mapping[str, ScoreTarget], scores: Mapping[str, float], subj
 
 
 def of_speed(scores: Mapping[str, Mapping[str, float]], first: str) -> dict[str, float]:
-    """Return the metrics of the first source. The names METRIC/SOURCE have its ratio to each other source."""
+    """Return the metrics of the first source, and under METRIC/SOURCE the ratio of each metric to that of SOURCE."""
     speeds = dict(scores[first])
     for source, own in scores.items():
         if source != first:
@@ -118,7 +118,7 @@ def save(file: Path, model: str, measured: Mapping[str, Targets]) -> None:
     try:
         durable.write(file.resolve(), msgspec.yaml.encode(saved))
     except OSError as error:
-        raise CommandRefused(f"--save-targets {file}: {error.strerror}") from error
+        raise CommandRefused(f"--save-targets {file}: the file cannot be written: {error.strerror}") from error
 
 
 def _short(value: float) -> float:

@@ -30,7 +30,7 @@ from sie_cli.refusal import CommandRefused
 from sie_contracts.errors import UNDECODABLE
 
 RELEVANT_SCORE = 4.0  # STS-B scores are 0 to 5; 4 is "mostly equivalent" in the guideline of SemEval-2017 task 1
-# smallest number of words of a document of scipy-docs; a small model reads about half of it
+# smallest number of words of a document of scipy-docs; a small model truncates such a document to about half
 LEAST_WORDS = 400
 TEXTS = "texts/"
 FILES = "corpus.jsonl, queries.jsonl and qrels/test.tsv"
@@ -82,7 +82,7 @@ Task = Judged | Texts
 
 
 def find(name: str) -> Task:
-    """Return the task of this name. Raises CommandRefused; for an unknown name it lists the tasks."""
+    """Return the task of this name. Raises CommandRefused; the error for an unknown name lists the tasks."""
     if build := SHIPPED.get(name):
         return build()
     if name.startswith(mteb_tasks.PREFIX):
@@ -118,13 +118,13 @@ def of_texts(file: Path) -> Texts:
     """Read one text from each line of a file. Raises CommandRefused."""
     texts = [line for _, line in _lines(file)]
     if not texts:
-        raise CommandRefused(f"{file}: expected a text in each line")
+        raise CommandRefused(f"{file}: the file has no text: expected a text in each line")
     return Texts(file.name, texts)
 
 
 def of_folder(folder: Path) -> Retrieval:
-    """Read a folder in the format of BEIR. Queries without a relevant document are left out. Raises CommandRefused,
-    which names the file, the line and the field.
+    """Read a folder in the format of BEIR. Queries without a relevant document are left out. Raises CommandRefused; the
+    error names the file, the line and the field.
 
     Source: Thakur et al. 2021, "BEIR", and the loader of its package: the title is put before the text of a document.
     """
@@ -176,10 +176,11 @@ def stsb_retrieval() -> Retrieval:
 
 def scipy_docs() -> Retrieval:
     """Return a task to find long documents by their subject, from docstrings of scipy. A query is a summary, the first
-    paragraph of a docstring. Its relevant document is the rest, of at least LEAST_WORDS words. A docstring is left out
-    if another one has its summary, or if the summary has at most two words. Documents differ between versions of scipy.
+    paragraph of a docstring. Its relevant document is the rest of the docstring. A docstring is left out if this rest
+    has fewer than LEAST_WORDS words, if the summary has at most two words, or if another docstring has the same
+    summary. Documents differ between versions of scipy.
     """
-    bodies: dict[str, dict[str, str]] = {}  # by summary: the name of each document, and its text
+    bodies: dict[str, dict[str, str]] = {}  # summary -> name of a document -> text
     for name, docstring in scipy_docstrings():
         summary, _, body = docstring.partition("\n\n")
         if len(body.split()) >= LEAST_WORDS:
@@ -251,4 +252,4 @@ def _lines(file: Path) -> Iterator[tuple[str, str]]:
             f"{file}: {error.strerror}: -t FOLDER needs a folder with {FILES}, -t texts/FILE a file"
         ) from error
     except UnicodeDecodeError as error:
-        raise CommandRefused(f"{file}: expected UTF-8") from error
+        raise CommandRefused(f"{file}: expected UTF-8: save the file in this encoding") from error

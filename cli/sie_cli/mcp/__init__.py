@@ -4,7 +4,7 @@ agent ──stdio | HTTP──► server ──► tools ──► SIEAsyncClien
                                      └──► results, which an agent reads in pages
 
 config      file with default models and the collections that agents may search
-callers     API keys of callers, as the gateway knows them
+callers     the caller of a request, and the names of API keys, which the gateway returns
 clients     clients of the gateway, one for each API key
 schemas     arguments and answers of the tools, with their bounds
 results     results that are too long for an answer

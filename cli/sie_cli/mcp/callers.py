@@ -11,7 +11,7 @@ from sie_client import AuthenticationError, SIEAsyncClient, SIEError
 from sie_runtime.keys import digest_of
 
 CHECK_EVERY_S = 30.0
-# seconds after its last successful check for which a key is accepted if the gateway cannot check it again
+# seconds after the last successful check of a key in which the key is accepted although the next check fails
 AWAY_S = 900.0
 MAX_KEYS = 1024
 WAIT_S = 2.0
@@ -19,8 +19,9 @@ WAIT_S = 2.0
 
 @dataclass(frozen=True)
 class AgentCaller:
-    """Caller of a tool. `owner`: identifies the API key; each owner has limits. `session`: only calls of the same owner
-    and session may read a result. `key_name`: name of the API key; None for the user of this process.
+    """Caller of a tool. `owner`: identifies the API key; limits count per owner. `session`: id of the caller's session;
+    a stored result is returned only to its owner in its session. `key_name`: name of the API key; None for the user of
+    this process.
     """
 
     api_key: str | None = field(repr=False)
@@ -33,12 +34,12 @@ class KeyNames:
     """Names of API keys, from the gateway's `GET /v1/whoami`. After CHECK_EVERY_S, a name is requested again."""
 
     def __init__(self, gateway_url: str, clock: Callable[[], float] = time.monotonic) -> None:
-        # the client has no key: each check sends the key that it checks
+        # this client has no key of its own, because each check sends the key to check
         self._client = SIEAsyncClient(
             gateway_url, api_key=None, connection_budget_s=WAIT_S, capacity_budget_s=WAIT_S, progress=False
         )
         self._clock = clock
-        self._names: OrderedDict[str, tuple[str, float]] = OrderedDict()  # by digest: name, time of its last check
+        self._names: OrderedDict[str, tuple[str, float]] = OrderedDict()  # key's digest -> name, time of check
 
     async def name_of(self, api_key: str) -> str:
         """Return the name of a key. Raises AuthenticationError if the gateway refuses the key. Raises another SIEError

@@ -22,7 +22,7 @@ class _OpenClient:
 
 class GatewayClients:
     """Open clients by API key. Above MAX_CLIENTS, the clients that were unused for longest are closed. `timeout_s`:
-    seconds that a call waits for an answer; it waits half of them for capacity.
+    seconds that a call waits for an answer. For half of this time a call waits for capacity.
     """
 
     def __init__(self, gateway_url: str, timeout_s: float) -> None:
@@ -35,7 +35,7 @@ class GatewayClients:
     async def of_key(self, api_key: str | None) -> AsyncIterator[SIEAsyncClient]:
         """Yield the client that sends this key and no other key."""
         if api_key not in self._clients:
-            async with self._opening:  # if several first calls with one key wait here, only one opens a client
+            async with self._opening:  # several first calls with one key may wait here: the first opens the client
                 if api_key not in self._clients:
                     # in a thread, because a client for https reads all certificates of this machine from the disk
                     self._clients[api_key] = _OpenClient(await asyncio.to_thread(self._opened, api_key))
@@ -56,7 +56,7 @@ class GatewayClients:
             self._gateway_url,
             api_key=api_key,
             timeout_s=self._timeout_s,
-            # less than the whole time, so that the reason of the wait is reported before the call ends
+            # half of the time, so that the client raises an error with the reason of the wait before the call times out
             capacity_budget_s=self._timeout_s / 2,
             connection_budget_s=CONNECTION_S,
             progress=False,

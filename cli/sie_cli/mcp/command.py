@@ -135,7 +135,7 @@ async def _serve_stdio(server: AgentServer, stop: Stop) -> int:
         await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
         ending.cancel()
         if not serving.done():
-            # a thread waits for the next line of standard input, and only the end of the process can end it
+            # a thread waits for the next line of standard input, and only the end of the process ends this thread
             os._exit(0)
         serving.result()
     return 0

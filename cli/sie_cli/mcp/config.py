@@ -16,7 +16,7 @@ EVERY_KEY = "*"
 
 
 class DefaultModels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Models that the tools use if a call names none. If empty, a tool uses the gateway's only suitable model."""
+    """Models that the tools use if a call names no model. For an empty name, a tool uses the only suitable model."""
 
     encode: str = ""
     rerank: str = ""
@@ -29,7 +29,8 @@ class SearchCollection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """A collection of a vector database. `store`: the database's name in SIE_JOBS_SINKS. `model`: the model that
     encoded the rows. `fields`: the fields of a row that agents may read; empty for all.
 
-    `keys`: names of the API keys that may search it over HTTP, as `GET /v1/whoami` shows them; `*` for every key.
+    `keys`: names of the API keys that may search the collection over HTTP; `*` for every key. `GET /v1/whoami` shows
+    the name of a key.
     """
 
     store: str

@@ -43,7 +43,7 @@ class _Sessions(StreamableHTTPSessionManager):
     """Sessions, with a limit for each API key. Only some revisions of the protocol have sessions."""
 
     def _admit_session(self, requestor: AuthorizationContext | None) -> StreamableHTTPServerTransport | None:
-        """Open a session; None if there are too many."""
+        """Open a session. Return None if there are too many sessions."""
         if sum(owner == requestor for owner in self._session_owners.values()) >= MAX_SESSIONS_OF_KEY:
             return None
         return super()._admit_session(requestor)
@@ -89,7 +89,7 @@ class HttpTransport:
         key that is refused or invalid, and NotReady if the gateway cannot check the key.
         """
         headers = headers_of(scope)
-        # the listener does not check the origin of a GET, but here a GET reads a stream of events
+        # The listener does not check the origin of a GET. Here a GET reads a stream of events, so check its origin.
         origin = headers.get("origin")
         if origin is not None and not self._names.is_own_page(
             origin.encode("latin-1"), headers.get("host", "").encode("latin-1")

@@ -1,4 +1,4 @@
-"""Results that are too long for an answer. They stay in memory for a while, and their owner reads them in pages."""
+"""Results that are too long for an answer. They stay in memory for TTL_S, and their owner reads them in pages."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 PAGE_CHARS = 12_000
-PAGE_NUMBERS = 1024  # most numbers on a page of vectors; a longer vector is a page of its own
+PAGE_NUMBERS = 1024  # limit for the numbers on a page of vectors; a longer vector is a page of its own
 TTL_S = 900.0
-MAX_RESULTS = 64  # per owner
+MAX_RESULTS = 64  # limit for the results of one owner (API key)
 OWNER_BYTES = 16 << 20
 TOTAL_BYTES = 256 << 20
 REFERENCE_BYTES = 16
 
 
 class ResultMissing(Exception):
-    """Raised if no result of the caller and its session has this reference."""
+    """Raised if the store has no result with the requested reference for this owner and session."""
 
 
 class ResultTooLarge(Exception):
@@ -49,7 +49,7 @@ class PagedText:
         return len(self._starts)
 
     def page(self, number: int) -> str:
-        """Return a page; the first is number 1."""
+        """Return a page. The first page has the number 1."""
         return self._text[self._starts[number - 1] : (*self._starts, len(self._text))[number]]
 
 
@@ -78,7 +78,7 @@ Paged = PagedText | PagedVectors  # content that is read in pages
 
 
 def numbers(vector: NDArray[np.float32]) -> list[float]:
-    """Return a vector as numbers with as many digits as float32 has."""
+    """Return a vector as floats with 7 significant digits, because float32 has no more."""
     return [float(f"{value:.7g}") for value in vector.tolist()]
 
 

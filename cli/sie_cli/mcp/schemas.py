@@ -12,7 +12,7 @@ MAX_TEXTS = 64
 MAX_DOCUMENTS = 100
 MAX_LABELS = 64
 MAX_TOP = 50
-INLINE_BYTES = 2_800_000  # characters of base64: a request over HTTP has at most 4 MiB
+INLINE_BYTES = 2_800_000  # limit for a document in base64, because a request over HTTP has at most 4 MiB
 
 Text = Annotated[str, Meta(min_length=1, max_length=TEXT_CHARS)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -263,7 +263,7 @@ class ReadResultAnswer(Struct, kw_only=True):
 
 
 def schema_of(kind: type[Struct]) -> dict[str, Any]:
-    """Return the JSON Schema of a struct. Its root is the object itself, as the protocol requires."""
+    """Return the JSON Schema of a struct. Its root is an object and not a `$ref`, as the protocol requires."""
     _, schemas = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
     root = schemas.pop(kind.__name__)
     root.pop("title", None)

@@ -5,7 +5,7 @@
     sie://collections         the collections that the caller may search
     sie://results/{id}/{page} a page of a result
 
-An agent gets an error as sentences. Arguments of calls are not logged.
+An agent receives an error as sentences. Arguments of calls are not logged, because they may have private texts.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class AgentServer:
         self._by_name = {tool.name: tool for tool in tools.tools}
         self._caller_of = caller_of
         self._listed = [self._described(tool) for tool in self._by_name.values()]
-        self._calls: Counter[str] = Counter()  # calls in progress, by owner
+        self._calls: Counter[str] = Counter()  # owner -> number of calls in progress
         self.idle = asyncio.Event()  # is set while no call is in progress
         self.idle.set()
         schemas_by_name = {tool.name: tool.input_schema for tool in self._listed}
@@ -119,10 +119,9 @@ class AgentServer:
         )
 
     async def _answer(self, caller: AgentCaller, name: str, arguments: Mapping[str, Any]) -> msgspec.Struct:
-        """Run a tool. Raises ToolRefused."""
         tool = self._by_name.get(name)
         if tool is None:
-            raise ToolRefused(f"There is no such tool. There are: {', '.join(self._by_name)}.")
+            raise ToolRefused(f"There is no such tool. The tools are: {', '.join(self._by_name)}.")
         try:
             parsed = msgspec.convert(arguments, tool.arguments)
         except msgspec.ValidationError as error:
@@ -147,13 +146,13 @@ class AgentServer:
         except TimeoutError as error:
             raise ToolRefused(TOO_LONG) from error
         except SIEError as error:
-            _logger.info("a call failed: %s", error.code or type(error).__name__)
+            _logger.info("an agent's call failed: %s", error.code or type(error).__name__)
             raise ToolRefused(sentence_of(error)) from error
         except ToolRefused:
             raise
         except Exception as error:
-            # the protocol would send the error's message to the agent, and the message may quote anything
-            _logger.exception("a call failed")
+            # the protocol would send the message of the error to the agent, and the message may have private data
+            _logger.exception("an agent's call failed")
             raise ToolRefused(FAILED) from error
         finally:
             self._calls[caller.owner] -= 1
@@ -236,6 +235,6 @@ class AgentServer:
             arguments = schemas.ReadResultArguments(reference=reference, page=int(page))
             return (await self._tools.read_result(caller, arguments)).text
         raise ToolRefused(
-            f"There is no such resource. There are: {MODELS}, {MODELS}/MODEL, {RESULT_URI}, and, "
+            f"There is no such resource. The resources are: {MODELS}, {MODELS}/MODEL, {RESULT_URI}, and, "
             "if search is a tool of this server, sie://collections."
         )

@@ -20,12 +20,11 @@ from sie_cli.models.compare import MAX_TEXTS
 from sie_cli.models.service import WriteOptions, service_of
 from sie_cli.refusal import INTERRUPTED, refusing
 
-# value of --step -> last step of a migration with --corpus; there, --step check also runs the step quality
+# value of --step -> last step of a migration with --corpus. With a corpus, --step check also runs the step quality
 UNTIL = {"check": "quality", "embed": "embed", "shadow": "shadow", "flip": "flip"}
 BACK, CLEAN_UP = "back", "clean-up"
 SCOPE = "the scope infer"
 SAMPLE, MIN_AGREEMENT, SHARE, SHADOW_S = 500, 0.8, 0.1, 60.0
-# options that need a corpus
 _CORPUS_OPTIONS = ("--input-format", "--output", "--shadow-share", "--shadow-s", "--shadow-requests")
 _STOPPED_LIVE = {"flip": "the same command goes on, and --step back goes back"}
 _STOPPED = {

@@ -67,9 +67,9 @@ class Corpus:
             how = JobInput(url=where, text=text, id=id_column, format=file_format)  # type: ignore[arg-type]
             templates.check(how, "encode")
             folder = where if where.endswith("/") else where.rpartition("/")[0] + "/"
-            if is_url and folder.endswith("//"):  # a whole bucket, which is in no folder
+            if is_url and folder.endswith("//"):  # the URL of a whole bucket has no parent folder
                 folder = where
-            # the format follows from the name of a link, not from that of its file
+            # `where` is the target of a symbolic link, but the suffix of the link itself decides the format
             return cls(source, how, replace(Place.opened(where, (folder,)), label="" if is_url else file.name))
 
     @property
@@ -119,7 +119,8 @@ class Corpus:
                 objects = await inputs(self.place, self.input)
         except StoreError as error:
             raise CommandRefused(
-                f"--corpus {self.source}: cannot be read from here ({error}); with --sample 0 only the server reads it"
+                f"--corpus {self.source}: this machine cannot read the corpus ({error}); with --sample 0 only the "
+                "server reads it"
             ) from error
         if not objects:
             raise CommandRefused(f"--corpus {self.source}: there is nothing to read")

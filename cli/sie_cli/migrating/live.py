@@ -3,8 +3,8 @@
 check ──► embed ──► quality ──► flip (store, then alias) ──► rows that were written meanwhile
                                  back, clean-up
 
-A scan embeds the rows that have no vector of their present text. Scans are repeated until one embeds only few rows, so
-that rows that were written meanwhile get a vector too. A side is the old or the new model, with its vectors.
+A scan embeds the rows that have no vector of their present text. Clients may write rows during a scan, so scans are
+repeated until a scan embeds only few rows. A side is the old or the new model, with its vectors.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ LiveUntil = Literal["check", "embed", "flip", "back", "clean-up"]
 LIVE_STEPS = ("check", "embed", "quality", "flip")
 SINKS = "SIE_JOBS_SINKS"
 IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # few tries for the first connection: the URL may be wrong
-# Rows that are encoded and written at a time. If the command is killed, at most so many are encoded again. 32
-# multivectors of 512 tokens with 1,024 numbers are 64 MiB.
+# Number of rows that are encoded and written at a time. A command that was killed encodes at most this number of rows
+# again. 32 multivectors of 512 tokens with 1,024 numbers are 64 MiB.
 EMBED_ROWS: dict[Output, int] = {"dense": 1_000, "sparse": 1_000, "multivector": 32}
 NEIGHBOURS = 10
-SEARCHES = 8  # concurrent searches of the comparison
+SEARCHES = 8  # limit for the concurrent searches when the models are compared
 FEW_ROWS, FEW_SHARE = 100, 0.001  # the last scan embeds at most 100 rows, or 0.1 % of all if that is more
 MAX_SCANS = 20
 GAP_IDS, GAP_ID_CHARS = 20, 100  # limits for the ids of rows without a vector: their number, and their length
 PROGRESS_S = 10.0
-DRAIN_S = 5.0  # seconds to wait for writes of vectors that were computed before the switch
+DRAIN_S = 5.0  # seconds in which clients may still write vectors that they computed before the switch
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class LiveModel:
     fingerprint: str
 
     def dims(self, output: str) -> int:
-        """Return the width of an output. Raises CommandRefused if the model does not have it."""
+        """Return the width of an output. Raises CommandRefused if the model does not have this output."""
         if output not in self.widths:
             raise CommandRefused(
                 f"{self.name} makes no {output} vectors, which the index has. The model makes {', '.join(self.widths)}"
@@ -115,14 +115,14 @@ class Scan:
 
     @property
     def gaps_text(self) -> str:
-        """Rows without a vector, by reason, and their ids: a text for a person."""
+        """Text with the number of rows without a vector for each reason, and the ids of these rows."""
         reasons = "; ".join(f"{counted(count, 'row')}: {reason}" for reason, count in self.gaps.most_common())
         more = ", …" if self.gaps.total() > len(self.gap_ids) else ""
         return f"{reasons} (ids {', '.join(self.gap_ids)}{more})"
 
 
 class ScanProgress:
-    """Printer of a line every PROGRESS_S: rows, rows per second, and the remaining time."""
+    """Printer of the progress of a scan. It prints a line at most every PROGRESS_S."""
 
     def __init__(self, total: int, echo: Callable[[str], None]) -> None:
         self._total = total
@@ -138,7 +138,7 @@ class ScanProgress:
 
 
 def progress_line(scan: Scan, total: int, elapsed_s: float) -> str:
-    """Format the progress of a scan as a line for a person."""
+    """Return a line of text with the rows of a scan, its rows per second, and the remaining minutes and seconds."""
     rate = scan.scanned / elapsed_s if elapsed_s else 0.0
     left_s = max(0, total - scan.scanned) / rate if rate else 0.0
     return (
@@ -249,7 +249,7 @@ class LiveMigration:
                 await self._flip(steps, alias, state)
 
     def _try_change(self, alias: Present) -> None:
-        """Send the change of the alias to the config service as a dry run. Raises CommandRefused if it is refused."""
+        """Send the change of the alias to the config service as a dry run. Raises CommandRefused if it fails."""
         plan = self._plan
         if plan.until == "back" and alias.target == plan.model:
             self._aliases.back(alias, before_flip(alias.history), dry_run=True)
@@ -257,9 +257,9 @@ class LiveMigration:
             self._aliases.flip(alias, plan.model, dry_run=True)
 
     async def _switch(self, steps: _LiveSteps, alias: Present, state: LiveState, side: Side) -> Present:
-        """Switch the index to a side, unless it is there already. Return the alias, which is read again before the
-        switch. Raises CommandRefused for the reasons of `catch_up`, and if the alias cannot be changed; then the index
-        is unchanged.
+        """Let searches use the vectors of `side`. Return the alias, which is read again before the switch. Raises
+        CommandRefused like `catch_up`, and if the config service would refuse to change the alias. In these cases the
+        index is unchanged.
         """
         if state.in_use != side:
             await steps.catch_up(side, is_last=True)
@@ -271,14 +271,14 @@ class LiveMigration:
 
     @contextlib.contextmanager
     def _alias_follows(self, model: str) -> Iterator[None]:
-        """Change the alias in this context. If that is refused, the error says that the index was switched."""
+        """Open a context for the change of the alias. Its errors also say that the searches are already switched."""
         plan = self._plan
         try:
             yield
         except CommandRefused as refused:
             raise CommandRefused(
-                f"{refused}\n{plan.collection} uses the vectors of {model} already: run the same command again at "
-                f"once, so that {plan.alias} names it too"
+                f"{refused}\nsearches of {plan.collection} already use the vectors of {model}: run the same command "
+                f"again at once, so that {plan.alias} also names {model}"
             ) from refused
 
     async def _flip(self, steps: _LiveSteps, alias: Present, state: LiveState) -> None:
@@ -294,7 +294,8 @@ class LiveMigration:
         plan, report = self._plan, self._report
         report.begin("flip")
         is_back = state.in_use == "old" and alias.target != plan.model
-        # if the alias named the new model before, an earlier --step back may have been killed before its last scans
+        # If the alias named the new model until its last change, an earlier --step back may have been killed before its
+        # last scans, so this command continues.
         if is_back and not (state.is_begun and last_former_target(alias.history) == plan.model):
             raise CommandRefused(
                 f"{plan.alias} names {alias.target} and {plan.collection} uses the vectors of that model: there is "
@@ -332,7 +333,7 @@ class _LiveSteps:
     _echo: Callable[[str], None]
 
     async def embed(self) -> None:
-        """Write the vectors of the new model beside the present ones, and build their indexes."""
+        """Write the vectors of the new model beside the present vectors, and build the indexes of the new vectors."""
         self._report.begin("embed")
         await self._live.begin(self._models["new"].dims(self._state.output))
         await self.catch_up("new")
@@ -340,8 +341,8 @@ class _LiveSteps:
         await self._live.build_indexes()
 
     async def catch_up(self, side: Side, *, is_last: bool = False) -> None:
-        """Scan until a scan embeds only few rows. Raises CommandRefused if MAX_SCANS scans do not suffice. With
-        `is_last`, also raises it if rows have no vector and the user does not accept that.
+        """Scan until a scan embeds only few rows. Raises CommandRefused if MAX_SCANS scans do not suffice. `is_last`:
+        raises CommandRefused also if rows have no vector and the plan does not accept this.
         """
         start_s, embedded, name = time.monotonic(), 0, self._models[side].name
         few = max(FEW_ROWS, int(self._state.rows * FEW_SHARE))
@@ -373,7 +374,7 @@ class _LiveSteps:
             )
 
     async def settle(self, side: Side) -> None:
-        """Embed the rows that writers have written while the index and the alias were switched."""
+        """Embed the rows that clients have written while the index and the alias were switched."""
         embedded = (await self._scan(side)).embedded
         await asyncio.sleep(DRAIN_S)
         scan = await self._scan(side)
@@ -394,7 +395,7 @@ class _LiveSteps:
         )
 
     async def clean_up(self) -> None:
-        """Remove the vectors that are not in use."""
+        """Remove the vectors of the side that searches do not use."""
         await self._live.clean_up()
         away = opposite(self._state.in_use)
         self._report.report_step(
@@ -403,8 +404,8 @@ class _LiveSteps:
         )
 
     async def compare(self) -> None:
-        """Compare the nearest neighbours by both vectors. Raises CommandRefused if there are too few rows with a text,
-        or if the neighbours agree too little and the user does not accept that.
+        """Compare the nearest neighbours of each query by the vectors of both models. Raises CommandRefused if there
+        are too few rows with a text, or if the neighbours agree too little and the plan does not accept this.
         """
         plan, report = self._plan, self._report
         report.begin("quality")
@@ -450,7 +451,9 @@ class _LiveSteps:
         return list(texts), list(texts.values())
 
     async def _neighbours(self, side: Side, texts: list[str], ids: list[str]) -> list[list[str] | None]:
-        """Return the nearest rows of each query, except the query's own row. None: the model refuses the query."""
+        """Return the ids of the nearest rows of each text; None for a text that the model refuses. `ids`: id of the row
+        that each text is from, which is left out.
+        """
         bound = asyncio.Semaphore(SEARCHES)
 
         async def search(vector: Any, own: str) -> list[str] | None:
@@ -493,8 +496,8 @@ class _LiveSteps:
         return scan
 
     async def _leave_out(self, side: Side, rows: Sequence[tuple[LiveRow, str]], scan: Scan) -> None:
-        """Count rows that get no vector, each with the reason. Remove the vectors of their earlier texts, unless
-        searches use the vectors of this side.
+        """Count rows that get no vector, by reason. If searches do not use this side, remove the vectors of the rows'
+        earlier texts.
         """
         for row, reason in rows:
             scan.add_gap(row.id, reason)
@@ -521,13 +524,13 @@ class _LiveSteps:
             scan.add_embedded(len(done))
 
     def _vector(self, result: Any) -> Vector | None:
-        """Return the vector of a result, None if the model refuses the text."""
+        """Return the vector of a result; None if the model refuses the text."""
         vector: Vector | dict[str, Any] | None = result.get(self._state.output)
         return SparseRow.from_arrays(vector["indices"], vector["values"]) if isinstance(vector, dict) else vector
 
     async def _encoded(self, side: Side, texts: list[str], *, is_query: bool = False) -> Sequence[Any]:
         """Encode texts with the model of a side. Raises CommandRefused if the model has changed since the check: its
-        vectors would not be comparable with those written before.
+        vectors would not be comparable with the stored vectors.
         """
         model = self._models[side]
         results = await self._encoder.encode(
@@ -542,6 +545,6 @@ class _LiveSteps:
         if any(self._vector(result) is not None and result["fingerprint"] != model.fingerprint for result in results):
             raise CommandRefused(
                 f"{model.name} has changed since the command began. Pin its revision ({model.name}@REVISION), or run "
-                "the command again: it embeds all rows again"
+                "the command again, which embeds all rows again"
             )
         return results

@@ -2,8 +2,8 @@
 
 MigrationPlan ──► check ──► quality ──► embed ──► shadow ──► flip ──► report
 
-The steps before `shadow` do not change the alias. If another user has changed the alias since it was read, the config
-service refuses a write.
+The steps before `shadow` do not change the alias. The config service refuses a write if another user has changed the
+alias since this command read it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class ModelCheck:
 
 @dataclass
 class MigrationReport:
-    """Report of the completed steps. `facts`: results by step, for programs. `say`: prints a line for a person."""
+    """Report of the completed steps. `facts`: results by step, for --json. `say`: prints a line of text."""
 
     say: Callable[[str], None]
     steps: Sequence[str] = field(default_factory=lambda: STEPS)
@@ -141,8 +141,8 @@ class MigrationReport:
 
 @dataclass
 class Migration:
-    """Run of a migration. `_clients`: one for each gateway, the first for the gateway at `_url`. `_err`: print progress
-    to standard error.
+    """Run of a migration. `_clients`: a client for each gateway; the first client is for the gateway at `_url`. `_err`:
+    print progress to standard error.
     """
 
     _clients: Sequence[SIEClient]
@@ -362,7 +362,7 @@ class Migration:
 
 
 def check_encoder(client: SIEClient, name: str) -> None:
-    """Raise CommandRefused unless a model encodes texts as dense vectors. Raises the client's errors."""
+    """Raise CommandRefused if a model does not encode texts as dense vectors. Raises SIEError."""
     if "dense" not in (widths := vector_widths(client, name)):
         raise CommandRefused(
             f"{name} does not encode texts as dense vectors (it has {', '.join(widths)}): a migration needs vectors "
@@ -374,7 +374,7 @@ def vector_widths(client: SIEClient, name: str) -> dict[str, int]:
     """Return the widths of the vectors that a model makes of texts. Raises CommandRefused, SIEError."""
     info = _described(client.get_model(name))
     if info.alias is not None:
-        raise CommandRefused(f"{name} is an alias: name the model that it stands for")
+        raise CommandRefused(f"{name} is an alias: name a model instead (`sie models show {name}` shows its models)")
     widths = {output: info.dims[output] for output in VECTORS if output in info.dims}
     if not widths or "text" not in info.inputs:
         raise CommandRefused(
@@ -423,7 +423,7 @@ def merged(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def shadow_line(figures: dict[str, Any]) -> str:
-    """Format the merged measurements of the shadow as one line for a person."""
+    """Return the merged measurements of the shadow as one line of text."""
     copies = figures["copies"]
     if not copies:
         return "no request came for the shadow: its behaviour under traffic is not known"
@@ -437,8 +437,8 @@ def shadow_line(figures: dict[str, Any]) -> str:
 
 
 def back(aliases: Aliases, alias: Present, echo: Callable[[str], None]) -> dict[str, Any]:
-    """Restore the target that the alias had before its last flip. Return the facts about this, for programs. Raises
-    CommandRefused.
+    """Restore the target that the alias had before its last flip. Return the new target and the revisions, for --json.
+    Raises CommandRefused.
     """
     name, previous = alias.name, before_flip(alias.history)
     revision = aliases.back(alias, previous)
@@ -455,9 +455,9 @@ STEPS: tuple[Step, ...] = ("check", "quality", "embed", "shadow", "flip")
 
 @dataclass(frozen=True)
 class MigrationState:
-    """State of a migration in the cluster. `shadow`: the alias's current shadow. `shadow_s`: seconds since it was set.
-    `is_submitted`: the job over the corpus exists. `is_embedded`: this job has encoded every row, and an output folder
-    has its files.
+    """State of a migration in the cluster. `shadow`: the alias's current shadow; empty if it has no shadow. `shadow_s`:
+    seconds since the shadow was set. `is_submitted`: the job over the corpus exists. `is_embedded`: this job encoded
+    every row, and the output folder, if the user named a folder, has the job's files.
     """
 
     shadow: str = ""
@@ -490,7 +490,7 @@ LOST = ("failed", "cancelled", "expired")
 
 @dataclass(frozen=True)
 class Earlier:
-    """Jobs in the cluster: `jobs` are those of this migration, newest first; `other_jobs` are all others."""
+    """Jobs in the cluster. `jobs`: jobs of this migration, newest first. `other_jobs`: all other jobs."""
 
     jobs: Sequence[Job]
     other_jobs: Sequence[JobInfo]
@@ -509,8 +509,8 @@ class Earlier:
         return next((job for job in self.jobs if job.state not in LOST), None)
 
     def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
-        """Submit the job over the corpus. The idempotency key contains the id of this migration's newest job. So the
-        same command submits a new job after one has failed.
+        """Submit the job over the corpus. The idempotency key contains the id of this migration's newest job, so that
+        the same command submits a new job after a failed job.
         """
         before = self.jobs[0].id if self.jobs else ""
         return client.jobs.submit(
@@ -524,8 +524,8 @@ def is_answered(info: JobInfo) -> bool:
 
 
 def has_files(folder: Path, job: str) -> bool:
-    """Return whether a folder has all files of a job, which is so once it has the manifest. Raises CommandRefused if it
-    has the files of another job.
+    """Return whether a folder has all files of a job. Only the manifest is read, because it is written last. Raises
+    CommandRefused if the folder has the files of another job.
     """
     try:
         job_id = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=JobManifest).job
@@ -552,8 +552,8 @@ def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fi
             where = output["url"]
         if where:
             raise CommandRefused(
-                f"{where} has vectors of {printable(info.model)}, written by {info.id}: name a new destination. "
-                "The search uses it after the alias has moved"
+                f"{where} has vectors of {printable(info.model)}, written by {info.id}: name a new destination, and "
+                "let searches use it after the flip"
             )
 
 
@@ -561,7 +561,7 @@ _TARGETS, _SHADOW = re.compile(r"\$\.alias\b"), re.compile(r"\$\.shadow\b")
 
 
 class AliasChange(Struct, frozen=True):
-    """Change of one field of an alias, in a revision. `before`: the field's value in the revision before."""
+    """Change of one field of an alias in a revision. `before`: the field's value in the previous revision."""
 
     path: str
     before: Any = None
@@ -624,7 +624,8 @@ class Aliases:
 
     def read(self, name: str) -> Present:
         """Read an alias. Raises CommandRefused for a model, or for an alias of several models."""
-        # read before the document: if the alias changes in between, this revision is too old, and a write is refused
+        # The history is read before the document. If the alias changes between the two reads, the revision from the
+        # history is outdated, and the config service refuses a write with this revision.
         history = self._service.read(path_of(name, "/history"), _RevisionList).body.revisions
         document: _AliasFields = self._service.read(path_of(name), _AliasFields).body
         if document.alias is None:
@@ -634,19 +635,19 @@ class Aliases:
         targets = [_model_of(target) for target in document.alias]
         if len(targets) != 1:
             raise CommandRefused(
-                f"{name} stands for {len(targets)} models: a migration needs an alias of one model; `sie models alias "
+                f"{name} has {len(targets)} models: a migration needs an alias of one model; `sie models alias "
                 f"{name} MODEL` sets it"
             )
         shadow = _model_of(document.shadow) if document.shadow is not None else ""
         return Present(name, targets[0], shadow, history[0].revision, history)
 
     def read_again(self, alias: Present) -> Present:
-        """Read the newest revision of an alias. Raises CommandRefused if its target has changed since it was read."""
+        """Read an alias again. Raises CommandRefused if the target of the alias has changed since the first read."""
         present = self.read(alias.name)
         if present.target != alias.target:
             raise CommandRefused(
-                f"{alias.name} names {present.target} now: another user has changed it, so this command does not "
-                "change it"
+                f"{alias.name} names {present.target} now: another user has changed the alias, so this command does "
+                "not change it"
             )
         return present
 
@@ -676,7 +677,7 @@ class Aliases:
         return self._written(alias, "POST", "/rollback", {"revision": revision}, dry_run=dry_run)
 
     def _written(self, alias: Present, method: str, suffix: str, body: dict[str, Any], *, dry_run: bool = False) -> int:
-        """Write a change and return the new revision. Raises CommandRefused, also if the alias has changed."""
+        """Write a change and return the new revision. Raises CommandRefused, also if `alias` is an old revision."""
         how = dataclasses.replace(self._write, if_match=alias.revision, dry_run=dry_run)
         path, data = path_of(alias.name, suffix), msgspec.json.encode(body)
         written: _WrittenRevision = self._service.write(method, path, data, how=how, body_type=_WrittenRevision).body
@@ -728,9 +729,9 @@ def last_former_target(history: Sequence[AliasRevision]) -> str | None:
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:
-    """Return the revision to restore in order to undo the last flip: the newest one before the flip. Revisions that
-    changed only the shadow are skipped. Raises CommandRefused if the target was never changed, if its last change was a
-    rollback, or if no revision before this change is stored.
+    """Return the revision to restore in order to undo the last flip: the newest revision before the flip that changed
+    more than the shadow. Raises CommandRefused if the target was never changed, if its last change was a rollback, or
+    if no revision before this change is stored.
     """
     flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]
     if not flips:

@@ -42,7 +42,7 @@ class QualityMeasurement:
 
     @property
     def rank(self) -> float | None:
-        """Return the mean rank correlation; None if no query or text has one, because its similarities are equal."""
+        """Return the mean rank correlation; None if no text has one, because all its similarities are equal."""
         ranks = self.agreement.ranks
         return sum(ranks) / len(ranks) if ranks else None
 
@@ -67,7 +67,7 @@ class QualityMeasurement:
 
 @dataclass(frozen=True)
 class QuerySet:
-    """Queries to compare the models with. `judged`: queries with human judgements; None if there are only queries."""
+    """Queries to compare the models with. `judged`: the queries as a task with human judgements; None without them."""
 
     texts: Sequence[str] = ()
     judged: Retrieval | None = None

@@ -6,7 +6,7 @@ pull        `sie pull`: adds models to the catalogue, and fetches their weights
 add         adds an entry to a folder or a config service
 importing   adds a folder of model files to a config service
 catalogue   list, show, history, status, set, rm, rollback: the contents of the config service
-alias       the models that a name stands for
+alias       sets the models of an alias
 residency   load and unload: models on the workers
 compare     the agreement of two models on a sample
 service     the client of the config service

@@ -63,12 +63,12 @@ def add(write: WriteOptions, source: str, revision: str | None, name: str, model
         return
     if write.if_match is not None or write.output is not None:
         raise click.UsageError(
-            "--if-match and -o are for a config service: name it with --url or SIE_CONFIG_SERVICE_URL"
+            "--if-match and -o need a config service: name a config service with --url or SIE_CONFIG_SERVICE_URL"
         )
     folder = models_dir or settings.models_dir or USUAL
     if is_bucket(folder):
         raise CommandRefused(
-            f"{folder} is not a local folder: name one with --models-dir, or a config service with --url"
+            f"{folder} is not a local folder: name a local folder with --models-dir, or a config service with --url"
         )
     text, entry = _entry_of(settings, source, name, revision)
     with refusing():
@@ -78,7 +78,7 @@ def add(write: WriteOptions, source: str, revision: str | None, name: str, model
 
 
 def who_reads(folder: Path, cluster: Cluster) -> str:
-    """Return a line for people: whether the running `sie serve` reads this folder, and if not, how to serve it."""
+    """Return a text that says whether the running `sie serve` reads `folder`, and if not, how to serve the model."""
     running, models_dir = cluster.local(), cluster.settings.models_dir
     setting = f"SIE_MODELS_DIR={shlex.quote(str(folder))}"
     if running is None:
@@ -123,7 +123,7 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
 
 
 def _check_weights(entry: ModelEntry, settings: Settings) -> None:
-    """Check the files of an entry that are on this machine, and print what was not checked. Raises ModelLoadFailed."""
+    """Check the entry's weights if this machine has them, and print what was not checked. Raises ModelLoadFailed."""
     from sie_adapter.loading.certificate import check_files
     from sie_adapter.loading.comparison import compare_files
 
@@ -168,7 +168,8 @@ def write_entry(text: str, model: str, folder: Path) -> Path:
     """Write an entry to a folder of models, in one atomic step. Return the file. Raises OSError."""
     file = _file(model, folder)
     file.parent.mkdir(parents=True, exist_ok=True)
-    # a hidden file, because processes that read the folder skip hidden files; another one for each command
+    # The partial file is hidden, because processes that read the folder skip hidden files. Its name is random, because
+    # several commands may write the same entry.
     partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
     durable.write_through(partial, file, text.encode())
     return file

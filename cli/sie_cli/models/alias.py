@@ -1,4 +1,4 @@
-"""`sie models alias`: set the models that an alias stands for, with one write."""
+"""`sie models alias`: create an alias, or change its models and shadow, with one write to the config service."""
 
 from __future__ import annotations
 

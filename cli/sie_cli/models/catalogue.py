@@ -50,7 +50,7 @@ _GROUPS: dict[str, Callable[[dict[str, Any]], Sequence[str]]] = {
     "language": lambda model: model.get("languages") or (_UNSTATED,),
     "size": lambda model: (_size(model),),
 }
-MAX_CHANGES = 4  # number of changes that the table shows for a revision; further ones are only counted
+MAX_CHANGES = 4  # number of changes that the table shows for a revision; it counts further changes
 
 
 @click.command("list")
@@ -183,7 +183,7 @@ def _show_status(body: dict[str, Any]) -> None:
     lag = [worker for bundle in body["bundles"] for worker in bundle.get("pending_workers", ())]
     count = sum(bundle.get("total_eligible_workers", 0) for bundle in body["bundles"])
     served = f"all of {count} workers have it" if count else "no worker is up; one that starts has it"
-    # workers do not load an alias, so it is in no bundle (model families of one worker image); only gateways have it
+    # Workers do not load an alias, so it has no bundle (model families of one worker image). Only gateways have it.
     if not body["bundles"]:
         lag = [process["id"] for process in body.get("gateways", ()) if not process["acked"]]
         served = f"all of {len(body.get('gateways', ()))} gateways have it"

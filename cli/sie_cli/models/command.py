@@ -1,4 +1,4 @@
-"""Group `sie models` of the commands in this package."""
+"""Command group `sie models`, with the commands of this package."""
 
 from __future__ import annotations
 

@@ -30,12 +30,12 @@ from sie_runtime.ranks import spearman
 if TYPE_CHECKING:
     from sie_client import SIEClient
 
-MAX_TEXTS = 2000  # limit for a sample, because each text is compared with every other
+MAX_TEXTS = 2000  # limit for the texts of a sample, because each text is compared with every other text
 MIN_TEXTS = 3
 MAX_NEIGHBOURS = 50
 SHOWN = (1, 5, 10, 50)
-# From a sample of plain texts, a reranker gets the first 20 as queries, each with at most 50 others as documents. The
-# numbers are small, because a reranker runs once for each pair.
+# If a sample has only texts, a reranker gets the first 20 texts as queries, each with at most 50 other texts as
+# documents. The numbers are small, because a reranker runs once for each pair.
 QUERIES, DOCUMENTS = 20, 50
 BINS = 40
 # vectors, [texts, width], each row a unit vector (L2 norm 1) or zero; or similarities, [queries, texts]
@@ -44,7 +44,7 @@ Matrix = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class ComparisonSample:
-    """Sample for a comparison. `texts`: its texts and documents. `rankings`: queries with their documents."""
+    """Sample for a comparison. `rankings`: queries with their documents. `texts`: all texts and documents."""
 
     texts: tuple[str, ...] = ()
     rankings: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -54,8 +54,8 @@ class ComparisonSample:
 class Agreement:
     """Agreement of two models. `cosines`: for each text, the cosine of its two vectors; empty if the widths differ.
     `recall`: at index k - 1, the share of the k nearest neighbours that both models have in common. `ranks`: for each
-    query or text, the correlation of the two orders of all documents or neighbours. A query or text is
-    left out if a model gives it only equal values.
+    query or text, the rank correlation of its scores or similarities from both models. A query or text is left out if
+    all its values from one model are equal.
     """
 
     names: tuple[str, str]
@@ -144,7 +144,7 @@ def compare(
         try:
             plot.write_text(svg(agreement), "utf-8")
         except OSError as error:
-            raise CommandRefused(f"--plot {plot}: {error.strerror}") from error
+            raise CommandRefused(f"--plot {plot}: the file cannot be written: {error.strerror}") from error
     click.echo(display.document(figures(agreement)) if as_json else "\n".join(lines(agreement)))
 
 
@@ -167,7 +167,7 @@ def read(file: Path, limit: int) -> ComparisonSample:
 def _add_line(
     line: str, where: str, texts: dict[str, None], rankings: list[tuple[str, tuple[str, ...]]], *, is_json: bool
 ) -> None:
-    """Add the text, or the query with its documents, of a line to a sample. `is_json`: the file has JSON Lines only."""
+    """Add the text of a line to `texts`, or its query and documents to `rankings`. `is_json`: the line must be JSON."""
     if not is_json and not line.startswith("{"):
         texts[line] = None
         return
@@ -175,7 +175,9 @@ def _add_line(
         value = msgspec.json.decode(line, type=dict[str, Any])
     except UNDECODABLE as error:
         if is_json:
-            raise CommandRefused(f"{where}: not a JSON object: {error}") from error
+            raise CommandRefused(
+                f"{where}: not a JSON object, which each line of a .jsonl file must be: {error}"
+            ) from error
         texts[line] = None  # the line is plain text that only begins with a brace
         return
     query, documents = value.get("query"), value.get("documents")
@@ -250,7 +252,7 @@ def _encoded(client: SIEClient, model: str, texts: Sequence[str], *, is_query: b
     )
     vectors = [vector for result in results if (vector := result.get("dense")) is not None]
     if len(vectors) != len(results) or len({vector.shape for vector in vectors}) != 1:
-        raise CommandRefused(f"{model} returned vectors of different widths, or none, so they cannot be compared")
+        raise CommandRefused(f"{model} returned vectors of different widths or no vectors, so it cannot be compared")
     rows = np.stack(vectors).astype(np.float64)
     if rows.ndim != 2 or not np.isfinite(rows).all():
         raise CommandRefused(f"{model} returned vectors with NaN or infinity, so they cannot be compared")
@@ -279,10 +281,10 @@ def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
 
 
 def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
-    """Return, for k = 1, 2, 3, ..., the share of common rows among the first k, averaged over the queries."""
+    """Return the mean share of the first k rows that both rankings of a query have in common, for k from 1 on."""
     most = first.shape[1]
-    # shares[k] first counts the rows that are among the first k + 1 of both lists, but not among the first k of both.
-    # The cumulative sum below turns it into the number of common rows among the first k + 1.
+    # shares[k] first counts the rows that are at place k (from 0) in one ranking, and at k or before in the other. The
+    # cumulative sum below is then the number of rows that both rankings have among their first k + 1.
     shares = np.zeros(most)
     for mine, theirs in zip(first.tolist(), second.tolist(), strict=True):
         places = {row: place for place, row in enumerate(theirs)}
@@ -346,7 +348,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def lines(agreement: Agreement) -> list[str]:
-    """Format a comparison as lines for a person."""
+    """Return the figures of a comparison as lines of text."""
     printed = [
         f"{name}: {f'{dims} wide, ' if dims else ''}fingerprint {fingerprint}"
         for name, dims, fingerprint in zip(agreement.names, agreement.dims, agreement.fingerprints, strict=True)
@@ -367,8 +369,8 @@ def lines(agreement: Agreement) -> list[str]:
 
 
 def svg(agreement: Agreement) -> str:
-    """Return an SVG of up to two panels: a histogram of the cosines (else of the rank correlations), and recall by k,
-    which models that score do not have.
+    """Return an SVG with a histogram of the cosines, or of the rank correlations if there are no cosines. For models
+    that encode, a second panel shows recall by k.
     """
     title = " and ".join(agreement.names)
     values, caption = agreement.cosines, "texts by cosine"

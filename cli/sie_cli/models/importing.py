@@ -55,7 +55,7 @@ def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool
 def _imported(write: WriteOptions, service: ConfigServiceClient, file: Path) -> dict[str, Any]:
     from sie_config_service.documents import read
 
-    # JSON has no names that are not UTF-8
+    # a file name may have bytes that are not UTF-8, and JSON must be UTF-8
     row: dict[str, Any] = {"file": os.fsencode(file).decode("utf-8", "replace")}
     body, content_type = document(file)
     try:

@@ -84,7 +84,7 @@ def described(settings: Settings, source: str, name: str, revision: str | None) 
         folder, weights, model = _located(settings, source, revision)
         model = name or model
         if not is_id(model):
-            raise CommandRefused(f"{model!r} cannot be the id of a model: name one with --id")
+            raise CommandRefused(f"{model!r} cannot be the id of a model: give another id with --id")
         # imported here: the import takes seconds, because it imports torch
         from sie_adapter.loading.inspection import inspect as inspect_folder
 
@@ -92,7 +92,7 @@ def described(settings: Settings, source: str, name: str, revision: str | None) 
         report = inspect_folder(folder, model, weights, packaged)
         return _yaml(report.entry, report.findings, report.assumed), parse_entry(report.entry)
     except SIEError as error:
-        # one line, because messages of libraries may have several paragraphs
+        # joined to one line, because messages of libraries may have several paragraphs
         raise CommandRefused(" ".join(error.message.split())) from error
 
 
@@ -132,8 +132,8 @@ def _like(name: str) -> str:
 
 
 def _commit(settings: Settings, hub: str, revision: str | None) -> str:
-    """Return the commit of `revision`. Without one, return the commit of the packaged catalogue, else the only one in
-    the cache, else that of the main branch. Raises CommandRefused.
+    """Return the commit of `revision`. Without a revision, return the first of these that exists: the commit in the
+    packaged catalogue, the only commit in the cache, the commit of the main branch. Raises CommandRefused.
     """
     if revision and _COMMIT.fullmatch(revision):
         return revision
@@ -173,7 +173,7 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
         except SIEError as error:
             absent = error
     if not settings.hf_fallback:
-        raise absent  # it lists the folders and buckets that were searched
+        raise absent  # this error lists the folders and buckets that were searched
     try:
         is_gliner = has_file(hub, commit, "gliner_config.json")
     except FetchFailed as error:
@@ -182,13 +182,13 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
 
 
 def stub(hub: str, commit: str, family: str = "text-encoder") -> ModelEntry:
-    """Return an entry for a repository of the hub that the catalogue lacks; it selects the files of its family."""
+    """Return an entry for a hub repository that the catalogue lacks. `family` decides which files are downloaded."""
     weights = {"hub": hub, "revision": commit}
     return parse_entry({"id": hub, "weights": weights, "family": family, "outputs": {}, "max_tokens": 1})
 
 
 def weights_folder(settings: Settings, entry: ModelEntry) -> Path:
-    """Return the folder of an entry's weights, downloaded if necessary, with a progress bar on a terminal. Raises
+    """Return the folder of an entry's weights. Download missing weights, with a progress bar on a terminal. Raises
     ModelLoadFailed, SettingError.
     """
     with transfers() as bars:
@@ -197,15 +197,15 @@ def weights_folder(settings: Settings, entry: ModelEntry) -> Path:
 
 
 def shown_progress(bars: Progress, title: str) -> FetchProgress:
-    """Return the progress of a transfer, with a bar among `bars` that shows it."""
+    """Add a progress bar for a transfer to `bars`. Return the counter that updates this bar."""
     progress, task = FetchProgress(title), bars.add_task(title, total=None)
     progress.on_step = lambda state: bars.update(task, completed=state.done_bytes, total=state.total_bytes or None)
     return progress
 
 
 def answers(entry: ModelEntry, settings: Settings) -> list[str]:
-    """Load `entry` on the CPU and run a sample of each task through a worker's code. Return lines for a person. Raises
-    ModelLoadFailed, and CommandRefused if a task fails.
+    """Load a model on the CPU, and run a sample of each of its tasks through a worker's code. Return the results as
+    lines of text. Raises ModelLoadFailed, and CommandRefused if a task fails.
     """
     from sie_adapter.engine.engine import AdapterEngine
     from sie_sidecar.prepare.tokens import ModelTokenizer

@@ -1,7 +1,7 @@
 """Lookup of the models that a command names: `sie serve MODEL`, `sie pull MODEL`, `sie run MODEL`.
 
 hub id, folder or catalogue name, with or without :profile
-    ├ an alias ──► its heaviest model, looked up in the same way
+    ├ an alias ──► its model with the largest weight, looked up in the same way
     ├ the catalogue has it, with pinned weights ──► its entry
     └ else ──► inspected as in `sie models add` ──► DIR/ID.yaml; the command prints that it was added
 """
@@ -33,7 +33,7 @@ class NamedModel:
 
     @property
     def message(self) -> str:
-        """Line that says that this command added the entry; empty if it did not."""
+        """Line for the user about the entry that this command added; empty if the command added no entry."""
         if self.added is None:
             return ""
         weights = self.entry.weights
@@ -42,7 +42,7 @@ class NamedModel:
 
 def look_up(settings: Settings, spec: str) -> NamedModel:
     """Find a model by the name that the user typed. If the catalogue lacks the model, or its weights are unpinned,
-    write an entry to the models folder. An alias stands for its heaviest model. Raises CommandRefused.
+    write an entry to the models folder. An alias leads to its model with the largest weight. Raises CommandRefused.
     """
     models = settings.models_dir or USUAL
     if not is_bucket(models) and settings.models_dir:
@@ -59,8 +59,8 @@ def look_up(settings: Settings, spec: str) -> NamedModel:
     if entry is None or entry.weights.unpinned:
         if is_bucket(models):
             raise CommandRefused(
-                f"the catalogue has no pinned entry of {source}, and nothing is written to the bucket {models}: add it "
-                "there"
+                f"the catalogue has no pinned entry of {source}, and this command does not write to the bucket {models}"
+                ": add the entry there"
             )
         text, entry = described(settings, source, "", None)
         with refusing():
@@ -86,7 +86,7 @@ def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
 
 
 def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
-    """Return the catalogue entry of a model folder, or None. Raises CommandRefused if another model has its name."""
+    """Return the entry of a model folder, or None. Raises CommandRefused if another model has the folder's name."""
     entry = catalogue.find(folder_name(folder))
     if entry is None or (
         entry.weights.path and Path(os.path.expanduser(entry.weights.path)).resolve() == folder.resolve()
@@ -94,5 +94,5 @@ def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
         return entry
     raise CommandRefused(
         f"the catalogue has another model {entry.id}: `sie models add {shlex.quote(str(folder))} --id NAME` "
-        "gives this one a name"
+        "adds this folder under another name"
     )

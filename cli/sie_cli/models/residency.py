@@ -25,7 +25,8 @@ from sie_contracts.settings import public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
 POLL_S = 0.5
-# seconds after the start in which the state `failed` is ignored if no load was seen: an earlier load may have failed
+# seconds after the request in which the state `failed` is ignored if no load was seen, because an earlier load may have
+# caused this state
 STALE_S = 3.0
 
 
@@ -110,8 +111,8 @@ def _await_load(gateway: AdminClient, model: str, headers: dict[str, str], began
     has_begun, last = False, ""
     for since_s, info in _states(gateway, model, began_s, wait_s):
         has_begun = has_begun or info.state == "loading"
-        # `info` describes the model in all lanes (a lane: pool, machine profile and bundle). The reply to a load
-        # request describes only the requested lane.
+        # `info.loaded` is true if the model is loaded in any lane (pool, machine profile and bundle). Only the reply to
+        # a load request says whether it is loaded in the requested lane.
         if info.loaded:
             reply = gateway.first("POST", _path(model, "/load"), ModelResidency, headers=headers)
             if reply.state == "loaded":

@@ -48,8 +48,8 @@ class Rejected(CommandRefused):
 
 @dataclass(frozen=True)
 class ServiceReply:
-    """Successful reply. `body`: decoded. `plain`: the same with all fields, also those that this version does not know.
-    `revision`: the model's revision, from the header ETag.
+    """Successful reply. `body`: the decoded body. `plain`: the body as a plain map, with the fields that `body` lacks
+    because this version does not know them. `revision`: the model's revision, from the header ETag.
     """
 
     body: Any
@@ -106,7 +106,7 @@ class ConfigServiceClient(HttpConnection):
         return self._send(method, path + query, body, headers, body_type)
 
     def add(self, model: str, body: bytes, content_type: str, *, write: WriteOptions) -> ServiceReply:
-        """Add a model, or with `force` replace an existing one. Raises CommandRefused."""
+        """Add a model, or with `force` replace an existing model. Raises CommandRefused."""
         is_there = write.force and any(row.model_id == model for row in self.read(MODELS, ConfigModels).body.models)
         method, path = ("PUT", path_of(model)) if is_there else ("POST", MODELS)
         return self.write(method, path, body, content_type, how=write)
@@ -119,7 +119,7 @@ class ConfigServiceClient(HttpConnection):
                 if answer.headers.get("x-should-retry") != "true":
                     return self._accepted(method, answer, body_type)
                 after = answer.headers.get("retry-after", "1")
-                # some proxies send a date as retry-after: then wait MAX_PAUSE_S
+                # some proxies send a date in retry-after, which is not parsed
                 wait_s = float(after) if after.isdecimal() else MAX_PAUSE_S
                 refusal = _refusal_of(answer)
                 trouble = printable(refusal.error.message if refusal else f"status {answer.status_code}")
@@ -133,7 +133,7 @@ class ConfigServiceClient(HttpConnection):
             if not is_announced and sys.stderr.isatty():
                 click.echo(f"{trouble}; trying again for {RETRY_S:g} s", err=True)
                 is_announced = True
-            time.sleep(wait_s)  # the service names this pause; without an answer, it doubles with each attempt
+            time.sleep(wait_s)  # the service's retry-after; without an answer, a pause that doubles with each attempt
 
     def _accepted(self, method: str, answer: httpx.Response, body_type: Any) -> ServiceReply:
         if answer.is_success:
@@ -259,7 +259,7 @@ def quoted_model(model: str) -> str:
 
 
 def service_options(command: F, *, looks_around: bool = True) -> F:
-    """Add the options of every command that calls the service: its address, and the print format."""
+    """Add the options for the address of the config service and for the output format to a command."""
     formats = click.Choice(("table", "json", "yaml"))
     output = click.option("-o", "output", type=formats, default=None, help="How to print the answer.")
     return cluster_options(CONFIG_URL, looks_around=looks_around)(output(command))

@@ -257,7 +257,7 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
         raise click.UsageError(f"--as gives a name to a folder, but {reference} is no folder")
     model, _, commit = reference.partition("@")
     entry = _entry(settings, model, revision or commit)
-    # not from the bucket, because it is the destination
+    # the bucket is not searched for weights, because it is the destination
     located = weight_sources(dataclasses.replace(settings, cluster_cache=None)).locate(entry)
     hub, commit = entry.weights.hub, entry.weights.revision
     manifest = _cache(settings).manifest(hub, commit) if located.folder == _cache(settings).place(hub, commit) else None
@@ -279,7 +279,7 @@ def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
 
 
 def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
-    """Return an entry whose weights have a hub id and a commit. A model that the catalogue lacks gets a stub."""
+    """Return an entry whose weights have a hub id and a commit. If the catalogue lacks the model, `stub` makes one."""
     from sie_config_service.overlay import Overlay
 
     entry = Overlay(settings).folders().models.get(model, (None, ""))[0]
@@ -306,7 +306,7 @@ def _only_commit(settings: Settings, hub: str) -> str:
     check_names(hub, "any")
     commits = sorted(path.name for path in _cache(settings).place(hub, "any").parent.glob("*") if path.is_dir())
     if len(commits) != 1:
-        there = f"the cache has {', '.join(commits)}" if commits else "neither the catalogue nor the cache knows one"
+        there = f"the cache has {', '.join(commits)}" if commits else "neither the catalogue nor the cache has one"
         raise CommandRefused(f"the commit of {hub} is not known here: name it as {hub}@COMMIT; {there}")
     return commits[0]
 
@@ -328,9 +328,8 @@ def _stored(settings: Settings, local: bool) -> list[CommitState]:
 
 
 def _stored_here(settings: Settings) -> list[CommitState]:
-    """Return the snapshots in the local cache. Names and sizes of their files are compared with the manifest. A
-    snapshot without a manifest (other programs write none) is listed if it has all files that the hub lists and
-    workers can read.
+    """Return the snapshots in the local cache. Names and sizes of their files are compared with the manifest. Other
+    programs write no manifest; their snapshots are left out if they lack files that workers need.
     """
     cache, copies = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
@@ -356,8 +355,8 @@ def _checked_here(settings: Settings, stored: CommitState, progress: FetchProgre
 
 
 def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[CommitState]:
-    """Yield the snapshots that `names` selects, each once; all, if there are no names. A name is REPOSITORY or
-    REPOSITORY@COMMIT; the commit may be shortened.
+    """Yield the snapshots that `names` selects, without repetition, or all snapshots if `names` is empty. A name is
+    REPOSITORY or REPOSITORY@COMMIT; the commit may be shortened.
     """
     if not names:
         yield from stored
