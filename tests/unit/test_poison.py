@@ -99,6 +99,18 @@ async def test_copies_of_a_poison_in_one_batch_cost_no_more_deaths(cluster: Dire
     assert len(adapter.deaths) == 2
 
 
+async def test_equal_inputs_run_alone_once_and_then_in_batches_again(cluster: Direct) -> None:
+    adapter = await cluster.deadly("bad")
+    adapter.hold_batches = True
+    await cluster.sidecar(adapter)
+    await cluster.publish("hold")
+    await adapter.until(lambda adapter: adapter.running, "a batch at the device")
+    items = [await cluster.publish(text) for text in ("popular", "bad", *["popular"] * 4)]
+    adapter.let_go()
+    assert [reasons(await cluster.result(item)) for item in items] == [[""], [POISON], *[[""]] * 4]
+    assert [len(batch.groups) for batch in adapter.batches] == [1, 6, 1, 1, 4]
+
+
 async def test_an_innocent_is_never_judged_by_the_deaths_it_was_near(cluster: Direct) -> None:
     """An input that often shares a batch with poison is cleared each time, because it is answered alone."""
     adapter = await cluster.deadly(*(f"bad {number}" for number in range(4)))

@@ -6,8 +6,8 @@ adapter process did not die, but only stopped replying.
                                                      └──► the adapter dies again: the input is poison, and is refused
                                                           from now on
 
-While an input runs alone, other work waits. When such inputs have used the device for SLICE_S, one waiting batch runs
-before the next input.
+An input is no suspect any more once an equal input has run alone. While an input runs alone, other work waits. When
+such inputs have used the device for SLICE_S, one waiting batch runs before the next input.
 """
 
 from __future__ import annotations
@@ -93,6 +93,10 @@ class Isolate:
             while self._suspects:
                 flight, unpark = self._suspects.popleft()
                 unpark()
+                if not flight.settled and not self.is_suspect(flight):  # equal inputs have run alone meanwhile
+                    self._device.put(flight, back=True)
+                    self._device.wake.set()
+                    continue
                 with self._settle.answering([flight], "running the input alone"):
                     await self._retry(flight)
             self._device.end_reservation()

@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 import msgspec
 
@@ -126,11 +127,11 @@ class PoisonMarks:
         """
         await self.died(model, [key for key in keys if self.get(key) is None])
 
-    async def clear(self, key: str) -> None:
-        """Remove the mark of a content that ran without a crash."""
+    def clear(self, key: str) -> Coroutine[Any, Any, None]:
+        """Remove the mark of a content that ran without a crash. The returned coroutine removes it at the broker."""
         _, revision = self._known.get(key, (None, 0))
         self._discard(key)
-        await self._write([Write(key, None, revision)] if revision else [])
+        return self._write([Write(key, None, revision)] if revision else [])
 
     async def _write(self, writes: list[Write]) -> None:
         if not self._is_open or not writes:

@@ -1,7 +1,7 @@
 """Loading of models and LoRAs when work needs them, and operators' requests to load or unload models. All callers that
 need the same LoRA share one load, and work items wait for HOLD_S seconds at most. A LoRA that could not be loaded is
-not tried again for COOL_DOWN_S seconds. A batch that holds the lock `LoraLoads.turn` (`in_turn`) loads its LoRA by
-itself, without these limits.
+not tried again for COOL_DOWN_S seconds. A batch that holds the lock `ModelState.lora_lock` (`in_turn`) loads its LoRA
+by itself, without these limits.
 """
 
 from __future__ import annotations
