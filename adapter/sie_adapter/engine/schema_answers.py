@@ -25,8 +25,8 @@ _MAX_DIGITS = 64  # largest number of characters of a text that is read as a num
 _MAX_WHOLE = 1 << 53
 _NUMBER = re.compile(r"(?:(?<!\w)[-+\u2212])?\d[\d.,'\u2019\u00a0\u202f ]*")
 _AFTER, _BEFORE = re.compile(r"[.,'\u2019]?\d"), re.compile(r"\d[.,'\u2019]?$|(?<!\w)[-\u2212]$")
-# A comma, dot, space or apostrophe can group thousands. Other dots and commas mark decimals. The dot of `1.299` and the
-# comma of `0,299` mark decimals, too.
+# A comma, dot, space or apostrophe between groups of three digits separates thousands; other dots and commas mark
+# decimals. Exceptions: a single dot (`1.299`), and a single comma after a leading 0 (`0,299`), mark decimals.
 _POINT = re.compile(r"\d+(\.\d+)?|(?!0)\d{1,3}(,\d{3})+(\.\d+)?")
 _COMMA = re.compile(r"\d+,\d+|\d{1,3}(\.\d{3}){2,}(,\d+)?|\d{1,3}\.\d{3},\d+")
 _SPACED = re.compile(r"\d{1,3}(['\u2019\u00a0\u202f ]\d{3})+([.,]\d+)?")

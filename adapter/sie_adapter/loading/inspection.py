@@ -255,8 +255,8 @@ def _config(folder: Path) -> PretrainedConfig:
     if not raw:
         raise load_failed(
             "NOT_FOUND",
-            f"{folder} has no config.json, which the folder of a transformer needs. modules.json can name another "
-            "folder for it",
+            f"{folder} has no config.json, which a transformer needs. If the transformer is in another folder, "
+            "name that folder in modules.json",
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -80,7 +80,7 @@ class StaticInputs:
     """
 
     def __init__(self, bucket: Bucket, device: torch.device, filler: int, first: int, *, has_types: bool) -> None:
-        """`filler`, `first`: id and position of padding."""
+        """`filler`: token id of padding. `first`: position id of padding."""
         rows = 3 if has_types else 2
         ends = 1 + bucket.sequences + -(-bucket.tokens // _BLOCK)
         at = 8 * rows * bucket.tokens

@@ -169,7 +169,9 @@ class FileGathering:
             except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError):
                 continue
         fix = f"`hf download {name} --include '*.json' '*.model' '*.txt'` fetches its configuration and tokenizer"
-        raise CommandRefused(f"{entry.id}: its backbone {name} is neither in the hub cache nor in its folder; {fix}")
+        raise CommandRefused(
+            f"{entry.id}: its backbone {name} is neither in the hub cache nor in a folder of this name; {fix}"
+        )
 
     def _lora(self, name: str, entry: ModelEntry) -> None:
         """Add a LoRA of the hub to the cache folder in the archive. Raises CommandRefused for a LoRA with a local path

@@ -248,7 +248,7 @@ def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -
             return targets.expected(values, is_speed=is_speed), f"; targets are what was measured at {stored.time}"
     raise CommandRefused(
         f"{file} has no targets of {spec.model} for {name}, and no earlier result is stored: run this command once"
-        " without the source targets, or write the measured values with --save-targets FILE"
+        " without `targets` in --sources, or write the measured values with --save-targets FILE"
     )
 
 

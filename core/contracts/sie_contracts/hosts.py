@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 UNLIMITED = 1 << 30
 _LOAD_STEPS = 10  # planned use is compared in tenths: workers whose use is in the same tenth count as equal
-_NEAR = 16  # number of neighbours on a ring among which a model chooses, see `Order`
+_NEAR = 16  # a model is placed on one of this number of workers that follow it on the hash ring, see `Order`
 # order of workers: first those with a free slot, then by planned use in tenths, then by number of models
 Key = tuple[bool, int, int]
 

@@ -128,7 +128,7 @@ class Fleet:
         # in the order of the heartbeats, the oldest first; _healthy has the same order
         self._seen: dict[str, tuple[float, Heartbeat]] = {}
         self._healthy: dict[str, Heartbeat] = {}
-        self._hearing_s = -math.inf  # time of the first heartbeat after the last `_timeout_s` without any heartbeat
+        self._hearing_s = -math.inf  # time of the first heartbeat after the latest silence of `_timeout_s`
         self._lanes: dict[Lane, _LaneWorkers] = {}
         # (pool, bundle) -> machine profile -> workers of the lane
         self._served: dict[tuple[str, str], dict[str, _LaneWorkers]] = {}

@@ -5,9 +5,9 @@
     ──► confirmation to the sidecar, which acks the message
     all chunks arrived ──► RequestResult: the outcome of each input, in order, usage, timing, errors, headers
 
-A gateway has one subscription, which decodes results, passes them on and confirms them. Each request has its own
-subject below the subject of the inbox. So if the NATS client library drops a message, its subject still names the
-request.
+A gateway has one subscription, which decodes results, passes them on and confirms them. The results of each
+request arrive on a subject of its own. So if the NATS client library drops a message of a slow subscription, the
+gateway knows from the subject which request has lost a result.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Offload:
         return msgspec.structs.replace(item, inputs=(), query=None, payload=key, count=len(item.inputs))
 
     async def sweep(self) -> int:
-        """Remove payloads that are older than any message that may have their key, and return their number. One call
+        """Remove payloads whose messages have all expired, and return the number of removed payloads. One call
         removes a limited number of payloads. Several gateways may sweep at the same time. Raises StoreError.
         """
         return await self.store.sweep(older_than_s=self.life_s, now_s=self.wall_clock(), timeout_s=SWEEP_TIMEOUT_S)

@@ -159,8 +159,8 @@ class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """Promise to a client whose request was refused: space for `cost` tokens is reserved in the queue for the client's
-    next request, `due_s` seconds after the heartbeat. `client`: digest of the client's address, key and request.
+    """Promise to a client whose request was refused: if the client sends it again `due_s` seconds after this heartbeat,
+    the queue has space for its `cost` tokens. `client`: digest of the client's address, key and request.
     """
 
     client: bytes

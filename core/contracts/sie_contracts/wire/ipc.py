@@ -174,9 +174,9 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
     """Rows of one work item in a batch: from row `start` up to row `stop` - 1. `options` determine the form of the
     results.
 
-    A batch may have work items with different outputs. `inputs`: number of results of the group; -1: one for each row.
-    `traceparent` and `tracestate`: trace context of the work item, if it is traced. `chunked`: the rows of each input,
-    if one of its texts has chunks; empty if all inputs have the same number of rows.
+    A batch may have work items with different outputs. `inputs`: number of inputs, each with one result; -1: each row
+    is an input. `traceparent` and `tracestate`: trace context of the work item, if it is traced. `chunked`: if a text
+    has chunks, the rows of each input; otherwise empty, and all inputs have the same number of rows.
     """
 
     start: int
