@@ -9,9 +9,10 @@ The steps for each device, in this order:
 4. one a second  the same with one interactive request a second: bulk keeps 80 % of its rate alone
 5. saturated     interactive clients that fill the device alone: bulk keeps 20 % of its rate alone
 6. two keys      one key has a backlog of --backlog texts, the other one client, both interactive: p99 of the other
+7. many clients  one key has 400 clients with a text each, the other one client, both interactive: p99 of the other
 
-The bound of 3 and 6 is 2 x unloaded p99 + the batches at the adapter: pipeline depth x the time of a full batch. That
-time is the p99 of the forward passes that the bulk answers of step 2 report.
+The bound of 3, 6 and 7 is 2 x unloaded p99 + the batches at the adapter: pipeline depth x the time of a full batch.
+That time is the p99 of the forward passes that the bulk answers of step 2 report, and in 7 the answers of the clients.
 
     python bench/fairness.py [--device fixed,minilm] [--code CHECKOUT]
 """
@@ -44,7 +45,7 @@ from words import WORDS
 
 TOY = "toy/one"
 QUERY = "What is deep learning?"
-BULK_CLIENTS = 30
+BULK_CLIENTS, SMALL_CLIENTS = 30, 400
 DEPTH = 2  # SIE_RUST_PIPELINE_DEPTH
 KEYS = ("first-key", "second-key")
 REQUEST_TEXTS = 2048
@@ -153,6 +154,24 @@ class Bench:
         failed = [answer for answer in [*await crowd.stop(), *await bulk.stop()] if answer.status != 200]
         self.judge("all answered", statuses(failed) or "yes", "yes", not failed)
         await self.keys(unloaded_ms, bound_ms)
+        await self.small(unloaded_ms)
+
+    async def small(self, unloaded_ms: float) -> None:
+        """Measure the second key beside many clients of the first key, whose messages are small."""
+        options = self.options
+        crowd = self.clients(self._queries(key=KEYS[0]), SMALL_CLIENTS)
+        await asyncio.sleep(3)
+        answers = await self.samples(
+            self._queries(key=KEYS[1]), options.samples, options.pause_ms / 1000, options.limit
+        )
+        others = [answer for answer in await crowd.stop() if answer.status == 200]
+        batch_ms = percentile([_inference_ms(answer) for answer in others], 0.99)
+        seconds = others[-1].ended_s - others[0].started_s
+        self.judge_p99(
+            f"a key beside {SMALL_CLIENTS} clients of another, {len(others) / seconds:.0f} texts/s",
+            answers,
+            2 * unloaded_ms + DEPTH * batch_ms,
+        )
 
     async def keys(self, unloaded_ms: float, bound_ms: float) -> None:
         """Measure the second key while the first key has sent its whole backlog at once. Then drop the backlog."""
