@@ -124,7 +124,7 @@ class AdapterServer:
             pass
         except FrameError as error:
             # the error names only a path in the request, so no contents of the request reach the log
-            _logger.warning("closed a connection after a malformed frame: %s", error)
+            _logger.warning("closed a connection after an invalid or incomplete frame: %s", error)
         except OSError as error:
             _logger.info("closed a connection that broke: %s", error)
         except Exception:

@@ -240,7 +240,7 @@ def _nvml_handle(device: torch.device) -> object | None:
         pynvml.nvmlInit()
         return cast(object, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
     except pynvml.NVMLError as error:
-        _logger.info("NVML does not find the GPU, so memory use is read from the CUDA driver: %s", error)
+        _logger.info("NVML gives no access to the GPU, so memory use is read from the CUDA driver: %s", error)
         return None
 
 

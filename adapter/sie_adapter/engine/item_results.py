@@ -38,7 +38,7 @@ Rows = Mapping[str, Sequence[Row]]
 
 @dataclass(frozen=True)
 class ClientVectors:
-    """Token vectors that a client sent instead of a text, float32 [tokens, width]. They are not normalised."""
+    """Token vectors that a client sent instead of a text, float32 [tokens, width]. They need not be normalised."""
 
     vectors: Tensor
 

@@ -84,7 +84,7 @@ class MaskRequest:
         pattern = MaskPattern(FAR if left == middle else left, FAR if middle + right == size - 1 else right)
         distance = keys[None, :] - queries[:, None]
         if not torch.equal(visible, (distance >= -pattern.left) & (distance <= pattern.right)):
-            raise AttentionUnsupported("the model requests a mask that is neither causal nor bidirectional")
+            raise AttentionUnsupported("the mask is no causal or bidirectional mask, and no window of one")
         return pattern
 
 

@@ -153,7 +153,9 @@ def _add_lines(starts: Places, first: int, stop: int, levels: list[set[int]], wh
 
 
 def _sentence_ends(text: str) -> Iterator[int]:
-    """Yield the ends of sentences and paragraphs in code points, except of sentences longer than _LONGEST_PIECE."""
+    """Yield the ends of sentences and paragraphs in code points. The end of a sentence longer than _LONGEST_PIECE may
+    be missing.
+    """
     start, size = 0, _PIECE
     while start < len(text):
         sentences = sentencex.get_sentence_boundaries(_LANGUAGE, text[start : start + size])

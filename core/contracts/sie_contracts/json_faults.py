@@ -12,7 +12,7 @@ import re
 _AT = re.compile(r"\(byte (\d+)\)")
 _HIGH = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 # Number of bytes of one escape \uXXXX. For a lone half of a surrogate pair, the decoder reports the position after this
-# half. If another escape follows this half, the decoder reports the position after that escape.
+# half. If another escape follows a first half, the decoder reports the position after that escape.
 _ESCAPE_BYTES = 6
 _NO_NUMBERS = (b"-Infinity", b"Infinity", b"NaN")
 _MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}

@@ -34,7 +34,9 @@ class FileObjects:
         self._store = store
 
     async def put(self, file: str, pieces: AsyncIterator[bytes], timeout_s: float) -> None:
-        """Write or replace an object. A failure leaves the store unchanged. Raises StoreFull and errors of `pieces`."""
+        """Write or replace an object. A failed write creates no object and replaces none. Raises StoreFull and errors
+        of `pieces`.
+        """
         import obstore
 
         async def checked() -> AsyncIterator[bytes]:

@@ -380,7 +380,7 @@ class StreamServer:
         self._by_subject.clear()
 
     def lose_stream(self, name: str) -> None:
-        """Remove a stream with its messages and consumers, like a broker's restart does for a stream in memory."""
+        """Remove a stream with its messages and consumers, as a broker's restart does for a stream in memory."""
         stream = self.streams.pop(name)
         for consumer in list(stream.consumers):
             stream.remove_consumer(consumer)

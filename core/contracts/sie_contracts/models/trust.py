@@ -161,7 +161,7 @@ def _refused(claim: Claim) -> TrustRefusal:
     if claim.kind == "path":
         fault = (
             f"{name} names a path that is not below the models folder or a folder of SIE_MODEL_PATHS, or a path with "
-            "links to other folders"
+            "links that lead out of these folders"
         )
         return TrustRefusal(
             "model_path",

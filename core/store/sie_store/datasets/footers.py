@@ -142,7 +142,8 @@ def _check_footer(source: str, footer: bytes) -> None:
         check_footer(footer)
     except FooterTooLarge as error:
         raise InvalidInput(
-            f"{source}: the footer has too many row groups and columns: write the file with fewer row groups",
+            f"{source}: the footer has too many row groups and columns: write the file with fewer row groups or "
+            "columns",
             reason="too_large",
             param="input.url",
         ) from error

@@ -67,7 +67,7 @@ class LanceDatabase:
         except StoreError:
             raise
         except TimeoutError:
-            raise StoreError(f"the storage of LanceDB did not reply within {bound_s:.3g} s") from None
+            raise StoreError(f"the storage of LanceDB did not reply within {bound_s:g} s") from None
         except ValueError:
             raise CollectionMismatch(
                 "LanceDB refuses the call: check the URL of the database, and that no other program changes the table"

@@ -276,7 +276,8 @@ class LanceLive:
             arrays[away] = pyarrow.nulls(len(rows), shape.columns[away].type)
         if len(set(fields[shape.id_column])) < len(rows):
             raise CollectionMismatch(
-                f"several rows of {self._source.collection} have the same {shape.id_column}: name another column"
+                f"several rows of {self._source.collection} have the same {shape.id_column}: name another column with "
+                "--id"
             )
         if changed := [place for place, row in enumerate(rows) if written[place] != row.stored]:
             schema = pyarrow.schema([shape.columns[name] for name in arrays])

@@ -112,7 +112,7 @@ class PostgresDatabase:
                     await connection.execute("COMMIT")
                 return result
         except TimeoutError:
-            raise StoreError(f"PostgreSQL did not reply within {bound_s:.3g} s") from None
+            raise StoreError(f"PostgreSQL did not reply within {bound_s:g} s") from None
         except asyncpg.PostgresError as error:
             raise _failure(error) from None
         except (asyncpg.exceptions.ClientConfigurationError, FileNotFoundError):
@@ -331,7 +331,7 @@ def _failure(error: asyncpg.PostgresError) -> StoreError:
             f"PostgreSQL no longer has the table ({error_name}): the next start of the job creates it again"
         )
     if state[:2] == "42":
-        return CollectionMismatch(f"the columns of the table were changed meanwhile ({error_name})")
+        return CollectionMismatch(f"the table was changed meanwhile ({error_name})")
     if state[:2] in ("22", "23", "54"):
         return RowsRefused(f"PostgreSQL refuses the rows ({error_name})")
     return StoreError(f"PostgreSQL reports an error ({error_name})")

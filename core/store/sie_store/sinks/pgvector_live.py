@@ -179,7 +179,9 @@ class PgvectorLive:
         columns = {row["name"]: row["type"] for row in rows}
         vector = source.vector or DEFAULT_VECTOR
         if len(vector.encode()) + len(MARKER) > MAX_NAME:
-            raise CollectionRefused("the name of the vector column is too long: a migration adds _marker. Rename it")
+            raise CollectionRefused(
+                "the name of the vector column is too long, because a migration adds _marker: rename the column"
+            )
         kind = _TYPE.fullmatch(columns.get(vector, ""))
         if kind is None:
             vectors = [name for name, type_name in columns.items() if _TYPE.fullmatch(type_name)]

@@ -148,8 +148,8 @@ class QdrantLive:
         if in_use == "old" and self._before in aliases:
             raise CollectionMismatch(
                 f"an earlier migration of {self._alias} is not cleaned up: the alias {self._before} still names the "
-                f"collection {aliases[self._before]}. Remove the alias, or run the command of that migration with "
-                "--step clean-up"
+                f"collection {aliases[self._before]}. Remove the collection and the alias, or run the command of that "
+                "migration with --step clean-up"
             )
         info = await self._server.read("GET", _path(target), _CollectionInfo)
         vector, params, more_vectors = self._vectors(info)
@@ -243,8 +243,8 @@ class QdrantLive:
         text = marker.partition(".")[0]
         if text == self._text_digest(side, point):
             return True
-        # A vector without TEXT comes from the application. It is a vector of the old model if the point has not changed
-        # since it was copied, or if the point has no marker and the old collection is not in use.
+        # A vector without TEXT comes from the application. It is a vector of the old model if the copy has not changed
+        # since both collections had it, or if the copy has no marker and the old collection is not in use.
         return side == "old" and not text and (_is_agreed(copy) or (not marker and side != self._opened().in_use))
 
     async def _late_writes(self, away: str, source: str) -> AsyncIterator[ScannedPage]:

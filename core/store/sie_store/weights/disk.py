@@ -180,7 +180,7 @@ def _no_room(
     )
     if threshold_percent is None:
         return FetchFailed("NETWORK", f"{needs}; free space on it, or set SIE_DISK_CACHE_ENABLED=true")
-    return FetchFailed("NETWORK", f"{needs}, and SIE may not remove enough of its files; free space on it")
+    return FetchFailed("NETWORK", f"{needs}, and SIE may not remove enough of its files; free space on the disk")
 
 
 def _sole_removal(cache: LocalCache) -> Lock:
