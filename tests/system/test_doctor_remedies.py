@@ -86,7 +86,7 @@ FOLLOWED = (
 NO_COMMAND_TO_RUN = (
     "`sie serve` wrote",
     "of `sie serve` give --data-dir",
-    "a socket of `sie serve`",
+    "`sie serve` has no socket here",
     "as the user of `sie serve`",
 )
 
