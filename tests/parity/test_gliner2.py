@@ -186,7 +186,7 @@ def test_the_name_of_the_task_changes_the_classes_and_a_long_text_is_cut(folder:
     assert class_scores(longer) == pytest.approx(by_task[0], abs=1e-6)
     assert empty == {"classifications": []}
     [refused] = model.extract(["a"], [ExtractOptions(LABELS, 0.0, {"task": "[L]"})])
-    assert "task: it has no token" in str(failed(refused, InvalidInput))
+    assert "task: it is empty after tokenisation" in str(failed(refused, InvalidInput))
 
 
 def test_an_entry_gives_entities_or_classes(folder: Path) -> None:

@@ -482,7 +482,7 @@ def test_a_lora_that_does_not_fit_loads_no_second_copy_of_the_weights(
     ("config", "text"),
     [
         ({"use_dora": True}, "use_dora"),
-        ({"bias": "lora_only"}, "biases"),
+        ({"bias": "lora_only"}, "sets bias"),
         ({"alpha_pattern": {"query": 3}}, "alpha_pattern"),
         ({"modules_to_save": ["embeddings"]}, "modules_to_save"),
         ({"target_modules": ["word_embeddings"]}, "belongs to no linear layer"),

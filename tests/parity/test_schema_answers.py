@@ -363,7 +363,7 @@ def test_a_schema_that_leaves_no_room_for_the_text_names_its_part(folder: Path) 
     model = gliner2(folder, max_tokens=64)
     [refused] = model.extract(["queue"], [options_of(SCHEMA)])
     assert isinstance(refused, InvalidInput)
-    assert refused.message.startswith("mood: labels: they need ")
+    assert refused.message.startswith("mood: labels: they use ")
 
 
 @pytest.mark.parametrize(

@@ -220,22 +220,22 @@ def test_a_key_that_uses_much_leaves_something_to_other_keys() -> None:
     now_s, size = 0.0, 16
     memory = SharedLimit(8 * size)
 
-    def filled(key: str) -> int:
+    def fill(key: str) -> int:
         before = memory.used_by[key]
         while memory.accepts(key, 1, now_s):
             memory.use(key, 1)
         return memory.used_by[key] - before
 
-    assert filled("a") == 8 * size
-    assert filled("b") == 0
+    assert fill("a") == 8 * size
+    assert fill("b") == 0
     memory.use("a", -8 * size)
-    assert (filled("a"), filled("b"), filled("c")) == (7 * size, size, 0)
+    assert (fill("a"), fill("b"), fill("c")) == (7 * size, size, 0)
     memory.use("a", -2 * size)
-    assert (filled("a"), filled("c"), filled("b")) == (size, size, 0)
+    assert (fill("a"), fill("c"), fill("b")) == (size, size, 0)
     for key in ("a", "b", "c"):
         memory.use(key, -memory.used_by[key])
     now_s = REFUSED_S + 1
-    assert (filled("a"), memory.used_by) == (8 * size, {"a": 8 * size})
+    assert (fill("a"), memory.used_by) == (8 * size, {"a": 8 * size})
 
 
 async def test_a_body_of_a_key_that_has_its_share_is_refused_beside_other_keys() -> None:

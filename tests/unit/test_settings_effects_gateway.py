@@ -165,7 +165,7 @@ async def test_a_key_with_many_requests_at_once_leaves_slots_to_other_active_key
     adapter = await cluster.adapter()
     await cluster.sidecar(adapter)
 
-    async def sent(key: str, requests: int, accepted: int) -> list[asyncio.Task[httpx.Response]]:
+    async def send(key: str, requests: int, accepted: int) -> list[asyncio.Task[httpx.Response]]:
         """Send requests and return those that are accepted, after the others were refused."""
         tasks = [
             asyncio.create_task(gateway.encode(f"{key} {number}", Authorization=f"Bearer {key}"))
@@ -175,20 +175,20 @@ async def test_a_key_with_many_requests_at_once_leaves_slots_to_other_active_key
         assert {task.result().json()["code"] for task in tasks if task.done()} <= {"QUEUE_FULL"}
         return [task for task in tasks if not task.done()]
 
-    async def ended(*tasks: asyncio.Task[httpx.Response]) -> None:
+    async def finish(*tasks: asyncio.Task[httpx.Response]) -> None:
         adapter.let_go()
         assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
 
     adapter.hold_batches = True
-    alone = await sent("key-a", 20, accepted=16)
-    await sent("key-b", 1, accepted=0)
-    await ended(*alone)
+    alone = await send("key-a", 20, accepted=16)
+    await send("key-b", 1, accepted=0)
+    await finish(*alone)
     adapter.hold_batches = True
-    bulk = await sent("key-a", 20, accepted=14)  # the other key was refused a moment ago
-    await ended(*bulk, *await sent("key-b", 3, accepted=2))
+    bulk = await send("key-a", 20, accepted=14)  # the other key was refused a moment ago
+    await finish(*bulk, *await send("key-b", 3, accepted=2))
     monkeypatch.setattr("sie_gateway.inference.call.REFUSED_S", 0.0)
     adapter.hold_batches = True
-    await ended(*await sent("key-a", 20, accepted=16))
+    await finish(*await send("key-a", 20, accepted=16))
 
 
 async def test_the_budget_of_a_request_ends_it_and_what_was_queued_never_runs(cluster: InProcess) -> None:
