@@ -164,11 +164,11 @@ class Bench:
         answers = await self.samples(
             self._queries(key=KEYS[1]), options.samples, options.pause_ms / 1000, options.limit
         )
-        others = [answer for answer in await crowd.stop() if answer.status == 200]
-        batch_ms = percentile([_inference_ms(answer) for answer in others], 0.99)
-        seconds = others[-1].ended_s - others[0].started_s
+        served = [answer for answer in await crowd.stop() if answer.status == 200]
+        batch_ms = percentile([_inference_ms(answer) for answer in served], 0.99)
+        seconds = served[-1].ended_s - served[0].started_s
         self.judge_p99(
-            f"a key beside {SMALL_CLIENTS} clients of another, {len(others) / seconds:.0f} texts/s",
+            f"a key beside {SMALL_CLIENTS} clients of another, {len(served) / seconds:.0f} texts/s",
             answers,
             2 * unloaded_ms + DEPTH * batch_ms,
         )
