@@ -39,7 +39,7 @@ def test_one_key_may_fill_what_its_hosts_take_in_and_several_share_less() -> Non
     assert alone == QueueBound(8 * BATCH, 96)
     contested = bound([FULL], cold_tokens=8192, contested=True, mean_cost=100)
     assert contested.tokens * 1.5 <= 2 * BATCH
-    assert contested.items == 2 * 12
+    assert contested.items == 48
     assert bound([FULL], cold_tokens=8192, contested=False, mean_cost=100, replicas=2) == QueueBound(2 * BATCH, 24)
 
 

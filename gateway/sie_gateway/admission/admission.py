@@ -242,7 +242,6 @@ MAX_WAITING_BYTES = 256 << 20
 # limit on the queued work of a model that no worker has loaded, in chunks of SIE_CHUNK_COST tokens: the first chunk
 # makes a worker load the model, the second is ready for the worker's first batch
 COLD_CHUNKS = 2
-TURNS = 32  # a key may put the cost of a chunk into the queue in this number of turns, which alternate with other keys
 MAX_GONE = 4096  # largest number of ended requests whose late results are still used to measure a queue
 SWEEP_S = 1.0  # seconds between two calls of `sweep`
 # largest number of queues (model and priority) in an announcement; the queues with the most work are announced
@@ -571,7 +570,7 @@ class Admission:
         place = self._places.get((lane, priority, residency))
         if place is None:
             shares = self._shares.setdefault((lane, priority), Shares())
-            place = ModelQueue(lane, priority, residency, KeyWindow(shares, max(1, self._settings.chunk_cost // TURNS)))
+            place = ModelQueue(lane, priority, residency, KeyWindow(shares, self._settings.chunk_cost))
             self._places[lane, priority, residency] = place
         return place
 

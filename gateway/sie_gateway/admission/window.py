@@ -60,8 +60,8 @@ def bound(
     runs in the next one. These p + 1 batches may together take at most the time of p full batches of S tokens plus
     twice the fixed time f: (p + 1)(f + b s) <= p (f + b S) + 2 f. So the work in the queue, p s, is at most p / (p + 1)
     times (p S + f / b), where f / b is `fixed_tokens`, and at most p S. If the time of a batch depends on its tokens,
-    smaller batches lose little. If each batch has a large fixed time, batches stay full. The messages in
-    the queue fill at most p batches. With fewer, batches of small messages would not be full.
+    smaller batches lose little. If each batch has a large fixed time, batches stay full. The limit of messages is not
+    reduced: a batch that has reached it takes a time that depends on its number of messages, not on their tokens.
 
     A fast device may run two batches before a result has reached this gateway and the next message has reached the
     worker. So the bound is at least some hundredths of a second of work. Without a host, the bound is `cold_tokens`:
@@ -71,23 +71,18 @@ def bound(
     if not hosts:
         return QueueBound(cold_tokens)
     ahead = (CONTESTED_S if contested else ALONE_S) * sum(host.rate for host in hosts)
-    tokens = items = math.inf
+    tokens = math.inf
     if all(host.credit_cost for host in hosts):
         tokens = max(sum(_contested(host, fixed_tokens) if contested else host.credit_cost for host in hosts), ahead)
+    items = math.inf
     if all(host.credit_items for host in hosts):
-        of_hosts = ((contested and host.pipeline * _batch_items(host)) or host.credit_items for host in hosts)
-        items = max(sum(of_hosts), ahead / mean_cost if mean_cost else 0.0)
+        items = max(sum(host.credit_items for host in hosts), ahead / mean_cost if mean_cost else 0.0)
     return QueueBound(tokens / replicas, max(1.0, items / replicas))
 
 
 def _contested(host: Heartbeat, fixed_tokens: float) -> float:
     full = host.pipeline * host.batch_cost
     return min(full, host.pipeline / (host.pipeline + 1) * (full + fixed_tokens)) if full else host.credit_cost
-
-
-def _batch_items(host: Heartbeat) -> float:
-    """Return the largest number of messages in a batch of a host, 0.0 if it does not report the limits of a batch."""
-    return host.credit_items * host.batch_cost / host.credit_cost if host.credit_cost else 0.0
 
 
 class Shares:
@@ -186,9 +181,7 @@ class KeyWindow:
     """Work of one model and priority of a lane. `shares`: queued tokens of each key, for all models of the lane."""
 
     def __init__(self, shares: Shares, quantum: int) -> None:
-        """`quantum`: cost that a key may put into the queue in one turn: a part of the cost of a large chunk, so that
-        a key with many small requests does not have a long turn.
-        """
+        """`quantum`: cost that a key may put into the queue in one turn, about the cost of a chunk."""
         self.shares = shares
         self.cost = 0  # cost of the work in the queue
         self.tokens = 0
