@@ -247,6 +247,23 @@ def test_any_other_router_is_refused(
         load(engine, place, tokenizer=folder("distilbert"))
 
 
+@pytest.mark.parametrize("route", ["query", "document"])
+def test_a_router_of_modules_outside_of_its_folder_is_refused(
+    route: str, folder: Folder, engine: HeadsEngine, tmp_path: Path
+) -> None:
+    place = checkpoints.inference_free(tmp_path / "router", folder("distilbert"), beside=False)
+    config = place / "router_config.json"
+    router = json.loads(config.read_text())
+    module = router["structure"][route][0]
+    outside = f"../{module}"
+    (place / module).rename(tmp_path / module)
+    router["structure"][route][0] = outside
+    router["types"][outside] = router["types"].pop(module)
+    config.write_text(json.dumps(router))
+    with pytest.raises(ModelLoadFailed, match=f"names the module {outside}, which is outside of its folder"):
+        load(engine, place, tokenizer=folder("distilbert"))
+
+
 def test_a_router_without_weights_of_queries_is_refused(folder: Folder, engine: HeadsEngine, tmp_path: Path) -> None:
     """With pickled weights alone, the error has the command that converts them."""
     place = checkpoints.inference_free(tmp_path / "router", folder("distilbert"), beside=False)

@@ -126,6 +126,13 @@ def test_an_overlap_gives_way_to_a_sentence_that_would_not_fit() -> None:
     assert cut(text, 6, overlap=3) == ["One two. Three four. ", "Five six seven eight nine."]
 
 
+@pytest.mark.parametrize("space", "\u00a0\u2003\u2028\u2029\u3000\x85")
+def test_white_space_outside_of_ascii_ends_a_sentence_like_a_space(space: str) -> None:
+    texts = [f"See Appendix A{between}. Next one.{between}The last." for between in (" ", space)]
+    plain, wide = (list(chunker.spans(text, ends_of(text), ChunkRule(6))) for text in texts)
+    assert (len(plain) > 1, wide) == (True, plain)
+
+
 def test_a_text_without_tokens_has_no_chunks() -> None:
     assert chunker.spans("  \n ", [], ChunkRule(8)) == []
 

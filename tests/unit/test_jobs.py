@@ -795,6 +795,9 @@ async def test_a_list_of_jobs_has_pages(place: Place) -> None:
     rest = (await place.gateway.client.get(f"/v1/jobs?after={first['next']}")).json()
     assert ([job["name"] for job in rest["data"]], rest["next"]) == (["n2", "n1", "n0"], None)
     assert (await place.gateway.client.get("/v1/jobs?state=running")).json()["data"] == []
+    # a job that has left the state since the last page is still its end
+    later = (await place.gateway.client.get(f"/v1/jobs?state=running&after={first['next']}")).json()
+    assert later["data"] == []
     answer = await place.gateway.client.get("/v1/jobs?after=job-0")
     assert answer.status_code == 404
 

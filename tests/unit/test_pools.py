@@ -600,7 +600,7 @@ async def test_a_reservation_that_ends_before_a_gateway_looks_at_it_is_forgotten
     follower.step = late  # type: ignore[method-assign]
     await stands.wait()
     assert (await gateway.client.post("/v1/pools", json=SPEC)).status_code == 201
-    assert follower._queue.consumers.follows("team")
+    await until(lambda: follower._queue.consumers.follows("team"), "the follower has its record")
     assert (await gateway.client.delete("/v1/pools/team")).status_code == 200
     looks.set()
     await until(lambda: not follower._queue.consumers.follows("team"), "it is forgotten")

@@ -310,13 +310,15 @@ def is_model2vec(folder: Path) -> bool:
 
 
 def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path]]:
-    listed = []
-    for entry in entries:
-        place = folder / entry["path"]
-        if not place.resolve().is_relative_to(folder.resolve()):
-            raise incompatible(f"modules.json names {entry['path']}, which is outside of the folder")
-        listed.append((_stock_kind(entry["type"]), place))
-    return listed
+    return [(_stock_kind(entry["type"]), _inside(folder, entry["path"])) for entry in entries]
+
+
+def _inside(folder: Path, path: str) -> Path:
+    """Return the folder of a module. Raises ModelLoadFailed if it is outside of the model folder."""
+    place = folder / path
+    if not place.resolve().is_relative_to(folder.resolve()):
+        raise incompatible(f"the model names the module {path}, which is outside of its folder")
+    return place
 
 
 def _stock_kind(name: str) -> str:
@@ -458,7 +460,8 @@ def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Path]:
             f"modules.json lists a Router of {listed}; expected query: SparseStaticEmbedding; document: a masked LM, "
             "SpladePooling",
         )
-    return [(kinds[module], folder / module) for module in structure["document"]], folder / structure["query"][0]
+    query_folder = _inside(folder, structure["query"][0])
+    return [(kinds[module], _inside(folder, module)) for module in structure["document"]], query_folder
 
 
 def _pooling(place: Path, config: Mapping[str, Any]) -> str:

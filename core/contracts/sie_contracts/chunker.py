@@ -31,6 +31,7 @@ PARAGRAPH, SENTENCE, LINE, WORD, TOKEN = range(5)
 _LANGUAGE = "en"
 _FIRST_LEVEL: dict[Boundary, int] = {"paragraph": PARAGRAPH, "sentence": SENTENCE, "token": TOKEN}
 _LINE_END = re.compile(r"\r\n?|\n")
+_WIDE_SPACE = re.compile(r"[^\S\x00-\x7f]")  # white space outside of ASCII
 _WORD_START = re.compile(r"(?<=\s)(?=\S)")
 _GRAPHEME = regex.compile(r"\X")
 # numbers of code points in a call of sentencex: the first call gets _PIECE; if no sentence ends within this text, a
@@ -156,6 +157,8 @@ def _sentence_ends(text: str) -> Iterator[int]:
     """Yield the ends of sentences and paragraphs in code points. The end of a sentence longer than _LONGEST_PIECE may
     be missing.
     """
+    # sentencex panics on an initial before white space of several bytes, as in "Appendix A\u00a0. Next"
+    text = _WIDE_SPACE.sub(" ", text)
     start, size = 0, _PIECE
     while start < len(text):
         sentences = sentencex.get_sentence_boundaries(_LANGUAGE, text[start : start + size])

@@ -78,7 +78,8 @@ class BatchCut:
     def __init__(self, file: str) -> None:
         self._file = file
         self._spans: list[RowSpan] = []
-        self._rest = b""  # bytes of a line that is not complete yet
+        self._rest: list[bytes] = []  # pieces of a line that is not complete yet
+        self._rest_bytes = 0
         self._lines = self._first = 0
         self._requests = self._rows = 0  # requests in the file; requests in the current span
         self._inputs = 0  # upper bound of the inputs in the requests of the span
@@ -88,11 +89,15 @@ class BatchCut:
 
     def feed(self, piece: bytes) -> None:
         """Read further bytes of the file, and store each span that is complete. Raises InvalidInput."""
-        lines = (self._rest + piece).split(b"\n")
-        self._rest = lines.pop()
+        *lines, rest = piece.split(b"\n")
+        if lines:
+            lines[0] = b"".join((*self._rest, lines[0]))
+            self._rest, self._rest_bytes = [], 0
+        self._rest.append(rest)
+        self._rest_bytes += len(rest)
         for line in lines:
             self._line(line, 1)
-        if len(self._rest) > MAX_LINE_BYTES:
+        if self._rest_bytes > MAX_LINE_BYTES:
             message = f"line {self._lines + 1} has more than {MAX_LINE_BYTES} bytes"
             raise InvalidInput.at("input_file_id", message, reason="too_large")
 
@@ -128,8 +133,8 @@ class BatchCut:
 
     def plan(self) -> Plan:
         """Return the plan of the whole file. Raises InvalidInput for a file without requests."""
-        if self._rest:  # the last line of a file may have no newline
-            self._line(self._rest, 0)
+        if rest := b"".join(self._rest):  # the last line of a file may have no newline
+            self._line(rest, 0)
         self._cut()
         if not self._spans:
             raise InvalidInput.at("input_file_id", "the file has no lines", reason="empty_file")

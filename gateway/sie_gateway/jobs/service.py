@@ -289,18 +289,17 @@ class JobService:
         self, call: Call, limit: int, after: str, matches: Callable[[JobRecord], bool]
     ) -> tuple[list[JobRecord], bool]:
         self.ledger.require()
-        jobs = sorted(
-            (job for job in self.ledger if matches(job) and call.grant.owns(job.owner)),
-            key=lambda job: (job.created_s, job.id),
-            reverse=True,
-        )
+        jobs = [job for job in self.ledger if call.grant.owns(job.owner)]
+        jobs.sort(key=lambda job: (job.created_s, job.id), reverse=True)
         start = 0
         if after:
+            # the job may have changed since the last page, and not match any more
             place = next((place for place, job in enumerate(jobs) if job.id == after), None)
             if place is None:
-                raise NotFound("after: expected the id of a job in this list", param="after")
+                raise NotFound("after: expected the id of a job of this key", param="after")
             start = place + 1
-        return jobs[start : start + limit], len(jobs) > start + limit
+        page = [job for job in jobs[start:] if matches(job)]
+        return page[:limit], len(page) > limit
 
 
 def _error(info: ErrorInfo | None) -> api.JobError | None:
