@@ -65,7 +65,9 @@ def test_a_sample_is_lines_or_json_lines_each_text_once(tmp_path: Path) -> None:
         'one\n\n two \none\n{"text": "three"}\n{not json}\n{"query": "q", "documents": ["a", "b", "a"]}\n', "utf-8"
     )
     assert read(file, MAX_TEXTS) == ComparisonSample(
-        ("one", "two", "three", "{not json}", "a", "b"), (("q", ("a", "b")),)
+        ("one", "two", "three", "{not json}", "a", "b"),
+        (("q", ("a", "b")),),
+        ("one", "two", "three", "{not json}", "q"),
     )
     assert read(file, 2).texts == ("one", "two")
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
@@ -79,6 +81,9 @@ def test_a_sample_is_lines_or_json_lines_each_text_once(tmp_path: Path) -> None:
             read(file, 3)
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(click.ClickException, match="expected a text file in UTF-8"):
+        read(file, 3)
+    file.write_bytes(b'{"query": "q", "documents": ["a", "b", "c", "d"]}')
+    with pytest.raises(click.ClickException, match="line 1: 4 documents, expected at most 3"):
         read(file, 3)
 
 

@@ -84,10 +84,10 @@ class QuerySet:
 
             task = of_folder(path)
             return cls(tuple(task.queries.values()), task)
-        texts = compare.read(path, compare.MAX_TEXTS).texts
-        if not texts:
+        queries = compare.read(path, compare.MAX_TEXTS).queries
+        if not queries:
             raise CommandRefused(f"--queries {path}: expected a query in each line")
-        return cls(texts)
+        return cls(queries)
 
 
 def measure(

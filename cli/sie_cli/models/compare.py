@@ -44,10 +44,13 @@ Matrix = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class ComparisonSample:
-    """Sample for a comparison. `rankings`: queries with their documents. `texts`: all texts and documents."""
+    """Sample for a comparison. `rankings`: queries with their documents. `texts`: all texts and documents. `queries`:
+    all texts, and the queries of the rankings.
+    """
 
     texts: tuple[str, ...] = ()
     rankings: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    queries: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ def compare(
         with SIEClient(
             url, api_key=token.reveal() if token else None, connection_budget_s=cluster.first_patience_s
         ) as client:
-            agreement = _compared(client, (first, second), sample, query_sample.texts)
+            agreement = _compared(client, (first, second), sample, query_sample.queries)
     except SIEConnectionError as error:
         raise CommandRefused(cluster.without_gateway(url, error)) from error
     except SIEError as error:
@@ -149,28 +152,37 @@ def compare(
 
 
 def read(file: Path, limit: int) -> ComparisonSample:
-    """Read a sample. Repeated texts are dropped, because copies would be nearest neighbours. Raises CommandRefused."""
-    texts: dict[str, None] = {}
+    """Read a sample, until it has `limit` texts or rankings. Repeated texts are dropped, because copies would be nearest neighbours. Raises
+    CommandRefused.
+    """
+    texts, queries = dict[str, None](), dict[str, None]()
     rankings: list[tuple[str, tuple[str, ...]]] = []
     try:
         with file.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if len(texts) >= limit or len(rankings) >= limit:
                     break
-                if text := line.strip():
-                    _add_line(text, f"{file}, line {number}", texts, rankings, is_json=file.suffix == ".jsonl")
+                if not (line := line.strip()):
+                    continue
+                where = f"{file}, line {number}"
+                match _read_line(line, where, is_json=file.suffix == ".jsonl"):
+                    case str(text):
+                        texts[text] = queries[text] = None
+                    case (query, documents):
+                        if len(documents) > limit:
+                            raise CommandRefused(f"{where}: {len(documents):,} documents, expected at most {limit:,}")
+                        rankings.append((query, documents))
+                        queries[query] = None
+                        texts.update(dict.fromkeys(documents))
     except (OSError, UnicodeDecodeError) as error:
         raise CommandRefused(f"{file}: {error}: expected a text file in UTF-8") from error
-    return ComparisonSample(tuple(texts), tuple(rankings))
+    return ComparisonSample(tuple(texts), tuple(rankings), tuple(queries))
 
 
-def _add_line(
-    line: str, where: str, texts: dict[str, None], rankings: list[tuple[str, tuple[str, ...]]], *, is_json: bool
-) -> None:
-    """Add the text of a line to `texts`, or its query and documents to `rankings`. `is_json`: the line must be JSON."""
+def _read_line(line: str, where: str, *, is_json: bool) -> str | tuple[str, tuple[str, ...]]:
+    """Return the text of a line, or its query and documents. `is_json`: the line must be JSON."""
     if not is_json and not line.startswith("{"):
-        texts[line] = None
-        return
+        return line
     try:
         value = msgspec.json.decode(line, type=dict[str, Any])
     except UNDECODABLE as error:
@@ -178,16 +190,13 @@ def _add_line(
             raise CommandRefused(
                 f"{where}: not a JSON object, which each line of a .jsonl file must be: {error}"
             ) from error
-        texts[line] = None  # the line is plain text that only begins with a brace
-        return
+        return line  # plain text that only begins with a brace
     query, documents = value.get("query"), value.get("documents")
-    if isinstance(value.get("text"), str):
-        texts[value["text"]] = None
-    elif isinstance(query, str) and isinstance(documents, list) and all(isinstance(text, str) for text in documents):
-        rankings.append((query, tuple(dict.fromkeys(documents))))
-        texts.update(dict.fromkeys(documents))
-    else:
-        raise CommandRefused(f'{where}: expected {{"text": "..."}} or {{"query": "...", "documents": ["...", "..."]}}')
+    if isinstance(text := value.get("text"), str):
+        return text
+    if isinstance(query, str) and isinstance(documents, list) and all(isinstance(text, str) for text in documents):
+        return query, tuple(dict.fromkeys(documents))
+    raise CommandRefused(f'{where}: expected {{"text": "..."}} or {{"query": "...", "documents": ["...", "..."]}}')
 
 
 def _compared(client: SIEClient, names: tuple[str, str], sample: ComparisonSample, queries: Sequence[str]) -> Agreement:
