@@ -152,8 +152,8 @@ def compare(
 
 
 def read(file: Path, limit: int) -> ComparisonSample:
-    """Read a sample, until it has `limit` texts or rankings. Repeated texts are dropped, because copies would be nearest neighbours. Raises
-    CommandRefused.
+    """Read a sample, until it has `limit` texts or rankings. Repeated texts are dropped, because copies would be
+    nearest neighbours. Raises CommandRefused.
     """
     texts, queries = dict[str, None](), dict[str, None]()
     rankings: list[tuple[str, tuple[str, ...]]] = []
