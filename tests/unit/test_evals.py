@@ -445,6 +445,19 @@ def test_a_first_stage_is_ordered_again_by_a_reranker() -> None:
     assert both.values["map"] == [pytest.approx(1 / (quality.FIRST_STAGE - 20))]
 
 
+def test_two_evaluations_at_once_store_the_same_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, caches = Path.replace, [ResultCache(tmp_path) for _ in range(2)]
+
+    def replace_after_the_other(file: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        assert caches[1].part(["a"], ["x"], lambda: [1.0]) == [1.0]
+        return file.replace(target)
+
+    monkeypatch.setattr(Path, "replace", replace_after_the_other)
+    assert caches[0].part(["a"], ["x"], lambda: [1.0]) == [1.0]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class ResultCache:
         answers = compute()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            half = file.with_suffix(".half")
+            half = file.with_suffix(f".{secrets.token_hex(8)}")  # another evaluation may write the same answers
             half.write_bytes(msgspec.msgpack.encode([_packed(answer) for answer in answers]))
             half.replace(file)
         except OSError as error:
