@@ -74,6 +74,7 @@ def whoami(options: Mapping[str, Any], session: Session) -> Plan[dict[str, Any]]
 
 
 def capacity(gpu: str | None, session: Session) -> Plan[Capacity]:
+    """Return the healthy workers of the machine profile `gpu`; for None, all healthy workers."""
     reply = yield from json_call("GET", "/health", session)
     machine_profile = None if gpu is None else gpu.strip().lower()
     workers = [

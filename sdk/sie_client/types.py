@@ -468,7 +468,7 @@ class Capacity(TypedDict):
 
 
 class PoolOptions(TypedDict, total=False):
-    """Options of a reservation. `ttl_seconds`: seconds until a reservation ends that is not renewed."""
+    """Options of a reservation. `ttl_seconds`: seconds after which a reservation ends if it is not renewed."""
 
     bundle: str | None
     minimum_worker_count: int | None

@@ -167,7 +167,7 @@ class Worker:
 
     async def start(self, stop: Stop) -> None:
         """Start the loops of all stages. If an earlier process of this worker was killed, first return its deliveries
-        to the queue. While the broker is unreachable, retry until `stop`. `WorkSource.pull` then begins to pull work.
+        to the queue. While the broker is unreachable, retry until `stop`. No work arrives before `WorkSource.pull`.
         """
         with contextlib.suppress(BrokerError):  # if the broker does not reply, begin with the clock of this machine
             await self.broker_clock.measure()

@@ -248,6 +248,6 @@ async def test_a_body_of_a_key_that_has_its_share_is_refused_beside_other_keys()
     late.close()
     await intake.reader("a", {}, sending(b"x" * (5 * MIB)), 10 * MIB).read()
     more = [intake.reader(key, {}, sending(b"x" * (3 * MIB)), 10 * MIB) for key in ("a", "b")]
-    with pytest.raises(QueueFull, match="14 of them with this API key"):
+    with pytest.raises(QueueFull, match="14 of them of this client's key"):
         await more[0].read()
     assert len(await more[1].read()) == 3 * MIB

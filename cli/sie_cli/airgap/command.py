@@ -165,7 +165,9 @@ def load_command(file: Path, folder: Path, at: Path | None, expected: str | None
 
 
 def _again(reader: ArchiveReader, folder: Path, at: Path) -> None:
-    """Write the entries of an already loaded folder again. Raises CommandRefused if it has other contents."""
+    """Write the entries of a folder again into which this archive was loaded. Raises CommandRefused if the folder has
+    other contents, or was changed.
+    """
     if not (folder / INDEX).is_file():
         raise CommandRefused(f"{folder} has other contents: name another --folder")
     index, raw = placing.loaded(folder)

@@ -60,6 +60,8 @@ class EvalOutcome:
 
 @dataclass(frozen=True)
 class _EvalContext:
+    """`machine`: the machine profile. `about`: description of the machine and the software, for the stored result."""
+
     spec: EvalSpec
     task: Task
     sources: Sequence[EvalSource]

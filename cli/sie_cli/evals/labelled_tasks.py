@@ -154,7 +154,7 @@ class _Values:
 _LETTERS = str.maketrans("013568", "OlESbB")
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _ZERO_WIDTH = "\u200b"
-_EDGE = "\0"  # marks the begin and the end of a value, if a format adds text around the value
+_EDGE = "\0"  # marks the beginning and the end of a value, if a format adds text around the value
 
 
 def _groups(value: str, joint: str, size: int = 4) -> str:

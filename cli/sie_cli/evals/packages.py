@@ -1,4 +1,4 @@
-"""Check that the packages are installed that an evaluation needs. One error names all missing packages."""
+"""Check that the packages that an evaluation needs are installed. One error names all missing packages."""
 
 from __future__ import annotations
 

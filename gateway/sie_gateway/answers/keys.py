@@ -1,5 +1,5 @@
 """Keys of cached answers. A key has two parts: the name of a space and the digest of the input. The name is a hash of
-everything except the input that determines the answer.
+everything that determines the answer, except the input.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class PoolReconciler:
             ):
                 self._count("assigned" if worker in assigned else "released")
                 _logger.info("worker %s is assigned to the pool %s", worker, assigned.get(worker, "of its settings"))
-                # the message may be lost, because the worker also reads its assignment every few seconds
+                # a lost message does no harm: the worker also reads its assignment every few seconds
                 await self._broker.send(topology.assigned_subject(worker), b"")
         active = frozenset(name for name, reservation in live.items() if self._pools.is_active(reservation))
         self._count("active", len(active - self._active))

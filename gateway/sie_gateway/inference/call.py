@@ -5,9 +5,9 @@
 
 The memory of a body is counted when its bytes arrive, not when Content-Length announces them, so a client cannot occupy
 memory by announcements. The values of a body of more than `plain.SMALL_BYTES` are counted before they are decoded. The
-first 256 KiB of each body are not counted, so small requests are admitted even while large bodies occupy all memory.
-While small requests are in progress, large bodies are read at a limited speed, so that the event loop has time for the
-small requests. Large bodies are decoded in a thread.
+first FREE_BYTES of each body (256 KiB without their values) are not counted, so small requests are admitted even while
+large bodies occupy all memory. While small requests are in progress, large bodies are read at a limited speed, so that
+the event loop has time for the small requests. Large bodies are decoded in a thread.
 """
 
 from __future__ import annotations
@@ -238,7 +238,8 @@ CONTROL_S = 30.0
 class SharedLimit:
     """Amount of a resource that API keys use, at most `total` together. The last 1/RESERVED of it is only for keys with
     less than their share: `total` divided by the number of active keys, which use some of it or were refused in the
-    last REFUSED_S seconds. So a key that needs much leaves something to the other active keys.
+    last REFUSED_S seconds. So a key that needs much leaves something to the other active keys. A total below RESERVED
+    has no such part. Clients without an API key have one key together.
     """
 
     def __init__(self, total: int) -> None:
@@ -373,7 +374,7 @@ class BodyReader:
         if memory.used > self._counted and not memory.accepts(self._key, more, self._intake.clock()):
             held, by_key, most = memory.used >> 20, memory.used_by[self._key] >> 20, memory.total >> 20
             raise QueueFull(
-                f"body: the bodies in this gateway take {held} MiB of memory, {by_key} of them with this API key; "
+                f"body: the bodies in this gateway take {held} MiB of memory, {by_key} of them of this client's key; "
                 f"{most} MiB are allowed (SIE_BODY_MEMORY_BYTES), shared by the active keys",
                 param="body",
                 retry_after_s=2,

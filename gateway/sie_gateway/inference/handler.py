@@ -265,7 +265,7 @@ class Inference:
             lane.machine_profile if lane else "", lane.bundle if lane else "", "concurrency"
         ).inc()
         raise QueueFull(
-            f"{slots.used} requests are in progress, {slots.used_by[call.key]} of them with this API key; "
+            f"{slots.used} requests are in progress, {slots.used_by[call.key]} of them of this client's key; "
             f"{slots.total} are allowed at this gateway (SIE_MAX_CONCURRENT_REQUESTS), shared by the active keys",
             extras={"queue_depth": slots.used},
             retry_after_s=self._pace.retry_s(now_s),

@@ -296,7 +296,7 @@ class JobService:
             # the job may have changed since the last page, and not match any more
             place = next((place for place, job in enumerate(jobs) if job.id == after), None)
             if place is None:
-                raise NotFound("after: expected the id of a job of this key", param="after")
+                raise NotFound("after: expected the id of a job or batch of this key", param="after")
             start = place + 1
         page = [job for job in jobs[start:] if matches(job)]
         return page[:limit], len(page) > limit

@@ -158,7 +158,7 @@ class RemoteClient:
         return bytes(data)
 
     def _read(self, raw: bytes, count: int, width: int) -> RemoteAnswer:
-        """Decode a reply. Raises RemoteFailed for a wrong count or width of vectors, or a number not finite."""
+        """Decode a reply. Raises RemoteFailed for a wrong count or width of vectors, or a number that is not finite."""
         used: int | None = None
         model: str | None = None
         try:

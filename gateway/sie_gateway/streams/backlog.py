@@ -44,7 +44,7 @@ class Backlog:
         self._clock = clock
         self._read: dict[
             str, tuple[float, dict[str, int], dict[str, int]]
-        ] = {}  # by pool: time of the read, number of waiting messages by subject, the same by lane and priority
+        ] = {}  # by pool: time of the read, number of messages by subject, the same by lane and priority
         self._asking = SharedTasks()
 
     async def run(self, stop: Stop) -> None:

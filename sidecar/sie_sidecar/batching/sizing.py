@@ -118,7 +118,7 @@ class DeviceForecast:
 
 WINDOW = 128  # number of last answers from which the median is computed
 WINDOW_S = 10.0  # seconds after which an answer no longer counts
-EVERY = 16  # number of answers after which the median is computed again, which takes too long to do after each answer
+EVERY = 16  # number of answers after which the median is computed again, because a computation takes long
 
 
 class Quantum:

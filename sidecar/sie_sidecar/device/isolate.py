@@ -93,7 +93,9 @@ class Isolate:
             while self._suspects:
                 flight, unpark = self._suspects.popleft()
                 unpark()
-                if not flight.settled and not self.is_suspect(flight):  # equal inputs have run alone meanwhile
+                hosted = flight.hosted  # None if the work item was settled
+                # equal inputs have run alone meanwhile
+                if hosted is not None and hosted.state == "loaded" and not self.is_suspect(flight):
                     self._device.put(flight, back=True)
                     self._device.wake.set()
                     continue

@@ -71,7 +71,7 @@ SPARE_TOKENIZER_BYTES = 1 << 30
 # largest number of models with a state on a device, because each state is part of each heartbeat. Above it, the
 # states of the least recently used models that are not loaded are removed
 MAX_STATES = 1000
-UNUSED_S = 600.0  # seconds after its last use until a state may be removed: no task refers to it any more
+UNUSED_S = 600.0  # seconds after its last use until a state may be removed; so long that no task still refers to it
 # largest number of seconds (unless `swap_after_s` is longer) for which a loaded model with work stays open to new work
 # while another model needs its memory. A request for the other model waits for these seconds and for its load, together
 # at most SIE_LOAD_HOLD_S
@@ -116,7 +116,7 @@ class ModelState:
         # true while the model accepts no new work, because another model needs its memory
         self.is_closed = False
         self.loaded_s = 0.0
-        self.used_s = 0.0  # time of the last load of the model, or of the last arrival, run or end of its work
+        self.used_s = 0.0  # time of its last load, of the last use by work, or of `obtain` while unloaded
         self.uses = 0  # number of arrivals and ends of work; if it has grown between two reads, the model was used
         self.swapped = False  # true if another model was closed to new work to free memory for the last load
         self.load_s = 0.0  # seconds that the last load took
@@ -162,7 +162,7 @@ class ModelState:
     @property
     def is_unneeded(self) -> bool:
         """Return True if the model is not loaded, and neither work nor a waiting caller needs it."""
-        is_needed = self.held or self.waiting_counts or self.before_gate or self.leaves
+        is_needed = self.held or self.waiting_counts or self.before_gate or self.leaves or self.is_closed
         return self.state in ("available", "failed") and not is_needed
 
     def came_in(self, cost: int, now_s: float) -> None:
@@ -335,7 +335,7 @@ class ModelStates:
         return hosted
 
     def remove_unused(self) -> None:
-        """Remove the states of the least recently used models that are not loaded, down to MAX_STATES states."""
+        """Above MAX_STATES states, remove the least recently used states that nobody needs or has used for UNUSED_S."""
         before_s = self._clock() - UNUSED_S
         unused = [hosted for hosted in self._hosted.values() if hosted.is_unneeded and hosted.used_s <= before_s]
         unused.sort(key=lambda hosted: hosted.used_s)

@@ -42,7 +42,7 @@ def beside(
     tokenizer: ModelTokenizer, content: Beside, around: tuple[Ids, Ids], most: int, truncate: Truncate
 ) -> TokenRow:
     """Return the row of a text with images. If it has more than `most` tokens, the text after the images is cut. The
-    text before the images is cut only to `most` tokens, so the row may still be too long.
+    text before the images is cut only if it alone has more than `most` tokens, so the row may still be too long.
     """
     first, last = around
     before = tokenizer.contents([content.before], most, "END")[0].ids
