@@ -50,7 +50,7 @@ class Live(Collector):
         yield counter("sie_gateway_config_deltas", self.feed.deltas)
         yield counter("sie_gateway_dlq_events", self.status.dead_letters)
         yield gauge("sie_gateway_websockets", self.status.seats.taken)
-        yield gauge("sie_gateway_requests_in_progress", self.inference.in_progress)
+        yield gauge("sie_gateway_requests_in_progress", self.inference.slots.used)
         yield gauge("sie_gateway_unfinished_result_bytes", self.inbox.unfinished_bytes)
         yield counter("sie_gateway_reattached", self.inference.away.joined)
         yield counter("sie_gateway_abandoned", self.inference.away.abandoned)

@@ -307,7 +307,7 @@ async def serve(
             _logger.info(
                 "shutdown: the gateway still accepts requests for %g s, %d requests are in progress",
                 lame_duck_s,
-                inference.in_progress,
+                inference.slots.used,
             )
             await stop.lame_duck(lame_duck_s)
             # idle connections are closed after the lame-duck time, because requests may arrive on them until then
@@ -315,12 +315,12 @@ async def serve(
         readiness.draining = True
         inference.away.close()
         await inference.shadows.close()
-        _logger.info("gateway draining, %d requests in progress", inference.in_progress)
+        _logger.info("gateway draining, %d requests in progress", inference.slots.used)
         drained_s = asyncio.get_running_loop().time() + (longest_drain_s(settings) if drain_s is None else drain_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(drained_s):
                 await inference.idle.wait()
-        if inference.in_progress:
+        if inference.slots.used:
             inbox.fail_all(ShuttingDown(SHUTTING_DOWN))
     finally:
         stop.request()

@@ -238,9 +238,9 @@ class Checks:
             if len(process.part.leases)
         ]
         leftovers += [
-            f"{process.part.inference.in_progress} requests of {process.scope.name}"
+            f"{process.part.inference.slots.used} requests of {process.scope.name}"
             for process in world.gateways
-            if process.part is not None and process.part.inference.in_progress
+            if process.part is not None and process.part.inference.slots.used
         ]
         newest = world.source.present_epoch
         leftovers += [

@@ -275,7 +275,7 @@ async def test_over_stdio_a_cancelled_call_is_cancelled_at_the_gateway(tmp_path:
             call = asyncio.create_task(client.call_tool("rerank", arguments))
             await started(worker, HELD)
             call.cancel()
-            await in_process_until(lambda: not inference.in_progress, "the gateway has given the request up")
+            await in_process_until(lambda: not inference.slots.used, "the gateway has given the request up")
             await asyncio.gather(call, return_exceptions=True)
             answer = await client.call_tool("rerank", {"query": "q", "documents": ["d"]})
             assert not answer.is_error

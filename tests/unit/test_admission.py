@@ -256,7 +256,7 @@ async def test_cancelled_requests_leave_every_permit_and_byte_free(rounds: int) 
         assert {type(end) for end in ended} <= {asyncio.CancelledError}
         assert gateway.admission.occupied() == (0, 0, 0)
     assert 0 < peak <= 3 * 800
-    assert (gateway.inference.in_progress, len(gateway.inbox._open)) == (0, 0)
+    assert (gateway.inference.slots.used, len(gateway.inbox._open)) == (0, 0)
     await until(lambda: not server.streams[STREAM].messages, "every message withdrawn")
     await gateway.inbox.stop()
     await gateway.queue.consumers.close()

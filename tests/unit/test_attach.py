@@ -316,7 +316,7 @@ async def test_work_of_a_client_that_stays_away_leaves_the_queue_and_workers_are
     await until(lambda: not queued(cluster), "the queue is empty")
     assert asyncio.get_running_loop().time() - left_s >= WINDOW_S
     await until(lambda: cancellations, "a cancellation")
-    assert (len(inference._runner._inbox._open), inference.in_progress) == (0, 0)
+    assert (len(inference._runner._inbox._open), inference.slots.used) == (0, 0)
     assert len(cancellations[0].requests) == 1
     assert await gateway.metric("sie_gateway_requests_total", endpoint="encode", status="499") == 1
 
@@ -326,7 +326,7 @@ async def test_the_client_of_a_quick_run_is_not_watched(cluster: InProcess) -> N
     inference = inference_of(gateway)
     inference.watch_after_s = 60.0
     client = await Connection.ask(gateway, "hello")
-    await until(lambda: inference.in_progress == 1 and queued(cluster) == 1, "queued work")
+    await until(lambda: inference.slots.used == 1 and queued(cluster) == 1, "queued work")
     assert len(inference.away.tasks) == 0
     adapter.hold_batches = False
     assert (await client.answer())[0] == 200
@@ -354,7 +354,7 @@ async def test_a_client_that_comes_back_gets_the_work_that_was_done_meanwhile(cl
     status, body = await client.answer()
     assert status == 200
     assert body["items"][0]["dense"]["values"] == pytest.approx(vector_of(ids_of("hello")))
-    assert (len(adapter.batches), inference.in_progress) == (1, 0)
+    assert (len(adapter.batches), inference.slots.used) == (1, 0)
 
 
 async def test_a_client_that_comes_back_reads_errors_of_its_own_family(cluster: InProcess) -> None:
@@ -387,9 +387,9 @@ async def test_a_request_is_in_progress_until_its_reply_is_sent(
     await client.reader.readuntil(b"\r\n\r\n")
     gateway.stop.request()
     await asyncio.sleep(0.1)  # the client reads nothing meanwhile
-    assert inference.in_progress == 1
+    assert inference.slots.used == 1
     assert len(await client.reader.read()) > 64 << 20
-    assert not inference.in_progress
+    assert not inference.slots.used
     await client.leave()
 
 
@@ -401,7 +401,7 @@ async def test_what_differs_runs_by_itself(cluster: InProcess) -> None:
     await client.leave()
     await until(lambda: inference.away.count == 1, "the gateway has noticed")
     variants = [await Connection.ask(gateway, "hellO"), await Connection.ask(gateway, "hello", X_SIE_Explain="1")]
-    await until(lambda: inference.in_progress == 3, "three runs")
+    await until(lambda: inference.slots.used == 3, "three runs")
     assert inference.away.joined == 0
     adapter.let_go()
     assert [(await variant.answer())[0] for variant in variants] == [200, 200]
@@ -425,9 +425,9 @@ async def test_an_upload_that_breaks_off_leaves_nothing(cluster: InProcess) -> N
     gateway = await cluster.gateway()
     inference = inference_of(gateway)
     client = await Connection.ask(gateway, "x" * 100_000, sent=50_000)
-    await until(lambda: inference.in_progress == 1, "the request has begun")
+    await until(lambda: inference.slots.used == 1, "the request has begun")
     await client.leave()
-    await until(lambda: not inference.in_progress, "the request has ended")
+    await until(lambda: not inference.slots.used, "the request has ended")
     assert (queued(cluster), cluster.server.streams[STREAM].last_sequence, inference.away.count) == (0, 0, 0)
     assert await gateway.metric("sie_gateway_requests_total", endpoint="encode", status="499") == 1
 
@@ -457,7 +457,7 @@ async def test_a_request_cancelled_at_any_point_leaves_nothing_behind(cluster: I
     stored = set()
     for turns in range(150):
         client = await Connection.ask(gateway, *texts)
-        while not inference.in_progress:  # noqa: ASYNC110  the next turn of the loop is meant
+        while not inference.slots.used:  # noqa: ASYNC110  the next turn of the loop is meant
             await asyncio.sleep(0)
         (handler,) = (task for task in asyncio.all_tasks() if "run_asgi" in repr(task.get_coro()))
         for _ in range(turns):
@@ -466,7 +466,7 @@ async def test_a_request_cancelled_at_any_point_leaves_nothing_behind(cluster: I
         handler.cancel()
         await asyncio.wait({handler})
         await until(lambda: not queued(cluster), f"the queue is empty after a cancellation at turn {turns}")
-        assert (len(inbox._open), inbox.unfinished_bytes, inference.in_progress) == (0, 0, 0)
+        assert (len(inbox._open), inbox.unfinished_bytes, inference.slots.used) == (0, 0, 0)
         assert inference._admission.occupied() == (0, 0, 0)
         await client.leave()
     assert 0 in stored
@@ -599,7 +599,7 @@ async def ended_left(cluster: InProcess, gateway: GatewayProcess, adapter: FakeA
     await adapter.until(lambda fake: fake.running, "a batch")
     await client.leave()
     inference = inference_of(gateway, window_s=0.05)
-    await until(lambda: not inference.in_progress, "the run is given up")
+    await until(lambda: not inference.slots.used, "the run is given up")
 
 
 async def ended_joined(cluster: InProcess, gateway: GatewayProcess, adapter: FakeAdapter) -> None:

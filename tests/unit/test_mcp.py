@@ -297,9 +297,9 @@ async def test_a_cancelled_call_is_cancelled_at_the_gateway(running: Door, keys:
         arguments = {"query": "q", "documents": ["d"], "model": HELD}
         call = asyncio.create_task(client.call_tool("rerank", arguments))
         await started(running.worker, HELD)
-        assert inference.in_progress == 1
+        assert inference.slots.used == 1
         call.cancel()
-        await until(lambda: not inference.in_progress, "the gateway has given the request up")
+        await until(lambda: not inference.slots.used, "the gateway has given the request up")
         await asyncio.gather(call, return_exceptions=True)
         assert structured(await client.call_tool("rerank", {"query": "q", "documents": ["d"]}))
     assert await running.gateway.metric("sie_gateway_abandoned_total") == 1

@@ -20,7 +20,7 @@ from sie_adapter.families.extraction import TextWindow, own_ranges, scores_not_f
 from sie_contracts.errors import SIEError
 from sie_contracts.models.output_schemas import TextField, TextRecord
 
-_CANDIDATES = 256  # limit of compared spans for one property of one object; the best spans are kept
+_CANDIDATES = 256  # limit of compared spans for one property of one object, the spans with the best scores
 
 FieldCandidates = dict[str, list[FieldSpan]]
 
@@ -83,7 +83,7 @@ def window_objects(
             else _spans(text_field, own_spans[index], text, words, at, thresholds[index])
             for index, text_field in enumerate(record.fields)
         }
-        if record.path:  # without a path, all are kept: another window may have the best value
+        if record.path:  # without a path, no value is dropped: another window may have the best value
             for text_field in record.fields:
                 candidates[text_field.name] = candidates[text_field.name][: None if text_field.is_list else 1]
         if any(candidates.values()):

@@ -249,7 +249,7 @@ class SharedLimit:
         self._refused_s: dict[str, float] = {}  # by key: time of its last refusal
 
     def accepts(self, key: str, more: int, now_s: float) -> bool:
-        """Return True if a key may use `more` than now."""
+        """Return True if a key may use `more` than now. Otherwise the key counts as active for REFUSED_S seconds."""
         left = self.total - self.used - more
         if left >= self.total // RESERVED:
             return True

@@ -118,11 +118,6 @@ class Inference:
         feed.on_change(self._on_catalogue)
 
     @property
-    def in_progress(self) -> int:
-        """Return the number of requests in progress."""
-        return self.slots.used
-
-    @property
     def catalogue(self) -> Catalogue:
         """Return the catalogue of models. Raises NotReady before it is loaded."""
         if not self._feed.first.is_set():
@@ -376,8 +371,8 @@ class Inference:
 
     def _enter(self, key: str, change: int) -> None:
         self.slots.use(key, change)
-        self._pace.changed(time.perf_counter(), self.in_progress)
-        if self.in_progress:
+        self._pace.changed(time.perf_counter(), self.slots.used)
+        if self.slots.used:
             self.idle.clear()
         else:
             self.idle.set()
