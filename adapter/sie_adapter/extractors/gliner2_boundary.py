@@ -99,10 +99,10 @@ _KEYS: dict[str, Any] = {
 
 
 def _clusters(candidates: Sequence[BoundedSpan]) -> Iterator[list[BoundedSpan]]:
-    """Yield groups of candidates that overlap, directly or through other candidates. Of a larger group, yield
-    only the _CANDIDATES spans with the best scores: a client may choose a threshold of 0, and the time and memory of
-    the package grow with the square of the number of candidates. For a text of one window without such a group, the entities are
-    those of the package.
+    """Yield groups of candidates that overlap, directly or through other candidates. Of a group of more than
+    _CANDIDATES spans, yield only the spans with the best scores: a client may choose a threshold of 0, and the time and
+    memory of the package grow with the square of the number of candidates. For a text of one window without such a
+    group, the entities are those of the package.
     """
     cluster: list[BoundedSpan] = []
     stop = 0
