@@ -414,9 +414,12 @@ class World:
                 draw.choice(self.adapters).die()
             case "adapter freezes":
                 adapter = draw.choice(self.adapters)
-                seconds = draw.choice((0.3, 2.0, 9.0))
+                seconds, dies = draw.choice((0.3, 2.0, 9.0)), draw.random() < 0.5
                 adapter.freeze()
-                self.loop.call_later(seconds, self._unfreeze, adapter, draw.random() < 0.5)
+                await asyncio.sleep(seconds)
+                adapter.thaw()
+                if dies:
+                    adapter.die()
             case "device away":
                 draw.choice(self.adapters).die(draw.choice((2.0, 15.0)))
             case "device full":  # the first device takes over what cannot be loaded there
@@ -504,6 +507,12 @@ class World:
         """
         model = self.random.choice(self.source.models())
 
+        def is_loading() -> bool:
+            return any(hosted.state == "loading" for worker in self.workers for hosted in worker.part.models)
+
+        # a load may evict the model although the work that it was for has ended
+        await self._until(lambda: not is_loading(), OPERATION_S, "the end of all loads")
+
         def having() -> list[Process]:
             return [worker for worker in self.workers if worker.part.models.is_open(model)]
 
@@ -517,11 +526,6 @@ class World:
             self.violate(f"the operator's {action} of {model} ended in {answer.status} {answer.code}")
         await asyncio.sleep(1.0)  # messages of one connection overtake each other here, unlike in NATS
         await self._until(condition, OPERATION_S, f"the operator's {action} of {model}")
-
-    def _unfreeze(self, adapter: Adapter, dies: bool) -> None:
-        adapter.thaw()
-        if dies:
-            adapter.die()
 
     async def _cut_off(self, connections: list[Connection], seconds: float) -> None:
         for connection in connections:
