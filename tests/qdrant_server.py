@@ -67,7 +67,10 @@ class QdrantServer:
     def holds(self) -> None:
         """Wait until the server has carried out the request that it does not answer."""
         assert self._process is not None
-        assert self._process.stdout.readline() == "holds\n"
+        lines = []  # other lines are warnings of libraries, because the stream has stderr too
+        while (line := self._process.stdout.readline()) != "holds\n":
+            assert line, "".join(["the server has ended:\n", *lines])
+            lines.append(line)
 
     def kill(self) -> None:
         if self._process is not None:
