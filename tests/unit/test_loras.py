@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,10 +14,13 @@ import msgspec
 import numpy as np
 import pytest
 from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
-from inprocess import GatewayProcess, InProcess
+from inprocess import GatewayProcess, InProcess, until
 
 from sie_contracts.errors import LoraLoadFailed
+from sie_contracts.wire.messages import RunOptions
+from sie_sidecar.batching.batch import BatchEntry
 from sie_sidecar.models import loading
+from sie_sidecar.models.models import ModelState
 
 TUNED = {
     "tuned": {"run": {"lora": "org/tuned"}},
@@ -141,6 +145,27 @@ async def test_a_lora_that_was_dropped_while_its_batch_waited_is_loaded_again(to
     assert right(await waiting, "a", "org/x")
     assert right(await task, "b", "org/y")
     assert toy.adapter.lora_loads.count("org/x") >= 2
+
+
+async def test_a_lora_whose_digest_was_lost_while_its_batch_waited_keeps_its_fingerprint(
+    toy: Toy,
+) -> None:
+    """A lost connection resets the LoRAs that the sidecar has recorded, although the adapter still has them."""
+    usual = await toy.ask("a", "org/x")
+    toy.adapter.hold_batches = True
+    first = asyncio.create_task(toy.ask("first"))
+    await toy.adapter.until(lambda adapter: adapter.running, "the first batch")
+    waiting = asyncio.create_task(toy.ask("a", "org/x"))
+    await until(lambda: sum(type(entry) is BatchEntry for entry in gc.get_objects()) == 2, "the second batch waits")
+    for hosted in gc.get_objects():
+        if type(hosted) is ModelState:
+            hosted.reset_loras()
+            assert hosted.fingerprint("default", RunOptions(lora="org/x")) == ""
+    toy.adapter.let_go()
+    answer = await waiting
+    assert right(await first, "first")
+    assert right(answer, "a", "org/x")
+    assert answer.headers["x-sie-fingerprint"] == usual.headers["x-sie-fingerprint"]
 
 
 async def test_more_loras_than_are_kept_all_get_their_answers(toy: Toy) -> None:

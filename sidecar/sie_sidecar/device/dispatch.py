@@ -462,7 +462,13 @@ class Dispatch:
         if not batch.entries:
             self._device.end(sent)
             return True
-        flights = [entry.work for entry in batch.entries]
+        flights, lora = [entry.work for entry in batch.entries], batch.key.lora
+        hosted = flights[0].hosted
+        if lora and hosted is not None and lora not in hosted.lora_digests and not in_turn:
+            # the adapter was lost meanwhile: the digest of the LoRA, which the fingerprint needs, is read again
+            self._device.end(sent)
+            self._work.start(self._run_in_turn(batch), "lora")
+            return True
         dispatched_s = time.monotonic()
         for flight in flights:
             flight.move("running")

@@ -190,8 +190,9 @@ class ModelState:
         return self._cost_rate * math.exp((self._cost_s - now_s) / RATE_OVER_S)
 
     def fingerprint(self, profile: str, options: RunOptions) -> str:
-        """Return the fingerprint of answers with this profile and these options. Empty if the model is not loaded, or
-        if its catalogue entry lacks the profile: such work was published for an earlier entry, and does not run.
+        """Return the fingerprint of answers with this profile and these options. Empty if the model or the LoRA is not
+        loaded, or if the catalogue entry lacks the profile: such work was published for an earlier entry, and does not
+        run.
         """
         entry = self.resolved.entry
         if self.ready is None or (profile != "default" and profile not in entry.profiles):
@@ -199,7 +200,9 @@ class ModelState:
         loaded = self.ready.loaded.fingerprint
         if (loaded, profile) not in self._fingerprints:
             self._fingerprints[loaded, profile] = profile_fingerprint(loaded, entry, profile)
-        lora = options.lora and (self.lora_digests.get(options.lora) or options.lora)
+        if options.lora and options.lora not in self.lora_digests:
+            return ""
+        lora = options.lora and (self.lora_digests[options.lora] or options.lora)
         return answer_fingerprint(self._fingerprints[loaded, profile], lora, options.variant)
 
     def status(self, now_s: float, fetched: Fetched | None = None) -> ModelStatus:
