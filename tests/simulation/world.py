@@ -507,11 +507,17 @@ class World:
         """
         model = self.random.choice(self.source.models())
 
-        def is_loading() -> bool:
-            return any(hosted.state == "loading" for worker in self.workers for hosted in worker.part.models)
+        def is_settled() -> bool:
+            """Return True if no load runs, which may evict the model, and each worker has noticed the last end of its
+            adapters: an idle worker notices it at the next ping, and until then counts the lost models as loaded.
+            """
+            return not any(
+                hosted.state == "loading" for worker in self.workers for hosted in worker.part.models
+            ) and all(
+                adapter.was_well_since(self.loop.now_s - 4.0) for worker in self.workers for adapter in worker.adapters
+            )
 
-        # a load may evict the model although the work that it was for has ended
-        await self._until(lambda: not is_loading(), OPERATION_S, "the end of all loads")
+        await self._until(is_settled, OPERATION_S, "the end of all loads and the return of all adapters")
 
         def having() -> list[Process]:
             return [worker for worker in self.workers if worker.part.models.is_open(model)]
