@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -161,7 +162,34 @@ def test_loads_of_a_few_seconds_take_half_of_the_time_at_most_and_every_model_ha
     assert worker.hosting.swaps <= loads, "one model is closed for a load"
 
 
-async def test_a_model_that_falls_idle_goes_at_once() -> None:
+def test_a_model_stays_between_the_chunks_of_a_request_until_its_turn_ends() -> None:
+    """The next chunk of a request comes when the chunk before it is answered, and another model waits for memory."""
+    load_s, chunk_s, pause_s = 3.0, 0.2, 0.05
+
+    async def chunks_of_both() -> list[str]:
+        worker = Worker(1.0, load_s=load_s)
+
+        async def request(hosted: ModelState) -> None:
+            for _ in range(20):
+                loads.append(await worker.run(hosted, chunk_s))
+                await asyncio.sleep(pause_s)
+
+        await asyncio.gather(request(worker.a), request(worker.b))
+        return loads
+
+    loads: list[str] = []
+    loop = VirtualLoop()
+    try:
+        order = loop.run_until_complete(chunks_of_both())
+    finally:
+        loop.close()
+    in_turn = load_s / (chunk_s + pause_s)  # a turn is as long as a load
+    swaps = sum(model != following for model, following in itertools.pairwise(order))
+    assert len(order) == 40
+    assert swaps <= 40 / in_turn
+
+
+async def test_a_model_that_falls_idle_goes_soon() -> None:
     worker = Worker(1000.0)
     async with asyncio.timeout(30):
         await worker.run(worker.a)
@@ -209,7 +237,8 @@ async def test_two_loads_that_do_not_fit_at_once_are_made_one_after_the_other() 
     assert len(models) <= 6
 
 
-async def test_a_model_that_got_work_after_it_was_offered_is_waited_for() -> None:
+async def test_a_model_that_got_work_after_it_was_offered_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sie_sidecar.models.models, "NEXT_CHUNK_S", 0.0)  # it is offered at once
     worker = Worker(1000.0)
     count = 0
     ensure_ready = worker.link.ensure_ready

@@ -76,6 +76,10 @@ UNUSED_S = 600.0  # seconds after its last use until a state may be removed; so 
 # while another model needs its memory. A request for the other model waits for these seconds and for its load, together
 # at most SIE_LOAD_HOLD_S
 MAX_TURN_S = 5.0
+# number of seconds for which a load does not evict a model whose last work item has just ended, until the end of the
+# model's turn. A gateway publishes the next chunk of a request when it has the results of earlier chunks. Without these
+# seconds two models that do not fit into memory together would run one chunk for each load
+NEXT_CHUNK_S = 0.1
 
 
 def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
@@ -387,9 +391,26 @@ class ModelStates:
         ]
 
     def busy(self, hosted: ModelState) -> list[ModelState]:
-        """Return the models besides `hosted` whose memory cannot be freed now: they are in use or being loaded."""
-        states = (state for state in self._hosted.values() if state is not hosted)
-        return [state for state in states if state.arriving or (state.state == "loaded" and not state.is_quiet)]
+        """Return the models besides `hosted` whose memory cannot be freed now: they are in use, have just been used, or
+        are being loaded.
+        """
+        return [
+            state
+            for state in self._hosted.values()
+            if state is not hosted
+            and (
+                state.arriving
+                or (state.state == "loaded" and not (state.is_quiet and self.until_evictable_s(state) <= 0))
+            )
+        ]
+
+    def until_evictable_s(self, hosted: ModelState) -> float:
+        """Return the seconds for which a load must not evict a model without work, because its next chunk may be on its
+        way (NEXT_CHUNK_S). 0 or less if the model is closed to new work, was not used since its load, or had its turn.
+        """
+        if not hosted.is_open or hosted.used_s <= hosted.loaded_s:
+            return 0.0
+        return min(hosted.used_s + NEXT_CHUNK_S, self._turn_ends_s(hosted)) - self._clock()
 
     def left_over(self, loaded_models: Iterable[ipc.LoadedModel]) -> list[str]:
         """Return the names of the models that the adapter loaded for an earlier process of this sidecar."""
@@ -639,7 +660,11 @@ class Hosting(ModelStates):
         were in use or being loaded. Raises AdapterGone, ModelLoadFailed; another SIEError if the catalogue entry has
         changed meanwhile.
         """
-        offered = [candidate for candidate in self.evictable(0.0) if candidate is not hosted]
+        offered = [
+            candidate
+            for candidate in self.evictable(0.0)
+            if candidate is not hosted and self.until_evictable_s(candidate) <= 0
+        ]
         left_over = self.left_over(self._described())
         beside, number, uses = self.busy(hosted), self._asked + 1, [candidate.uses for candidate in offered]
         self._asked, hosted.arriving = number, True
@@ -716,7 +741,9 @@ class Hosting(ModelStates):
                     extra={"model": closed.name},
                 )
                 continue
-            await self._until_quiet(asked_s, due_s)
+            # at least a millisecond, because a timer may fire a rounding error too early
+            pauses_s = [max(0.001, self.until_evictable_s(state)) for state in had_work if state.is_quiet]
+            await self._until_quiet(asked_s, min((*pauses_s, *([] if due_s is None else [due_s])), default=None))
         return closed
 
     async def _until_quiet(self, asked_s: float, timeout_s: float | None) -> None:
