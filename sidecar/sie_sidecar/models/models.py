@@ -741,9 +741,10 @@ class Hosting(ModelStates):
                     extra={"model": closed.name},
                 )
                 continue
+            waits_s = [self.until_evictable_s(state) for state in had_work if state.is_quiet]
             # at least a millisecond, because a timer may fire a rounding error too early
-            pauses_s = [max(0.001, self.until_evictable_s(state)) for state in had_work if state.is_quiet]
-            await self._until_quiet(asked_s, min((*pauses_s, *([] if due_s is None else [due_s])), default=None))
+            limits_s = [max(0.001, wait_s) for wait_s in waits_s if wait_s > 0] + ([] if due_s is None else [due_s])
+            await self._until_quiet(asked_s, min(limits_s, default=None))
         return closed
 
     async def _until_quiet(self, asked_s: float, timeout_s: float | None) -> None:
