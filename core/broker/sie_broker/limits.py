@@ -20,7 +20,7 @@ def check_room(spec: StreamSpec, per_subject: int, max_bytes: int, size_bytes: i
     `per_subject`, `max_bytes`: present limits of the stream; 0 or less: no limit. `size_bytes`, `counts`: bytes of the
     stored messages, and their number by subject. If the limit of messages per subject becomes lower, no subject may
     have more messages than half of the new limit, because publishers continue during the update. A lower limit of bytes
-    is checked only for dead letters, because a work queue refuses new messages and drops no stored messages.
+    is checked only for dead letters. A work queue above its limit refuses new messages, but drops no stored messages.
     """
     if _is_lower(spec.max_per_subject, per_subject):
         subject, count = max(counts.items(), key=lambda pair: pair[1], default=("", 0))

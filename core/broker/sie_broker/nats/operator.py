@@ -107,7 +107,7 @@ async def damage(broker: NatsBroker, info: StreamInfo) -> str:
             await NatsKeyValue(broker, bucket).entries()
         except BrokerUnavailable as error:
             fault = str(error)
-            await broker.stream_state(name)  # raises BrokerError if the broker does not reply, which is no damage
+            await broker.stream_state(name)  # a broker that does not reply raises BrokerError; this is no damage
         else:
             return ""
     return fault
@@ -131,7 +131,7 @@ async def remake(broker: NatsBroker, info: StreamInfo) -> None:
     """Delete a stream with its messages, and create it again with the same configuration. Raises BrokerError."""
     name = str(info.config["name"])
     await broker.delete_stream(name)
-    # the owner of streams may already have created the stream again for another process
+    # the config service, on request of another process, may already have created the stream again
     await broker.find(f"STREAM.CREATE.{name}", info.config, StreamInfo, STREAM_EXISTS)
 
 
