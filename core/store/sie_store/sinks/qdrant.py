@@ -215,7 +215,7 @@ class QdrantSink:
     def refusals(self, rows: SinkRows) -> Mapping[int, str]:
         refused = {}
         for number, multivector in enumerate(rows.multivectors):
-            if multivector.size * NUMBER_BYTES > POINT_BYTES:  # a smaller multivector need not be encoded here
+            if multivector.size * NUMBER_BYTES > POINT_BYTES:  # a smaller multivector is always within the limit
                 size = len(_encoded_vector(multivector))
                 if size > POINT_BYTES:
                     refused[number] = _oversize("the multivector", size)
@@ -224,7 +224,7 @@ class QdrantSink:
     def _point(self, rows: SinkRows, number: int) -> dict[str, Any]:
         row_id = rows.ids[number]
         return {
-            # first, because `encoded` refuses an id from which no UUID can be computed
+            # before `point_id`, because `encoded` refuses an id from which no UUID can be computed
             "payload": msgspec.Raw(encoded({**rows.payloads[number], ROW_ID: row_id}, number)),
             "id": point_id(row_id),
             "vector": self._vector(rows, number),

@@ -1,5 +1,5 @@
 """Live collection of Qdrant. A migration embeds its texts with a new model into a second collection, while searches and
-writers use the first collection. Their name for a collection is an alias of Qdrant, here `docs`:
+writers use the first collection. Both name it by an alias of Qdrant, here `docs`:
 
     docs          ──► the collection in use
     docs--1f0c9a2b        the new collection: 8 hexadecimal digits of the new model's fingerprint
@@ -328,7 +328,7 @@ class QdrantLive:
         condition = b',"update_filter":' + msgspec.json.encode(update_filter) + b"}"
         first = 0
         while first < len(points):
-            # the scan does not read the vectors that are only copied: those of all pending points would be in memory
+            # Vectors that are only copied are read here: the scan would keep too many of them in memory.
             stored = await self._more_vectors(opposite(side), [point.id for point, _ in points[first:]])
             copied = points[first : first + len(stored)]
             bodies = point_bodies(
@@ -375,7 +375,7 @@ class QdrantLive:
 
     async def _replace_vectors(self, points: Sequence[tuple[_Point, Vector]]) -> None:
         """Write vectors and markers to the collection in use. The first write sets the markers to a random claim, and
-        each later write requires the claim. A writer that replaces a point removes the claim, so its vector stays.
+        each later write requires the claim. A writer that replaces a point removes the claim, so the writer's vector stays.
         """
         layout = self._opened()
         name, ids = layout.names[layout.in_use], [point.id for point, _ in points]

@@ -33,7 +33,7 @@ _logger = logging.getLogger("sie.store")
 MAX_PARTS = 9_000  # largest number of parts of one object; stores allow 10,000
 MIN_PART_BYTES = 8 << 20  # smallest number of bytes of a part; stores refuse parts below 5 MiB
 STALL_S = 180.0  # time limit in seconds for the store to accept one part
-ROUNDS = 20  # largest number of times that a push starts, because other writers change the bucket
+ROUNDS = 20  # largest number of attempts of a push, which starts again if another writer changes the bucket
 DIGEST = "sha256"  # name of the object attribute that contains the digest computed by the writer
 
 
@@ -94,8 +94,8 @@ class Push:
         )
 
     async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
-        """Return the manifest in the bucket, and obstore's mode by which a write fails if another pusher has changed
-        the manifest. The manifest is None if the bucket has none, or if `force` replaces it. Without `force`, raises
+        """Return (manifest in the bucket, obstore's mode for its next write). This write fails if another pusher has
+        changed the manifest. The manifest is None if the bucket has none, or if `force` replaces it. Without `force`, raises
         PushRefused if the manifest is invalid or its files differ from the files of this push.
         """
         try:
