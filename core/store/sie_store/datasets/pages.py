@@ -1,5 +1,5 @@
 """Bounds on the memory that the footer and the pages of a Parquet file need. A page of a few kilobytes may become
-gigabytes when it is decompressed. Only the header of the page has the decoded size before that.
+gigabytes when it is decompressed. Before that, only the header of the page has the decoded size.
 
     bytes that pyarrow reads ──► header of each page: its decoded and compressed bytes ──► sum for the pages of a batch
 

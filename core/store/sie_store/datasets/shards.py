@@ -37,7 +37,7 @@ OWNER = ".sie-job"  # object in the output folder that contains the id of the jo
 
 
 class PartDamaged(StoreError):
-    """Error for an object with the name of a part that is no part. The job continues when the operator has moved it."""
+    """Error for an object that is no part but has the name of one. The job continues when the operator moves it."""
 
 
 async def claim(place: Place, owner: str) -> None:

@@ -375,7 +375,7 @@ class QdrantLive:
 
     async def _replace_vectors(self, points: Sequence[tuple[_Point, Vector]]) -> None:
         """Write vectors and markers to the collection in use. The first write sets the markers to a random claim, and
-        each later write requires the claim. A writer that replaces a point removes the claim, so the writer's vector stays.
+        each later write requires the claim. A writer that replaces a point removes the claim and keeps its vector.
         """
         layout = self._opened()
         name, ids = layout.names[layout.in_use], [point.id for point, _ in points]

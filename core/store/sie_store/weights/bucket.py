@@ -58,8 +58,8 @@ class WeightBucket:
         self._glance = RetryPolicy(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
-        """Return the manifest of a snapshot (None if the snapshot is not complete), and obstore's put mode by which a
-        write of the manifest fails if another writer has written it meanwhile. Raises FetchFailed for a wrong manifest.
+        """Return (manifest of a snapshot, or None if it is not complete; obstore's mode for the next write of the
+        manifest). This write fails if another writer has changed the manifest. Raises FetchFailed for a wrong manifest.
         """
         key, snapshot = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
 
