@@ -110,8 +110,8 @@ class StreamState:
 @dataclass(frozen=True)
 class ConsumerState:
     """State of a durable consumer. `delivered`: number of deliveries since the consumer was created. `waiting`: number
-    of messages without a delivery. `leased`: number of delivered messages without an ack. After the
-    end of its lease, a message still counts as leased with NATS, but as waiting in memory.
+    of messages that wait for their first delivery. `leased`: number of delivered messages without an ack. After the end
+    of its lease, a message still counts as leased in NATS. In the memory broker, it counts as waiting.
     """
 
     name: str

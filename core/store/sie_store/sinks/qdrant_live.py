@@ -243,8 +243,8 @@ class QdrantLive:
         text = marker.partition(".")[0]
         if text == self._text_digest(side, point):
             return True
-        # A vector without TEXT comes from the application. It is a vector of the old model if the copy has not changed
-        # since both collections had it, or if the copy has no marker and the old collection is not in use.
+        # A vector without TEXT comes from the application. It is a vector of the old model in two cases: the copy is
+        # unchanged since both collections had it, or it has no marker and the old collection is not in use.
         return side == "old" and not text and (_is_agreed(copy) or (not marker and side != self._opened().in_use))
 
     async def _late_writes(self, away: str, source: str) -> AsyncIterator[ScannedPage]:

@@ -153,7 +153,7 @@ class LocalCache:
         return manifest if (manifest.repository, manifest.revision) == (repository, revision) else None
 
     def lease(self, repository: str, revision: str) -> Lock:
-        """Return a lease on a snapshot, which need not exist yet. No process removes the snapshot during the lease.
+        """Return a lease on a snapshot. The snapshot may be missing. No process removes the snapshot during the lease.
         Raises FetchFailed if another process removes the snapshot for longer than REMOVAL_S, or if the lock file cannot
         be written. Raises ManifestError.
         """

@@ -36,7 +36,7 @@ FILES_AT_ONCE = 8
 PIECE_BYTES = 1 << 18
 # number of bytes that must arrive within `stall_s`; a response with this number resets the count of failed attempts
 MIN_BYTES = 1 << 14
-# largest number of unwritten bytes of a file in memory; at this number, no more bytes are read until a write ends
+# largest number of unwritten bytes of a file in memory; at this limit, the download waits for the running write
 MAX_WAITING_BYTES = 1 << 20
 # number of times that a file with a wrong digest is fetched; the second fetch begins at byte 0, because bytes of the
 # PART file may be damaged
