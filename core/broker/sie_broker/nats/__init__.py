@@ -30,7 +30,7 @@ __all__ = ["PULL_EXPIRES_S", "NatsBroker", "NatsDelivery", "connect"]
 
 
 class NatsBroker(NatsAdministration, NatsStore):
-    """Broker over NATS: all protocols over one connection. `connect` creates it."""
+    """Broker over NATS: all protocols over one connection. `connect` creates the broker."""
 
 
 async def connect(

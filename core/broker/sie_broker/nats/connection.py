@@ -47,7 +47,7 @@ class PullInbox(Protocol):
     """
 
     def abandon(self) -> None:
-        """Discard all pulls without sending a message. Called when the connection is closed."""
+        """Discard all pulls without a message to the broker. `close` of the connection calls this method."""
 
     async def retire(self) -> None:
         """End the inbox. Called when the connection is lost."""

@@ -96,7 +96,7 @@ class _PageFile(RangeFile):
 
 
 class _DataRequested(Exception):
-    """Raised when a reader requests bytes from a `_WithoutData`."""
+    """Exception for a request of bytes from a `_WithoutData`."""
 
 
 class _WithoutData(RangeFile):

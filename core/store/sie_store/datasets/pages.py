@@ -36,7 +36,7 @@ Fields = dict[tuple[int, int], Any]
 
 
 class PageFault(ValueError):
-    """Error for a footer or the header of a page that is malformed."""
+    """Error for a malformed footer, or for the malformed header of a page."""
 
 
 class FooterTooLarge(PageFault):

@@ -132,15 +132,15 @@ def _is_input(name: str, input_format: InputFormat | None) -> bool:
 
 
 async def images(place: Place, after: str = "", most: int | None = None) -> list[ObjectEntry]:
-    """Return the images below a folder, sorted by name: the first `most` (by default all) with a name after `after`."""
+    """Return the images below a folder with a name after `after`, sorted by name; with `most`, only the first `most`."""
     return await place.patience.repeated(lambda: _listed(place, lambda name: format_of(name) == "images", after, most))
 
 
 async def _listed(
     place: Place, is_wanted: Callable[[str], bool], after: str = "", most: int | None = None
 ) -> list[ObjectEntry]:
-    """Return the objects below a folder that `is_wanted` accepts, sorted by name: the first `most` (by default all)
-    with a name after `after`. Raises InvalidInput for more than MAX_OBJECTS objects, and StoreError.
+    """Return the objects below a folder that `is_wanted` accepts and whose name is after `after`, sorted by name. With
+    `most`, return only the first `most`. Raises InvalidInput for more than MAX_OBJECTS objects, and StoreError.
     """
     import obstore
 

@@ -114,7 +114,7 @@ class _TableShape:
 
     @property
     def copied_type(self) -> str:
-        """Return the type in which vectors are sent: sparsevec or vector. The database converts a vector to halfvec."""
+        """Return the type in which vectors are sent: sparsevec or vector. The database converts vector to halfvec."""
         return "sparsevec" if self.output == "sparse" else "vector"
 
     @property

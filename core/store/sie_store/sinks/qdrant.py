@@ -329,8 +329,8 @@ def _settings(widths: Widths) -> dict[str, Any]:
 
 
 def vector_settings(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of dense vectors and multivectors, and the settings of sparse vectors, by name (empty for a
-    vector without a name). `settings`: body that creates a collection, or the server's description of a collection.
+    """Return (settings of dense vectors and multivectors, settings of sparse vectors), each by name. The name of an
+    unnamed vector is empty. `settings`: body that creates a collection, or the server's description of a collection.
     """
     try:
         params = settings["config"]["params"] if "config" in settings else settings

@@ -1,5 +1,5 @@
 """Live collection of Qdrant. A migration embeds its texts with a new model into a second collection, while searches and
-writers use the first collection. Both name it by an alias of Qdrant, here `docs`:
+writers use the first collection. They name the collection by an alias of Qdrant, here `docs`:
 
     docs          ──► the collection in use
     docs--1f0c9a2b        the new collection: 8 hexadecimal digits of the new model's fingerprint

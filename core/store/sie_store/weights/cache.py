@@ -285,7 +285,7 @@ class LocalCache:
         return False
 
     def discard(self, candidate: Candidate) -> bool:
-        """Remove a candidate. Return False, and remove nothing, if a process uses or fetches it. Raises OSError.
+        """Remove a candidate. If a process uses or fetches the snapshot, only return False. Raises OSError.
 
         The hub's own client stores files in `blobs`, and a snapshot has links to these files. A file in `blobs` is
         removed with the last snapshot that has a link to it.

@@ -65,7 +65,7 @@ def _size(path: str) -> tuple[tuple[int, int], int]:
 
 def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage) -> LocalCache:
     """Return the local cache in `folder`. It evicts snapshots while its disk is fuller than `threshold_percent`
-    (SIE_DISK_PRESSURE_THRESHOLD_PERCENT). If this is None (SIE_DISK_CACHE_ENABLED is off), it evicts no snapshot. It
+    (SIE_DISK_PRESSURE_THRESHOLD_PERCENT). With None (SIE_DISK_CACHE_ENABLED is off), the cache evicts no snapshot. It
     refuses a fetch that does not fit on the disk before the fetch begins.
     """
     cache = LocalCache(folder)
