@@ -228,7 +228,7 @@ class Stream:
         message = Message(self.last_sequence, subject, data, self.server.wall_clock(), now_s, size)
         self.messages[message.sequence] = message
         self.bytes += size
-        # read again, because the loop above may have removed messages of this subject
+        # The loop above may have removed messages of this subject, so `count` may be outdated.
         self.counts[subject] = self.counts.get(subject, 0) + 1
         self._ids[message_id] = (message.sequence, now_s + _window_s(spec))
         if spec.max_age_s:

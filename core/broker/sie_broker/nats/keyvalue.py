@@ -53,7 +53,7 @@ class NatsKeyValue:
         return entry if entry is not None and entry.value is not None else None
 
     async def _last(self, key: str) -> Entry | None:
-        # read from the leader, because a replica may lack the last write of this process
+        # The leader of the stream is read, because a replica may lack the last write of this process.
         query = {"last_by_subj": self._prefix + key}
         stored = await self._jetstream.find(f"STREAM.MSG.GET.{self._stream}", query, StoredAnswer, *NO_MESSAGE)
         if stored is None:

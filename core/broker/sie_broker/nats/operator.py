@@ -96,7 +96,7 @@ async def damage(broker: NatsBroker, info: StreamInfo) -> str:
     if bucket == name:
         if not state.messages or await broker.first_stored(name) is not None:
             return ""
-        later = await broker.stream_state(name)  # read again, because messages may have been removed meanwhile
+        later = await broker.stream_state(name)  # messages may have been removed since `info` was read
         is_same = later.messages and later.first_sequence == state.first_seq
         return f"none of its {later.messages} messages can be read" if is_same else ""
     if state.num_subjects != state.messages:  # in an intact bucket, each key has exactly one message

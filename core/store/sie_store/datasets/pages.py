@@ -129,7 +129,7 @@ class _ThriftReader:
     def struct(self, depth: int) -> Fields:
         """Return the 32-bit numbers and the structs in a struct, by (number of the field, kind of its value). Other
         values, and structs below FIELDS_DEPTH, are skipped. The kind is a part of the key, because Parquet's readers
-        ignore a field whose value has not the expected kind.
+        ignore a field with a value of another kind.
         """
         if depth <= LARGE_DEPTH:
             self._counted(LARGE)

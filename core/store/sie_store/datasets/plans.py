@@ -132,7 +132,7 @@ def _is_input(name: str, input_format: InputFormat | None) -> bool:
 
 
 async def images(place: Place, after: str = "", most: int | None = None) -> list[ObjectEntry]:
-    """Return the images below a folder with a name after `after`, sorted by name; with `most`, only the first `most`."""
+    """Return the images below a folder with a name after `after`, sorted by name; with `most`, only that number."""
     return await place.patience.repeated(lambda: _listed(place, lambda name: format_of(name) == "images", after, most))
 
 
@@ -264,7 +264,7 @@ async def _scanned(place: Place, entry: ObjectEntry, kind: str, names: dict[str,
         sample = await asyncio.to_thread(_JsonSample.parse, data, names, is_whole=begin + len(data) == entry.size)
         if sample.columns:
             _check_columns(entry.source, _needed(names), sample.columns)
-        # half of the limit of values, because later rows may have more values than the rows of the sample
+        # Later rows may have more values than the rows of the sample, so half of the limit stays free.
         most = most._replace(rows=max(1, min(most.rows, sizes.MAX_SPAN_VALUES // 2 // max(1, sample.values))))
     spans: list[RowSpan] = []
     scanner = Scanner(is_quoted=kind == "csv", at=begin)

@@ -247,7 +247,7 @@ class PgvectorLive:
     async def begin(self, dims: int) -> None:
         shape = self._opened()
         check_dims(dims, MAX_WIDTHS[shape.output], "pgvector")
-        # checked here, because `build_indexes` would fail only after all rows were embedded
+        # This check comes early, because `build_indexes` would fail only after all rows were embedded.
         if shape.in_use == "old" and shape.indexes and dims > (most := INDEX_DIMS.get(shape.kind, dims)):
             raise SinkUnsuitable(
                 f"the new model has vectors of {dims} numbers, and the index {shape.indexes[0]} of the column "
@@ -385,7 +385,7 @@ class PgvectorLive:
         column, marker = quoted(shape.column(side)), quoted(shape.marker)
         digest = self._fresh_marker(side, f"NULL::{shape.type}")
         await connection.execute(
-            # with this marker, a later scan for the opposite side accepts the row's vector of that side
+            # With this marker, a later scan for the opposite side accepts the row's vector of that side.
             f"UPDATE {self._table} t SET {column} = NULL, {marker} = {digest} FROM "  # noqa: S608
             "unnest($1::text[], $2::bytea[]) AS r(id, version) "
             f"WHERE t.{quoted(shape.id_column)} = r.id::{shape.id_type} "

@@ -193,7 +193,7 @@ class QdrantSink:
         latest = rows.latest(self._widths)
         bodies = point_bodies((self._point(latest, number) for number in range(len(latest.ids))), self._body_bytes)
         path = f"/collections/{self._collection}/points?wait=true"
-        # encoded in a thread, because encoding takes long and would block the event loop
+        # A thread encodes the bodies, because encoding takes long and would block the event loop.
         while body := await asyncio.to_thread(next, bodies, b""):
             await self._server.send("PUT", path, body, completed=True)
 
@@ -341,7 +341,7 @@ def vector_settings(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check(collection_info: Any, collection: str, settings: dict[str, Any]) -> None:
-    """Raise CollectionMismatch unless a collection has exactly the vectors in `settings`."""
+    """Raise CollectionMismatch if the vectors of a collection differ from the vectors in `settings`."""
     vectors, sparse = vector_settings(collection_info)
     expected, expected_sparse = vector_settings(settings)
     if vectors.keys() != expected.keys() or sparse.keys() != expected_sparse.keys():
@@ -352,7 +352,7 @@ def _check(collection_info: Any, collection: str, settings: dict[str, Any]) -> N
 
 
 def _check_vector(actual: Any, collection: str, name: str, expected: Mapping[str, Any]) -> None:
-    """Raise CollectionMismatch unless a vector of a collection has these parameters."""
+    """Raise CollectionMismatch if a vector of a collection does not have the parameters `expected`."""
     if actual is None:
         raise CollectionMismatch(f"the collection {collection} has no dense vector with the name that jobs use")
     try:

@@ -334,7 +334,7 @@ class QdrantLive:
             bodies = point_bodies(
                 self._copy(point, side, vector, more) for (point, vector), more in zip(copied, stored, strict=True)
             )
-            # encoded in a thread, because encoding takes long and would block the event loop
+            # A thread encodes the bodies, because encoding takes long and would block the event loop.
             while body := await asyncio.to_thread(next, bodies, b""):
                 content = body.removesuffix(b"}") + condition
                 await self._server.send("PUT", self._points_path(side, "?wait=true"), content, completed=True)

@@ -54,7 +54,7 @@ class CommitState:
 class WeightBucket:
     def __init__(self, url: str, store: ObjectStore, limits: DownloadLimits) -> None:
         self.url, self.store, self.limits = url, store, limits
-        # short limits, because the load of a model tries its next source only after the read of the manifest
+        # The limits are short, because the load of a model tries its next source only after this read.
         self._glance = RetryPolicy(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:

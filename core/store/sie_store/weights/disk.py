@@ -101,7 +101,7 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
                 cache.folder,
                 threshold_percent,
             )
-        # checked again, because other programs may have written in the meantime
+        # Other programs may have written to the disk since the first check.
         if needed + SPARE_BYTES > (free := probe(cache.folder).free):
             raise _no_room(cache, threshold_percent, needed, others_bytes, free)
 

@@ -136,7 +136,7 @@ class WeightSources:
                         self.cache.obtain(
                             weights.hub, revision, fetch, label, select=wanted_by(entry), progress=progress
                         )
-                    # checked again, because the snapshot may have been pushed for a model that needs fewer files
+                    # The snapshot may have been pushed for a model that needs fewer files, so it is checked again.
                     folder = self.cache.find(weights.hub, revision, wanted_by(entry))
                     if folder is not None and self._has_all(folder, entry):
                         return Located(folder, lease), None
