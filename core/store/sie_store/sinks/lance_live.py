@@ -434,7 +434,7 @@ class LanceLive:
         return {shape.vector, shape.marker, *(shape.vector + suffix for suffix in (NEXT, BEFORE))}
 
     def _check_columns(self, names: set[str]) -> None:
-        """Raise CollectionMismatch if `names` differ from the vector and marker columns that the last `open` has read."""
+        """Raise CollectionMismatch if `names` differ from the vector and marker columns that `open` has read."""
         if names != self._opened().columns.keys() & self._migrated():
             raise CollectionMismatch(
                 f"another command has switched {self._source.collection} meanwhile, or begun or cleaned up a "

@@ -495,7 +495,7 @@ class QdrantLive:
     async def _points(
         self, collection: str, ids: Sequence[int | str], *, with_payload: bool = True
     ) -> dict[int | str, _Point]:
-        """Read points by id, in several requests if one reply cannot hold them. Missing points are left out."""
+        """Read points by id, in several requests if one reply would be too large. The result has no missing points."""
         points: dict[int | str, _Point] = {}
         first, limit = 0, len(ids)
         while first < len(ids):
@@ -518,7 +518,7 @@ class QdrantLive:
         with_payload: bool = True,
         with_vector: Sequence[str] = (),
     ) -> dict[int | str, _Point]:
-        """Read points by id in one request. Missing points are left out. Raises AnswerTooLarge."""
+        """Read points by id in one request. The result has no missing points. Raises AnswerTooLarge."""
         body = {"ids": list(ids), "with_payload": with_payload, "with_vector": list(with_vector) or False}
         points = await self._server.read("POST", _path(collection, "/points"), tuple[_Point, ...], body)
         return {point.id: point for point in points}
