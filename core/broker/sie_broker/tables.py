@@ -79,7 +79,7 @@ class StoredTable:
         self._revisions: dict[str, int] = {}  # revision of each key in the bucket
         self._head: Placement | None = None
         self._parts: dict[int, PlacementPart] = {}
-        self._sizes: dict[int, int] = {}  # bytes of encoded parts, by stamp, so that no change encodes all parts again
+        self._sizes: dict[int, int] = {}  # stamp -> bytes of the encoded part; saves encoding unchanged parts
 
     def has(self, key: str) -> bool:
         return key == self.key or topology.part_number(self.key, key) is not None

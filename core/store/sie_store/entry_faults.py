@@ -30,7 +30,7 @@ POOLING_NAMES = {
 }
 # name of a pooling in sentence-transformers -> name in entries, if they differ
 ENTRY_NAMES: Mapping[str, Pooling] = {"lasttoken": "last", "weightedmean": "weighted", "mean_sqrt_len_tokens": "sqrt"}
-# model types that number positions from pad id + 1, so that fewer positions are usable
+# model types whose first position is pad id + 1, so that fewer positions are usable
 _NUMBERED_FROM_PAD = frozenset(
     {
         "camembert",

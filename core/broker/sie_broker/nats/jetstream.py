@@ -50,8 +50,8 @@ WORK_EXPIRES_S = 1.0
 # consumers. Pulls that last less than 2 s expire at multiples of half their duration. 200 pulls that expire one by one
 # cost 1.5 % of a core, pulls that expire together 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
-# Limit in bytes for a pull of several deliveries, because a server closes a connection with 64 MiB of unsent data (its
-# `max_pending`). The limit must be at least the size of the largest message with its subjects, which the server counts.
+# Byte limit of a pull for several messages: a server closes a connection with 64 MiB of unsent data (`max_pending`).
+# The largest message must fit into this limit. The server also counts the subjects of a message (_SUBJECT_BYTES).
 PULL_BYTES = 4 << 20
 _SUBJECT_BYTES = 64 << 10
 # seconds from the expiry of a pull until it counts as lost; the broker reports an expired pull within milliseconds

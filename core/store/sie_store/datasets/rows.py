@@ -132,7 +132,7 @@ class _RowMaker:
         self._span, self._source = span, source
         self._templates = templates(source)
         columns = {"chunks": source.chunks, "documents": source.documents}
-        # parameter (chunks or documents) -> name of its column; `InputRow` has the values of this column unchecked
+        # parameter (chunks or documents) -> name of its column; this class does not check the values of the column
         self._unchecked = {name: column for name, column in columns.items() if isinstance(column, str) and column}
 
     def all(self, rows: Iterable[_Columns], size: SpanSize) -> list[InputRow]:

@@ -224,7 +224,7 @@ class QdrantSink:
     def _point(self, rows: SinkRows, number: int) -> dict[str, Any]:
         row_id = rows.ids[number]
         return {
-            # before `point_id`, because `encoded` refuses an id from which no UUID can be computed
+            # `encoded` must run before `point_id`, because `encoded` refuses ids from which no UUID can be computed
             "payload": msgspec.Raw(encoded({**rows.payloads[number], ROW_ID: row_id}, number)),
             "id": point_id(row_id),
             "vector": self._vector(rows, number),
