@@ -40,16 +40,16 @@ class BrokerUnavailable(BrokerError):
 
 
 class StreamFull(BrokerError):
-    """Error of a stream that has reached its limit, in total or for one subject. It refuses new messages."""
+    """Error for a message that a stream refuses, because the stream or one subject has reached its limit."""
 
 
 class PayloadTooBig(BrokerError):
-    """Error for a message that is larger, with its headers, than the broker's `max_payload`. It is not sent."""
+    """Error for a message that is larger, with its headers, than the broker's `max_payload`. The client drops it."""
 
 
 class NotPermitted(BrokerUnavailable):
-    """Error for a subject to which the broker's user of this process may not publish. Another attempt may help, because
-    permissions may change at run time.
+    """Error for a publish to a subject for which the broker user of this process has no permission. A later attempt may
+    succeed, because permissions may change at run time.
     """
 
 
@@ -68,7 +68,7 @@ class TopologyMismatch(BrokerError):
 
 
 class UnsafeUpdate(BrokerError):
-    """Error for a stream that is not updated, because a lower limit would drop stored messages."""
+    """Error for a refused update of a stream: a lower limit would delete stored messages."""
 
 
 class WrongRevision(BrokerError):
@@ -110,8 +110,8 @@ class StreamState:
 @dataclass(frozen=True)
 class ConsumerState:
     """State of a durable consumer. `delivered`: number of deliveries since the consumer was created. `waiting`: number
-    of messages without a delivery. `leased`: number of delivered messages without an ack. A message whose lease has
-    ended counts as leased over NATS, and as waiting in memory.
+    of messages that wait for their first delivery. `leased`: number of delivered messages without an ack. After the end
+    of its lease, a message still counts as leased in NATS. In the memory broker, it counts as waiting.
     """
 
     name: str
@@ -181,7 +181,7 @@ class Delivery(Protocol):
         """Remove the message, because its work is done."""
 
     async def nak(self, delay_s: float = 0.0) -> None:
-        """End the lease. The message is delivered again, to any process, after at least `delay_s` seconds."""
+        """End the lease. The broker delivers the message again, to any process, after at least `delay_s` seconds."""
 
     async def in_progress(self) -> None:
         """Extend the lease by a new ack wait."""
@@ -199,7 +199,7 @@ class Pulls(Protocol):
     """Pull requests of one process to many consumers of a stream.
 
     Each delivery is passed once to the handler, which must not block. If a pull request expires, or is lost with its
-    connection, a new pull request for the missing deliveries is sent.
+    connection, the client sends a new pull request for the missing deliveries.
     """
 
     def want(self, consumer: str, credit: int) -> None:
@@ -236,10 +236,10 @@ class KeyValue(Protocol):
         """
 
     async def purge(self, within: str) -> None:
-        """Remove the keys below `within` without markers, so that watches and `since` do not report the removal."""
+        """Remove the keys below `within` and all traces of them. Watches and `since` do not report the removal."""
 
     async def epoch(self) -> str:
-        """Return `created:last revision`. If two epochs are equal, the bucket was neither written nor created again."""
+        """Return `created:last revision`, a text that changes with each write and if the bucket is created again."""
 
     async def reaches(self, revision: int) -> bool:
         """Return whether the broker still has an entry of this or a later revision. Entries can expire or be lost."""
@@ -257,9 +257,9 @@ class Connection(Protocol):
 
     name: str
     max_payload: int
-    # True: this process creates streams itself. False: the owner of streams creates them if an owner is connected.
+    # True: this process creates streams itself. False: it first asks the owner of streams (see `sie_broker.owner`).
     owns_streams: bool
-    troubles: dict[str, str]  # bucket or stream -> error text while it cannot be used; /readyz reports these texts
+    troubles: dict[str, str]  # unusable bucket or stream -> text of its last error, for /readyz
 
     @property
     def connected(self) -> bool: ...
@@ -289,11 +289,11 @@ class Bus(Connection, Protocol):
         on_dropped: Callable[[str], None] | None = None,
     ) -> Subscription:
         """Call `handler` for each message, one after the other. An exception in `handler` is logged, and the next
-        message is handled. Only one of the subscriptions with the same `queue` gets a message.
+        message is handled. If several subscriptions have the same `queue`, only one of them gets a message.
 
-        `held_messages`, `held_bytes`: largest number and bytes of the messages that wait for the handler, by default
-        the constants in `limits`, which only a handler that blocks for long exceeds. At a limit, new messages are
-        dropped, and `on_dropped` is called with their subject.
+        `held_messages`, `held_bytes`: largest number and bytes of the messages that wait for the handler. The defaults
+        are in `limits`. Only a handler that blocks for long reaches them. At a limit, the client drops each new message
+        and calls `on_dropped` with its subject.
         """
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
@@ -306,8 +306,8 @@ class Queue(Connection, Protocol):
     """Protocol for messages that are stored in streams and delivered at least once, for publishers and consumers."""
 
     async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
-        """Store a message in the stream of `subject`. Within the duplicate window, a second message with the same id is
-        not stored. Raises StreamFull, PayloadTooBig, BrokerUnavailable.
+        """Store a message in the stream of `subject`. Within the duplicate window, the stream
+        stores no second message with the same id. Raises StreamFull, PayloadTooBig, BrokerUnavailable.
         """
 
     def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls: ...
@@ -334,14 +334,14 @@ class Queue(Connection, Protocol):
         """
 
     async def server_time(self, stream: str) -> float:
-        """Return the wall clock of the server that sets `sent_s` of the stream's messages, in seconds since 1970."""
+        """Return the present time in seconds since 1970, by the server clock that sets `sent_s` of new messages."""
 
     async def consumers(self, stream: str) -> list[str]:
         """Return the names of all durable consumers of a stream."""
 
     async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
-        """Call `handler(name, exists)` when a consumer of the stream is created or deleted. Some calls may be missing,
-        because the broker's notices are not stored.
+        """Call `handler(name, exists)` when a consumer of the stream is created or deleted. The handler may
+        miss a change, because the broker does not store its notices.
         """
 
 
@@ -350,8 +350,8 @@ class Administration(Queue, Protocol):
 
     async def ensure_stream(self, spec: StreamSpec) -> StreamState:
         """Ensure that a stream exists with these settings: create it, or update it from an older topology version. If
-        the owner of streams is connected, the owner creates or updates it. Raises TopologyMismatch, UnsafeUpdate, and
-        BrokerError if the stream does not exist afterwards.
+        an owner of streams (see `sie_broker.owner`) is connected, the owner does this. Raises TopologyMismatch,
+        UnsafeUpdate, and BrokerError if the stream does not exist afterwards.
         """
 
     async def delete_stream(self, stream: str) -> bool:
@@ -360,13 +360,13 @@ class Administration(Queue, Protocol):
         """
 
     async def ensure_consumer(self, spec: ConsumerSpec) -> None:
-        """Create a consumer. If it exists with an older topology version, update its settings without the filter. If it
+        """Create a consumer. If it exists with an older topology version, update its settings except the filter. If it
         exists with this topology version, only compare the settings. Raises TopologyMismatch, BrokerError.
         """
 
     async def delete_consumer(self, stream: str, name: str) -> bool:
         """Delete a durable consumer. Return False if it does not exist. The next consumer of the same subject delivers
-        its leased messages again, and acks of these leases have no effect.
+        the leased messages of the deleted consumer again. Acks of the old leases have no effect.
         """
 
     async def consumer_states(self, stream: str) -> list[ConsumerState]:
@@ -385,10 +385,10 @@ class Store(Connection, Protocol):
     ) -> KeyValue:
         """Open a bucket. Create it if it does not exist.
 
-        `storage`, `replicas` and `max_age_s` apply only to a new bucket. `removed_age_s` has no effect on an existing
-        bucket that was created without `removed_age_s`. A key expires `max_age_s` seconds after its last write (0:
-        never). The marker of a removed key expires after `removed_age_s` seconds (0: after `max_age_s`). Watches report
-        no expiry.
+        `storage`, `replicas` and `max_age_s` apply only to a new bucket. If a bucket was created without
+        `removed_age_s`, the argument has no effect. A key expires `max_age_s` seconds after its last write (0: never).
+        The broker stores a marker for each removed key. The marker expires after `removed_age_s` seconds (0: after
+        `max_age_s`). Watches report no expiry.
         """
 
 

@@ -65,7 +65,7 @@ class Letters:
         return await self._queue.stream_state(self._stream)
 
     async def all(self, after: int = 0) -> AsyncGenerator[DeadLetterEntry, None]:
-        """Yield each letter above the sequence `after`, oldest first, also letters written during the iteration."""
+        """Yield each letter above the sequence `after`, oldest first, including letters written meanwhile."""
         sequence = after + 1
         while (stored := await self._queue.first_stored(self._stream, sequence)) is not None:
             sequence = stored.sequence + 1

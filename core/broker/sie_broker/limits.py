@@ -15,12 +15,12 @@ HELD_MESSAGES, HELD_BYTES = 1 << 18, 512 << 20
 
 
 def check_room(spec: StreamSpec, per_subject: int, max_bytes: int, size_bytes: int, counts: Mapping[str, int]) -> None:
-    """Raise UnsafeUpdate if an update to `spec` could drop messages: the broker drops messages above a lower limit.
+    """Raise UnsafeUpdate if an update to `spec` lowers a limit so far that the broker could drop stored messages.
 
     `per_subject`, `max_bytes`: present limits of the stream; 0 or less: no limit. `size_bytes`, `counts`: bytes of the
     stored messages, and their number by subject. If the limit of messages per subject becomes lower, no subject may
     have more messages than half of the new limit, because publishers continue during the update. A lower limit of bytes
-    is checked only for dead letters, because a work queue refuses new messages and drops no stored messages.
+    is checked only for dead letters. A work queue above its limit refuses new messages, but drops no stored messages.
     """
     if _is_lower(spec.max_per_subject, per_subject):
         subject, count = max(counts.items(), key=lambda pair: pair[1], default=("", 0))

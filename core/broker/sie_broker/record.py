@@ -39,8 +39,8 @@ from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages
 from sie_contracts.wire.topology import LEASES_BUCKET
 
-MAX_ATTEMPTS = 16  # largest number of attempts at one change, if other writers change the same key before each attempt
-# largest random pause in seconds between two attempts: at first, and after several attempts
+MAX_ATTEMPTS = 16  # attempts at one change, if another writer changes the same key before each attempt
+# A random pause follows each failed attempt. Its upper limit in seconds is first FIRST_PAUSE_S, at last MAX_PAUSE_S.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1
 LEASE_S = 30.0  # seconds after which an unchanged lease is lost; the leader must renew its lease more often
 RELEASED_AGE_S = 60.0
@@ -102,8 +102,8 @@ class RecordBucket:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Context manager that stores a BrokerError in `Connection.troubles`, so that the next operation opens the
-        bucket again. WrongRevision and PayloadTooBig are not stored, because they are no fault of the bucket.
+        """Context manager. After a BrokerError, whose text is stored in `Connection.troubles`, the next operation opens
+        the bucket again. WrongRevision and PayloadTooBig have no such effect, because the bucket is intact.
         """
         try:
             yield
@@ -132,8 +132,8 @@ class RecordBucket:
 
 
 class Record(Generic[T]):
-    """Reader and writer of the decoded values of a bucket. It passes values and changes to its owner, which stores
-    them.
+    """Reader and writer of the decoded values of a bucket. The record passes values and changes to
+    its owner. The owner stores the values.
 
     One task calls `follow` until it succeeds, and again whenever `is_stale` is True. Any task may call `change`.
     """
@@ -155,9 +155,9 @@ class Record(Generic[T]):
         are ignored.
 
         `on_value(key, value, revision)` is called for each value that is read, watched or written by `change`; the
-        value is None for a removed key. A value that `change` wrote may be passed before earlier writes that the watch
-        delivers, so the owner must ignore a revision below the revision that it has for the key. `on_lost` is called
-        before the first value of a new bucket or a new watch. All earlier values and revisions are then invalid.
+        value is None for a removed key. After a value that `change` wrote, the watch may deliver an earlier value. So
+        the owner must ignore a revision below the last revision of the key. `on_lost` is called before the first value
+        of a new bucket or a new watch. All earlier values and revisions are then invalid.
 
         `read` returns (entries, revision). The entries are passed to the owner before the watch starts, and the watch
         starts after this revision or earlier. By default, `read` returns all entries. With `drops_unreadable`, an entry
@@ -294,7 +294,7 @@ async def _read_all(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
 
 def leases_of(broker: Store, *, storage: str, replicas: int) -> RecordBucket:
     """Return the bucket of all leases: one for each job, and one for each task that one gateway does for all gateways.
-    The marker of a released lease is dropped after RELEASED_AGE_S, because no process watches this bucket.
+    The marker of a released lease expires early, after RELEASED_AGE_S, because no process watches this bucket.
     """
     return RecordBucket(broker, LEASES_BUCKET, storage=storage, replicas=replicas, removed_age_s=RELEASED_AGE_S)
 

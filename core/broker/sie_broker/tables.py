@@ -21,12 +21,12 @@ from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.records import Placement, PlacementPart
 
-# Bytes of the largest table that is stored as one message, and intended limit of bytes of a part. Under load, a table
+# Largest table in bytes that is stored as one message, and intended maximum bytes of a part. Under load, a table
 # changes every 5 s, and each worker of the lane reads the change. With parts, workers read only the changed parts.
 WHOLE_BYTES = 64 << 10
 PART_BYTES = 32 << 10
 MAX_PARTS = 512
-SPARE_BYTES = 4 << 10  # bytes of the broker's limit for a message that are reserved for the headers
+SPARE_BYTES = 4 << 10  # bytes of `max_payload` that are reserved for the headers of a message
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
         has_parts = False
     if not has_parts:
         return [head], head.revision
-    # the lower revision, because the parts may come from a replica that lacks the latest writes
+    # The parts may come from a replica that lacks the latest writes, so the watch starts at the lower revision.
     parts = await bucket.entries(lane_key)
     return [*parts, head], min(head.revision, max((part.revision for part in parts), default=0))
 
@@ -79,7 +79,7 @@ class StoredTable:
         self._revisions: dict[str, int] = {}  # revision of each key in the bucket
         self._head: Placement | None = None
         self._parts: dict[int, PlacementPart] = {}
-        self._sizes: dict[int, int] = {}  # bytes of encoded parts, by stamp, so that no change encodes all parts again
+        self._sizes: dict[int, int] = {}  # stamp -> bytes of the encoded part; saves encoding unchanged parts
 
     def has(self, key: str) -> bool:
         return key == self.key or topology.part_number(self.key, key) is not None
@@ -169,7 +169,7 @@ class StoredTable:
         """Set the table and the parts to those of `change`, which the broker has stored with `revision`."""
         self.table, self._head, self._parts = change.table, change.head, change.parts
         self._sizes = {part.stamp: self._size(part) for part in self._parts.values()}
-        # all keys get the revision of the last write, because a batch is atomic and no other write is within it
+        # A batch is atomic, so no other write has a revision between its writes. The last revision serves all its keys.
         self._revisions.update(dict.fromkeys((write.key for write in change.writes), revision))
 
     def _size(self, part: PlacementPart) -> int:

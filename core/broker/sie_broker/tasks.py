@@ -13,7 +13,7 @@ log = logging.getLogger("sie.broker")
 
 
 class ConnectionState:
-    """State of a connection in all implementations: whether the connection exists, its tasks and its callbacks."""
+    """State that the connections of all implementations have: liveness, background tasks, reconnect handlers."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -92,9 +92,8 @@ async def guarded(work_name: str, work: Awaitable[None]) -> None:
 
 
 def log_failure(work_name: str, error: BaseException) -> None:
-    """Log the error of a callback, also a CancelledError that the callback raised itself. A BrokerError is logged
-    without a traceback, because it is no fault of the callback. If the current task was cancelled, raise the
-    CancelledError again.
+    """Log an error that a callback raised. Log a BrokerError without a traceback, because the callback did not cause
+    it. If the current task was cancelled, raise the CancelledError again.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()

@@ -78,8 +78,8 @@ class ClusterCache:
         return msgspec.structs.replace(manifest, origin="cluster")
 
     def push(self, folder: Path, manifest: Manifest, progress: FetchProgress, *, force: bool = False) -> Pushed:
-        """Write the files in `manifest` from `folder` to the bucket, then the manifest itself. Files that the bucket
-        has are skipped, unless `force` is true. No file is removed. Raises PushRefused, FetchFailed, ManifestError,
+        """Write the files in `manifest` from `folder` to the bucket, then the manifest itself. Without `force`,
+        files that the bucket has are skipped. No file is removed. Raises PushRefused, FetchFailed, ManifestError,
         OSError.
         """
         encode(manifest)

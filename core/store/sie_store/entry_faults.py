@@ -30,7 +30,7 @@ POOLING_NAMES = {
 }
 # name of a pooling in sentence-transformers -> name in entries, if they differ
 ENTRY_NAMES: Mapping[str, Pooling] = {"lasttoken": "last", "weightedmean": "weighted", "mean_sqrt_len_tokens": "sqrt"}
-# model types that number positions from pad id + 1, so that fewer positions are usable
+# model types whose first position is pad id + 1, so that fewer positions are usable
 _NUMBERED_FROM_PAD = frozenset(
     {
         "camembert",
@@ -76,7 +76,7 @@ def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
     """Return the fault of the entry's prompts, if any. An entry may add prompts. It may change the prompts of the files
     only by templates with {instruction}.
     """
-    # checked only for families that compute vectors: other families use a prompt only if a request names it
+    # Only families that compute vectors are checked: other families use a prompt only if a request names it.
     is_encoder = families.row(entry.family).gives_vectors
     model = read_json(folder / MODEL_FILE) if is_encoder else {}
     stored = model.get("prompts") or {}

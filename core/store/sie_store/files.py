@@ -40,8 +40,8 @@ class FileObjects:
         import obstore
 
         async def checked() -> AsyncIterator[bytes]:
-            # bytes that are not claimed yet; only the bytes that an upload may have in memory are claimed, because the
-            # disk reports written bytes as used
+            # Bytes still to claim. An upload claims only the bytes that it may have in memory, because the disk reports
+            # written bytes as used.
             left = PARTS_AT_ONCE * PART_BYTES
             with object_stores.room(self._store, reserves=object_stores.FILES) as claim:
                 async for piece in pieces:

@@ -82,8 +82,8 @@ _FORMS: dict[str, Any] = {
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Convert every Exception except ModelLoadFailed to ModelLoadFailed INCOMPATIBLE, whose message names the file, or
-    the file of an OSError. All types are converted, because libraries may raise any type for an untrusted file.
+    """Convert every Exception except ModelLoadFailed to ModelLoadFailed INCOMPATIBLE. Its message names `file`, or
+    the file that an OSError names. All types are converted, because libraries may raise any type for an untrusted file.
     """
     try:
         yield

@@ -71,8 +71,8 @@ _INSTANCE = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 
 
 class StoreError(Exception):
-    """Error of a store that refuses a call or does not reply in time. Another attempt may help after this error, never
-    after an error of a subclass. `after_s`: seconds that the store asks the client to wait before another attempt.
+    """Error of a store that refuses a call or does not reply in time. The caller may repeat the call, except after
+    an error of a subclass. `after_s`: seconds that the store asks the client to wait before another attempt.
     """
 
     def __init__(self, message: str, after_s: float = 0.0) -> None:
@@ -107,7 +107,7 @@ class WrittenMeanwhile(StoreError):
 
 
 class StoreFull(StoreError):
-    """Error for a write without space: the disk is full, the quota is used up, or the write would use the reserve."""
+    """Error for a write without space: the disk is full, the quota is used up, or too little would stay free."""
 
 
 def opened(url: str, setting: str) -> ObjectStore:
@@ -186,7 +186,7 @@ def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]
 
 async def sync(store: ObjectStore, key: str) -> None:
     """Wait until an object and its name are on the disk, if the store is a folder. Otherwise a power failure could lose
-    the object, but not a record that calls it complete. Objects in a bucket are durable at once. Raises StoreError.
+    the object, but keep a record that calls it complete. Objects in a bucket are durable at once. Raises StoreError.
     """
     from obstore.store import LocalStore
 

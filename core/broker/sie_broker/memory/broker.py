@@ -211,7 +211,7 @@ class MemoryStore(MemoryConnection):
 
 
 class MemoryBroker(MemoryAdministration, MemoryStore):
-    """Broker inside this process, with all protocol classes of `sie_broker`. `MemoryServer.connect` creates it."""
+    """Broker inside this process, with all protocols of `sie_broker`. `MemoryServer.connect` creates the broker."""
 
     _server: MemoryServer
 

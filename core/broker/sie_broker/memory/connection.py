@@ -1,4 +1,4 @@
-"""Connections to the in-process server, which tests can interrupt and restore, and messages that are not stored."""
+"""Connections to the in-process server, and messages that are not stored. Tests can interrupt a connection."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def overlap(first: str, second: str) -> bool:
 
 
 class Timers:
-    """Callbacks for times of the server's clock. A timer of the event loop calls `run_due` when a callback is due."""
+    """Callbacks for times of the server's clock. A timer of the event loop calls `run_due` at the earliest time."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -115,8 +115,8 @@ class DeliveryCredit:
 
 
 class Consumer:
-    """Consumer of a stream. A message that matches its filter is in `waiting`, `leases` or `again`. Connections with
-    credit get messages in turn.
+    """Consumer of a stream. Each of its messages is in `waiting`, `leases` or `again`. Connections with credit get
+    messages one after the other.
     """
 
     def __init__(self, spec: ConsumerSpec, stream: Stream) -> None:
@@ -124,7 +124,7 @@ class Consumer:
         self.stream = stream
         self.waiting: OrderedDict[int, None] = OrderedDict()
         self.leases: OrderedDict[int, float] = OrderedDict()  # sequence -> time at which the lease ends, earliest first
-        self.again: dict[int, float] = {}  # sequence -> time from which the message is delivered again
+        self.again: dict[int, float] = {}  # sequence -> earliest time of the next delivery
         self.again_order: list[tuple[float, int]] = []  # heap of (time, sequence); outdated pairs are skipped
         self.delivered: dict[int, int] = {}  # sequence -> number of deliveries so far
         self.credits: deque[DeliveryCredit] = deque()
@@ -228,7 +228,7 @@ class Stream:
         message = Message(self.last_sequence, subject, data, self.server.wall_clock(), now_s, size)
         self.messages[message.sequence] = message
         self.bytes += size
-        # read again, because the loop above may have removed messages of this subject
+        # The loop above may have removed messages of this subject, so `count` may be outdated.
         self.counts[subject] = self.counts.get(subject, 0) + 1
         self._ids[message_id] = (message.sequence, now_s + _window_s(spec))
         if spec.max_age_s:
@@ -313,7 +313,7 @@ def _window_s(spec: StreamSpec) -> float:
 
 
 def normal(spec: StreamSpec, field: str) -> object:
-    """Return a setting in the form in which settings are compared: any value that means "no limit" becomes 0, and the
+    """Return a setting in a form for comparisons. A negative limit becomes 0, because both mean "no limit". The
     duplicate window is at most the age limit of the messages.
     """
     value = getattr(spec, field)

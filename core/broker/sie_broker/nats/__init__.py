@@ -10,8 +10,8 @@ subject assigns a reply to its request. Deliveries arrive on a separate inbox of
 after each reconnect. A pull of the former connection may still be open at the broker, but its inbox no longer exists.
 
 Every request has a time-out. A request in flight fails at once when the connection is lost. A request that starts
-without a connection waits for a connection until its time-out. A message without a reply (`send`, `nak`,
-`in_progress`, `term`, `release`) fails at once without a connection; only an ack is sent after the reconnect.
+without a connection waits for a connection until its time-out. Without a connection, a message that
+expects no reply (`send`, `nak`, `in_progress`, `term`, `release`) fails at once. Only an ack waits for the reconnect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["PULL_EXPIRES_S", "NatsBroker", "NatsDelivery", "connect"]
 
 
 class NatsBroker(NatsAdministration, NatsStore):
-    """Broker over NATS: all protocols over one connection. `connect` creates it."""
+    """Broker over NATS: all protocols over one connection. `connect` creates the broker."""
 
 
 async def connect(

@@ -110,7 +110,7 @@ class StoredAnswer(msgspec.Struct):
 
 
 class Refusal(BrokerError):
-    """Error for a refusal of the JetStream API without a class of its own. `number`: error code of the API."""
+    """Error code of the JetStream API for which `sie_broker` has no exception class. `number`: the code."""
 
     def __init__(self, act: str, error: ApiError) -> None:
         super().__init__(f"{act}: {error.description} ({error.err_code})")
@@ -163,7 +163,7 @@ def consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
         "max_deliver": -1,
         "max_ack_pending": -1,
         "max_waiting": _MAX_WAITING_PULLS,
-        # The broker has the leases of a consumer in memory, and delivers leased messages again after it was killed.
+        # The broker has the leases of a consumer in memory, and delivers leased messages again after it restarts.
         # With leases in files, each busy consumer would write them ten times per second. For 200 consumers, this costs
         # the broker 10 times the CPU of the work itself (bench/broker.py).
         "mem_storage": True,
@@ -203,7 +203,7 @@ def bucket_config(name: str, bucket: str) -> dict[str, Any]:
 
 def differences(current: dict[str, Any], desired: dict[str, Any]) -> list[str]:
     """Return the names of the settings in `desired` that differ in `current`, except _NEVER_COMPARED. A missing setting
-    counts as zero or empty, because the broker omits such settings.
+    counts as zero or empty, because the broker omits zero and empty settings.
     """
     return [
         name

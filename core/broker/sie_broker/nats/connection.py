@@ -47,7 +47,7 @@ class PullInbox(Protocol):
     """
 
     def abandon(self) -> None:
-        """Discard all pulls without sending a message. Called when the connection is closed."""
+        """Discard all pulls without a message to the broker. `close` of the connection calls this method."""
 
     async def retire(self) -> None:
         """End the inbox. Called when the connection is lost."""
@@ -77,7 +77,7 @@ class Answers:
         del self._waiting[token], self._subjects[token]
 
     def refused(self, subject: str) -> bool:
-        """Fail the requests in flight on a subject to which this user may not publish. Return False if none existed."""
+        """Fail the requests in flight on a subject to which this user may not publish. Return whether any existed."""
         tokens = [token for token, subscribed in self._subjects.items() if subscribed.lower() == subject.lower()]
         for token in tokens:
             if not self._waiting[token].done():
@@ -89,8 +89,8 @@ class Answers:
         skip = len(self.inbox)
         answer = self._waiting.get(message.subject[skip:])
         if answer is None and message.reply:
-            # A reply has its token at the end of its subject. The message that `flush` sends to this process has the
-            # subject `echo`, and the token in its reply subject.
+            # `flush` sends a message to the inbox of this process itself. The subject of this message ends with `echo`,
+            # and its reply subject ends with the token.
             answer = self._waiting.get(message.reply[skip:])
         if answer is not None and not answer.done():
             answer.set_result(message)
@@ -118,7 +118,7 @@ class NatsConnection(ConnectionState):
         # client's subscription -> callback for a dropped message
         self._droppers: dict[Any, Callable[[str], None]] = {}
         self._answers = Answers("")
-        self._inboxes: set[PullInbox] = set()  # informed when the connection is lost, restored or closed
+        self._inboxes: set[PullInbox] = set()  # open pulls; called as the methods of PullInbox say
 
     async def open(self, url: str, timeout_s: float, password: Secret | None = None, user: str = "") -> None:
         """Connect to a server, as described in `sie_broker.nats.connect`."""
@@ -136,8 +136,8 @@ class NatsConnection(ConnectionState):
             except (TimeoutError, NatsError, OSError) as error:
                 last = self._client.last_error
                 if reason is None or last or not isinstance(error, TimeoutError):
-                    # A time-out does not replace an earlier error, which has more information. The deadline may have
-                    # interrupted the last attempt.
+                    # The deadline may interrupt the last attempt. An earlier error then says more than the time-out,
+                    # so `reason` stays the earlier error.
                     reason = last or error
                 await self._hang_up()
                 if loop.time() + FIRST_RETRY_S >= deadline_s:
@@ -275,7 +275,7 @@ class NatsConnection(ConnectionState):
         self._reconnected.set()
 
     async def _on_closed(self) -> None:
-        if self._opened and not self._closed:  # if `open` has not succeeded yet, it raises the error
+        if self._opened and not self._closed:  # before its first success, `open` itself raises the error
             log.critical("%s: the connection is closed and is not restored: %s", self.name, self._client.last_error)
             self._closed = True
             self._up.set()
@@ -299,7 +299,7 @@ class NatsConnection(ConnectionState):
             raise BrokerUnavailable(f"{self.name}: {error}") from error
 
     async def acknowledge(self, reply: str) -> None:
-        """Send an ack. Without a connection, the client sends it after the reconnect, because a late ack is correct."""
+        """Send an ack. Without a connection, send it after the reconnect: a late ack still removes the message."""
         if self._closed:
             raise BrokerUnavailable(f"{self.name}: the connection to the broker is closed")
         try:
@@ -342,9 +342,9 @@ def is_no_responder(answer: Any) -> bool:
 def _pattern(subject: str) -> re.Pattern[str]:
     """Return a pattern for the subjects of the messages that a subscription may receive.
 
-    A user that may pull from a stream chooses the subject to which the broker sends the deliveries, and no permission
-    limits this choice. So the user could send messages of the stream to this subscription. But such a message keeps
-    the subject on which it was published. This subject does not fit the pattern, so the message is dropped.
+    A broker user that pulls from a stream chooses the subject to which the broker sends the deliveries. No permission
+    limits this choice, so the user could direct stored messages to this subscription. A delivery keeps the subject of
+    its stored message, which the pattern does not match. The subscription drops messages that do not match.
     """
     wild = {"*": r"[^.]+", ">": ".+"}
     return re.compile(r"\.".join(wild.get(part) or re.escape(part) for part in subject.split(".")))
@@ -413,8 +413,8 @@ class NatsBus(NatsConnection):
         return _NatsSubscription(self, subscription)
 
     async def drain(self, subscription: Any) -> None:
-        """End a subscription of the client. Wait at most STOP_TIMEOUT_S seconds until the messages that the broker sent
-        before it received the UNSUB are handled.
+        """End a subscription of the client. The broker may send messages until it receives the UNSUB. Wait at most
+        STOP_TIMEOUT_S seconds until these messages are handled.
         """
         # The task is not cancelled at the time-out, because a cancelled flush ends the client's reader (nats-py 2.16).
         self._droppers.pop(subscription, None)

@@ -40,18 +40,18 @@ from sie_contracts.wire.topology import streams_subject
 
 log = logging.getLogger("sie.broker")
 
-PULL_EXPIRES_S = 5.0  # seconds after which a pull expires at the latest
-# Seconds after which a pull for several deliveries of work expires. A process that hangs keeps its connection, so the
-# broker still sends deliveries for its open pulls, and sends them again after the ack wait (at least 3 s). So a pull
-# must expire before the ack wait, or it could get a message twice. A pull for one delivery may last longer, because it
-# ends with its delivery. Each idle model has such a pull, so a longer pull costs less.
+PULL_EXPIRES_S = 5.0  # largest number of seconds until a pull request expires
+# Seconds until a pull for several messages of a work stream expires. If a process hangs, its connection stays open, and
+# the broker still sends messages for its open pulls. After the ack wait (at least 3 s), the broker delivers these
+# messages again. A pull that is still open then could get a message twice, so a pull expires earlier. A pull for one
+# message ends with its delivery, so it may last PULL_EXPIRES_S. Each idle model has one, so a longer pull costs less.
 WORK_EXPIRES_S = 1.0
 # Pulls expire at multiples of this time, in seconds, so that one iteration of the event loop renews the pulls of many
 # consumers. Pulls that last less than 2 s expire at multiples of half their duration. 200 pulls that expire one by one
 # cost 1.5 % of a core, pulls that expire together 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
-# Limit in bytes for a pull of several deliveries, because a server closes a connection with 64 MiB of unsent data (its
-# `max_pending`). The limit must be at least the size of the largest message with its subjects, which the server counts.
+# Byte limit of a pull for several messages: a server closes a connection with 64 MiB of unsent data (`max_pending`).
+# The largest message must fit into this limit. The server also counts the subjects of a message (_SUBJECT_BYTES).
 PULL_BYTES = 4 << 20
 _SUBJECT_BYTES = 64 << 10
 # seconds from the expiry of a pull until it counts as lost; the broker reports an expired pull within milliseconds
@@ -63,7 +63,7 @@ _SWEEP_S = 0.25
 
 
 def parse_reply(reply: str) -> list[str]:
-    """Return consumer, deliveries, sequence, consumer sequence, time and pending from an ack subject. The subject
+    """Return [consumer, deliveries, sequence, consumer sequence, time in ns, pending] of an ack subject. The subject
     `$JS.ACK[.domain.account].stream.consumer.…` has 9 tokens or at least 11. Raises ValueError for any other subject.
     """
     tokens = reply.split(".")
@@ -129,7 +129,7 @@ class _PullCredit:
         self.credit = 0
         self.issued = 0
         self.settled = 0
-        # True if the next message exceeds the byte limit; a pull for one delivery, which has no limit, then requests it
+        # True if the next message exceeds the byte limit; the next pull then requests one delivery, without a limit
         self.single = False
         # value of `issued` when pulls were last counted as lost; status messages of those pulls are ignored
         self.written_off = 0
@@ -260,9 +260,9 @@ class NatsPulls:
             self._by_index.pop(entry.index, None)
 
     def _renew(self, entry: _PullCredit) -> None:
-        # Each increase of the credit has opened a separate small pull. One large pull replaces the small pulls when
-        # less than half of the credit is open: with 200 consumers and a credit of 16, a renewal of each small pull
-        # would cost 5 % of an idle core.
+        # Each increase of the credit opens a separate small pull. To renew each small pull would cost 5 % of a core,
+        # with 200 idle consumers and a credit of 16. So this method waits until less than half of the credit is
+        # requested. One large pull then replaces the small pulls.
         if entry.open * 2 < entry.credit or not entry.open:
             self._consider(entry)
 
@@ -325,7 +325,7 @@ class NatsPulls:
             self._watchdog = asyncio.get_running_loop().call_at(deadline_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Count expired pulls as lost if their deliveries neither arrived nor were reported as undelivered."""
+        """Count an expired pull as lost if its messages neither arrived nor were reported as undelivered."""
         loop = asyncio.get_running_loop()
         self._watchdog = None
         ages = self._ages
@@ -365,7 +365,7 @@ class NatsPulls:
 
     def _ended(self, token: str, headers: dict[str, str]) -> None:
         """Handle the status message of a pull. 408: the pull expired. 404: there are no messages. 409: the consumer was
-        deleted or moves, or the byte limit of the pull is reached. 503: no server has the consumer. 100: a heartbeat.
+        deleted, its leader changed, or the byte limit is reached. 503: no server has the consumer. 100: a heartbeat.
         """
         parts = token.split("_")
         status = headers.get("Status", "")
@@ -487,8 +487,8 @@ class JetStream(NatsBus):
         return state_of(info)
 
     async def create_stream(self, request: StreamRequest, config: dict[str, Any]) -> StreamInfo | None:
-        """Return the stream, created if it does not exist. The owner of streams creates it from `request`. If no owner
-        is connected, or this process is the owner, this process creates it from `config`, which has the same settings.
+        """Return the stream. If it does not exist, the owner of streams creates it from `request`. If no owner is
+        connected, or this process is the owner, this process creates it from `config`, with the same settings.
         Concurrent callers get the same stream. Return None if the stream was deleted after its creation.
         """
         name = request.name
@@ -503,9 +503,9 @@ class JetStream(NatsBus):
         return info or await self.stream_info(name)
 
     async def ask_owner(self, request: StreamRequest) -> bool:
-        """Ask the owner of streams to create or update a stream. Return False if this process must do this itself:
-        because it is the owner, because no owner is connected (as on a broker without users), or because its user may
-        not send such requests (a user of an older version). Raises BrokerError.
+        """Ask the owner of streams to create or update a stream. Return False if this process must do this itself. The
+        reasons are: it is the owner, no owner is connected (as on a broker without users), or its broker user may not
+        send such requests (a user of an older version). Raises BrokerError.
         """
         if self.owns_streams:
             return False

@@ -37,7 +37,7 @@ _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
 class NatsKeyValue:
     """Bucket, stored in the stream `KV_<bucket>` with one message per key. The message of a removed key is a marker. A
-    marker expires after `removed_age_s` seconds; 0: like any message of the bucket.
+    marker expires after `removed_age_s` seconds. With 0, it expires like any other message of the bucket.
     """
 
     def __init__(self, jetstream: JetStream, bucket: str, removed_age_s: float = 0.0) -> None:
@@ -53,7 +53,7 @@ class NatsKeyValue:
         return entry if entry is not None and entry.value is not None else None
 
     async def _last(self, key: str) -> Entry | None:
-        # read from the leader, because a replica may lack the last write of this process
+        # The leader of the stream is read, because a replica may lack the last write of this process.
         query = {"last_by_subj": self._prefix + key}
         stored = await self._jetstream.find(f"STREAM.MSG.GET.{self._stream}", query, StoredAnswer, *NO_MESSAGE)
         if stored is None:
@@ -101,7 +101,7 @@ class NatsKeyValue:
         return list(entries.values())
 
     async def _progress(self, reader: str, complete: asyncio.Future[bool], arrived: Callable[[], int]) -> None:
-        """Wait until a read is complete. `arrived` returns the number of its deliveries. An entry that expires or is
+        """Wait until a read is complete. `arrived` returns the number of deliveries so far. An entry that expires or is
         purged during the read never arrives. So after _READ_CHECK_S without a delivery, ask the broker whether entries
         are left. Raises BrokerUnavailable after API_TIMEOUT_S without a delivery, or if deliveries may be lost.
         """
@@ -188,7 +188,7 @@ class NatsKeyValue:
         return watch
 
     async def open_reader(self, first: int, within: str = "") -> tuple[str, int]:
-        """Create a reader: a consumer that begins at revision `first`. Return (its name, number of its messages)."""
+        """Create a reader: a consumer that begins at revision `first`. Return (name, number of entries)."""
         name = f"{self._jetstream.name}-{secrets.token_hex(6)}".translate(_NAME)
         config = {
             "name": name,
@@ -244,7 +244,7 @@ class _KeyValueWatch:
         self._created = ""
         self._reader = ""
         self._read = 0
-        # (last handled revision, last revision of the bucket) at the last check at which they differed
+        # (last handled revision, last revision of the bucket) at the last check that found missing entries
         self._checked = (0, 0)
         self._held: deque[NatsDelivery] = deque()  # at most _WATCH_CREDIT deliveries that are not handled yet
         self._retry_s = 0.0
@@ -259,7 +259,7 @@ class _KeyValueWatch:
             self._last = 0  # another process has deleted the bucket and created a new one, so all entries are new
         self._reader, pending = await self._bucket.open_reader(self._last + 1)
         if not pending:
-            # the watch has handled all entries up to this revision; missing entries have expired or were removed
+            # the bucket has no entries after `_last`, so the watch continues after the last revision of the bucket
             self._last = max(self._last, state.last_sequence)
         self._created = state.created
         self._read = 0
@@ -317,7 +317,7 @@ class _KeyValueWatch:
         return True
 
     async def _check(self) -> None:
-        """Check for missed entries. After the broker was killed, a reader may exist whose pulls are never filled."""
+        """Check for missed entries. After a crash of the broker, the pulls of a reader may stay without deliveries."""
         try:
             state = await self._jetstream.stream_state(self._stream)
             is_behind = state.created != self._created or state.last_sequence > self._last
@@ -337,7 +337,7 @@ class _KeyValueWatch:
                 self._last,
             )
             await self._pulls.retire()  # the present inbox may never get these entries
-        # entries may still be arriving: the watch has missed entries only if the next check has the same result
+        # entries may still arrive: the watch has missed them only if the next check finds the same revisions
         self._checked = (self._last, state.last_sequence)
 
     async def _reopen(self) -> None:

@@ -96,7 +96,7 @@ async def damage(broker: NatsBroker, info: StreamInfo) -> str:
     if bucket == name:
         if not state.messages or await broker.first_stored(name) is not None:
             return ""
-        later = await broker.stream_state(name)  # read again, because messages may have been removed meanwhile
+        later = await broker.stream_state(name)  # messages may have been removed since `info` was read
         is_same = later.messages and later.first_sequence == state.first_seq
         return f"none of its {later.messages} messages can be read" if is_same else ""
     if state.num_subjects != state.messages:  # in an intact bucket, each key has exactly one message
@@ -107,7 +107,7 @@ async def damage(broker: NatsBroker, info: StreamInfo) -> str:
             await NatsKeyValue(broker, bucket).entries()
         except BrokerUnavailable as error:
             fault = str(error)
-            await broker.stream_state(name)  # raises BrokerError if the broker does not reply, which is no damage
+            await broker.stream_state(name)  # a broker that does not reply raises BrokerError; this is no damage
         else:
             return ""
     return fault
@@ -131,7 +131,7 @@ async def remake(broker: NatsBroker, info: StreamInfo) -> None:
     """Delete a stream with its messages, and create it again with the same configuration. Raises BrokerError."""
     name = str(info.config["name"])
     await broker.delete_stream(name)
-    # the owner of streams may already have created the stream again for another process
+    # the config service, on request of another process, may already have created the stream again
     await broker.find(f"STREAM.CREATE.{name}", info.config, StreamInfo, STREAM_EXISTS)
 
 

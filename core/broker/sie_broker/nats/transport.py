@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("sie.broker")
 
-HANG_UP_S = 1.0  # seconds for which a close waits, first before its transport is aborted, and again after that
+HANG_UP_S = 1.0  # seconds for which a close waits before it aborts the transport, and again after the abort
 FIRST_RETRY_S, MAX_RETRY_S = 0.1, 2.0
 _NO_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
@@ -41,7 +41,7 @@ class Transport(TcpTransport):  # type: ignore[misc]
     async def wait_closed(self) -> None:
         if self._io_writer is None:
             return
-        # in a separate task, because a cancelled wait would also cancel the waits of other tasks (Python 3.11)
+        # In a separate task: the cancellation of this wait would also cancel the waits of other tasks (Python 3.11).
         closed = asyncio.get_running_loop().create_task(super().wait_closed())
         await asyncio.wait({closed}, timeout=HANG_UP_S)
         self.abort()
@@ -54,7 +54,7 @@ def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str
     """Return (server addresses without credentials, credentials). All servers use the same credentials, because the
     broker announces further addresses without credentials.
 
-    `password`: password for a user in `url` without a password; with None, the name of this user is used as a token.
+    `password`: password for a user in `url` without a password; if None, this user name is used as a token.
     Raises ValueError for an invalid URL.
     """
     servers: list[str] = []

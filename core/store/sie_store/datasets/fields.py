@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 
-# with possessive repetitions, so that the match needs no memory for each quote, and never tries a shorter field
+# Possessive repetitions (*+) need no memory for each quote, and never try a shorter field.
 _FIELD = re.compile(r'(?:"([^"]*+(?:""[^"]*+)*+)"|([^"\r\n,]*+))(,|$)')
 
 

@@ -96,7 +96,7 @@ class _PageFile(RangeFile):
 
 
 class _DataRequested(Exception):
-    """Raised when a reader requests bytes from a `_WithoutData`."""
+    """Exception for a request of bytes from a `_WithoutData`."""
 
 
 class _WithoutData(RangeFile):
@@ -162,8 +162,8 @@ def _chunks(
 ) -> Iterator[list[ColumnChunkMetaData]]:
     """Yield the metadata of the columns `leaves` of each of these row groups. Raises InvalidInput.
 
-    pyarrow (26) ends the process if the metadata of an encrypted or malformed column is read. So a reader of the row
-    group is started first. It checks the metadata before it requests the first byte, and raises an exception.
+    pyarrow (26) ends the process if the metadata of an encrypted or malformed column is read. So this function
+    first starts a reader of the row group. For such metadata, the reader raises an exception before it requests a byte.
     """
     from pyarrow.parquet import ParquetFile
 
@@ -376,7 +376,7 @@ def _micros(batch: RecordBatch) -> RecordBatch:
 
 
 def _in_micros(kind: DataType) -> DataType:
-    """Return a type with microseconds for a type with nanoseconds, also within lists and maps; otherwise `kind`."""
+    """Return `kind` with microseconds in place of nanoseconds, also in types within structs, lists and maps."""
     import pyarrow as pa
 
     def inner(field: Field) -> Field:

@@ -99,7 +99,7 @@ async def pieces(place: Place, entry: ObjectEntry, start: int, end: int) -> Asyn
                 raise changed(entry.source) from error
             tries += 1
             await place.patience.pause(error, tries, "an input", start)
-    # compared once more, because a program can overwrite a file on a disk while this function reads the file
+    # The tags are compared again, because a program can overwrite a file on a disk during the read.
     if place.root is not None and tag and (await find(place, entry.source)).tag != tag:
         raise changed(entry.source)
 

@@ -1,5 +1,5 @@
 """Bounds on the memory that the footer and the pages of a Parquet file need. A page of a few kilobytes may become
-gigabytes when it is decompressed. Only the header of the page has the decoded size before that.
+gigabytes when it is decompressed. Before that, only the header of the page has the decoded size.
 
     bytes that pyarrow reads ──► header of each page: its decoded and compressed bytes ──► sum for the pages of a batch
 
@@ -36,7 +36,7 @@ Fields = dict[tuple[int, int], Any]
 
 
 class PageFault(ValueError):
-    """Error for a footer or the header of a page that is malformed."""
+    """Error for a malformed footer, or for the malformed header of a page."""
 
 
 class FooterTooLarge(PageFault):
@@ -129,7 +129,7 @@ class _ThriftReader:
     def struct(self, depth: int) -> Fields:
         """Return the 32-bit numbers and the structs in a struct, by (number of the field, kind of its value). Other
         values, and structs below FIELDS_DEPTH, are skipped. The kind is a part of the key, because Parquet's readers
-        ignore a field whose value has not the expected kind.
+        ignore a field with a value of another kind.
         """
         if depth <= LARGE_DEPTH:
             self._counted(LARGE)

@@ -82,7 +82,7 @@ def _lines(shard: Shard, *, has_arrays: bool) -> Iterator[bytes]:
     for at, own in enumerate(shard.ids):
         error = shard.errors[at]
         row: dict[str, Any] = {"id": own}
-        # encoded by msgspec, because orjson supports neither integers above 64 bits nor bytes
+        # msgspec encodes these values, because orjson supports neither integers above 64 bits nor bytes.
         for name, values in shard.copied.items():
             row[name] = orjson.Fragment(kept_json(values[at]))
         if shard.chunks and (chunk := shard.chunks[at]) is not None:

@@ -95,7 +95,7 @@ class Place:
 
 
 def _check_segments(url: str, where: StoreUrl, param: str) -> None:
-    # checked in the client's text, because `where` has a resolved path, in which `..` no longer occurs
+    # The client's text is checked, because the path in `where` is resolved and contains no `..` any more.
     written = url if where.scheme == "file" and not url.lower().startswith("file:") else unquote(urlsplit(url).path)
     if _CONTROL.search(written):
         raise InvalidInput.at(param, "control characters and \\ are not allowed", reason="not_allowed")

@@ -132,15 +132,15 @@ def _is_input(name: str, input_format: InputFormat | None) -> bool:
 
 
 async def images(place: Place, after: str = "", most: int | None = None) -> list[ObjectEntry]:
-    """Return the images below a folder, sorted by name: the first `most` (by default all) with a name after `after`."""
+    """Return the images below a folder with a name after `after`, sorted by name; with `most`, only that number."""
     return await place.patience.repeated(lambda: _listed(place, lambda name: format_of(name) == "images", after, most))
 
 
 async def _listed(
     place: Place, is_wanted: Callable[[str], bool], after: str = "", most: int | None = None
 ) -> list[ObjectEntry]:
-    """Return the objects below a folder that `is_wanted` accepts, sorted by name: the first `most` (by default all)
-    with a name after `after`. Raises InvalidInput for more than MAX_OBJECTS objects, and StoreError.
+    """Return the objects below a folder that `is_wanted` accepts and whose name is after `after`, sorted by name. With
+    `most`, return only the first `most`. Raises InvalidInput for more than MAX_OBJECTS objects, and StoreError.
     """
     import obstore
 
@@ -162,7 +162,7 @@ async def _listed(
         if most is None and len(objects) > limit:
             raise InvalidInput.at("input.url", f"the folder has more than {limit} objects", reason=TOO_MANY)
         if most is not None and len(objects) >= limit + LISTED_AT_ONCE:
-            # The listing of a bucket is sorted by name, so it can stop here. That of a folder on the disk is not.
+            # A bucket lists objects in the order of names, so its listing can stop here. A folder has no order.
             objects = heapq.nsmallest(limit, objects, key=_name)
             if place.root is None:
                 break
@@ -264,7 +264,7 @@ async def _scanned(place: Place, entry: ObjectEntry, kind: str, names: dict[str,
         sample = await asyncio.to_thread(_JsonSample.parse, data, names, is_whole=begin + len(data) == entry.size)
         if sample.columns:
             _check_columns(entry.source, _needed(names), sample.columns)
-        # half of the limit of values, because later rows may have more values than the rows of the sample
+        # Later rows may have more values than the rows of the sample, so half of the limit stays free.
         most = most._replace(rows=max(1, min(most.rows, sizes.MAX_SPAN_VALUES // 2 // max(1, sample.values))))
     spans: list[RowSpan] = []
     scanner = Scanner(is_quoted=kind == "csv", at=begin)

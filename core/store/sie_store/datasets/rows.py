@@ -101,13 +101,13 @@ def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
             values += sizes.values_of(raw[name])
             if values > sizes.MAX_ROW_VALUES:
                 return _fault("too_large", f"column {name!r}: the row has more than {sizes.MAX_ROW_VALUES} values")
-        size.add(values - len(read), 0)  # less one value for each column, which `_RowMaker` counts
+        size.add(values - len(read), 0)  # `_RowMaker` counts the first value of each column
         return {name: sizes.decoded(raw[name]) for name in read}
     except sizes.TooManyValues as error:
         return _fault("too_large", str(error))
     except msgspec.ValidationError:
         return _fault("malformed", "the line is no JSON object")
-    except UNDECODABLE:  # without the decoder's message, which may quote the row
+    except UNDECODABLE:  # the decoder's message may quote the row, so it is left out
         return _fault("malformed", "the line is no valid JSON")
 
 
@@ -132,7 +132,7 @@ class _RowMaker:
         self._span, self._source = span, source
         self._templates = templates(source)
         columns = {"chunks": source.chunks, "documents": source.documents}
-        # parameter (chunks or documents) -> name of its column; `InputRow` has the values of this column unchecked
+        # parameter (chunks or documents) -> name of its column; this class does not check the values of the column
         self._unchecked = {name: column for name, column in columns.items() if isinstance(column, str) and column}
 
     def all(self, rows: Iterable[_Columns], size: SpanSize) -> list[InputRow]:

@@ -31,7 +31,7 @@ class Scanner:
         self._is_quoted = is_quoted
         self._at = self._start = at
         self._is_odd = 0  # 1 while the number of quotes read so far is odd, otherwise 0
-        self._has_content = False  # whether the incomplete line has other characters than blanks
+        self._has_content = False  # whether the present line has a character that is not blank
 
     def feed(self, piece: bytes) -> Iterator[tuple[Offsets, Offsets]]:
         """Yield the start and end positions of the rows that end in this piece. An end is after the line feed."""

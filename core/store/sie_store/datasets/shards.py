@@ -37,7 +37,7 @@ OWNER = ".sie-job"  # object in the output folder that contains the id of the jo
 
 
 class PartDamaged(StoreError):
-    """Error for an object with the name of a part that is no part. The job continues when the operator has moved it."""
+    """Error for an object that is no part but has the name of one. The job continues when the operator moves it."""
 
 
 async def claim(place: Place, owner: str) -> None:
@@ -86,7 +86,7 @@ async def _has_parts(place: Place) -> bool:
 
 
 async def put_once(place: Place, name: str, data: bytes, format: OutputFormat) -> ShardRecord:
-    """Write a part unless it exists, and return the record of the stored part. Raises PartDamaged, StoreError."""
+    """Write a part if it does not exist, and return the record of the stored part. Raises PartDamaged, StoreError."""
     import obstore
 
     record = await asyncio.to_thread(_record, name, data, format)

@@ -18,7 +18,7 @@ MAX_ROW_VALUES = 100_000
 MAX_SPAN_VALUES = 1_000_000  # largest number of values in a span; each needs about 100 bytes of memory
 MAX_DECODED_BYTES = 128 << 20  # largest number of bytes of texts, images and copied columns in a span
 MAX_KEYS = 100_000  # largest number of keys in a JSON row, including columns that the job does not read
-SPARE_LEVELS = 200  # levels of nesting by which a value of a row must be below the interpreter's limit
+SPARE_LEVELS = 200  # levels of nesting that a value of a row must leave free below the interpreter's limit
 # A string without an end matches as well. Otherwise the search would start again at each escaped quote in this string,
 # and take quadratic time.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+', re.S)
@@ -74,7 +74,7 @@ def decoded(value: msgspec.Raw) -> Any:
     if values_of(value) <= SPARE_LEVELS:
         return msgspec.json.decode(value)
     # The value is encoded again later, when less of the stack is free. If it can be decoded inside SPARE_LEVELS lists,
-    # enough of the stack is free then.
+    # enough of the stack is free for the later encoding.
     whole = msgspec.json.decode(b"[" * SPARE_LEVELS + bytes(value) + b"]" * SPARE_LEVELS)
     for _ in range(SPARE_LEVELS):
         (whole,) = whole

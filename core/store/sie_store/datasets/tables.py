@@ -92,7 +92,7 @@ def _chunk_columns(chunks: list[RowChunk | None]) -> dict[str, pa.Array]:
 
 def _inferred(values: list[Any]) -> pa.Array:
     """Return an array whose type Arrow infers from the values. The array has JSON texts if the values have several
-    types, or a type that `_is_flat` refuses. If all values are None, the type is null, which fits any type for readers.
+    types, or a type that `_is_flat` refuses. If all values are None, the type is null, which readers accept everywhere.
     """
     import pyarrow as pa
 
@@ -104,7 +104,7 @@ def _inferred(values: list[Any]) -> pa.Array:
 
 
 def _is_flat(kind: pa.DataType) -> bool:
-    """Return whether values of an Arrow type are stored in this type. Others are stored as JSON: structs, because
+    """Return whether values of an Arrow type are stored in this type. Other values are stored as JSON: structs, because
     Parquet cannot store an empty struct, and deeply nested lists, because readers of Parquet refuse them.
     """
     import pyarrow as pa

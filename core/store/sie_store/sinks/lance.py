@@ -154,7 +154,7 @@ def _schema(dims: int) -> Any:
 
 
 def _check(schema: Any, collection: str, dims: int) -> None:
-    """Raise CollectionMismatch unless a table has the columns and the primary key that a sink creates."""
+    """Raise CollectionMismatch if a table lacks a column or the primary key that a sink creates."""
     expected = _schema(dims)
     columns = {field.name: field.type for field in schema}
     for field in expected:

@@ -227,7 +227,7 @@ class LanceLive:
         return values
 
     def _columns(self, row: _LanceRow) -> dict[str, Any]:
-        """Return the values of the columns of a row, and if the template names fields of the payload, these fields."""
+        """Return the text columns of a row by name, and the fields of its payload if the template names any of them."""
         shape = self._opened()
         values = dict(zip(shape.texts, row.texts, strict=True))
         if all(name in values for name in self._source.text.columns):
@@ -292,7 +292,7 @@ class LanceLive:
         )
 
         async def merge(table: Any) -> None:
-            # without an index of the ids, because the library cannot use an index to write only some of the columns
+            # The library cannot use an index of the ids for a write of only some columns, so the index is off.
             builder = table.merge_insert(shape.id_column).use_index(False)
             # Without `on_bad_vectors`, the library refuses a column in which all vectors are null.
             await builder.when_matched_update_all(where=same or None).execute(data, on_bad_vectors="null")
@@ -302,7 +302,7 @@ class LanceLive:
         await self._optimize(self._optimize_rows)
 
     def _written(self, row: _LanceRow, side: Side, vector: bytes | None) -> _LanceRow:
-        """Return a row with `vector` for a side, and with the marker of the new vectors."""
+        """Return a row with `vector` for a side, and with the marker that fits its changed vectors."""
         in_use = self._opened().in_use
         vectors: dict[Side, bytes | None] = {**row.vectors, side: vector}
         sides: tuple[Side, ...] = SIDES
@@ -406,7 +406,7 @@ class LanceLive:
         return await self._database.run(checked, seconds, once=once)
 
     async def _change_columns(self, after: set[str], change: Callable[[Any], Awaitable[Any]]) -> None:
-        """Call `change`, after which the table has exactly the vector and marker columns in `after`. Raises
+        """Call `change`, which must leave exactly the vector and marker columns in `after`. Raises
         CollectionMismatch if another command has changed these columns.
         """
         is_repeat = False
@@ -434,7 +434,7 @@ class LanceLive:
         return {shape.vector, shape.marker, *(shape.vector + suffix for suffix in (NEXT, BEFORE))}
 
     def _check_columns(self, names: set[str]) -> None:
-        """Raise CollectionMismatch unless `names` are the vector and marker columns that the last `open` has read."""
+        """Raise CollectionMismatch if `names` differ from the vector and marker columns that `open` has read."""
         if names != self._opened().columns.keys() & self._migrated():
             raise CollectionMismatch(
                 f"another command has switched {self._source.collection} meanwhile, or begun or cleaned up a "
@@ -467,7 +467,7 @@ def _is_plain(field: Any) -> bool:
         or pyarrow.types.is_integer(type)
         or pyarrow.types.is_floating(type)
         or pyarrow.types.is_decimal(type)
-        # nanoseconds are refused: Python drops them, so a write would find that the stored value differs
+        # Python drops the nanoseconds of a time, so a write would take the stored time for a changed one
         or (pyarrow.types.is_temporal(type) and getattr(type, "unit", "") != "ns")
     )
 

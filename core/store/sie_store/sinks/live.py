@@ -95,7 +95,7 @@ class LiveCollection(Protocol):
         """Read the state, and check everything that can be checked before the first write."""
 
     async def begin(self, dims: int) -> None:
-        """Create the column or collection for new vectors of `dims` numbers, or check the existing one."""
+        """Create the column or collection for new vectors of `dims` numbers. If it exists, check it."""
 
     def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
         """Scan all rows, and yield the rows without a vector of their present text. A row that needs only a new marker,

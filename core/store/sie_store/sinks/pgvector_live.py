@@ -5,7 +5,7 @@
     embedding_marker    digest of the row's text, the model, and the vector that was computed from this text
 
 A row is pending if it has no vector, or if its marker differs from the digest of its present text, model and vector. So
-the migration notices each change by a writer without a clock, a trigger or a change log. A write locks a row, and then
+the migration needs no clock, trigger or change log to notice the change of a row. A write locks a row, and then
 compares its text with the text that was read. A write of vectors skips rows that other transactions have locked.
 """
 
@@ -45,7 +45,7 @@ DEFAULT_VECTOR, PAYLOAD = "embedding", "payload"  # columns of a table that a jo
 NEXT, BEFORE, MARKER = "_next", "_before", "_marker"
 MAX_NAME = 63  # largest number of bytes of a name in PostgreSQL
 SCAN_ROWS = 2_000
-LOCK_S = 3  # seconds for which a change of the table waits for its lock; later readers and writers wait meanwhile
+LOCK_S = 3  # seconds for which ALTER TABLE waits for its lock; meanwhile new readers and writers wait too
 INDEX_S = 24 * 3600.0  # time limit of one statement that builds or drops an index, in seconds
 _TYPE = re.compile(r"(?:.*\.)?(vector|halfvec|sparsevec)(?:\((\d+)\))?")
 _OPERATORS = {
@@ -96,7 +96,7 @@ class _TableShape:
         return self.vector + (NEXT if side == "new" else BEFORE)
 
     def field(self, name: str) -> str:
-        """Return the SQL expression for the column `name`; if the table lacks it, for the field `name` of `payload`."""
+        """Return the SQL expression of the column `name`, or of this field of `payload` if the column is missing."""
         return f"t.{quoted(name)}" if name in self.columns else f"t.{quoted(PAYLOAD)} -> {_literal(name)}"
 
     @property
@@ -114,7 +114,7 @@ class _TableShape:
 
     @property
     def copied_type(self) -> str:
-        """Return the type in which vectors are sent: sparsevec or vector. The database converts a vector to halfvec."""
+        """Return the type in which vectors are sent: sparsevec or vector. The database converts vector to halfvec."""
         return "sparsevec" if self.output == "sparse" else "vector"
 
     @property
@@ -247,7 +247,7 @@ class PgvectorLive:
     async def begin(self, dims: int) -> None:
         shape = self._opened()
         check_dims(dims, MAX_WIDTHS[shape.output], "pgvector")
-        # checked here, because `build_indexes` would fail only after all rows were embedded
+        # This check comes early, because `build_indexes` would fail only after all rows were embedded.
         if shape.in_use == "old" and shape.indexes and dims > (most := INDEX_DIMS.get(shape.kind, dims)):
             raise SinkUnsuitable(
                 f"the new model has vectors of {dims} numbers, and the index {shape.indexes[0]} of the column "
@@ -300,8 +300,8 @@ class PgvectorLive:
     async def _page(
         self, connection: Any, side: Side, after: str | None
     ) -> tuple[int, str | None, list[LiveRow], list[str]]:
-        """Read the next rows. Returns (number of rows, last id, pending rows, ids of rows that need only a new marker,
-        because their vector of this side was computed from their present text).
+        """Read the next rows. Returns (number of rows, last id, pending rows, ids of the other rows whose marker is
+        outdated: their vector of this side was computed from their present text).
         """
         shape = self._opened()
         identity, column = f"t.{quoted(shape.id_column)}", f"t.{quoted(shape.column(side))}"
@@ -385,7 +385,7 @@ class PgvectorLive:
         column, marker = quoted(shape.column(side)), quoted(shape.marker)
         digest = self._fresh_marker(side, f"NULL::{shape.type}")
         await connection.execute(
-            # with this marker, a later scan for the opposite side accepts the row's vector of that side
+            # With this marker, a later scan for the opposite side accepts the row's vector of that side.
             f"UPDATE {self._table} t SET {column} = NULL, {marker} = {digest} FROM "  # noqa: S608
             "unnest($1::text[], $2::bytea[]) AS r(id, version) "
             f"WHERE t.{quoted(shape.id_column)} = r.id::{shape.id_type} "
@@ -430,8 +430,8 @@ class PgvectorLive:
             await self._database.alone(functools.partial(self._built, like=index), INDEX_S)
 
     async def _built(self, connection: Any, like: Any) -> None:
-        """Build an index of the new vectors with the method and operators of `like`, an index of the old vectors, if it
-        does not exist. Writers are not blocked (CONCURRENTLY). Invalid indexes of failed builds are removed first.
+        """Build an index of the new vectors with the method and operators of `like`, an index of the old vectors. Do
+        nothing if it exists. First remove invalid indexes of failed builds. CONCURRENTLY lets writers continue.
         """
         column = self._opened().column("new")
         # If the connection of an earlier build was lost, the server continues that build and holds this lock. A second
@@ -508,7 +508,7 @@ class PgvectorLive:
 
         async def run(connection: Any) -> None:
             await connection.execute(f"SET LOCAL lock_timeout = '{LOCK_S}s'")
-            # locked before the columns are read, because an earlier attempt may still run at the server and change them
+            # The lock precedes the read of the columns, which an earlier attempt at the server may still change.
             await connection.execute(f"LOCK TABLE {self._table} IN ACCESS EXCLUSIVE MODE")
             for statement in statements(await self._read_shape(connection)):
                 await connection.execute(statement)
@@ -517,9 +517,9 @@ class PgvectorLive:
         self._shape = await self._database.transaction(self._read_shape)
 
     def _fresh_marker(self, side: Side, vector: str) -> str:
-        """Return the SQL expression for the marker of a row to which `vector` of a side is written. A scan for the new
-        side accepts the new vector of a row with the old side's marker. If the new vectors are in use, and no marker
-        proves that the new vector is current, the digest is hashed once more, so that this scan does not accept it.
+        """Return the SQL expression for the marker of a row that gets `vector` of a side. A scan for the new side
+        accepts the new vector of a row with the old side's marker. So if the new vectors are in use, and the present
+        marker does not prove the new vector current, the new marker is hashed once more. The scan rejects this marker.
         """
         shape, digest = self._opened(), self._digest(side, vector)
         if side == shape.in_use or side == "new":

@@ -193,7 +193,7 @@ class QdrantSink:
         latest = rows.latest(self._widths)
         bodies = point_bodies((self._point(latest, number) for number in range(len(latest.ids))), self._body_bytes)
         path = f"/collections/{self._collection}/points?wait=true"
-        # encoded in a thread, because encoding takes long and would block the event loop
+        # A thread encodes the bodies, because encoding takes long and would block the event loop.
         while body := await asyncio.to_thread(next, bodies, b""):
             await self._server.send("PUT", path, body, completed=True)
 
@@ -215,7 +215,7 @@ class QdrantSink:
     def refusals(self, rows: SinkRows) -> Mapping[int, str]:
         refused = {}
         for number, multivector in enumerate(rows.multivectors):
-            if multivector.size * NUMBER_BYTES > POINT_BYTES:  # a smaller multivector need not be encoded here
+            if multivector.size * NUMBER_BYTES > POINT_BYTES:  # a smaller multivector is always within the limit
                 size = len(_encoded_vector(multivector))
                 if size > POINT_BYTES:
                     refused[number] = _oversize("the multivector", size)
@@ -224,7 +224,7 @@ class QdrantSink:
     def _point(self, rows: SinkRows, number: int) -> dict[str, Any]:
         row_id = rows.ids[number]
         return {
-            # first, because `encoded` refuses an id from which no UUID can be computed
+            # `encoded` must run before `point_id`, because `encoded` refuses ids from which no UUID can be computed
             "payload": msgspec.Raw(encoded({**rows.payloads[number], ROW_ID: row_id}, number)),
             "id": point_id(row_id),
             "vector": self._vector(rows, number),
@@ -329,8 +329,8 @@ def _settings(widths: Widths) -> dict[str, Any]:
 
 
 def vector_settings(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of dense vectors and multivectors, and the settings of sparse vectors, by name (empty for a
-    vector without a name). `settings`: body that creates a collection, or the server's description of a collection.
+    """Return (settings of dense vectors and multivectors, settings of sparse vectors), each by name. The name of an
+    unnamed vector is empty. `settings`: body that creates a collection, or the server's description of a collection.
     """
     try:
         params = settings["config"]["params"] if "config" in settings else settings
@@ -341,7 +341,7 @@ def vector_settings(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check(collection_info: Any, collection: str, settings: dict[str, Any]) -> None:
-    """Raise CollectionMismatch unless a collection has exactly the vectors in `settings`."""
+    """Raise CollectionMismatch if the vectors of a collection differ from the vectors in `settings`."""
     vectors, sparse = vector_settings(collection_info)
     expected, expected_sparse = vector_settings(settings)
     if vectors.keys() != expected.keys() or sparse.keys() != expected_sparse.keys():
@@ -352,7 +352,7 @@ def _check(collection_info: Any, collection: str, settings: dict[str, Any]) -> N
 
 
 def _check_vector(actual: Any, collection: str, name: str, expected: Mapping[str, Any]) -> None:
-    """Raise CollectionMismatch unless a vector of a collection has these parameters."""
+    """Raise CollectionMismatch if a vector of a collection does not have the parameters `expected`."""
     if actual is None:
         raise CollectionMismatch(f"the collection {collection} has no dense vector with the name that jobs use")
     try:

@@ -1,5 +1,5 @@
 """Live collection of Qdrant. A migration embeds its texts with a new model into a second collection, while searches and
-writers use the first collection. Their name for a collection is an alias of Qdrant, here `docs`:
+writers use the first collection. They name the collection by an alias of Qdrant, here `docs`:
 
     docs          ──► the collection in use
     docs--1f0c9a2b        the new collection: 8 hexadecimal digits of the new model's fingerprint
@@ -243,8 +243,8 @@ class QdrantLive:
         text = marker.partition(".")[0]
         if text == self._text_digest(side, point):
             return True
-        # A vector without TEXT comes from the application. It is a vector of the old model if the copy has not changed
-        # since both collections had it, or if the copy has no marker and the old collection is not in use.
+        # A vector without TEXT comes from the application. It is a vector of the old model in two cases: the copy is
+        # unchanged since both collections had it, or it has no marker and the old collection is not in use.
         return side == "old" and not text and (_is_agreed(copy) or (not marker and side != self._opened().in_use))
 
     async def _late_writes(self, away: str, source: str) -> AsyncIterator[ScannedPage]:
@@ -328,13 +328,13 @@ class QdrantLive:
         condition = b',"update_filter":' + msgspec.json.encode(update_filter) + b"}"
         first = 0
         while first < len(points):
-            # the scan does not read the vectors that are only copied: those of all pending points would be in memory
+            # Vectors that are only copied are read here: the scan would keep too many of them in memory.
             stored = await self._more_vectors(opposite(side), [point.id for point, _ in points[first:]])
             copied = points[first : first + len(stored)]
             bodies = point_bodies(
                 self._copy(point, side, vector, more) for (point, vector), more in zip(copied, stored, strict=True)
             )
-            # encoded in a thread, because encoding takes long and would block the event loop
+            # A thread encodes the bodies, because encoding takes long and would block the event loop.
             while body := await asyncio.to_thread(next, bodies, b""):
                 content = body.removesuffix(b"}") + condition
                 await self._server.send("PUT", self._points_path(side, "?wait=true"), content, completed=True)
@@ -375,7 +375,7 @@ class QdrantLive:
 
     async def _replace_vectors(self, points: Sequence[tuple[_Point, Vector]]) -> None:
         """Write vectors and markers to the collection in use. The first write sets the markers to a random claim, and
-        each later write requires the claim. A writer that replaces a point removes the claim, so its vector stays.
+        each later write requires the claim. A writer that replaces a point removes the claim and keeps its vector.
         """
         layout = self._opened()
         name, ids = layout.names[layout.in_use], [point.id for point, _ in points]
@@ -495,7 +495,7 @@ class QdrantLive:
     async def _points(
         self, collection: str, ids: Sequence[int | str], *, with_payload: bool = True
     ) -> dict[int | str, _Point]:
-        """Read points by id, in several requests if one reply cannot hold them. Missing points are left out."""
+        """Read points by id, in several requests if one reply would be too large. The result has no missing points."""
         points: dict[int | str, _Point] = {}
         first, limit = 0, len(ids)
         while first < len(ids):
@@ -518,7 +518,7 @@ class QdrantLive:
         with_payload: bool = True,
         with_vector: Sequence[str] = (),
     ) -> dict[int | str, _Point]:
-        """Read points by id in one request. Missing points are left out. Raises AnswerTooLarge."""
+        """Read points by id in one request. The result has no missing points. Raises AnswerTooLarge."""
         body = {"ids": list(ids), "with_payload": with_payload, "with_vector": list(with_vector) or False}
         points = await self._server.read("POST", _path(collection, "/points"), tuple[_Point, ...], body)
         return {point.id: point for point in points}

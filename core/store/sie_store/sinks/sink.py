@@ -3,7 +3,7 @@
     rows ──SinkRows.latest──► rows with distinct ids ──Sink.upsert──► database
                                                           └── RetryPolicy: repeated if the database cannot be reached
 
-Methods raise StoreError, after which another attempt may help, AccessRefused, or a class below. No message has a
+Methods raise StoreError (another attempt may help), AccessRefused, or a class below. No message has a
 credential or the contents of a row. Errors of libraries quote rows, so no exception has such an error as its cause.
 """
 

@@ -54,12 +54,12 @@ class CommitState:
 class WeightBucket:
     def __init__(self, url: str, store: ObjectStore, limits: DownloadLimits) -> None:
         self.url, self.store, self.limits = url, store, limits
-        # short limits, because the load of a model tries its next source only after the read of the manifest
+        # The limits are short, because the load of a model tries its next source only after this read.
         self._glance = RetryPolicy(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
-        """Return the manifest of a snapshot (None if the snapshot is not complete), and obstore's put mode by which a
-        write of the manifest fails if another writer has written it meanwhile. Raises FetchFailed for a wrong manifest.
+        """Return (manifest of a snapshot, or None if it is not complete; obstore's mode for the next write of the
+        manifest). This write fails if another writer has changed the manifest. Raises FetchFailed for a wrong manifest.
         """
         key, snapshot = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
 

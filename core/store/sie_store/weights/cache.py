@@ -153,7 +153,7 @@ class LocalCache:
         return manifest if (manifest.repository, manifest.revision) == (repository, revision) else None
 
     def lease(self, repository: str, revision: str) -> Lock:
-        """Return a lease on a snapshot, which need not exist yet. No process removes the snapshot during the lease.
+        """Return a lease on a snapshot. The snapshot may be missing. No process removes the snapshot during the lease.
         Raises FetchFailed if another process removes the snapshot for longer than REMOVAL_S, or if the lock file cannot
         be written. Raises ManifestError.
         """
@@ -228,8 +228,8 @@ class LocalCache:
             raise _disk_failed(label, self.folder, error) from error
 
     def used_s(self, repository: str, revision: str) -> float:
-        """Return the time when a lease on a snapshot last began or ended, in seconds since 1970. Return the time of the
-        last change of its folder if it never had a lease, and 0 if it does not exist.
+        """Return the time when a lease on a snapshot last began or ended, in seconds since 1970. If it never had
+        a lease, return the time of the last change of the snapshot's folder; 0 if the folder does not exist.
         """
         for path in (self._lock_file(repository, revision, "use"), self.place(repository, revision)):
             with contextlib.suppress(OSError):
@@ -285,7 +285,7 @@ class LocalCache:
         return False
 
     def discard(self, candidate: Candidate) -> bool:
-        """Remove a candidate. Return False, and remove nothing, if a process uses or fetches it. Raises OSError.
+        """Remove a candidate. If a process uses or fetches the snapshot, only return False. Raises OSError.
 
         The hub's own client stores files in `blobs`, and a snapshot has links to these files. A file in `blobs` is
         removed with the last snapshot that has a link to it.
@@ -310,8 +310,8 @@ class LocalCache:
         return True
 
     def clean(self, repository: str, revision: str) -> None:
-        """Remove the lock files and the empty folders of a snapshot that does not exist, because clients may name any
-        number of LoRAs. Do nothing while a process uses or fetches the snapshot. Files of a started download stay.
+        """Remove the lock files and the empty folders of a missing snapshot. Otherwise they would accumulate, because
+        clients may name any number of LoRAs. Do nothing during a lease. Files of a started download stay.
         """
         use, folder = self._lock_file(repository, revision, "use"), self._folder_of(repository)
         with contextlib.suppress(OSError):  # a folder is not empty, or belongs to another user
@@ -431,7 +431,7 @@ def _note(lock: Lock, fetched: Fetched) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, or a link to a folder (for example on another disk) without that folder, if it exists."""
+    """Remove a folder if it exists. If it is a symbolic link, remove the link and keep the target."""
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():

@@ -65,8 +65,8 @@ def _size(path: str) -> tuple[tuple[int, int], int]:
 
 def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage) -> LocalCache:
     """Return the local cache in `folder`. It evicts snapshots while its disk is fuller than `threshold_percent`
-    (SIE_DISK_PRESSURE_THRESHOLD_PERCENT); None (SIE_DISK_CACHE_ENABLED is off): it evicts no snapshot. A fetch that
-    does not fit on the disk is refused before it begins.
+    (SIE_DISK_PRESSURE_THRESHOLD_PERCENT). With None (SIE_DISK_CACHE_ENABLED is off), the cache evicts no snapshot. It
+    refuses a fetch that does not fit on the disk before the fetch begins.
     """
     cache = LocalCache(folder)
     cache.room = functools.partial(make_room, cache, threshold_percent, probe)
@@ -101,7 +101,7 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
                 cache.folder,
                 threshold_percent,
             )
-        # checked again, because other programs may have written in the meantime
+        # Other programs may have written to the disk since the first check.
         if needed + SPARE_BYTES > (free := probe(cache.folder).free):
             raise _no_room(cache, threshold_percent, needed, others_bytes, free)
 
@@ -159,7 +159,7 @@ def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[C
         try:
             is_removed = cache.discard(candidate)
         except OSError as error:  # for example, the snapshot belongs to another user; other snapshots may be removable
-            cause = error.strerror or type(error).__name__  # without the path, which contains the snapshot's name
+            cause = error.strerror or type(error).__name__  # not str(error), whose path contains the snapshot's name
             _logger.warning("%s could not be removed from the local cache: %s", name, cause)
             continue
         if is_removed:

@@ -36,7 +36,7 @@ FILES_AT_ONCE = 8
 PIECE_BYTES = 1 << 18
 # number of bytes that must arrive within `stall_s`; a response with this number resets the count of failed attempts
 MIN_BYTES = 1 << 14
-# largest number of bytes of a file that wait in memory to be written; while there are as many, no more bytes are read
+# largest number of unwritten bytes of a file in memory; at this limit, the download waits for the running write
 MAX_WAITING_BYTES = 1 << 20
 # number of times that a file with a wrong digest is fetched; the second fetch begins at byte 0, because bytes of the
 # PART file may be damaged
@@ -46,7 +46,7 @@ ROUNDS = 2
 @dataclass(frozen=True)
 class DownloadLimits(RetryPolicy):
     """Limits of a download. `stall_s`: longest time in which fewer than MIN_BYTES may arrive. `tries`: number of
-    successive attempts with fewer than MIN_BYTES each after which the download fails. `part_bytes`: bytes of one
+    attempts in a row, each with fewer than MIN_BYTES, after which the download fails. `part_bytes`: bytes of one
     request; with 0, one request reads the whole rest of a file. `parts_at_once`: number of parts, of all files, that
     are requested ahead and kept in memory.
     """
@@ -97,7 +97,7 @@ class Reader:
                 yield piece
 
     async def _parts(self, file: RemoteFile, start: int) -> AsyncGenerator[Piece, None]:
-        """Yield a file part by part. Up to `parts_at_once` parts that the caller has not taken yet are requested."""
+        """Yield a file part by part. Request up to `parts_at_once` parts before the caller takes them."""
         step = self._limits.part_bytes
         starts = iter(range(start, file.size, step))
         ahead = deque[asyncio.Task[bytearray]]()

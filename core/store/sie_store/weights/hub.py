@@ -164,7 +164,7 @@ async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> Remote
 
 
 def _session() -> Any:
-    """Return an HTTP session of the hub's client. Its response hook is removed: it reads error bodies of any length."""
+    """Return an HTTP session of the hub's client without its response hook, which reads error bodies of any length."""
     from huggingface_hub import get_async_session
 
     session = get_async_session()

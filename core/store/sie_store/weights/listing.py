@@ -16,7 +16,7 @@ from sie_contracts.errors import UNDECODABLE
 from sie_store.weights.headers import DamagedFile, stored_tensors
 from sie_store.weights.selection import Wanted
 
-# module types of sentence-transformers without files, for which a repository need not have a folder
+# module types of sentence-transformers that have no files, so their folders may be missing
 _NO_FILES = ("Normalize",)
 
 

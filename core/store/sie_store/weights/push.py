@@ -33,7 +33,7 @@ _logger = logging.getLogger("sie.store")
 MAX_PARTS = 9_000  # largest number of parts of one object; stores allow 10,000
 MIN_PART_BYTES = 8 << 20  # smallest number of bytes of a part; stores refuse parts below 5 MiB
 STALL_S = 180.0  # time limit in seconds for the store to accept one part
-ROUNDS = 20  # largest number of times that a push starts, because other writers change the bucket
+ROUNDS = 20  # largest number of attempts of a push; a change by another writer causes a new attempt
 DIGEST = "sha256"  # name of the object attribute that contains the digest computed by the writer
 
 
@@ -94,8 +94,8 @@ class Push:
         )
 
     async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
-        """Return the manifest in the bucket, and obstore's mode by which a write fails if another pusher has changed
-        the manifest. The manifest is None if the bucket has none, or if `force` replaces it. Without `force`, raises
+        """Return (manifest in the bucket, obstore's mode for its next write). This write fails if another pusher has
+        changed the manifest. The manifest is None if it is missing, or if `force` replaces it. Without `force`, raises
         PushRefused if the manifest is invalid or its files differ from the files of this push.
         """
         try:
@@ -134,7 +134,7 @@ class Push:
         return lacking
 
     async def _is_ours(self, name: str, fact: FileFact) -> bool:
-        """Return whether an earlier push has written the object: it then has the file's digest as an attribute."""
+        """Return whether an earlier push has written the object. A push sets the file's digest as an attribute."""
         import obstore
 
         try:

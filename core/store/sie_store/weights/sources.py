@@ -115,8 +115,8 @@ class WeightSources:
             return {name: progress.state() for name, progress in self._fetching.items()}
 
     def _cached(self, entry: ModelEntry, looked: list[str]) -> tuple[Located | None, FetchFailed | None]:
-        """Return the snapshot in the local cache, fetched from the cluster cache if necessary. If no cache has the
-        snapshot, add the reasons to `looked`, and return the error of the cluster cache, if any.
+        """Return (snapshot in the local cache, None). Fetch it from the cluster cache if necessary. If no cache has
+        the snapshot, add the reasons to `looked`, and return (None, error of the cluster cache or None).
         """
         weights = entry.weights
         revision = self._only_revision(entry) if weights.unpinned else weights.revision
@@ -136,7 +136,7 @@ class WeightSources:
                         self.cache.obtain(
                             weights.hub, revision, fetch, label, select=wanted_by(entry), progress=progress
                         )
-                    # checked again, because the snapshot may have been pushed for a model that needs fewer files
+                    # The snapshot may have been pushed for a model that needs fewer files, so it is checked again.
                     folder = self.cache.find(weights.hub, revision, wanted_by(entry))
                     if folder is not None and self._has_all(folder, entry):
                         return Located(folder, lease), None
@@ -330,8 +330,8 @@ class WeightSources:
         return folder if folder is not None and _has_lora(folder) else None
 
     def _lora_commit(self, repository: str, branch: str, private: str) -> str:
-        """Return the commit of a branch (by default main). The cache may have recorded this commit. Without `branch`,
-        the only cached commit is used if there is no record. In all other cases the hub is asked.
+        """Return the commit of a branch (by default main), as the cache has recorded it. Without a record and without
+        `branch`, return the only cached commit. In all other cases, ask the hub.
         """
         place = self.cache.place(repository, "any")
         if branch and not is_safe(branch):
