@@ -1,6 +1,5 @@
-"""Parent process of the adapters. It does the imports, then forks one serving process for each device. A new child
-replaces a dead child within milliseconds, or after a pause if the dead child lived for only a few seconds. The children
-of other devices continue.
+"""Parent process of the adapters: does the imports, then forks one serving child process for each device. If a child
+dies, the parent forks a new child within milliseconds, or after a pause if the dead child lived for only a few seconds.
 
     imports ──► fork ──► a child serves ──► it dies ──► fork again
                                 └──► all drained, one refuses its settings, or a signal to end ──► the parent ends
@@ -26,7 +25,7 @@ from typing import NamedTuple
 from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, end_signals
 
-STEADY_S = 5.0  # a child that lived longer than these seconds is replaced without a pause
+STEADY_S = 5.0  # seconds; if a child lived longer, the parent replaces the child without a pause
 # pause before the fork after an early death of a child: 0.1 s at first, doubled at each further death up to 5 s
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 SIGNALS = frozenset({*end_signals(), signal.SIGCHLD})
@@ -47,16 +46,16 @@ class ForkResult(NamedTuple):
 
 
 def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: None) -> ForkResult:
-    """Fork `count` child processes that serve, and fork a new child when a child dies. A child that drained (status 0)
-    is not replaced. No child is replaced after a child refused its settings or a signal to end arrived. In a child,
-    return at once: the caller then serves. In the parent, return when no child runs and none must be replaced.
+    """Fork `count` child processes that serve, and fork a new child when a child dies. Do not
+    replace a child that drained (status 0). Replace no child after a child refused its settings, or after a signal to
+    end. In a child, return at once: the caller then serves. In the parent, return if no child runs and no fork is due.
 
-    If this process cannot fork and `count` is 1, return as in child 0: this process then serves. `died` is called with
-    the number of a dead child before a new one is forked.
+    If this process cannot fork and `count` is 1, return as in child 0: this process then serves. Before the fork of a
+    new child, call `died` with the number of the dead child.
 
     Call this while the process has only one thread, with SIGNALS blocked. SIGNALS stay blocked in the children.
     """
-    # this process may have inherited an ignored SIGCHLD, with which the kernel does not report ended children
+    # this process may have inherited an ignored SIGCHLD; the kernel then does not report ended children
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parent, children = os.getpid(), _Children(count, died)
     while children.are_left:
@@ -117,8 +116,8 @@ class _Children:
             failpoints.arm("")
 
     def not_forked(self, number: int) -> None:
-        """Try the fork again later if other children run. If none runs, end with an error, because without a fork only
-        one of the devices could be served.
+        """Try the fork again later if other children run. If no child runs, end with an error: without a fork, this
+        process could serve only one of the devices.
         """
         if self._running:
             self._due_s[number] = time.monotonic() + LONGEST_PAUSE_S
@@ -135,8 +134,8 @@ class _Children:
             os.kill(pid, signal.SIGTERM)
 
     def reap(self) -> None:
-        """Call waitpid for all children that have ended. As process 1 of a container, this process also gets orphans of
-        other processes as children, so unknown process ids are ignored.
+        """Call waitpid for all children that have ended. Ignore unknown process ids: if this process is process 1
+        of a container, it is also the parent of orphans of other processes.
         """
         while self._running:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -153,7 +152,7 @@ class _Children:
         if status == EXIT_BAD_SETTING:
             self.end(status)
             return
-        if status == 0:  # status 0: the child has drained, so no new one is forked
+        if status == 0:  # status 0: the child has drained, so fork no new child
             return
         pause_s = self._pauses_s[number]
         pause_s = 0.0 if lived_s > STEADY_S else min(max(FIRST_PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S)

@@ -2,8 +2,8 @@
 
     bundle ──► imports ──► bind the socket ──► fork (`forkserver`) ──► serve ──► drain ──► exit
 
-A worker with several devices has one child process and one socket for each. The import of this module is cheap: torch
-and the model code are imported inside `run`.
+A worker has one child process and one socket for each of several devices. The import of this module is cheap, because
+`run` imports torch and the model code.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def run(settings: Settings, *, spare: bool = False) -> int:
     """Serve on `settings.ipc_socket_path` until a signal to end or Drain. Return the exit status. Call this on the main
     thread.
 
-    `spare`: on Linux, serve in a child process, which is replaced when it dies. The call then returns in the parent and
-    in the child. Several devices are always served by child processes. At the end, running batches have DRAIN_S to
-    finish, and waiting batches are refused. Raises SettingError if a device or a dependency of the bundle is absent, or
-    the models folder is not trusted.
+    `spare`: on Linux, serve in a child process, and replace the child when it dies. The call then returns in the parent
+    and in the child. Several devices always have child processes. At the end, running batches have DRAIN_S seconds to
+    finish; the adapter refuses waiting batches. Raises SettingError if a device or a dependency of the bundle is
+    absent, or the models folder is not trusted.
     """
     dependencies.check(settings)
     if warning := examined(allowed(settings)):
@@ -52,7 +52,7 @@ def run(settings: Settings, *, spare: bool = False) -> int:
     # the signals stay blocked until this process handles them
     signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)
     _import()
-    # the devices are checked before a socket exists, because probes treat an adapter with a socket as ready
+    # check the devices before a socket exists, because probes treat an adapter with a socket as ready
     adapters = _one_for_each_device(settings)
     for adapter in adapters:
         if _is_served(path := Path(adapter.ipc_socket_path)):
@@ -77,7 +77,7 @@ def run(settings: Settings, *, spare: bool = False) -> int:
 
 
 def allowed(settings: Settings) -> Allowed:
-    """Return the limits for entries from the broker: whether their code may run, and which paths they may name."""
+    """Return the limits for catalogue entries: whether remote code may run, and which model paths are allowed."""
     return Allowed(settings.allow_remote_code, settings.model_paths, settings.models_dir)
 
 
@@ -94,7 +94,7 @@ def _import() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    # the handler of the root logger also writes the lines of huggingface_hub, so they would appear twice
+    # remove the handlers of huggingface_hub: the root logger writes the same lines
     logging.getLogger("huggingface_hub").handlers.clear()
     engine.prepare_process()
     # Imported objects are never freed. After gc.freeze, the garbage collector skips these objects. Its pauses become
@@ -168,7 +168,7 @@ def _serve(
     server.serve(wake)
     _logger.info("adapter stopping")
     watch.close()
-    # remove the path first: the parent has the socket open, so a new client could connect and would wait for ever
+    # remove the path first: the parent still has the socket open, so a new client would connect and never get a reply
     path.unlink(missing_ok=True)
     listener.close()
     if not engine.stop(DRAIN_S):
@@ -223,8 +223,8 @@ def _is_served(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _listener(path: Path) -> Iterator[socket.socket]:
-    """Yield a listening socket at `path`, mode 0600. Its file is removed at the end of the context, but not in a forked
-    child. An existing file belongs to a dead process and is replaced.
+    """Yield a listening socket at `path`, mode 0600. Replace an existing file, which belongs to a dead process. At the
+    end of the context, remove the file, but not in a forked child.
     """
     owner = os.getpid()
     path.unlink(missing_ok=True)
@@ -239,5 +239,5 @@ def _listener(path: Path) -> Iterator[socket.socket]:
         try:
             yield listener
         finally:
-            if os.getpid() == owner:  # a failed child must not remove the socket, because its successor uses it
+            if os.getpid() == owner:  # not in a failed child: the next child uses the socket
                 path.unlink(missing_ok=True)

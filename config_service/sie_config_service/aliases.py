@@ -1,11 +1,11 @@
-"""Guard of aliases and models: a write over the API may make a valid alias invalid only if it is forced.
+"""Guard of aliases and models: refuses a write over the API that makes a valid alias invalid, unless it is forced.
 
     a write of an alias ──► its targets exist and are compatible ──► stored together with its row of the index
     a write of a model  ──► does the index name it? ──► would those aliases stay valid? ──► else 409, unless forced
 
 The index is one key of the bucket, with the targets of each alias. Every change over the API also writes the index, by
-compare-and-set in the same batch. So two replicas cannot at the same time add an alias of a model and remove or change
-this model. A model whose file in a folder has changed is written even if that makes an alias invalid.
+compare-and-set in the same batch. So if one replica adds an alias of a model while another replica changes the model,
+one of these writes fails. A changed file of a model folder is applied even if the change makes an alias invalid.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AliasIndex:
 
     @classmethod
     def read(cls, value: bytes | None, sequence: int) -> AliasIndex:
-        """Decode the index. Raises NotReady if it cannot be decoded; the targets of no alias are known then."""
+        """Decode the index. Raises NotReady for an invalid index, because the aliases of a model are then unknown."""
         try:
             return cls(_index.decode(value) if value else {}, sequence)
         except UNDECODABLE as error:
@@ -87,12 +87,12 @@ async def guard(
     *,
     force: bool,
 ) -> GuardedWrite:
-    """Check a write of a model or alias before it is stored. `entry`: the new document, or None for a removal. `held`:
-    the stored model that it replaces. `index`, `read`: the current index and models. `catalogue`: a function that
+    """Check a write of a model or alias before it is stored. `entry`: the new document, None for a removal. `held`: the
+    stored model or alias before the write. `index`, `read`: the current index and models. `catalogue`: a function that
     parses the whole catalogue. This function is slow, so it is called only to suggest names in an error.
 
     With `force`, the write of a model may make an alias invalid. Raises ValidationFailed for an invalid alias or an id
-    that is in use, and ContentConflict, which names the aliases that need the model.
+    that is in use; ContentConflict, with the names of the aliases, if aliases become invalid without `force`.
     """
     was_alias, after = is_alias(held.entry), None if entry is None else parse_document(entry)
     if held.entry is not None and after is not None and was_alias is not isinstance(after, Alias):
@@ -141,7 +141,7 @@ async def guard(
 
 
 def _those(read: CatalogueSnapshot, names: Iterable[str]) -> Catalogue:
-    """Return a catalogue of only the models in these names: parsing all models would be slow."""
+    """Return a catalogue of only these models and aliases, because parsing all models is slow."""
     models = {model_of(name) for name in names}
     entries = {name: _entry_of(stored.entry) for name, stored in read.live.items() if name.casefold() in models}
     return Catalogue.from_documents(
@@ -150,7 +150,7 @@ def _those(read: CatalogueSnapshot, names: Iterable[str]) -> Catalogue:
 
 
 def _entry_of(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
-    """Parse a stored document; None if it is invalid, which an older schema may have permitted."""
+    """Parse a stored document; None if an older schema permitted the document and the present schema does not."""
     try:
         return None if entry is None else parse_document(entry)
     except ValidationFailed:
@@ -158,8 +158,8 @@ def _entry_of(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
 
 
 def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry | None) -> dict[str, str]:
-    """Return, for each alias in `named` that is valid now, the reason why it would be invalid if the model were
-    `after`. Aliases that stay valid are left out.
+    """Return the aliases in `named` that are valid now and become invalid if `after` replaces the model: alias ->
+    reason.
     """
     changed = present.with_model(model, after, 0, "")
     problems = {}
@@ -172,7 +172,7 @@ def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry 
 
 
 def broken_by(read: CatalogueSnapshot, index: AliasIndex, models: Iterable[str]) -> dict[str, str]:
-    """Return, for each invalid alias with its name or a target in `models`, the reason why it is invalid."""
+    """Return the invalid aliases whose name or target is in `models`: alias -> reason."""
     folded = {model.casefold() for model in models}
     named = sorted(
         alias

@@ -1,19 +1,19 @@
-"""Copy of the catalogue's bucket in the memory of a replica. All models and bundles are read once, then only later
-writes. So the broker sends as little for ten thousand models as for one.
+"""Copy of the catalogue's bucket in the memory of a replica. The first read gets all models and bundles; each later
+read gets only new writes, so its size does not grow with the number of models.
 
     bucket ── all models, at first ──► Mirror ◄── later writes, in order ── bucket
                                          └─► CatalogueSnapshot: all models at one epoch, and for each bundle (set of
                                              families of one worker image) the last write that concerned it
 
-`sie_broker.record.Record` may be behind its bucket for a moment, so it is not used here: the config service's reply to
-a write must contain that write. Each read asks the bucket's leader for its last revision, then any replica of the
-bucket for the writes up to this revision, and applies all of them or none.
+The config service's reply to a write must contain that write. This module therefore does not use
+`sie_broker.record.Record`, which may be behind its bucket for a moment. Each read asks the bucket's leader for its last
+revision, then any replica of the bucket for the writes up to this revision, and applies all of these writes or none.
 
-The epoch has two parts: the time when the bucket was created, and the number of the last write of the catalogue in it.
+The epoch has two parts: the time when the bucket was created, and the number of the catalogue's last write.
 The bucket also stores replies for requests with an Idempotency-Key; their writes do not change the epoch.
 
-A mirror belongs to one bucket. If the broker loses the bucket (memory storage, or a user deletes it), a new, empty one
-is created. The mirror refuses to read the new bucket; `is_lost` stays True.
+A mirror belongs to one bucket. If the broker loses the bucket (memory storage, or a user deletes it), the service
+creates a new, empty bucket. The mirror refuses to read the new bucket; `is_lost` stays True.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class StoredModel(msgspec.Struct, frozen=True):
     operation: str = ""
     created_at: str = ""
     model: str = ""
-    # name of the token that wrote it, `sie-config` for a restore; empty if seeding or an older version of SIE wrote it
+    # name of the API token of the writer; `sie-config` for a restore; empty for seeding and for older versions of SIE
     author: str = ""
-    note: str = ""  # why the config service wrote this revision by itself; empty if a user wrote it
+    note: str = ""  # reason for a revision that the config service wrote; empty for a user
 
 
 @dataclass(frozen=True, slots=True)
 class HeldModel:
-    """Model in the bucket. `sequence`: revision of its key, for compare-and-set. `stored`: None if it never existed."""
+    """Model in the bucket. `sequence`: revision of its key, for compare-and-set. `stored`: None if never written."""
 
     stored: StoredModel | None = None
     sequence: int = 0
@@ -76,8 +76,8 @@ class HeldModel:
 
     @property
     def written(self) -> int:
-        """Return the number of the write that stored this revision in the history: a batch writes the history record
-        directly after the model itself. No epoch with this revision has a lower number.
+        """Return the number of the write of this revision's history record, which a batch writes directly after the
+        model. Every epoch with this revision has at least this number.
         """
         return self.sequence + 1
 
@@ -149,14 +149,14 @@ def bundles_of(bundles: Mapping[str, BundleEntry], entry: Mapping[str, Any]) -> 
 
 
 def concerns(bundles: Mapping[str, BundleEntry], *entries: dict[str, Any] | None) -> set[str]:
-    """Return the bundles that could serve a model before its change or can serve it now. If there is none, return the
-    default bundle: gateways must get a message about each change.
+    """Return the bundles that could serve a model before its change or can serve the model now. If there is none,
+    return the default bundle, because gateways must get a message about each change.
     """
     return {bundle for entry in entries if entry is not None for bundle in bundles_of(bundles, entry)} or {DEFAULT}
 
 
 def decoded(decoder: msgspec.json.Decoder[_Record], entry: Entry) -> _Record:
-    """Decode a record of the bucket. Raises NotReady for an unreadable record, which must not count as missing."""
+    """Decode a record of the bucket. Raises NotReady for an unreadable record, so that no model seems removed."""
     try:
         return decoder.decode(entry.value or b"")
     except UNDECODABLE as error:
@@ -182,13 +182,13 @@ class Mirror:
 
     @property
     def last(self) -> CatalogueSnapshot | None:
-        """Return the last snapshot without a new read. Return None before the first read, and from `invalidate` to the
-        next read.
+        """Return the last snapshot without a new read. Return None before the first read, and after `invalidate` until
+        the next read.
         """
         return self._now if self._now.epoch else None
 
     async def snapshot(self) -> CatalogueSnapshot:
-        """Return all models as they are after the newest write that the broker's leader has. Raises BrokerError;
+        """Read new writes, and return all models after the newest write of the bucket's leader. Raises BrokerError;
         NotReady for an unreadable record or a lost bucket.
         """
         async with self._lock:
@@ -217,7 +217,7 @@ class Mirror:
         self.suspect.set()
 
     async def check(self) -> bool:
-        """Open the bucket again and read it. Return True if the bucket is lost, or lacks writes that were read before.
+        """Open the bucket again and read it. Return True if the bucket is lost, or lacks writes of the last snapshot.
         Raises BrokerError, NotReady.
         """
         await self._bucket.open()
@@ -239,7 +239,7 @@ class Mirror:
         """
         async with self._lock:
             last = await self._bucket.write(list(writes))
-            if not self._now.epoch:  # a reconnect discarded the snapshot; the next read of the bucket has this batch
+            if not self._now.epoch:  # a reconnect discarded it; the next read gets this batch
                 return None, last
             first = last - len(writes) + 1
             try:
@@ -252,8 +252,8 @@ class Mirror:
             return before, last
 
     async def _begin(self, created: str, last: int) -> None:
-        """Read all models and bundles, at least up to write number `last`. Which bundles these writes changed is
-        unknown.
+        """Read all models and bundles, at least up to write number `last`. Count all bundles as changed by these
+        writes, because the records do not say which bundles changed.
         """
         models = await self._bucket.use(lambda bucket: bucket.entries("model"))
         entries = await self._bucket.use(lambda bucket: bucket.entries("bundle"))
@@ -263,8 +263,8 @@ class Mirror:
             stored = decoded(_stored, entry)
             held[stored.model or str((stored.entry or {})["id"])] = HeldModel(stored, entry.revision)
         self._read = max((entry.revision for entry in models), default=0)
-        # If a model was written during this read, its history record is the next write, which `_apply` then skips. So
-        # the bundles that this write changed count as unknown.
+        # If a model was written during this read, `_apply` will skip its history record, which is the next write. So
+        # count all bundles as changed by the next write too.
         if self._read > last:
             last = self._read + 1
         self._created = created
@@ -273,15 +273,15 @@ class Mirror:
         )
 
     async def _since(self, last: int) -> list[Entry]:
-        """Return the writes after the last read, at least up to number `last`. If the bucket has lost write `last`, the
-        result ends before it.
+        """Return the writes after the last read, at least up to number `last`; fewer if the bucket has lost write
+        `last`. Raises BrokerUnavailable if the broker has write `last` but does not return it.
         """
         entries: list[Entry] = []
         for _ in range(int(BEHIND_S / _PAUSE_S)):
             entries = await self._bucket.use(lambda bucket: bucket.since(self._read))
             if entries and entries[-1].revision >= last:
                 return entries
-            # this answer came from a replica of the broker that is behind: try again until it has caught up
+            # the reply came from a replica of the bucket that lacks the newest writes: read again after a pause
             await asyncio.sleep(_PAUSE_S)
         if await self._bucket.use(lambda bucket: bucket.reaches(last)):
             raise BrokerUnavailable(f"the broker has write {last} of the catalogue's bucket, but does not return it")
@@ -307,10 +307,10 @@ class Mirror:
                 stored = decoded(_stored, entry)
                 before = held.get(stored.model, HeldModel())
                 if stored.revision <= before.revision:
-                    continue  # an old revision that was restored from a backup: only the history has it
+                    continue  # an old revision, restored from a backup to the history only
                 if stored.revision > before.revision + 1:
-                    # The bucket has lost the revisions between `before` and `stored`: which bundles they changed is
-                    # unknown.
+                    # The bucket has lost the revisions between `before` and `stored`, which may have changed any
+                    # bundle.
                     unknown = read
                 for bundle in concerns(bundles, stored.entry, before.entry):
                     concerned[bundle] = read

@@ -1,6 +1,6 @@
-"""Process of the config service: connect; seed the catalogue, that is, write the packaged models and those of
-SIE_MODELS_DIR to the catalogue's bucket at the broker; serve it; and watch SIE_MODELS_DIR. If the broker loses the
-catalogue, it is seeded again.
+"""Process of the config service: connects to the broker, seeds the catalogue, serves it, and watches SIE_MODELS_DIR. To
+seed is to write the packaged models and the models of SIE_MODELS_DIR to the catalogue's bucket. If the broker loses the
+bucket, the process seeds again.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class PreparedCatalogue:
 
 
 async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | None = None) -> PreparedCatalogue:
-    """Open the store, and seed it with the models of the folders. `cached_overlay`: overlay that was read before; its
-    last contents are used if the folders cannot be read now. Raises SettingError, BrokerError, NotReady.
+    """Open the store, and seed it with the models of the folders. `cached_overlay`: overlay of an earlier call. If the
+    folders cannot be read now, seed the models of its last read. Raises SettingError, BrokerError, NotReady.
     """
     overlay = cached_overlay or Overlay(settings)
     signature: Signature = {}
@@ -61,9 +61,9 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
             overlay.name,
             error,
         )
-        folders, signature = overlay.last, {}  # without a signature, the watch reads the folder again
+        folders, signature = overlay.last, {}  # an empty signature makes the watch read the folder again
     store = await open_store(broker, settings)
-    await store.snapshot()  # this read binds the store to the present bucket: a bucket that is created later is refused
+    await store.snapshot()  # after this read, the store refuses a bucket that was created later
     if lost := await retry_conflicts(store.recover):
         names = ", ".join(lost[:MAX_TOLD]) + (", ..." if len(lost) > MAX_TOLD else "")
         _logger.warning(
@@ -88,8 +88,8 @@ async def keep(
     """Serve the catalogue and watch the folder of models until `stop`. If the broker loses the catalogue, seed it
     again.
 
-    Each replica does this, and compare-and-set decides between their writes. Models that are written over the API
-    meanwhile are kept.
+    All replicas seed at the same time, and compare-and-set prevents double writes. Seeding does not replace models
+    that were written over the API meanwhile.
     """
     while True:
         service.begin(prepared.store, prepared.overlay.trust())
@@ -160,8 +160,8 @@ async def run(
     lame_duck_s: float = 0.0,
     on_listening: Callable[[int], None] | None = None,
 ) -> int:
-    """Run the service until `stop`. If it was ready, accept requests for another `lame_duck_s` seconds. Then finish the
-    requests that run. Return the exit status: 1 if a background task failed, else 0.
+    """Run the service until `stop`. If the service was ready, accept requests for another `lame_duck_s` seconds. Then
+    finish the running requests. Return the exit status: 1 if a background task failed, else 0.
 
     Raises SettingError.
     """
@@ -182,7 +182,7 @@ async def run(
     if on_listening is not None:
         on_listening(server.port)
     tasks = Tasks(_logger, stop.request)
-    served = Stop()  # never set: the background tasks run until they are cancelled, after the last request has ended
+    served = Stop()  # never set: the tasks run until `cancel`, which follows the last request
     try:
         if settings.nats_streams_password is not None:
             tasks.start(_make_streams(settings, served), "streams")

@@ -1,13 +1,12 @@
-"""Watch of SIE_MODELS_DIR: changed files become writes of source `overlay`, without a restart. If a file was removed,
-its model is removed too, or becomes the packaged model with this id.
+"""Watch of SIE_MODELS_DIR: writes the models of changed files to the catalogue (source `overlay`) without a restart. If
+a file was removed, the watch writes the packaged model with this id, or removes the model if there is none.
 
     look ──changed, and equal at the next look──► all files read and checked ──► written to the bucket, logged
       ▲            └ one is invalid: no change, the log names file, field and line               │
       └── all gateways and workers have it, or WATCHED_S have passed: log which lack it ◄────────┘
 
-Names, sizes, times and inodes of the files are compared, which also works on file systems without events. (In an object
-store, the ETag stands for the inode.) The pauses are long enough that the comparisons take about a hundredth of the
-time.
+The watch compares names, sizes, times and inodes of the files (in an object store, ETags instead of inodes), because
+some file systems send no events. The pauses are so long that the comparisons take at most a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ def warn_of_others(folders: Folders, read: CatalogueSnapshot) -> None:
 
 
 def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[CatalogueChange]) -> None:
-    """Log the aliases that are invalid and that these changes concern, also those that were invalid before. A change of
-    the folder is applied even if it breaks an alias that was written over the API.
+    """Log all invalid aliases with a name or target in these changes, because the service applies a change of the
+    folder even if the change makes an alias invalid.
     """
     for alias, why in broken_by(read, index, (change.model for change in done)).items():
         _logger.error("the alias %s is invalid after a change of the model folder: %s", alias, why)
@@ -64,8 +63,8 @@ def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[Catalo
 
 @dataclass
 class _Watched:
-    """Stored change that is watched until all gateways, and the workers of `bundles`, have reached `epoch`, but at most
-    until `due_s`.
+    """Stored change. Until `due_s`, `Reload` checks whether all gateways, and the workers of `bundles`, have reached
+    `epoch`.
     """
 
     outcome: str
@@ -76,9 +75,9 @@ class _Watched:
 
 @dataclass
 class Reload:
-    """Watch of the folder of models. `signature`: state of its files when they were seeded. `workers`: knows which
-    processes have a change; None to report nothing about them. `check`: raises ValidationFailed for an entry that no
-    worker could load; None to check nothing.
+    """Watch of the folder of models. `signature`: state of its files when they were seeded. `workers`: reports
+    which gateways and workers lack a change; None to log nothing about them. `check`: raises
+    ValidationFailed for an entry that no worker could load; None to check nothing.
     """
 
     store: CatalogueStore
@@ -86,7 +85,7 @@ class Reload:
     signature: Signature
     workers: CatalogueReaders | None = None
     check: Callable[[dict[str, Any]], Awaitable[None]] | None = None
-    _refused: Signature | None = None  # last state of the files that was refused; its error is logged only once
+    _refused: Signature | None = None  # last refused state of the files, to log its error only once
     _outage: Trouble = field(
         default_factory=lambda: Trouble(_logger, "the folder of models cannot be read, so the catalogue is not changed")
     )
@@ -96,7 +95,7 @@ class Reload:
     _watched: list[_Watched] = field(default_factory=list)
 
     async def run(self, stop: Stop) -> None:
-        """Compare the folder again and again, and apply its changes, until `stop`."""
+        """Compare the folder with its last state after each pause, and apply changes, until `stop`."""
         look_s = BUCKET_LOOK_S if self.overlay.is_remote else LOOK_S
         last, pause_s = self.signature, look_s
         while not await stop.wait_for(pause_s):
@@ -120,7 +119,7 @@ class Reload:
         try:
             folders = await asyncio.to_thread(self.overlay.folders)
             if await asyncio.to_thread(self.overlay.read_signature) != now:
-                return  # the folder changed again while it was read; the next look applies it
+                return  # the folder changed during the read; the next look applies it
             await self._check_files(folders)
             bundles = await self.store.seed_bundles(folders.bundles)
             done = await self.store.seed(folders.models)
@@ -143,7 +142,7 @@ class Reload:
             _logger.info("%s was changed: %s", self.overlay.name, outcome)
 
     async def _check_files(self, folders: Folders) -> None:
-        """Raise ValidationFailed for a changed entry that no worker could load. The whole folder is then refused."""
+        """Raise ValidationFailed for a changed entry that no worker can load: `_apply` then refuses the folder."""
         if self.check is None:
             return
         for change in await self.store.to_seed(folders.models):
@@ -180,8 +179,8 @@ class Reload:
         log_broken(read, await self.store.alias_index(), done)
 
     def _report(self) -> None:
-        """Log each change that has reached all gateways and all workers of its bundles. After WATCHED_S, log each
-        change that some of them lack.
+        """Log each change that has reached all gateways and all workers of its bundles. After WATCHED_S seconds, log
+        each change that some of these processes lack.
         """
         left = []
         for watched in self._watched if self.workers is not None else ():

@@ -1,23 +1,23 @@
-"""Catalogue in a key-value bucket. A replica has no other state, so any number of replicas may run; compare-and-set
-decides between their writes.
+"""Catalogue in a key-value bucket. A replica has no other state, so any number of replicas may run. If two
+replicas write the same key, compare-and-set lets one write succeed.
 
     packaged folder + SIE_MODELS_DIR ──seed──► bucket ──► export, epoch
                      an operator ──── write ──►   └──► for each write of a model, one delta to each bundle concerned
 
     model.<id>             the present model: compare-and-set uses its revision
     bundle.<id>            a bundle of the folders; readers of the catalogue notice a change by the epoch
-    history.<id>.<number>  each of the model's last REVISIONS_KEPT revisions, in one batch with the model; the newest
-                           replaces the oldest
-    replies.<number>       replies to writes that had an Idempotency-Key, by a hash of the key; in the same batch too,
-                           unless the write changed no model
+    history.<id>.<number>  the model's last REVISIONS_KEPT revisions. A batch writes the model and its history record;
+                           the newest record replaces the oldest
+    replies.<number>       replies to writes that had an Idempotency-Key. A hash of the key gives the number. If the
+                           write changes a model, the batch of the model has the reply too
     aliases                the targets of each alias; an alias itself is stored like a model
 
 To seed is to write the models of the folders to the bucket. Seeding never changes a model that was written or removed
 over the API. A removed model remains as a record without an entry, because its later revisions continue its numbers.
 
-The broker's files can be damaged. Seeded models can then be read from the folders again. Models that were written over
-the API are also in a second bucket, the copy, under the same key. The copy is written after the bucket, so everything
-in the copy must be in the bucket: `recover` writes missing models again.
+If the broker's files are damaged, seeding reads the models of the folders again. A second bucket, the copy, has the
+models that were written over the API, under the same keys. Each write goes to the bucket first, then to the copy. So if
+the bucket lacks a model of the copy, the bucket has lost the model, and `recover` writes the model again.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ REVISIONS_KEPT = 100
 REPLY_SLOTS = 256
 REPLIES_PER_SLOT = 64
 REPLY_KEPT_S = 86400.0
-# operation that writes an earlier revision of a model again, because its newest one could not be loaded
+# operation that writes an earlier revision of a model again, because its newest revision could not be loaded
 RESTORE = "restore"
 _logger = logging.getLogger("sie.config")
 
 
 @dataclass(frozen=True)
 class CatalogueChange:
-    """Write of a model: the new entry, or None for a removal. `held`: the stored model that it replaces."""
+    """Write of a model. `entry`: the new entry, None for a removal. `held`: the stored model before the write."""
 
     model: str
     held: HeldModel
@@ -83,7 +83,7 @@ class CatalogueChange:
     note: str = ""
 
     def bundles(self, bundles: Mapping[str, BundleEntry]) -> set[str]:
-        """Return the bundles that could serve the model before the change or can serve it now."""
+        """Return the bundles that could serve the model before the change or can serve the model now."""
         return concerns(bundles, self.entry, self.held.entry)
 
 
@@ -105,7 +105,7 @@ class ReplySlot:
     sequence: int
 
     def find(self, key: str, now_s: float) -> RecordedReply | None:
-        """Return the reply for a key; None if there is none, or if it is older than REPLY_KEPT_S."""
+        """Return the reply for a key; None if there is no reply younger than REPLY_KEPT_S."""
         return next((reply for reply in self.replies if reply.key == key and now_s - reply.at_s < REPLY_KEPT_S), None)
 
     def with_reply(self, reply: RecordedReply) -> Write:
@@ -139,7 +139,7 @@ def normalised(entry: ModelEntry | Alias) -> dict[str, Any]:
 
 
 class CatalogueStore:
-    """Reader and writer of the catalogue's bucket. It keeps in memory only what it can read again from the bucket."""
+    """Reader and writer of the catalogue's bucket. Its memory has only caches of the bucket's content."""
 
     def __init__(self, broker: Bus, bucket: RecordBucket, copy: RecordBucket) -> None:
         self._broker = broker
@@ -169,9 +169,9 @@ class CatalogueStore:
         await self._mirror.invalidate()
 
     async def lost(self, stop: Stop) -> bool:
-        """Wait until the broker has lost the bucket or writes in it, and return True; return False if `stop` is set
-        first. The bucket is checked only after a reconnect, and after a read whose request for the epoch failed or
-        found another bucket.
+        """Wait until the broker has lost the bucket or some of its writes, and return True. Return False if `stop` is
+        set first. Check the bucket only after a reconnect, and after `snapshot` failed to read the epoch or found
+        another bucket.
         """
         while not await stop.wait_woken(self._mirror.suspect):
             action = "checking whether the broker still has the catalogue"
@@ -217,7 +217,7 @@ class CatalogueStore:
         return await self._bucket.use(lambda bucket: bucket.entries(within))
 
     async def not_found(self, model: str) -> ModelNotFound:
-        """Return the error for a missing model. It names the revision that removed the model, or similar names."""
+        """Return the error for a missing model, with the revision that removed the model, or with similar names."""
         held = await self.held(model)
         if held.stored is not None:
             fix = "roll back to an earlier revision, which /history lists, or POST it again"
@@ -262,8 +262,8 @@ class CatalogueStore:
         return stored if stored is not None and stored.revision == revision else None
 
     async def backup(self) -> list[StoredModel]:
-        """Return all stored revisions of the models whose newest revision was written over the API. No folder has these
-        revisions.
+        """Return all stored revisions of the models whose newest revision was written over the API, because the folders
+        lack these revisions.
         """
         models = [
             name for name, held in (await self.snapshot()).held.items() if held.stored and held.stored.source == "api"
@@ -271,8 +271,8 @@ class CatalogueStore:
         return [stored for name in sorted(models) for stored in reversed(await self.history(name))]
 
     async def slot(self, key: str) -> ReplySlot:
-        """Read the slot for an Idempotency-Key: its digest `key` selects one of REPLY_SLOTS slots of stored replies. A
-        slot that cannot be decoded counts as empty, and the next reply replaces it.
+        """Read the slot for an Idempotency-Key, whose digest `key` selects one of REPLY_SLOTS slots. If the slot cannot
+        be decoded, return an empty slot: the next reply then replaces the stored slot.
         """
         number = int(key[:8], 16) % REPLY_SLOTS
         entry = await self._bucket.get(_slot_key(number))
@@ -291,8 +291,8 @@ class CatalogueStore:
         await self._bucket.write([reply])
 
     async def alias_index(self) -> AliasIndex:
-        """Return the index of aliases at the newest write that the broker's leader has. Raises NotReady if it cannot be
-        decoded.
+        """Return the index of aliases at the newest write that the broker's leader has. Raises NotReady if the index
+        cannot be decoded.
         """
         entry = await self._bucket.get(INDEX_KEY)
         return AliasIndex() if entry is None else AliasIndex.read(entry.value, entry.revision)
@@ -306,11 +306,11 @@ class CatalogueStore:
         tell: bool = True,
     ) -> tuple[int, int]:
         """Write the changes, each of a different model, in one atomic batch. With `tell`, broadcast a delta (a message
-        about a change) for each change and each bundle that it concerns. Otherwise readers find the changes when they
-        poll. Return the number of deltas sent, and the number that should have been sent.
+        about one change) to each bundle that the change concerns. Without `tell`, readers find the changes at their
+        next poll. Return the number of deltas sent, and the number that should have been sent.
 
         Raises WrongRevision if another writer has changed one of the models, the stored replies or the index of
-        aliases. Then nothing is written. Raises BrokerError, NotReady.
+        aliases; the broker then stores none of the changes. Raises BrokerError, NotReady.
         """
         writes: list[Write] = []
         revisions: list[StoredModel] = []
@@ -344,12 +344,12 @@ class CatalogueStore:
         )
 
     async def copy_held(self, held: HeldModel) -> None:
-        """Write the newest revision of a model to the copy, unless it is there, or was not written over the API."""
+        """Write the newest revision of a model to the copy if the API wrote the revision and the copy lacks it."""
         if held.stored is not None and held.stored.source == "api":
             await self._write_copy(held.stored)
 
     async def _write_copy(self, stored: StoredModel) -> None:
-        """Write a revision to the copy, the second bucket, unless the copy has this or a later revision."""
+        """Write a revision to the copy (the second bucket) if the copy has only earlier revisions or none."""
         key = model_key(stored.model)
 
         async def attempt() -> None:
@@ -371,11 +371,11 @@ class CatalogueStore:
             )
 
     async def recover(self, backup: Sequence[StoredModel] = ()) -> list[str]:
-        """Write to the bucket the models that it lacks and that the copy or a backup has. Write to the copy the models
-        that it lacks and that were written over the API. Then correct the index of aliases. Return the models that the
-        bucket had lost, or had at an earlier revision.
+        """Write models of the copy or of a backup to the bucket if the bucket lacks their newest revision. Write models
+        that were written over the API to the copy if the copy lacks them. Then correct the index of aliases. Return
+        the ids of the models written to the bucket.
 
-        `backup`: revisions of models, including old ones; old ones that the bucket lacks are written to its history.
+        `backup`: revisions of models. The bucket's history gets the old revisions that it lacks.
         Raises WrongRevision if another writer changes one of the models or the index at the same time.
         """
         entries = await self._copy.use(lambda bucket: bucket.entries())
@@ -407,8 +407,8 @@ class CatalogueStore:
         ]
         for start in range(0, len(lost), SEED_BATCH):
             await self.write(lost[start : start + SEED_BATCH], tell=False)
-        # read the index before the snapshot: an alias that another replica adds in between then causes a conflict, and
-        # is not dropped from the index
+        # Read the index before the snapshot. If another replica adds an alias between these reads, the write below
+        # fails with WrongRevision, and does not remove that alias from the index.
         index, read = await self._index_to_correct(), await self.snapshot()
         for model, held in read.held.items():
             if model not in copies or copies[model].revision < held.revision:
@@ -421,7 +421,7 @@ class CatalogueStore:
     async def _index_to_correct(self) -> AliasIndex:
         try:
             return await self.alias_index()
-        except NotReady as error:  # the index is then built from the stored aliases
+        except NotReady as error:  # `recover` builds the index from the stored aliases
             _logger.warning("%s", error.message)
             entry = await self._bucket.get(INDEX_KEY)
             return AliasIndex({}, 0 if entry is None else entry.revision)
@@ -435,9 +435,9 @@ class CatalogueStore:
         first: int,
         with_index: bool,
     ) -> tuple[int, int]:
-        """Send a delta for each change and each affected bundle. Without `before`, the snapshot before the changes, the
-        deltas make readers request the whole catalogue. Return the number of deltas sent, and the number that should
-        have been sent.
+        """Send a delta for each change and each affected bundle. `before`: the snapshot before the changes; if None,
+        the deltas make readers request the whole catalogue. Return the number of deltas sent, and the number that
+        should have been sent.
         """
         previous, since = (
             (before.epoch, {bundle: before.since(bundle) for bundle in before.bundles})
@@ -468,7 +468,7 @@ class CatalogueStore:
         return sent, expected
 
     async def seed_bundles(self, packaged: Mapping[str, BundleEntry]) -> bool:
-        """Replace the bundles in the bucket. Return whether they differed. Raises WrongRevision after SEED_ATTEMPTS."""
+        """Replace the bundles in the bucket. Return whether one changed. Raises WrongRevision after SEED_ATTEMPTS."""
         values = {bundle_key(name): msgspec.json.encode(bundle) for name, bundle in packaged.items()}
 
         async def attempt() -> bool:
@@ -513,7 +513,7 @@ class CatalogueStore:
         """Write the models of the folders to the bucket, except models that were written over the API. Return the
         changes.
 
-        Raises WrongRevision if other writers were faster in each of SEED_ATTEMPTS attempts.
+        Raises WrongRevision if each of SEED_ATTEMPTS attempts conflicts with another writer.
         """
         done: list[CatalogueChange] = []
 
@@ -527,8 +527,8 @@ class CatalogueStore:
                     if is_alias(change.entry) or is_alias(change.held.entry)
                 }
                 index = (await self.alias_index()).written(index_of(aliases)) if aliases else None
-                # Broadcast only the last batch. Readers that get its delta notice that they lack earlier changes, and
-                # fetch all; readers of other bundles find the changes at their next poll.
+                # Broadcast only the last batch. A reader that gets its delta sees that earlier changes are missing, and
+                # fetches the whole catalogue. Readers of other bundles find the changes at their next poll.
                 await self.write(batch, index=index, tell=start + SEED_BATCH >= len(changes))
                 done.extend(batch)
 
@@ -544,9 +544,7 @@ def _export(read: CatalogueSnapshot) -> ConfigExport:
             held.revision,
             bundles_of(read.bundles, held.entry),
             written=held.written,
-            raw_yaml=msgspec.json.encode(
-                held.entry
-            ).decode(),  # JSON is valid YAML, and is encoded a hundred times faster
+            raw_yaml=msgspec.json.encode(held.entry).decode(),  # JSON is valid YAML, and encoding JSON is much faster
         )
         for model, held in sorted(read.held.items())
         if held.entry is not None
@@ -571,8 +569,8 @@ def _copied(entry: Entry | None) -> StoredModel | None:
 
 
 def digest_of(*parts: bytes) -> str:
-    """Return the SHA-256 of several parts, in hex. The length of each part is hashed too: without it, parts that are
-    split differently would give the same digest.
+    """Return the SHA-256 of several parts, in hex. The length of each part is hashed too, so that b"ab", b"c"
+    and b"a", b"bc" have different digests.
     """
     digest = hashlib.sha256()
     for part in parts:
@@ -581,7 +579,7 @@ def digest_of(*parts: bytes) -> str:
 
 
 async def open_store(broker: Broker, settings: Settings) -> CatalogueStore:
-    """Open the catalogue's store, and create its bucket if it does not exist. The copy is opened at its first use.
+    """Open the catalogue's store, and create its bucket if the bucket does not exist. The first use opens the copy.
     Raises BrokerError.
     """
     bucket, copy = (

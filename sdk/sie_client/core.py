@@ -28,7 +28,7 @@ from sie_contracts import __version__, url_names
 from sie_contracts.errors import UNDECODABLE
 
 CONNECTION_BUDGET_S = 120.0
-# seconds of retries if a port of this machine refuses connections and never answered: probably no server runs
+# seconds of retries if a port of this machine refuses connections and no server has answered there before
 NOBODY_BUDGET_S = 5.0
 CAPACITY_BUDGET_S = 900.0
 PART_TOKENS = 16_384
@@ -49,8 +49,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class UploadStream:
-    """Request body of `size_bytes` that is never completely in memory. Each attempt to send it calls `pieces` and
-    starts from the beginning. Reading a piece may take long, and may raise SIEError.
+    """Request body of `size_bytes` that is never completely in memory. Each attempt to send the body calls `pieces`
+    again. The next piece may take long to read, and the read may raise SIEError.
     """
 
     pieces: Callable[[], Generator[bytes]]
@@ -61,7 +61,7 @@ class BodySink(Protocol):
     """Receiver of the body of a successful response, such as a file. Its methods may block, and may raise SIEError."""
 
     def begin(self) -> None:
-        """Prepare for the first piece of an attempt. Discard the pieces of an earlier attempt that failed."""
+        """Prepare for the first piece of an attempt. Discard the pieces of an earlier, failed attempt."""
 
     def write(self, piece: bytes) -> None:
         """Receive the next piece of the body."""
@@ -70,9 +70,9 @@ class BodySink(Protocol):
 @dataclass(frozen=True)
 class Send:
     """HTTP request; `path` is relative to the base URL. The request fails if no byte of the response arrives for
-    `within_s` seconds. After `hedge_after_s` seconds without a response, a second copy may be sent; the first success
-    counts. If set, `sink` receives the body of a successful response, and the body of `Received` is empty. `may_repeat`
-    is called after an attempt without a response of the server; if it returns False, the request is not sent again.
+    `within_s` seconds. After `hedge_after_s` seconds without a response, the driver may send a second copy; the first
+    success counts. `sink` receives the body of a successful response; the body of `Received` is then empty. After an
+    attempt without a response, the driver calls `may_repeat`, and sends the request again only if the result is True.
     """
 
     method: str
@@ -88,8 +88,8 @@ class Send:
 @dataclass(frozen=True)
 class Pause:
     """Step to wait for `seconds`. `cause`: the reason for the user's log, such as an error code; empty for a pause
-    without an error. `error`: text of the error after which the call waits, if `cause` does not name it. `remaining_s`:
-    seconds that the call may wait after this pause.
+    without an error. `error`: text of the error before the pause, if `cause` is no error code. `remaining_s`: seconds
+    that the call may wait after this pause.
     """
 
     seconds: float
@@ -100,7 +100,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class BlockingWork:
-    """Step to call `function` in a thread, where it blocks no other calls. The result is that of the function."""
+    """Step to call `function` in a thread, where it blocks no other calls. Its result is the function's result."""
 
     function: Callable[[], Any]
 
@@ -152,8 +152,8 @@ Plan: TypeAlias = "Generator[Step, Any, T]"
 
 
 class Patience:
-    """Marker that all parts of a call share. A successful part replaces `mark`. A waiting part that sees a new mark
-    sets its waiting times back to 0, because the server has answered another part.
+    """Waiting state that all parts of a call share. A part that succeeds replaces `mark` by a new object. Every waiting
+    part that sees the new object sets its waiting time back to 0, because the server still answers.
     """
 
     def __init__(self) -> None:
@@ -179,8 +179,8 @@ class LoggedWarnings:
 
 
 class Hedges:
-    """Permits for second copies of slow requests. A session begins with one permit and gets one more for every five
-    requests; it has at most MAX_HEDGES. So second copies add at most a fifth to the server's load.
+    """Permits for second copies of slow requests. A session begins with one permit, gets one more for every five
+    requests, and has at most MAX_HEDGES. So second copies add at most a fifth to the server's load.
     """
 
     def __init__(self) -> None:
@@ -244,7 +244,7 @@ class Session:
         return session
 
     def for_call(self, options: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
-        """Return the session of a call, to which client options of `options` apply, and the server's parameters."""
+        """Return the session of a call, with the client options in `options`, and the other options (parameters)."""
         own = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
         return replace(self, **own) if own else self, {
             name: value for name, value in options.items() if name not in _OPTIONS
@@ -256,7 +256,7 @@ class Session:
         return max(SERVER_DEADLINE_S, self.timeout_s or 0.0) + GRACE_S
 
     def sent_headers(self) -> dict[str, str]:
-        """Return the headers for every request. The headers about the format of the body are added later."""
+        """Return the headers that every request has, without those for the format of the body."""
         headers = {"x-sie-client-version": __version__}
         if self.api_key:
             headers["authorization"] = f"Bearer {self.api_key.strip()}"
@@ -293,9 +293,9 @@ _OPTIONS = frozenset(field.name for field in fields(Session)) - {"hedges", "warn
 
 
 def call(request: Send, session: Session, patience: Patience | None = None) -> Plan[Received]:
-    """Send a request until it succeeds, a retry is useless or not allowed, or the waiting time is used up. Raises the
-    SIEError of the last attempt. The `__cause__` of this error is the exception of the HTTP client, or if there is
-    none, the error of the previous attempt.
+    """Send a request again until an attempt succeeds, a retry is useless or not allowed, or no waiting time is left.
+    Raises the SIEError of the last attempt. Its `__cause__` is the exception of the HTTP client, or without such an
+    exception, the error of the previous attempt.
     """
     patience = patience or Patience()
     mark = patience.mark
@@ -387,7 +387,7 @@ def failure_of(answer: Received) -> SIEError:
     details = dict(inner) if isinstance(inner, dict) else {}
     if isinstance(document.get("errors"), list):
         details["errors"] = document["errors"]
-    # the header has priority: in the routes of another API's format, the body has the error code of that API
+    # prefer the header: on the routes of another API (such as OpenAI), the body has the error code of that API
     code = answer.headers.get("x-sie-error-code") or details.get("code")
     code = code if isinstance(code, str) else ""  # the code of a proxy may be a number
     request_id = str(details.get("request_id") or answer.headers.get("x-sie-request-id", ""))
@@ -450,8 +450,8 @@ def json_call(
 
 
 def delete_call(path: str, session: Session, within_s: float = CONTROL_S, *, type: Any = Any) -> Plan[None]:
-    """Send a DELETE. Raises NotFoundError if the object does not exist. If an earlier attempt got no response, that
-    attempt may have deleted the object, and no error is raised.
+    """Send a DELETE. Raises NotFoundError if the object does not exist. No error if an earlier attempt
+    got no response, because that attempt may have deleted the object.
     """
     try:
         yield from json_call("DELETE", path, session, within_s=within_s, type=type)

@@ -48,8 +48,8 @@ def uploaded(
     expires_after_s: int | None = None,
 ) -> Plan[FileObject]:
     """Upload a file and return its description. Raises InvalidInputError if the file cannot be read, or if its size
-    changes during the upload. If the connection breaks after the last byte of the file, the upload is not repeated,
-    because the server may have stored the file.
+    changes during the upload. If the connection breaks after the last byte of the file, do not upload again, because
+    the server may have stored the file.
     """
     location = Path(path)
     size_bytes: int = yield BlockingWork(lambda: _size_of(location))
@@ -146,7 +146,7 @@ def saved(
 
 
 class Fetching:
-    """Progress of a download. It counts the bytes that are on the disk, of `total` bytes. Thread-safe."""
+    """Progress of a download: counts the bytes that are on the disk, out of `total` bytes. Thread-safe."""
 
     def __init__(self, total: int, on_progress: Callable[[Progress], None] | None) -> None:
         self._lock = threading.Lock()
@@ -162,8 +162,8 @@ class Fetching:
 
 class Arriving:
     """Sink that writes a download to a hidden file in the target folder. `finish` renames the hidden file to `path`.
-    `tell` is called with the number of new bytes; a negative number subtracts the bytes of a failed attempt. If another
-    download to `path` begins meanwhile, it replaces the hidden file, and only the later download can be finished.
+    `tell` gets the number of new bytes; after a failed attempt, minus the number of its bytes. If another download to
+    `path` begins meanwhile, that download replaces the hidden file, and only that download can finish.
     """
 
     def __init__(self, path: Path, size_bytes: int, sha256: str, tell: Callable[[int], None]) -> None:
@@ -178,7 +178,7 @@ class Arriving:
         self._come = 0
 
     def begin(self) -> None:
-        """Start with an empty file, also after a failed attempt. Raises InvalidInputError if it cannot be created."""
+        """Start with an empty file, also after a failed attempt. Raises InvalidInputError if no file can be created."""
         self._close()
         self._tell(-self._come)
         self._digest, self._come = hashlib.sha256(), 0
@@ -196,7 +196,7 @@ class Arriving:
         self._tell(len(piece))
 
     def finish(self) -> None:
-        """Rename the complete file to `path`. If its size or digest differs from the expected one, delete the file and
+        """Rename the complete file to `path`. If its size or digest is not the expected value, delete the file and
         raise ServerError. Raises InvalidInputError if another download to `path` has begun.
         """
         self._close()

@@ -54,7 +54,7 @@ _logger = logging.getLogger("sie_client")
 
 
 class JobInfo(api.JobInfo, kw_only=True, frozen=True):
-    """A job as the server describes it. Unknown states and request fields of a newer server are accepted."""
+    """A job as the server describes it. Accepts unknown states and request fields, so that newer servers work too."""
 
     state: str  # type: ignore[assignment]
     request: dict[str, Any]  # type: ignore[assignment]
@@ -113,9 +113,9 @@ class SeenJob(Calls[D]):
 
 
 def submitted(model: str, source: Any, options: Mapping[str, Any], session: Session) -> Plan[JobInfo]:
-    """Upload `source` if it is a local file, send `POST /v1/jobs` and return the job. The uploaded file is deleted if
-    the server refuses the job (RequestError), or returns an older job with the same idempotency key. Raises TypeError
-    for an unknown option.
+    """Upload `source` if it is a local file, send `POST /v1/jobs` and return the job. Delete the uploaded
+    file if the server refuses the job (RequestError), or returns an older job with the same idempotency key. Raises
+    TypeError for an unknown option.
     """
     names = JobOptions.__annotations__
     for name in options:
@@ -175,7 +175,7 @@ def _post(path: str, session: Session, body: Any, key: str) -> Plan[JobInfo]:
 
 
 def _abandoned(file: str, session: Session) -> Plan[None]:
-    """Delete an uploaded file with one attempt. A failure is only logged, because the server deletes expired files."""
+    """Delete an uploaded file with one attempt. Log a failure, raise no error: the server deletes expired files."""
     session, _ = session.for_call({"wait_for_capacity": False})
     try:
         yield from files.deleted(file, session)
@@ -206,7 +206,7 @@ def page(state: str | None, limit: int, after: str | None, session: Session) -> 
 
 def steered(job: str, action: Literal["pause", "resume", "cancel"], session: Session) -> Plan[JobInfo]:
     """Send `POST /v1/jobs/{job}/{action}`. Return the job. Raises ContentConflictError if the job has ended. But if an
-    earlier attempt of `cancel` got no response, a cancelled job is returned.
+    earlier attempt of `cancel` got no response, return the cancelled job.
     """
     try:
         return cast(JobInfo, (yield from json_call("POST", f"{_path(job)}/{action}", session, type=JobInfo)))
@@ -251,7 +251,7 @@ def manifest(job: str, session: Session) -> Plan[JobManifest]:
 def waited(
     job: str, timeout_s: float | None, on_progress: Callable[[JobInfo], None] | None, session: Session
 ) -> Plan[JobInfo]:
-    """Poll the job until it has ended. Return the job, also if it failed or was cancelled. `on_progress` is called with
+    """Poll the job until it has ended. Return the job, also if it failed or was cancelled. Call `on_progress` with
     the job after each poll. Raises JobTimeoutError after `timeout_s`.
     """
     started_s, pause_s = time.monotonic(), FIRST_PAUSE_S
@@ -290,8 +290,8 @@ def downloaded(
     on_progress: Callable[[Progress], None] | None,
     session: Session,
 ) -> Plan[list[Path]]:
-    """Write the output files of a job to a folder, then its manifest. Return the paths of the output files. Files that
-    the folder already has with the right digest are not downloaded again. Raises InvalidInputError if the output is at
+    """Write the output files of a job to a folder, then its manifest. Return the paths of the output files. Do not
+    download files that the folder already has with the right digest. Raises InvalidInputError if the output is at
     a URL, or the folder has the output of another job, and ServerError for invalid file names.
     """
     into = Path(folder)

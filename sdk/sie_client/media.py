@@ -1,8 +1,8 @@
 """Conversion of images, documents, audio and video to the form in a request: `{"data": bytes of the file, "format":
-str}`. Data URIs, and the URL of an image, are sent unchanged: the gateway downloads the URL, or refuses it.
+str}`. The client sends data URIs, and URLs of images, unchanged: the gateway downloads or refuses the URL.
 
-The format comes from the content, or if the content does not show it, from the file name. If neither shows the format,
-`format` is omitted, and the server detects the format. A document has `format` only if its name has the suffix of a
+The content shows the format, or else the file name. If the format is still unknown, the client omits `format`, and the
+server detects the format. A document has `format` only if its name has the suffix of a
 text format, because the server detects all other formats, and a text file has no fixed first bytes.
 """
 
@@ -46,7 +46,7 @@ _TEXTS = frozenset({"html", "md", "txt", "csv"})
 
 
 def media(value: Any, path: str, *, urls: bool = False, is_document: bool = False) -> Any:
-    """Convert a file to the form of a request. Data URIs are returned unchanged, and with `urls` also URLs. Raises
+    """Convert a file to the form of a request. Return data URIs unchanged; with `urls`, also URLs. Raises
     InvalidInputError for a file that cannot be read, and without `urls` for a URL.
     """
     if isinstance(value, Mapping):
@@ -160,7 +160,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def _format_of(data: bytes) -> str:
-    """Return the format of an image, sound or video that the first bytes show; empty if they show none."""
+    """Return the format of an image, sound or video that the first bytes show; empty if the bytes show no format."""
     if data[:4] == b"RIFF":
         return _RIFF.get(data[8:12], "")
     if data[4:8] == b"ftyp":

@@ -1,5 +1,5 @@
-"""Plans (see `core`) for encode, score, extract and redact. A list is split into parts, each part is sent as one
-request, and the replies are joined.
+"""Plans (see `core`) for encode, score, extract and redact. A plan splits a list into parts, sends each
+part as one request, and joins the replies.
 
     items ──part by part: files read, sizes summed──► requests, some at a time ──► replies ──► results in input order
 
@@ -101,7 +101,7 @@ class _VerbRequest:
             ]
         body = yield from _aside(lambda: wire.encode({"items": sent, **self.fixed}, subject), part.size_bytes)
         sent = []
-        part.items.clear()  # frees memory: the encoded body already contains the items' files
+        part.items.clear()  # free memory: the encoded body has a copy of the items
         headers = {
             **self.session.sent_headers(),
             "accept": "application/msgpack",
@@ -118,7 +118,7 @@ class _VerbRequest:
         return cast(_PartReply, reply)
 
     def send_one_of_several(self, part: _ListPart, *, by_place: bool) -> Plan[_PartReply | SIEError]:
-        """Send one part. If all of its items failed, return the error, because items of other parts may succeed."""
+        """Send one part. If all items of the part failed, return the error: items of other parts may succeed."""
         count = len(part.items)
         try:
             return (yield from self.send(part, by_place=by_place))
@@ -145,7 +145,7 @@ class _VerbRequest:
 
 
 def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
-    """Call a function and return its result; from ASIDE_BYTES on in a thread, where it blocks no other calls."""
+    """Call a function and return its result. Use a thread from ASIDE_BYTES on, so as not to block other calls."""
     if size_bytes >= ASIDE_BYTES:
         return (yield BlockingWork(function))
     return function()
@@ -248,7 +248,7 @@ def _check_names(verb: str, params: Mapping[str, Any]) -> None:
     names = _PARAMS[verb]
     if params.keys() <= names:
         return
-    # imported late, as it is rarely needed: FIELDS has every parameter that any model family accepts
+    # imported only here, because few calls need it: FIELDS has the parameters of all model families
     from sie_contracts.models.options import FIELDS
 
     for name in params:
@@ -281,7 +281,7 @@ def encode(
 def _with_chunks(
     items: Sequence[Item | str], params: Mapping[str, Any]
 ) -> tuple[Sequence[Item | str], Mapping[str, Any]]:
-    """Move `chunks` and `context` into the items that lack them. Return the items and the other parameters."""
+    """Copy the parameters `chunks` and `context` into items without these fields. Return items and other parameters."""
     own = {name: params[name] for name in ("chunks", "context") if params.get(name) is not None}
     rest = {name: value for name, value in params.items() if name not in ("chunks", "context")}
     if not own:
@@ -293,9 +293,9 @@ def _with_chunks(
 def embed(
     model: str, texts: Iterable[Item | str], count: int | None, params: Mapping[str, Any], session: Session
 ) -> Plan[NDArray[Any]]:
-    """Return the dense vectors of texts as the rows of one array, in input order. `count`: number of texts, None for an
-    iterator, which is read while earlier texts are sent. Raises SIEError if any text fails, and InvalidInputError for
-    `chunks` and for vectors with a scale or an offset, which have no place in the array.
+    """Return the dense vectors of texts as the rows of one array, in input order. `count`: number of texts; None for an
+    iterator. Raises SIEError if any text fails, and InvalidInputError for `chunks` and for vectors with a scale or an
+    offset, because the array has only vectors.
     """
     session, params = session.for_call({**params, "output_types": ["dense"], "on_item_error": "fail"})
     _check_names("encode", params)
@@ -310,8 +310,8 @@ def embed(
 
 
 class _VectorRows:
-    """Array of vectors that is filled part by part, also by several threads. If the number of rows is unknown, the
-    array grows by `ndarray.resize`.
+    """Array of vectors. Several threads may write parts of the array. If the number of rows is unknown, the array grows
+    by `ndarray.resize`.
     """
 
     def __init__(self, count: int | None) -> None:

@@ -1,5 +1,5 @@
-"""Inspection of a model folder: it returns a catalogue entry built from the files. The weight files are checked, and
-weights and tokenizer are compared with the entry, but no model is loaded.
+"""Inspection of a model folder: builds a catalogue entry from the files. The inspection checks the weight files, and
+compares weights and tokenizer with the entry, but loads no model.
 
     files of the folder ──► family ──► outputs, limits, head, prompts ──► Inspection: entry, findings, assumptions
 
@@ -41,7 +41,7 @@ from sie_store.weights.selection import FILES, PICKLED
 
 # files that influence results: all files that a load downloads, except the model card
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")
-# subfolders with the parts of a model, as the extraction packages name them
+# subfolders that packages for entity extraction write: configuration and weights of the encoder, and its tokenizer
 _PARTS_OF_PACKAGES = ("encoder_config", "encoder", "tokenizer")
 _PARTS = ("text_config", "vlm_config")  # sections of config.json that may have their own dtype
 # model_type prefixes of models whose states overflow in float16: Gemma (source: model card of EmbeddingGemma), ColPali,
@@ -65,10 +65,10 @@ class Inspection:
 
 
 def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: ModelEntry | None = None) -> Inspection:
-    """Return the entry of `model`, whose files are in `folder`. `weights`: the source from which a load reads them.
+    """Return the entry of `model`, whose files are in `folder`. `weights`: the field weights of the entry.
 
-    `current`: an entry of the catalogue for the same model. Its options are kept; its weights, digests, download size
-    (only from the hub) and licence (if the model card has one) are replaced. Raises ModelLoadFailed: NOT_FOUND for a
+    `current`: an entry of the catalogue for the same model. The new entry has its options, but new weights, digests,
+    download size (only from the hub) and licence (if the model card has one). Raises ModelLoadFailed: NOT_FOUND for a
     folder without config.json, weights or tokenizer; INCOMPATIBLE for a model that no family here runs, for files that
     cannot be read, and for weights that are truncated, contain NaN or lack tensors; CERTIFICATE for a tokenizer that
     lacks tokens or does not fit the weights, and for static embeddings whose width is not outputs.dense of `current`.
@@ -111,7 +111,7 @@ def _describe(folder: Path, report: Inspection) -> None:
 
 
 def _needs_bfloat16(raw: Mapping[str, Any]) -> str:
-    """Return the reason why a GPU should not compute this model in float16, its default; empty if there is none."""
+    """Return the reason why a GPU should not use its default, float16, for this model; empty if there is none."""
     if str(raw.get("model_type")).startswith(_OVERFLOWING):
         return f"states of {'Gemma' if raw['model_type'] not in ENCODERS else 'T5'} are too large for float16"
     parts = [raw, *(raw[name] for name in _PARTS if isinstance(raw.get(name), dict))]
@@ -142,8 +142,8 @@ def _module_folders(folder: Path) -> list[Path]:
 
 
 def _choices(current: ModelEntry, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `current` without id and weights. Golden vectors belong to one revision, so they are left
-    out if `weights` has another revision.
+    """Return the fields of `current` without id and weights. Leave out the golden vectors if `weights` has another
+    revision, because golden vectors are outputs of one revision.
     """
     fields: dict[str, Any] = msgspec.to_builtins(current)
     dropped = {"id", "weights", *(("golden",) if weights.get("revision") != current.weights.revision else ())}
@@ -210,8 +210,8 @@ def _transformer(folder: Path, report: Inspection) -> None:
         entry["load"] = load
     if "dense" in entry["outputs"]:
         _pooling(modules, report, is_masked=named.endswith("ForMaskedLM"))
-    # A folder of sentence-transformers lists a Normalize if token vectors are normalised. In older formats, token
-    # vectors are always normalised.
+    # In a folder of sentence-transformers, a Normalize module says that token vectors are normalised. In older formats,
+    # token vectors are always normalised.
     if "multivector" in entry["outputs"] and _is_of_rows(folder, modules):
         entry["run"] = {"normalize": modules.normalizes}
         report.findings.append(
@@ -362,7 +362,7 @@ def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) 
     # getattr also finds a length that the configuration class stores under another name
     stored = {name: getattr(config, name, None) for name in names}
     limits: dict[str, int | None] = {"max_position_embeddings of config.json": positions(stored)}
-    if modules.transformer.max_tokens:  # this limit replaces the tokenizer's limit, even a lower one
+    if modules.transformer.max_tokens:  # replaces the tokenizer's limit, even a lower limit
         limits[f"max_seq_length or model_max_length of {modules.transformer.file}"] = modules.transformer.max_tokens
     else:
         limits["model_max_length of tokenizer_config.json"] = tokenizer_limit(modules.folder)
@@ -402,8 +402,8 @@ def _head(
 
 
 def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: Inspection) -> None:
-    """Set `pair` in the entry of a reranker whose texts are inserted into a chat template. Raise ModelLoadFailed for a
-    model of another family that needs a chat template.
+    """Set `pair` in the entry of a reranker that reads query and document in a chat template. Raise ModelLoadFailed
+    for a model of another family that needs a chat template.
     """
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
     # without modules.json, sentence-transformers inserts the texts of a cross-encoder into its chat template
@@ -435,8 +435,8 @@ def _answer_head(folder: Path, config: PretrainedConfig, modules: Modules) -> di
 
 
 def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
-    """Return the late-interaction options of the model's files as fields of an entry. Return an empty map if fields of
-    an entry cannot express all options; a load then reads the options from the files.
+    """Return the late-interaction options of the model's files as fields of an entry. Return an empty map if an entry
+    has no fields for some of the options: a load then reads all options from the files.
     """
     is_stanford = not modules.kinds
     own = late_interaction(modules, HeadOptions(), is_stanford=is_stanford)

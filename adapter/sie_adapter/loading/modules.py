@@ -2,8 +2,8 @@
 
     modules.json ──► stock classes, in order ──► settings of each file ──► Modules
 
-`FIELDS` lists the accepted modules and their accepted settings. Any other setting is refused by name, so a setting of a
-newer library is not silently ignored.
+`FIELDS` lists the accepted modules and their accepted settings. A load refuses any other setting and
+names it, so that no setting of a newer library is ignored without notice.
 
 Source: sentence-transformers 6.2 (base/model.py, base/modules, sentence_transformer/modules, sparse_encoder/modules).
 """
@@ -26,7 +26,7 @@ from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
 # class name of a module -> settings of its file (config.json, or one of TRANSFORMER_FILES) that this adapter reads, or
-# that do not change the results; values that this adapter does not apply are refused
+# that do not change the results. A load refuses a value that this adapter does not support.
 FIELDS: Mapping[str, frozenset[str]] = {
     "Transformer": frozenset(
         {
@@ -78,12 +78,12 @@ _LATE = ("MultiVectorMask", "HierarchicalTokenPooling")
 _LATE_LENGTHS = ("query_length", "document_length", "query_expansion")
 STATIC = "StaticEmbedding"
 _OF_TOKENS = frozenset({"Pooling", "SpladePooling", "MultiVectorMask", "HierarchicalTokenPooling", "LogitScore"})
-# ignored arguments of from_pretrained: for the speed, the place of the weights, and the precision, which the catalogue
-# entry decides
+# arguments of from_pretrained that this adapter ignores: the catalogue entry or the adapter sets precision, device and
+# attention
 _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
-_NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})  # further ignored arguments of from_pretrained
+_NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})  # ignored too: the adapter sets these itself
 _OUTPUTS = {  # task of a Transformer module -> the name of the model's output, and the feature that it becomes
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "fill-mask": ("logits", "token_embeddings"),
@@ -105,8 +105,8 @@ _TOKENS, _VECTOR = "token_embeddings", "sentence_embedding"
 @dataclass(frozen=True)
 class TransformerSettings:
     """Settings of a Transformer module. `file`: the name of the settings file. `raw`: its contents. `max_tokens`: the
-    limit in the file, 0 for none. `tokenizer`: arguments of the tokenizer's from_pretrained. `messages`: whether texts
-    are inserted into the folder's chat template, with `chat_options`.
+    limit in the file, 0 without a limit. `tokenizer`: arguments of the tokenizer's from_pretrained. `messages`: whether
+    the tokenizer inserts texts into its chat template; `chat_options` are arguments of this template.
     """
 
     file: str = ""
@@ -121,13 +121,13 @@ class TransformerSettings:
 
 @dataclass(frozen=True)
 class Modules:
-    """Modules that modules.json lists in addition to a transformer. `layers` are applied in order to pooled vectors, or
-    to the states of late interaction; `token_layers` to states before pooling.
+    """Modules that modules.json lists in addition to a transformer. `token_layers` apply to token states before
+    pooling, `layers` to pooled vectors. Late interaction has no pooling: its `layers` apply to token states.
 
-    `root`: the folder of modules.json. `folder`: the folder of the transformer and its tokenizer. `query_weights`: if
-    queries need no forward pass, the weight of each token id in a query, float32 [ids]; `query_folder` has the
-    tokenizer of queries. `normalizes`: whether output vectors are scaled to length 1, by a last Normalize module or by
-    the setting `normalize` of a model2vec folder.
+    `root`: the folder of modules.json. `folder`: the folder of the transformer and its tokenizer. `query_weights`:
+    float32 [ids], the weight of each token id in a query; None if queries need a forward pass. `query_folder`: the
+    folder with the tokenizer of queries. `normalizes`: whether output vectors are scaled to length 1, by a
+    last Normalize module or by the setting `normalize` of a model2vec folder.
     """
 
     root: Path
@@ -159,7 +159,7 @@ def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
 
 
 def pooled_width(token_layers: Iterable[nn.Module], pooling: str, layers: Iterable[nn.Module], hidden: int) -> int:
-    """Return the width of the vectors after token layers, pooling and layers, from states with `hidden` numbers. An
+    """Return the width of the vectors after token layers, pooling and layers, from token states of width `hidden`. An
     empty `pooling` does not change the width.
     """
     return output_width(layers, output_width(token_layers, hidden) * len(pooling.split("+")))
@@ -203,7 +203,7 @@ class Truncation(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 def read_modules(folder: Path) -> Modules:
-    """Return the modules that modules.json in `folder` lists; without this file, only the transformer. Raises
+    """Return the modules that modules.json in `folder` lists. Without this file, return only the transformer. Raises
     ModelLoadFailed: INCOMPATIBLE for a class, an order or a setting that this adapter does not support, for a module
     outside of `folder`, and for a Dense, a LayerNorm or a Router's queries without weights; NOT_FOUND for a Pooling
     without its config.json.
@@ -322,8 +322,8 @@ def _inside(folder: Path, path: str) -> Path:
 
 
 def _stock_kind(name: str) -> str:
-    """Return the class name of a module of sentence-transformers or PyLate. Other classes, such as classes in the
-    model's own repository, are refused, because a load would have to run their code.
+    """Return the class name of a module of sentence-transformers or PyLate. Raise ModelLoadFailed for any other class,
+    because a load would have to run code of the model's repository.
     """
     if not name.startswith(_STOCK):
         raise incompatible(
@@ -357,7 +357,7 @@ def _feature(kind: str, place: Path, config: Mapping[str, Any], default: str) ->
 def _check_output(
     kinds: tuple[str, ...], layers: list[str], transformer: TransformerSettings, model: Mapping[str, Any]
 ) -> None:
-    """Refuse modules and settings that belong to different kinds of models."""
+    """Refuse modules and settings of different kinds of models (dense, sparse, late interaction, LogitScore)."""
     poolers = [kind for kind in kinds if kind in _POOLERS]
     late = [kind for kind in kinds if kind in _LATE]
     if len(poolers) > 1 or (poolers and late):
@@ -371,8 +371,8 @@ def _check_output(
 
 
 def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None, clustered_at: int | None) -> None:
-    """Refuse modules other than Normalize after a HierarchicalTokenPooling. Refuse layers on the wrong side of the
-    Pooling, because sentence-transformers fails on them, or they change no vector.
+    """Refuse modules other than Normalize after a HierarchicalTokenPooling. Refuse a layer of tokens after the
+    Pooling, or of vectors before the Pooling: sentence-transformers fails on the layer, or the layer has no effect.
     """
     if clustered_at is not None and (
         pooled_at is not None or any(kind != "Normalize" for kind, _, _ in steps[clustered_at:])
@@ -389,8 +389,8 @@ def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None,
 
 
 def read_transformer(folder: Path) -> TransformerSettings:
-    """Return the settings of the Transformer module in `folder`. Settings that change only speed or precision are
-    ignored. Raises ModelLoadFailed INCOMPATIBLE for another setting that this adapter does not apply.
+    """Return the settings of the Transformer module in `folder`. Ignore settings that change only speed or precision.
+    Raises ModelLoadFailed INCOMPATIBLE for any other setting that this adapter does not support.
     """
     name, raw = next(((name, raw) for name in TRANSFORMER_FILES if (raw := read_json(folder / name))), ("", {}))
     if unknown := sorted(raw.keys() - FIELDS["Transformer"]):

@@ -1,16 +1,16 @@
-"""Limits of the tokens of one pass, for each model on each device, learnt from passes that fitted or ran out of memory.
+"""Limits of the tokens of one forward pass, per model and device, learnt from passes that fitted or ran out of memory.
 
     before a pass: limit(key) ──► split_off(chosen, lengths, limit) ──► the items of the next pass, and the other items
     after a pass:  fits(key, tokens) | failed(key, tokens) ──► the `BatchLimit` of the key changes and is stored on disk
 
 * After a failure with n tokens, the limit is the largest pass below n tokens that fitted, at least n / 2. If a pass of
 n tokens had fitted before, less memory is free now, and the limit is n / 2.
-* Another process may have used the memory at the time of a failure, so the limit rises again: by the factor RAISE after
-each wait without a new result. The first wait is WAIT_S.
-* If a pass above the unraised limit fails, the wait doubles, up to MAX_WAIT_S, so that passes that are too large for
-the device become rare. If the pass fits, its size is the new limit, and the wait is the first wait again.
-* A failure that kills the process ends all its models and batches. So a pass of half the tokens counts as failed, and
-the first wait is KILLED_WAIT_S.
+* The limit rises by the factor RAISE after each wait without a new result, because another process may have used the
+memory at the time of the failure. The first wait is WAIT_S.
+* If a pass fails that only a raised limit permitted, the wait doubles, up to MAX_WAIT_S. This makes failures rare. If
+such a pass fits, its size is the new limit, and the wait is the first wait again.
+* If a failure kills the adapter process, all its models and batches are lost. The failure then counts as a failure with
+half of the tokens, and the first wait is KILLED_WAIT_S.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class BatchLimit(msgspec.Struct):
-    """Measured passes of one key. `fit_tokens`: tokens of the largest pass that fitted; after a failure with at most as
-    many tokens, half of the tokens of the failed pass. `fail_tokens`: tokens of the last recorded failure, 0 without a
-    failure; a larger pass that fits later raises this number. `since_s`: time of the last result that changed the
-    limit. `wait_s`: seconds until the limit rises; its first value is `first_wait_s`.
+    """Measured passes of one key. `fit_tokens`: tokens of the largest pass that fitted. If a pass of at most this size
+    fails later, half of the tokens of the failed pass. `fail_tokens`: tokens of the last recorded failure, 0 without a
+    failure; if a pass of at least this size fits later, RAISE times the tokens of that pass. `since_s`: time of the
+    last result that changed the limit. `wait_s`: seconds until the limit rises; its first value is `first_wait_s`.
     """
 
     fit_tokens: int = 0
@@ -91,8 +91,8 @@ class DeviceLimits:
     """Limits for the tokens of a pass on this device, for at most MAX_KEYS models, stored in the file at `path`.
     Thread-safe. No method raises.
 
-    The file is read at the first use and not at the start: a standby process may start long before its first use, and
-    the file may change meanwhile. `clock` is wall time, which stays valid after a restart.
+    The first use reads the file, because the file may change between the start of a standby process and its first use.
+    `clock` is wall time in seconds, which stays valid after a restart.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -148,8 +148,8 @@ class DeviceLimits:
                 tokens = max(1, tokens // 2)
             if edge.fail_tokens:
                 if tokens > self._limit(edge):
-                    # the result is ignored: the pass had a single item above the limit, or began before another thread
-                    # lowered the limit
+                    # Ignore the failure of a pass above the limit: the pass had a single item, or began before another
+                    # thread lowered the limit.
                     return
                 edge.wait_s = min(2 * edge.wait_s, MAX_WAIT_S) if tokens > _believed(edge) else edge.first_wait_s
             if killed:
@@ -175,7 +175,7 @@ class DeviceLimits:
 
     def _limit(self, edge: BatchLimit) -> int:
         believed, steps = _believed(edge), self._steps(edge)
-        # at least 1 more per step, because a limit of 1 times 1.25 ** 3 is still rounded down to 1
+        # add at least 1 token per step, because `int` rounds small products down: int(1 * 1.25 ** 3) is 1
         return max(int(believed * RAISE**steps), believed + steps)
 
     def _edge(self, key: str) -> BatchLimit | None:
@@ -213,7 +213,7 @@ class DeviceLimits:
             return {}
 
     def _save(self) -> None:
-        # another process of this machine may have measured other models: its limits stay in the file
+        # keep limits in the file that another process of this machine has measured for other models
         edges = self._stored() | {key: edge for key, edge in self._edges.items() if key in self._measured}
         learnt = {key: edge for key, edge in edges.items() if edge.fail_tokens and self._steps(edge) < FORGET_STEPS}
         latest = sorted(learnt, key=lambda key: learnt[key].since_s)[-MAX_KEYS:]
@@ -232,8 +232,8 @@ class DeviceLimits:
 SLOTS = 64  # number of passes that can be recorded at the same time; a further pass runs without a record
 # if a process ends for an unknown reason, only a running pass of at least this number of tokens counts as the cause
 DOUBTED_TOKENS = 1024
-# head of a slot: tokens of the pass, 0 if the slot is free; tokens of the largest earlier pass that fitted; bytes of
-# the key
+# head of a slot: tokens of the pass (0 if the slot is free), tokens of the largest earlier pass that fitted, and length
+# of the key in bytes
 _HEAD = struct.Struct("<III")
 _SLOT_BYTES = 512
 _FREE = bytes(_HEAD.size)
@@ -249,8 +249,8 @@ class PassRecord:
 
 
 class PassRecords:
-    """Records, in a file, of the passes that one adapter process is running. `during` may be called from any thread. No
-    method raises: without the file the process works, but a crash does not lower a limit.
+    """File with records of the passes that one adapter process is running. `during` is thread-safe. No method raises
+    for a file that cannot be read or written: the process works, but a crash then does not lower a limit.
     """
 
     def __init__(self, path: Path) -> None:
@@ -266,7 +266,7 @@ class PassRecords:
 
     @contextlib.contextmanager
     def during(self, key: str, tokens: int, fitted_tokens: int) -> Iterator[None]:
-        """Keep a record of a pass on the disk while the pass runs, if a slot is free and the key fits into a slot."""
+        """Store a record in the file while a pass runs, if a slot is free and the key fits into the slot."""
         name = key.encode()
         with self._lock:
             slot = self._free.pop() if self._free and len(name) <= _SLOT_BYTES - _HEAD.size else None
@@ -320,8 +320,8 @@ def _record(slot: bytes) -> PassRecord | None:
 
 
 class CrashRecord:
-    """Reader of the records of an ended process, which lowers the limits of models whose passes probably killed that
-    process. The process that starts the next adapter runs this code.
+    """Reader of the pass records of an ended adapter process. `learn` lowers the limits of models whose passes probably
+    killed that process. The process that starts the next adapter process runs this code.
     """
 
     def __init__(self, pass_records: PassRecords, batch_limits: Callable[[], DeviceLimits]) -> None:

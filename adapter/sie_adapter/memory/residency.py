@@ -7,8 +7,8 @@
     out of memory in a load ──► load alone ──► evict one model, and load again
     before the first eviction for a request: drop cached outputs (`tower_outputs`) and CUDA graphs (`pass_graphs`)
 
-The sidecar decides which models may be evicted: each request has an ordered list of them, and its reply names the
-evicted models. The adapter stores no permission between requests.
+The sidecar decides which models may be evicted: each request has an ordered list of these models, and the reply names
+the evicted models. The adapter stores no permission between requests.
 
 `ResidentModels` guards its state with one lock, which is never held during a load or a forward pass.
 """
@@ -57,8 +57,8 @@ class LoadedWeights(Protocol):
 
 @dataclass
 class Resident:
-    """A loaded model. `resolved`: its catalogue entry. If the entry changes but needs the same weights, only this field
-    is replaced.
+    """A loaded model. `resolved`: its catalogue entry. If the entry changes but needs the same weights, `ensure`
+    replaces only this field.
     """
 
     model: str
@@ -72,7 +72,7 @@ class Resident:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the entry in use. It is cached, because every batch reads it."""
+        """Fingerprint of the entry in use, cached because every batch reads the fingerprint."""
         # each attribute is read once, because another thread may replace it
         resolved, (before, text) = self.resolved, self._fingerprinted
         if before is resolved:
@@ -119,11 +119,11 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 
 @dataclass
 class Permission:
-    """Models that may be evicted for one request: those in `may_drop`, in this order, without models that were used
-    after the request arrived (`asked_s`).
+    """Models that may be evicted for one request: the models in `may_drop`, in this order, except models that were
+    used after the request arrived (`asked_s`).
 
     `dropped`: the models evicted for the request so far. `has_shed`: whether cached outputs were already dropped for
-    the request. They are dropped only once, since the request may compute some of them again.
+    the request. A second drop would remove outputs that the request has computed again.
     """
 
     may_drop: tuple[str, ...]
@@ -151,9 +151,8 @@ class DeviceMemory:
         return self.held(more_bytes).percent > self.threshold_percent
 
     def fits(self, more_bytes: int) -> bool:
-        """Return whether a cache may use `more_bytes` bytes more. The limit is the middle between the threshold, above
-        which models are evicted, and the whole memory. If the use would exceed the limit, other caches and free memory
-        of the allocator are freed first.
+        """Return whether a cache may use `more_bytes` bytes more. The limit is halfway between `threshold_percent` and
+        100 %. If the use would exceed the limit, first free other caches and the allocator's free memory.
         """
         limit_percent = (self.threshold_percent + 100.0) / 2
         if self.held(more_bytes).percent > limit_percent:
@@ -168,8 +167,8 @@ class ResidentModels:
     `load` turns a resolved entry into weights and raises ModelLoadFailed. `needed_bytes` returns, before a
     load, the bytes that the load needs, and fetches missing files. `warm_up` runs the weights once, returns the peak of
     the activations in bytes, and raises the errors of `load`. A model is evicted only if memory is above the threshold,
-    would be above the threshold after a load, or has run out. The request must permit the eviction, and no batch may
-    run on the model.
+    would be above the threshold after a load, or has run out. A model is not evicted without permission of the request,
+    or while a batch runs on the model.
     """
 
     def __init__(
@@ -183,8 +182,8 @@ class ResidentModels:
         ended: Callable[[Resolved], None] = lambda _: None,
         count: Callable[[str, Remedy], None] = lambda model, remedy: None,
     ) -> None:
-        """`count` is called with a model whose load ran out of memory, and the name of its counter to increment.
-        `ended` is called at the end of each load, successful or not.
+        """`count` gets a model whose load ran out of memory, and the name of the counter to increment. Each load calls
+        `ended` at its end, also after a failure.
         """
         self._load = load
         self._memory = memory
@@ -218,7 +217,7 @@ class ResidentModels:
                 resident = self._residents.get(model)
                 if resident is not None and same_weights(resident.resolved, resolved):
                     resident.resolved = resolved
-                    # a permission that was created earlier does not evict a model that is requested now
+                    # the new time protects the model from eviction for requests that arrived earlier
                     resident.last_used_s = self._clock()
                     return resident
                 running = self._loads.get(model)
@@ -227,8 +226,8 @@ class ResidentModels:
                     pending: Future[None] = Future()
                     self._loads[model] = resolved, pending
                     break
-            # All callers that need the same weights get the error of the load. Each gets a copy, because the traceback
-            # of an exception grows with each thread that raises it.
+            # All callers that need the same weights get the error of the load. Each caller gets a copy, because each
+            # raise of the same exception makes its traceback longer.
             error = running[1].exception()
             if error is not None and same_weights(running[0], resolved):
                 raise SIEError.from_info(error.info()) if isinstance(error, SIEError) else error
@@ -275,8 +274,8 @@ class ResidentModels:
             self._collect()
 
     def relieve(self, permission: Permission) -> None:
-        """Evict models while memory is above the threshold, at most once per second for all callers. The bytes that a
-        running load still needs do not count as used, because `ensure` has already freed memory for them.
+        """Evict models while memory is above the threshold, at most once per second for all callers. Do not count the
+        bytes that a running load still needs, because `ensure` has already freed these bytes.
         """
         with self._lock:
             now_s = self._clock()
@@ -286,19 +285,19 @@ class ResidentModels:
         self._evict_above_threshold(0, permission)
 
     def make_room(self, permission: Permission) -> Relief | None:
-        """Free memory after a failed allocation: drop cached outputs, else evict the next permitted model, else wait
-        for the end of a running load. Return how memory was freed, or None if it could not be freed.
+        """Free memory after a failed allocation by the first remedy that is possible: drop cached outputs, evict the
+        next permitted model, or wait for the end of a running load. Return the remedy; None if none is possible.
         """
         if self._shed(permission):
             return "cache_clears"
         if self._evict_next(permission, "an allocation failed"):
             return "evictions_triggered"
         with self._lock:
-            # wait only for a load whose size is known: any other load still fetches its files, which may take minutes
+            # wait only for a load whose size is known: any other load is still downloading files, which takes minutes
             # and uses no device memory
             pending = next((self._loads[model][1] for model in self._arriving), None)
         if pending is not None:
-            # wait for the end of the load, and ignore its error, which the requests that need the model get
+            # wait for the end of the load; its error is for the callers that requested that model
             pending.exception()
         return "load_ended" if pending is not None else None
 
@@ -324,9 +323,8 @@ class ResidentModels:
             )
 
     def _loaded_in_any_room(self, model: str, resolved: Resolved, permission: Permission) -> Resident:
-        """Load a model, with remedies if memory runs out: a load needs more memory than the loaded model, for example
-        for the copy of a mapped file. If other loads ran at the same time, the first remedy is to load again while no
-        other load runs. Without this remedy, loads could evict each other's models for ever.
+        """Load a model, and free memory and load again if memory runs out. If other loads ran at the same time, first
+        load again while no other load runs: otherwise two loads could evict each other's models for ever.
         """
         with self._loading.shared() as share:
             loaded = self._loaded_or_oom(model, resolved)
@@ -353,7 +351,7 @@ class ResidentModels:
         try:
             return self._loaded(model, resolved)
         except SIEError as error:
-            # the error is copied, because the frames of the original refer to the partly loaded model
+            # copy the error, because the traceback of the original keeps the partly loaded model in memory
             failure = SIEError.from_info(error.info())
         if failure.extras.get("error_class") != "OOM":
             self._collect()
@@ -381,8 +379,8 @@ class ResidentModels:
     def _evict_above_threshold(self, more_bytes: int, permission: Permission) -> None:
         if not self._memory.is_short(more_bytes):
             return
-        # Before models are evicted, cached outputs are dropped, and free memory of the allocator is returned. This also
-        # frees models that were unloaded while a batch ran on them.
+        # Before evictions, drop cached outputs and return free memory of the allocator. This also frees models that
+        # were unloaded during a batch.
         self._memory.shed()
         self._collect()
         why = f"device memory is short, the threshold is {self._memory.threshold_percent:g} %"

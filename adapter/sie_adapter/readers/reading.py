@@ -1,15 +1,15 @@
-"""Loop of the models that write text. One thread runs the steps of all rows; rows are added and removed between two
-steps.
+"""Loop of the models that generate text. A row is one prompt with its generated tokens. One thread runs the steps of
+all rows, and adds and removes rows between two steps.
 
     read (any thread) ──► rows wait ──► begin: image and prompt ──► slots ──► step, step, ... ──► GeneratedText, per row
 
 In each iteration, for each model that has rows, the thread removes rows for which no client waits any more, begins some
-of the waiting rows, then adds one token to each row. So a short text does not wait for a long text, and at most one
-step is wasted on a disconnected client. The text of a row does not depend on the other rows. A row that has ended may
-continue with another prompt, such as the next window of a sound: it then waits behind all waiting rows.
+of the waiting rows, then adds one token to each row. So a short text does not wait for a long text, and the
+loop runs at most one step for a disconnected client. The text of a row does not depend on the other rows. If a text
+ends and another prompt follows, such as the next window of a sound, the row waits again, behind all waiting rows.
 
 The loop does not occupy the device threads: passes of other models run between the steps. On a CPU the loop's thread
-has a lower priority than the device threads: it runs while they are idle, and if they are busy gets a part of a core.
+has a lower priority than the device threads: while these are busy, the loop's thread gets only a part of a core.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class GenerationPrompt(Protocol):
     def rules(self) -> Rules: ...
 
     def following(self, written: GeneratedText) -> GenerationPrompt | None:
-        """Return the prompt that continues this text, such as the next window of a sound, or None. Must not raise."""
+        """Return the prompt after this text, such as the next window of a sound; None at the end. Must not raise."""
 
 
 class GenerationModel(Protocol[P_contra]):
@@ -165,7 +165,7 @@ class _Loop:
         return not self._rows and not self.waiting
 
     def turn(self) -> None:
-        """Run one iteration of the loop for this model. Errors are not raised: the callers of failed rows get them."""
+        """Run one iteration of the loop for this model. Raise no error: the callers of failed rows get the errors."""
         error = self._failure(self._advance)
         if error is not None:
             rows = [*self._rows, *self._beginning]
@@ -245,7 +245,7 @@ class _Loop:
         self._closed_until_s = time.monotonic() + _CLOSED_S
 
     def _wait(self, rows: Sequence[_GenerationRow]) -> None:
-        """Put these rows back at the head of the waiting rows. They begin again and generate the same text again."""
+        """Put these rows back at the head of the waiting rows, without their tokens: each row then starts again."""
         for row in rows:
             row.ids.clear()
         self.waiting.extendleft(reversed(rows))
@@ -299,7 +299,7 @@ class _Loop:
 
     def _ready(self) -> None:
         """Prepare the slots for a step. While the rows together need too much memory, remove the row with the fewest
-        tokens; it restarts later.
+        tokens; this row restarts later.
         """
         while True:
             try:
@@ -322,7 +322,7 @@ class _Loop:
 class Readings:
     """Thread of one device that generates text for all models that write text. A step computes one token for each row
     of a model. The thread runs from the first `read` to `stop`. `shed`: function that drops cached outputs and CUDA
-    graphs; it is called when memory is short.
+    graphs when memory is short.
     """
 
     def __init__(
@@ -409,8 +409,8 @@ class Readings:
                 self._turn(is_stopped=is_stopped)
 
     def _join(self) -> None:
-        """Add the new rows to the loops of their models. This is a method of its own so that `_run` keeps no row in a
-        local variable while it waits: a row may have the features of a long sound.
+        """Add the new rows to the loops of their models. This is no part of `_run`, because a local variable of `_run`
+        would keep a row in memory during waits, for example the features of a long sound.
         """
         for model, rows in self._joining:
             loop = _Loop(model, self._device, self._fits, self._shed)

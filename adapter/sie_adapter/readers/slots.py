@@ -1,5 +1,5 @@
-"""KV cache of the sequences that a model generates at the same time. Each sequence is a row, and has a slot in the
-cache. So rows can be added and removed between two steps.
+"""KV cache of the sequences that a model generates at the same time. Each sequence is a row with its own slot in the
+cache, so that rows can start and end at different steps.
 
     states of a row's prompt ──► add ──► [slots, heads, positions, width], of each layer
     a step ──► cache: the states of all rows as views ──► each row's new state at its own end ──► advance
