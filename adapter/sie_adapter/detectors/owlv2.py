@@ -157,8 +157,8 @@ def _cutting(tokenizer: Any, limit: int) -> Any:
 
 def _processor(folder: Path, entry: ModelEntry, side: int) -> tuple[float, Sequence[float], Sequence[float]]:
     """Return the factor by which uint8 pixels are multiplied (rescale_factor), and the mean and standard deviation of
-    each channel. Raises ModelLoadFailed without the processor's configuration, or for a processor that this module does
-    not reproduce.
+    each channel. Raises ModelLoadFailed if the configuration is missing, or if this module does not reproduce the
+    processor.
     """
     config = read_processor(folder, entry, "image_processor")
     off = [f"do_{step}" for step in ("pad", "resize", "rescale", "normalize") if config.get(f"do_{step}") is False]
