@@ -83,7 +83,7 @@ class Parsers:
 
     def parse(self, jobs: Sequence[ParseJob], is_gone: Callable[[], bool] = lambda: False) -> list[Parsed | SIEError]:
         """Return the parsed document of each job, or its error. For an unusable document the error is an InvalidInput
-        with the reason `invalid_media`, whose message begins with the cause. Other errors may have other causes.
+        with the reason `invalid_media`, whose message begins with the cause.
 
         `is_gone` is called repeatedly. When it returns True, parsing stops, and InternalFailure with the reason
         `cancelled` is raised.
