@@ -43,7 +43,7 @@ class DeviceJob:
 
 
 def timed(run: Callable[[], Reply]) -> tuple[Reply, int, int]:
-    """Return the reply of `run`, and begin and end of the call in ns since 1970. The duration is monotonic time."""
+    """Return (reply of `run`, begin, end), in ns since 1970. A monotonic clock measures the difference."""
     began_ns, start_ns = time.time_ns(), time.perf_counter_ns()
     reply = run()
     return reply, began_ns, began_ns + time.perf_counter_ns() - start_ns
@@ -106,7 +106,7 @@ class DeviceThreads:
 
     def stop(self, timeout_s: float) -> bool:
         """Let running batches end, and refuse waiting batches. Return whether all threads ended within `timeout_s`."""
-        with self._choice:  # so that each job is either queued before the None that ends its queue, or refused
+        with self._choice:  # a concurrent `submit` queues its job before the None below, or refuses it
             self._stopping.set()
         self._job_of_first.put(None)
         for _ in self._threads:

@@ -63,8 +63,8 @@ _KEPT = (
     "CUDA_HOME",
     "NVIDIA_VISIBLE_DEVICES",
 )
-# Python program that becomes SGLang by exec. The kernel kills the process when the thread of the adapter that started
-# it ends (prctl(2), which stays in force after exec).
+# Python program that becomes SGLang by exec. The kernel kills this process when the adapter's thread that
+# started the process ends (prctl(2), which stays in force after exec).
 _BOOT = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL);"
     " os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"
@@ -91,7 +91,7 @@ class _SglangVectors(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch arguments of a server. `python`: interpreter of SGLang's environment. `threads`: for a CPU only."""
+    """Launch arguments of a server. `python`: interpreter of SGLang's environment. `threads`: used on a CPU only."""
 
     python: str
     folder: Path
@@ -144,7 +144,7 @@ class SGLang:
         self._width = 0
         # the kernel kills the server when the thread that started it ends, so a thread of this executor starts it
         self._thread = ThreadPoolExecutor(1, "sglang")
-        # the server in use is in a list, which the finalizer below can read after this object was freed
+        # a list of the server in use, because the finalizer below reads the list after this object was freed
         self._servers: list[_SglangProcess] = []
         self._end = weakref.finalize(self, _end, self._servers, self._thread)
         self._start()
@@ -165,7 +165,7 @@ class SGLang:
     def run(self, packed: PackedBatch) -> Tensor:
         """Return states, float32 [tokens, width], in packed order. The states are NaN if two servers in a row failed on
         the batch: the caller then runs each text alone, to find the text that causes the failures. Raises
-        InferenceFailed if no new server starts, or if two servers failed before any batch has shown the width.
+        InferenceFailed if no new server starts, or if two servers failed before any batch succeeded.
         """
         texts = [packed.ids[start:stop].tolist() for start, stop in itertools.pairwise(packed.bounds.tolist())]
         vectors = self._embedded(texts)
