@@ -47,9 +47,9 @@ from sie_contracts.models.load_errors import load_failed
 
 # A word is cut after this number of characters times `max_tokens`, because the model reads only its first token.
 _CHARACTERS_PER_TOKEN = 16
-# Limit of candidates per window that are decoded; the best candidates are kept. The decoder's time grows with the
-# square of their number: it compares each candidate with all selected candidates, in a token-level model also all
-# starts with all ends.
+# Largest number of candidates per window that the decoder gets: the best candidates. The decoder's time grows with the
+# square of this number, because the decoder compares each candidate with all selected candidates. For a token-level
+# model, the decoder also compares all starts with all ends.
 _CANDIDATES = 2048
 # the same limit for requests whose entities have one label and must not overlap: the decoder then selects few
 # candidates and makes few comparisons

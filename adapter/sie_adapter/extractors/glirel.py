@@ -196,7 +196,7 @@ def _relations(
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions, device: torch.device) -> Any:
     """Build the package's model with random weights, which are later replaced by the weights of the checkpoint. The
-    package's constructor needs a weight file of the backbone; it gets an empty one.
+    package's constructor needs a weight file of the backbone, so this function writes an empty weight file.
     """
     from glirel import GLiREL
 
