@@ -1,5 +1,5 @@
-"""Loader of text models. It creates the backbone (the model without its head), the tokenizer, the heads, and the
-functions that turn the results of heads into answers, from the files of a folder.
+"""Loader of text models. From the files of a folder, it creates the backbone (the model without its head), the
+tokenizer, the heads, and the functions that turn the results of the heads into results of inputs.
 
     folder + entry ──► the transformers class that the outputs need ──► Builder ──► Parts
 
@@ -262,8 +262,8 @@ class Builder:
         return int(number)
 
     def _known_ids(self, words: Iterable[str]) -> frozenset[int]:
-        """Return the ids of those words that are one token of the vocabulary. For any other word, the tokenizer may
-        return the id of the unknown token. This id is left out, unless `words` has the unknown token itself.
+        """Return the ids of the words that are tokens of the vocabulary. For any other word, the tokenizer may return
+        the id of the unknown token: drop this id if `words` does not contain the unknown token.
         """
         unknown = _special(self.modules.folder, "unk_token")
         ids = {word: self.tokenizer.token_to_id(word) for word in words}

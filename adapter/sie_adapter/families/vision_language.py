@@ -75,7 +75,7 @@ class VisionLanguageKind(Protocol):
 
     def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
         """Return an image's ids in the prompt: the placeholder id that features replace, the number of placeholders (0:
-        one for each block of the image), and the ids before and after them.
+        one for each block of the image), and the ids before and after the placeholders.
         """
 
     def priced(self, recipe: Recipe) -> Recipe:
