@@ -162,8 +162,8 @@ class OutputsOfTower:
         return cached, elsewhere, own
 
     def _read_missing(self, images: Mapping[Hashable, Shown], read: Read) -> dict[Hashable, Output]:
-        """Compute the outputs of images, and cache outputs that are not too large. Threads that wait for one of these
-        images are woken even if the computation fails. They then compute the output themselves.
+        """Compute the outputs of images, and cache outputs that are not too large. If the computation
+        fails, wake the threads that wait for these outputs: the threads then compute the outputs themselves.
         """
         outputs: dict[Hashable, Output] = {}
         try:
