@@ -1,5 +1,5 @@
 """Pool of the processes that parse documents for a model. The first process starts when the model is loaded, more
-processes start when documents need them, and all end when the model is unloaded.
+processes start when documents need them. All processes end when the model is unloaded.
 
     extract (any thread) ──► a thread of the pool ──► its process ──► Parsed, or the reason why the document is unusable
                                    ├── the process died or took too long: the document fails
@@ -301,7 +301,7 @@ class _ParserProcess:
         self._process.kill()
 
     def status(self) -> int:
-        """Return the exit status of a process that was lost; 0 if it still ran and had to be killed."""
+        """Return the exit status of the process. If the process does not end within _DIED_S, kill it and return 0."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(_DIED_S)
         self.end()

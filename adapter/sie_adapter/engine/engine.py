@@ -1,5 +1,5 @@
-"""Engine of one process: device, loader, resident models and device threads. It has no sockets, since the server and
-the benchmark both use it. `BatchRun` runs one batch, from its bytes to its outcomes.
+"""Engine of one process: device, loader, resident models and device threads. The engine has no sockets, since the
+server and the benchmark both use it. `BatchRun` runs one batch, from its bytes to its outcomes.
 
     RunBatch ──► Items ──► fit? ──► pack ──► forward ──► heads ──► answers, per work item ──► BatchDone
 

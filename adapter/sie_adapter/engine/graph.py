@@ -95,7 +95,7 @@ class Graph:
         options = {"INFERENCE_PRECISION_HINT": _PRECISIONS[dtype], "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS}
         is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
         try:
-            # OpenVINO keeps the float32 weights in addition to the copy in the order of its kernels. It maps the
+            # OpenVINO keeps the float32 weights in addition to the copy in the order of its kernels. OpenVINO maps the
             # float32 weights from a temporary file, so that the system can reclaim their pages if memory is short.
             with _scratch(compute.scratch) as folder:
                 path = folder / "graph.xml"
@@ -265,7 +265,7 @@ def _names_of(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _runtime() -> Any:
-    # None makes the import of openvino_telemetry fail, by which openvino would send a usage event to its vendor
+    # None makes `import openvino_telemetry` fail: openvino would use this package to send a usage event to its vendor
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino
 

@@ -51,7 +51,7 @@ START_S = 300.0
 RUN_S = 120.0  # a server that has not answered a batch after these seconds is replaced
 _LOOK_S = 0.1  # seconds between two checks whether the server is ready
 _POOL_TOKENS = 16_384  # smallest size of the server's KV cache, in tokens; a text waits until the cache has room for it
-# Environment variables that the process inherits. None of them is secret.
+# Environment variables that the process inherits. No other variable is passed on, because it may be secret.
 _KEPT = (
     "PATH",
     "HOME",

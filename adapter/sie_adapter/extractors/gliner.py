@@ -231,7 +231,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         )
 
     def _prompt(self, options: ExtractOptions) -> tuple[list[str], dict[int, int]]:
-        """Return the words before a text, and the number of occurrences of each special token in them, by token id."""
+        """Return the words before a text, and a map: special token id -> its number of occurrences in the words."""
         labels = self._kinds(options)["entity_types"]
         words = [] if self._label_vectors else self._processor.prepare_inputs([[]], labels)[0][0]
         return words, {self._gliner.config.class_token_index: len(labels)} if words else {}
@@ -323,7 +323,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return {"entities": entities}
 
     def _joined(self, by_window: list[tuple[TextWindow, list[Span]]], request: GlinerRequest) -> list[Span]:
-        """Join the entities of a text's windows. If entities overlap, the package's decoder selects some of them."""
+        """Join the entities of a text's windows. If entities overlap, the package's decoder selects some."""
         joined: list[Span] = []
         last: list[Span] = []
         ranges = own_ranges([window for window, _ in by_window])

@@ -1,8 +1,8 @@
 """Entities of GLiNER2 models with the boundary architecture. For each label the package proposes candidates of any
 length, and scores them.
 
-    states of words and labels ──► candidates [labels, candidates] ──► those above the threshold of their label
-    ──► over all windows of a text: those that the model's overlap policy keeps
+    states of words and labels ──► candidates [labels, candidates] ──► candidates above the threshold of their label
+    ──► over all windows of a text: candidates that the model's overlap policy keeps
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _WINDOWS_PER_PASS_ELSEWHERE = 16
 
 class GlinerRelationModel(GlinerModel):
     """Loaded GLiNER with relations. A result has the entities of GlinerModel, and `relations` [{head, tail, relation,
-    score}], best first. `relations` is empty unless the request names labels for relations.
+    score}], best first. `relations` is empty if the request names no labels for relations.
 
     A span can be head or tail if its best score is above the threshold, if it is among the _CANDIDATES best spans of
     its window, and if the result has an entity with the same words. A result has a relation if its score is above

@@ -113,7 +113,7 @@ class MaskedLanguageHead:
 
     def _activated(self, peaks: Tensor, max_entries: int) -> list[Row]:
         """Return a sparse row for each sequence. `peaks` [sequences, vocabulary]: the largest logit of each id, or with
-        `sums` the sum of its weights. With `max_entries`, a row has only its largest weights.
+        `sums` the sum of the id's weights. If `max_entries` is not 0, a row has only the `max_entries` largest weights.
         """
         weights = peaks if self._sums else self._activated_logits(peaks)
         weights.index_fill_(1, self._dropped, 0.0)

@@ -458,7 +458,7 @@ def _crossover_tokens(config: PretrainedConfig) -> int:
 
 
 def _numbering(model: PreTrainedModel) -> Positions:
-    """Return how the model numbers positions. RoBERTa, and models that number like it, begin at the pad id plus 1."""
+    """Return how the model numbers positions. RoBERTa and similar models begin at the pad id plus 1."""
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_inputs_embeds") and hasattr(module, "position_embeddings"):
             return Positions(module.padding_idx + 1, module.padding_idx)

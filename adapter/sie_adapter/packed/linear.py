@@ -93,7 +93,7 @@ def block_linears(model: nn.Module) -> int:
 
 
 def _reads_weight(parent: nn.Module, name: str) -> bool:
-    """Return whether `parent` reads the layer's weight, as T5 does, to cast the states to the weight's dtype."""
+    """Return whether `parent` reads the layer's weight. T5 casts the states to the dtype of this weight."""
     return name == "wo" and type(parent).__name__.endswith(("DenseActDense", "DenseGatedActDense"))
 
 

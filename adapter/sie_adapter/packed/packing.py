@@ -120,7 +120,7 @@ def items(
     sounds: BatchFiles[Heard] | None = None,
 ) -> Items:
     if len(lengths) % 4 or len(ids) % 4:
-        raise MalformedBatch("the bytes of int32 lengths or ids do not divide by 4")
+        raise MalformedBatch("the number of bytes of the int32 lengths or ids is not a multiple of 4")
     counts = np.frombuffer(lengths, "<i4").astype(np.int64)
     if counts.size and counts.min() < 0:
         raise MalformedBatch("a length is negative")

@@ -103,7 +103,7 @@ class TowerOutputs:
 
 
 class OutputsOfTower:
-    """Cached outputs of one tower, `nbytes` bytes. The model owns this object, so they are freed with the model."""
+    """Cached outputs of one tower, `nbytes` bytes. The model owns this object: freeing the model frees the outputs."""
 
     def __init__(self, shared: TowerOutputs, lock: threading.Lock) -> None:
         self.nbytes = 0
