@@ -288,7 +288,7 @@ class UtilisationProbe:
         try:
             return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
         except pynvml.NVMLError as error:
-            _logger.debug("NVML returned no utilisation of the GPU, so none is reported: %s", error)
+            _logger.debug("NVML returned no utilisation of the GPU, so the adapter reports none: %s", error)
             return None
 
 
@@ -378,7 +378,7 @@ def keep_freed_memory() -> None:
 
     Under RLIMIT_DATA, mmap serves allocations of 1 MiB and more, outside the heap. RLIMIT_DATA also counts freed memory
     inside the heap: after some thousand batches, 150 MiB of freed memory were in holes too small for the tensors of one
-    item. The heap grows by 1 MiB at a time, because a step of 64 MiB may exceed the limit for a small allocation.
+    item. The heap grows by 1 MiB at a time, because a step of 64 MiB for a small allocation may exceed the limit.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)

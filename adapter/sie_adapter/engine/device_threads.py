@@ -107,7 +107,7 @@ class DeviceThreads:
 
     def stop(self, timeout_s: float) -> bool:
         """Let running batches end, and refuse waiting batches. Return whether all threads ended within `timeout_s`."""
-        with self._choice:  # a concurrent `submit` queues its job before the None below, or refuses it
+        with self._choice:  # a concurrent `submit` queues its job before the None below, or refuses the job
             self._stopping.set()
         self._job_of_first.put(None)
         for _ in self._threads:

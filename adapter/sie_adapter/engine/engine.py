@@ -627,7 +627,7 @@ class BatchRun:
         except Exception as error:
             if is_device_fatal(error):
                 raise
-            # the options of this work item probably caused the error, so the other work items still get answers
+            # the options of this work item probably caused the error, so the other work items still get results
             _logger.exception("the outputs of a work item could not be computed, so its inputs get an error")
             return [
                 InternalFailure("the outputs of this input could not be computed, see the log of the adapter")

@@ -138,7 +138,7 @@ def _tensors(rows: Sequence[Row]) -> list[Tensor]:
 
 
 def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
-    """Return the first `dimensions` numbers of each vector. Without `keep_scale`, divide by max(norm, 1e-12)."""
+    """Return the first `dimensions` numbers of each vector. Without `keep_scale`, divide each by max(norm, 1e-12)."""
     if not 0 <= options.dimensions <= vectors.shape[-1]:
         raise InvalidInput(
             f"dimensions: expected at most {vectors.shape[-1]}, got {options.dimensions}", reason="bad_dimensions"
@@ -347,7 +347,7 @@ def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: boo
     """Return scores from float32 logits [no, yes]; for [yes] alone, the logit of no is 0. A score is the softmax
     probability of yes. With `raw_scores`, or with `difference` and no request for relevance, a score is yes - no.
     """
-    # scores are computed in float64 for the reason in `class_scores`
+    # scores are computed in float64: in float32, different large logits would have equal scores
     stacked = torch.stack(list(logits)).double()
     gaps = stacked[:, 1] - stacked[:, 0] if stacked.shape[1] > 1 else stacked[:, 0]
     is_raw = options.parameters.get("raw_scores") or (difference and not is_relevance(options))

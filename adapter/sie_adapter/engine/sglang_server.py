@@ -91,7 +91,7 @@ class _SglangVectors(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch arguments of a server. `python`: interpreter of SGLang's environment. `threads`: used on a CPU only."""
+    """Launch arguments of a server. `python`: interpreter of SGLang's environment. `threads`: for a CPU only."""
 
     python: str
     folder: Path

@@ -92,8 +92,8 @@ def window_objects(
 
 
 def _chosen(text_field: TextField, scores: list[float], least: float) -> list[FieldSpan]:
-    """Return the choices whose score reaches the threshold, best first. For a property that is a list, they are in the
-    order of the schema.
+    """Return the choices whose score reaches the threshold, best first. For a property that is a list, the choices are
+    in the order of the schema.
     """
     rows: list[FieldSpan] = [
         {"text": label, "score": score, "start": None, "end": None}
@@ -166,5 +166,5 @@ def joined_objects(
 
 
 def _first(candidates: FieldCandidates) -> int:
-    """Return the first character of an object; 0 without a span, so that it belongs to the first window."""
+    """Return the index of an object's first character; 0 for an object without spans, for the first window."""
     return min((row["start"] for rows in candidates.values() for row in rows if row["start"] is not None), default=0)

@@ -117,7 +117,7 @@ class GlirelModel(Extractor[GlirelTexts]):
         return results
 
     def _prompt_tokens(self, labels: list[str]) -> int:
-        """Return the number of tokens of a request without its text. Raises InvalidInput for unusable labels."""
+        """Return the number of tokens of the labels and special tokens. Raises InvalidInput for unusable labels."""
         if not labels:
             raise labels_refused("expected at least one")
         model = self._model

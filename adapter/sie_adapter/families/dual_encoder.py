@@ -218,7 +218,7 @@ class TwoTowers(PackedModel, ABC):
     @staticmethod
     @abstractmethod
     def _files(batch: Items) -> BatchFiles[Any] | None:
-        """Return the images or sounds of the batch, which some rows have instead of ids; None if no row has any."""
+        """Return the images or sounds, which some rows have instead of token ids; None if no row has a file."""
 
     @abstractmethod
     def _of_files(self, rows: Sequence[Sequence[Any]]) -> Tensor:

@@ -117,7 +117,7 @@ class LabelVectors:
 
 
 class PreparedTexts(Protocol):
-    """Tokenised, padded texts with equal options. `padding`: positions without a token in their passes."""
+    """Tokenised, padded texts with equal options. `padding`: positions without a token in all passes."""
 
     @property
     def padding(self) -> int: ...
@@ -493,7 +493,7 @@ def fill(model: torch.nn.Module, weights: dict[str, Tensor], entry: ModelEntry) 
     """Copy the weights into the tensors of the model. Raises the errors of `compare`."""
     own = model.state_dict()
     compare(own, weights, entry)
-    # a pooler of another shape keeps its initial weights, because it never runs
+    # a pooler of another shape keeps its initial weights, because no pooler runs
     fitting = {name: weights[name] for name in own.keys() & weights.keys() if own[name].shape == weights[name].shape}
     model.load_state_dict(fitting, strict=False)
 

@@ -61,8 +61,8 @@ Finish = Callable[[RunBatch, Group, item_results.Rows, list[int]], ItemResults]
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Heads (output layers) of one model, and how their results become answers. `rows`: for each operation, how the
-    texts of an input become rows of ids.
+    """Heads (output layers) of one model, and the rules that turn the results of heads into results of inputs. `rows`:
+    for each operation, the rule by which the sidecar turns an input into rows of ids.
 
     A model whose outputs are vectors has a head for each output; `per_row` is the argument of
     `item_results.side_scores`. Other models have `finish`, which computes answers from the results of heads. `reads`:
@@ -90,7 +90,7 @@ def class_of(entry: ModelEntry, folder: Path) -> Any:
 
 
 def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
-    """Return the names of tensors that a head reads from the files, because the transformers class does not."""
+    """Return the names of tensors that a head reads from the files, because the transformers class skips them."""
     return ("linear.weight",) if "multivector" in entry.outputs else ()
 
 

@@ -2,7 +2,7 @@
 
 image ──► tower ──► features ─────────────┐
                                           ├──► packed language model ──► states ──► heads
-ids of a text, and those around an image ─┘
+ids of a text, and ids around an image ───┘
 
 family                 model                                       heads
 vision-language        ColPali, ColQwen2.5, ColQwen3, ColIdefics3  multivector

@@ -380,7 +380,7 @@ class Backbone:
         return bool(torch.equal(before, after))
 
     def _in_one_pass(self, packed: PackedBatch) -> Tensor:
-        """Return the states of texts that run in one pass. If the model does not run packed, pad them, even if
+        """Return the states of texts that run in one pass. If the model runs padded, pad the texts even if
         `_allowed_waste` allows no padding.
         """
         if self._runner is None and self._kernel is None:

@@ -137,7 +137,7 @@ class ModelLoras:
 
     @contextlib.contextmanager
     def acting(self, name: str) -> Iterator[None]:
-        """Run the passes of this thread with the LoRA `name`. Raises LoraLoading if it is not loaded."""
+        """Run the passes of this thread with the LoRA `name`. Raises LoraLoading if the LoRA is not loaded."""
         with self._lock:
             if name not in self._kept:
                 shown = name[:200]
