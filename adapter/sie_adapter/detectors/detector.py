@@ -138,8 +138,8 @@ class Detector:
         return [results[number] for number in range(len(rows))]
 
     def _least(self, options: ExtractOptions) -> float:
-        """Return the lowest allowed score: the option `threshold`, or without it the highest of the model's thresholds,
-        because an object must reach all of these. Raises InvalidInput for a threshold that the model does not have.
+        """Return the lowest allowed score: the option `threshold`, else the highest of the model's thresholds, because
+        an object must reach all thresholds. Raises InvalidInput for a threshold that the model does not have.
         """
         own = self._kind.thresholds
         for name in _THRESHOLDS:

@@ -43,8 +43,8 @@ _TRUNCATED_AT = 4.0  # radius at which the Gaussian blur is truncated, in standa
 
 
 class Owlv2:
-    """A `detector._DetectorKind` whose text and image encoders run in the precision of `compute`. The layers after
-    them, which compute scores and boxes, run in float32: in 16 bits a box would be misplaced by several pixels.
+    """A `detector._DetectorKind` whose text and image encoders run in the precision of `compute`. The later
+    layers, which compute scores and boxes, run in float32: in 16 bits a box would be misplaced by several pixels.
     """
 
     thresholds: ClassVar[Mapping[str, float]] = {"score_threshold": 0.1}
@@ -157,8 +157,8 @@ def _cutting(tokenizer: Any, limit: int) -> Any:
 
 def _processor(folder: Path, entry: ModelEntry, side: int) -> tuple[float, Sequence[float], Sequence[float]]:
     """Return the factor by which uint8 pixels are multiplied (rescale_factor), and the mean and standard deviation of
-    each channel. Raises ModelLoadFailed without the processor's configuration, or for a processor that this module does
-    not reproduce.
+    each channel. Raises ModelLoadFailed if the configuration is missing, or if this module does not reproduce the
+    processor.
     """
     config = read_processor(folder, entry, "image_processor")
     off = [f"do_{step}" for step in ("pad", "resize", "rescale", "normalize") if config.get(f"do_{step}") is False]

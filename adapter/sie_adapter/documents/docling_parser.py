@@ -43,7 +43,7 @@ _READ = (ConversionStatus.SUCCESS, ConversionStatus.PARTIAL_SUCCESS)
 
 
 class DoclingParser:
-    """Parser of documents, for use by one thread. It never fetches a resource that a document links to."""
+    """Parser of documents, for use by one thread. The parser never fetches a resource that a document links to."""
 
     def __init__(self) -> None:
         native = NativePdfPipelineOptions(parser_threads=1, generate_page_images=False, generate_picture_images=False)

@@ -28,7 +28,7 @@ _TEXTS = {
 }
 _PDF = b"%PDF-"
 _HEAD = 1024  # bytes at the start of a file that must contain the mark of a PDF, or the root element of an HTML page
-# The group of a comment is atomic: a comment ends at its first "-->", and the time to match many comments is not
+# The group `(?>` of a comment is atomic: a comment ends at its first "-->", so the time to match many comments is not
 # exponential.
 _HTML = re.compile(rb"\s*(<\?xml[^>]*>\s*)?(?><!--.*?-->\s*)*+<(!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL)
 _UNREAD = ((b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "Office before 2007"), (b"{\\rtf", "RTF"))
@@ -93,7 +93,7 @@ def _of_archive(data: bytes) -> str:
     """Return the format of a zip archive, by the names in its directory and the content of its member `mimetype`."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            parts = archive.infolist()  # parts of equal names count too, because a parser may read each of them
+            parts = archive.infolist()  # parts with equal names all count, because a parser may read each part
             if len(parts) > MAX_MEMBERS:
                 raise fault("too_large", f"the document has {len(parts)} parts, at most {MAX_MEMBERS} are read")
             members = {member.filename: member for member in parts}
@@ -110,6 +110,6 @@ def _of_archive(data: bytes) -> str:
                     return open_format
     except InvalidInput:
         raise
-    except Exception as error:  # besides its own exceptions, zipfile raises those of each compression library
+    except Exception as error:  # zipfile also raises the exceptions of each compression library
         raise fault("undecodable", "the document is damaged: it begins like a zip archive but is none") from error
     raise fault("undecodable", f"the archive has no supported format, supported: {_READ}")

@@ -1,5 +1,5 @@
 """Pool of the processes that parse documents for a model. The first process starts when the model is loaded, more
-processes start when documents need them, and all end when the model is unloaded.
+processes start when documents need them. All processes end when the model is unloaded.
 
     extract (any thread) ──► a thread of the pool ──► its process ──► Parsed, or the reason why the document is unusable
                                    ├── the process died or took too long: the document fails
@@ -83,7 +83,7 @@ class Parsers:
 
     def parse(self, jobs: Sequence[ParseJob], is_gone: Callable[[], bool] = lambda: False) -> list[Parsed | SIEError]:
         """Return the parsed document of each job, or its error. For an unusable document the error is an InvalidInput
-        with the reason `invalid_media`, whose message begins with the cause. Other errors may have other causes.
+        with the reason `invalid_media`, whose message begins with the cause.
 
         `is_gone` is called repeatedly. When it returns True, parsing stops, and InternalFailure with the reason
         `cancelled` is raised.
@@ -301,7 +301,7 @@ class _ParserProcess:
         self._process.kill()
 
     def status(self) -> int:
-        """Return the exit status of a process that was lost; 0 if it still ran and had to be killed."""
+        """Return the exit status of the process. If the process does not end within _DIED_S, kill it and return 0."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(_DIED_S)
         self.end()

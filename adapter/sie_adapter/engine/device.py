@@ -33,12 +33,12 @@ from sie_runtime import control_group
 _logger = logging.getLogger("sie.adapter")
 
 _STATUS = Path("/proc/self/status")
-# device files of GPU drivers: of NVIDIA, of NVIDIA under WSL, and of AMD
+# device files of the GPU drivers: NVIDIA, NVIDIA under WSL, AMD
 _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 _INSTEAD = "or set cpu, or auto for the best device here"
 # glibc serves allocations of at least this size by mmap, outside the heap; glibc accepts no larger threshold
 _MAPPED_BYTES = 32 << 20
-# the threshold while weights are loaded, and under RLIMIT_DATA: freed weights then leave no holes in the heap
+# lower threshold while a model loads or RLIMIT_DATA is set, so that freed memory leaves no holes in the heap
 _APART_BYTES = 1 << 20
 # number of model loads in progress, and its lock; the capture of a CUDA graph holds the lock, so that no load begins
 _apart, _apart_lock = 0, threading.Lock()
@@ -132,9 +132,9 @@ class Compute:
     """Settings for the weights and forward passes of one model on this device.
 
     `requested`: the precision in the model's catalogue entry, else the default. `precision_reason`: the reason why
-    `dtype` is not the requested precision; empty if it is. `outputs`: the cache of outputs of image towers. `model`:
+    `dtype` differs from `requested`; empty if it does not. `outputs`: the cache of outputs of image towers. `model`:
     facts about the model, by which its engine is chosen. `engine`: the chosen engine. If this engine cannot run the
-    model, torch runs the model, but if the entry demands the engine (`Choice.demand`), the load fails. `scratch`: the
+    model, torch runs the model, or the load fails if the entry demands the engine (`Choice.demand`). `scratch`: the
     folder for temporary files of a load, None for the system's folder. `int8`: whether weights are stored in 8 bits.
     """
 
@@ -240,7 +240,7 @@ def _nvml_handle(device: torch.device) -> object | None:
         pynvml.nvmlInit()
         return cast(object, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
     except pynvml.NVMLError as error:
-        _logger.info("NVML gives no access to the GPU, so memory use is read from the CUDA driver: %s", error)
+        _logger.info("NVML gives no access to the GPU, so the adapter asks the CUDA driver for memory use: %s", error)
         return None
 
 
@@ -252,7 +252,7 @@ def _nvml_memory(device: torch.device) -> MemoryUse | None:
     try:
         info = pynvml.nvmlDeviceGetMemoryInfo(handle)
     except pynvml.NVMLError as error:
-        _logger.warning("NVML returned no memory use of the GPU, so it is read from the CUDA driver: %s", error)
+        _logger.warning("NVML gives no memory use of the GPU, so the adapter asks the CUDA driver: %s", error)
         return None
     return MemoryUse(int(info.used), int(info.total))
 
@@ -288,14 +288,14 @@ class UtilisationProbe:
         try:
             return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
         except pynvml.NVMLError as error:
-            _logger.debug("NVML returned no utilisation of the GPU, so none is reported: %s", error)
+            _logger.debug("NVML returned no utilisation of the GPU, so the adapter reports none: %s", error)
             return None
 
 
 def _cpu_seconds() -> tuple[float, float]:
     """Return the busy seconds and the total seconds of all cores since the machine started."""
     times = psutil.cpu_times()
-    # `user` and `nice` already include `guest` and `guest_nice`
+    # `guest` and `guest_nice` are subtracted, because `user` and `nice` already include both
     total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     return total - times.idle - getattr(times, "iowait", 0.0), total
 
@@ -376,10 +376,9 @@ def keep_freed_memory() -> None:
     memory of each layer's states to the kernel, and the page faults of the next layer take 12 to 15 % of a forward pass
     on a CPU (bench/engine.py). `give_memory_back` still returns all freed memory.
 
-    Under RLIMIT_DATA, allocations of 1 MiB and more are outside the heap (mmap), because freed memory inside the heap
-    still counts as data: after some thousand batches, 150 MiB of freed memory lay in holes too small for the tensors of
-    a single item. The heap also grows by only 1 MiB at a time: with steps of 64 MiB, a small allocation near the limit
-    would fail.
+    Under RLIMIT_DATA, mmap serves allocations of 1 MiB and more, outside the heap. RLIMIT_DATA also counts freed memory
+    inside the heap: after some thousand batches, 150 MiB of freed memory were in holes too small for the tensors of one
+    item. The heap grows by 1 MiB at a time, because a step of 64 MiB for a small allocation may exceed the limit.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -394,8 +393,8 @@ def _mapped_bytes() -> int:
 
 @contextlib.contextmanager
 def weights_apart() -> Iterator[None]:
-    """Serve allocations of at least 1 MiB outside the heap (mmap) inside this context, on all threads, so that freed
-    weights leave no holes in the heap. No CUDA graph is captured inside the context.
+    """Make glibc serve allocations of at least 1 MiB by mmap, outside the heap, on all threads while this context is
+    open. Freed weights then leave no holes in the heap. No CUDA graph is captured while this context is open.
     """
     _count_apart(1)
     try:
@@ -414,8 +413,8 @@ def _count_apart(more: int) -> None:
 
 @contextlib.contextmanager
 def without_loads() -> Iterator[bool]:
-    """Yield True if no load is in progress. Until the context ends, no load begins and no memory is returned to CUDA's
-    driver, because a load or a return would synchronise the device, and the capture of a CUDA graph would fail.
+    """Block new model loads and the return of memory to CUDA's driver while this context is open. A load or a return
+    synchronises the device, and the capture of a CUDA graph then fails. Yield True if no load is in progress.
     """
     with _apart_lock:
         yield not _apart

@@ -43,7 +43,7 @@ class DeviceJob:
 
 
 def timed(run: Callable[[], Reply]) -> tuple[Reply, int, int]:
-    """Return the reply of `run`, and begin and end of the call in ns since 1970. The duration is monotonic time."""
+    """Return (reply of `run`, begin, end), in ns since 1970. A monotonic clock measures the difference."""
     began_ns, start_ns = time.time_ns(), time.perf_counter_ns()
     reply = run()
     return reply, began_ns, began_ns + time.perf_counter_ns() - start_ns
@@ -61,7 +61,8 @@ class DeviceThreads:
 
     Torch computes a batch with one thread. If no other batch runs or waits, the first device thread computes its batch
     with `count` torch threads, at most 8. The other device threads always use one torch thread: torch would start more
-    threads for each of them, and if there are more torch threads than cores, libgomp puts threads to sleep at barriers.
+    threads for each device thread, and if there are more torch threads than cores, libgomp puts threads to sleep at
+    barriers.
     """
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply]) -> None:
@@ -106,7 +107,7 @@ class DeviceThreads:
 
     def stop(self, timeout_s: float) -> bool:
         """Let running batches end, and refuse waiting batches. Return whether all threads ended within `timeout_s`."""
-        with self._choice:  # so that each job is either queued before the None that ends its queue, or refused
+        with self._choice:  # a concurrent `submit` queues its job before the None below, or refuses the job
             self._stopping.set()
         self._job_of_first.put(None)
         for _ in self._threads:

@@ -1,5 +1,5 @@
-"""Engine of one process: device, loader, resident models and device threads. It has no sockets, since the server and
-the benchmark both use it. `BatchRun` runs one batch, from its bytes to its outcomes.
+"""Engine of one process: device, loader, resident models and device threads. The engine has no sockets, since the
+server and the benchmark both use it. `BatchRun` runs one batch, from its bytes to its outcomes.
 
     RunBatch ──► Items ──► fit? ──► pack ──► forward ──► heads ──► answers, per work item ──► BatchDone
 
@@ -118,9 +118,9 @@ class AdapterEngine:
         self.batch_limits = DeviceLimits.for_machine(settings)
         self._pass_records = PassRecords.for_socket(settings) if self.device.type == "cpu" else None
         cores = devices.usable_cores()
-        # One device thread on a GPU, where a second one would only compete for the GPU; one per core on a CPU.
-        # bench/engine.py measured in bfloat16 on two cores, in texts/s, for texts of mixed lengths and for texts of 8
-        # tokens: two threads 324 and 3,623, two processes 333 and 3,608, one thread on both cores 292 and 2,567.
+        # A GPU gets one device thread, because a second thread would only compete for the GPU. A CPU gets one per core:
+        # on two cores in bfloat16, bench/engine.py measured 324 texts/s of mixed lengths (3,623 of 8 tokens) with two
+        # threads, 333 (3,608) with two processes, and 292 (2,567) with one thread on both cores.
         self.device_threads = DeviceThreads(cores if self.device.type == "cpu" else 1, self.execute)
         self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self._shed)
         self._instrumentation: Instrumentation | None = None
@@ -270,8 +270,7 @@ class AdapterEngine:
                 raise
             except Exception as error:
                 self._end_if_lost(error)
-                # the message of the exception is not logged, because it may contain the name of the LoRA, which may be
-                # a text of a client
+                # the log omits the exception's message, which may contain the name that a client gave to the LoRA
                 trace = "".join(traceback.format_tb(error.__traceback__))
                 _logger.error("loading a LoRA of %s failed: %s\n%s", model, type(error).__qualname__, trace)
                 is_short = is_out_of_memory(error)
@@ -316,7 +315,7 @@ class AdapterEngine:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Count a running batch that generates text, inside the context. `stop` waits until the count is zero."""
+        """Count one more running batch that generates text while the context is open. `stop` waits until none runs."""
         with self._written:
             self._writing += 1
         try:
@@ -344,7 +343,7 @@ def prepare_process() -> None:
     torch.set_num_interop_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     devices.keep_freed_memory()
-    # by default, oneDNN and each thread's torch cache data for 1,024 sizes of matrix products, half a megabyte for each
+    # by default, oneDNN and each thread's torch cache data for 1,024 sizes of matrix products, 0.5 MB per size
     # (bench/results/memory.md)
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.putenv(name, _KEPT_PRODUCTS)
@@ -370,7 +369,7 @@ class BatchRun:
         """Check the batch. Raises InvalidInput or InternalFailure if the batch cannot run.
 
         `batch_limits`: the measured limits for the tokens of a pass. `key`: the key of this model in `batch_limits`.
-        `make_room`: called if memory runs out; frees memory and returns how, or None if nothing can be freed.
+        `make_room`: called if memory runs out; frees memory. Returns None if nothing can be freed.
         `count_remedy`: called with the name of a counter to increment (`OomCounters`). `pass_records`: keeps a record
         on disk of each running pass. If the pass kills this process, the next process reads the record.
         """
@@ -432,7 +431,7 @@ class BatchRun:
 
     def run(self) -> BatchDone:
         """Return a result or an error for every input. Raises InternalFailure if the model returns a wrong number of
-        states or results, and errors of the device except a lack of memory.
+        states or results. Raises errors of the device other than out of memory.
         """
         started = time.perf_counter()
         self._errors |= _unfit(self._items, self._model)
@@ -466,7 +465,7 @@ class BatchRun:
         )
 
     def _without_pass(self) -> Int64:
-        """Compute the results of rows that need no forward pass. Return the indices of the rows that need one."""
+        """Compute the results of rows that need no forward pass. Return the indices of the other rows."""
         needing = np.zeros(len(self._items.lengths), bool)
         for row, vectors in self._client_vectors.items():
             if not np.isfinite(vectors).all():
@@ -517,7 +516,7 @@ class BatchRun:
         with self._pass_records.during(self._key, tokens, self._batch_limits.fitted(self._key)):
             try:
                 self._pass(chosen)
-            except GraphLost:  # this error ends the process, so the limit is lowered now
+            except GraphLost:  # lowers the limit before this error ends the process
                 self._batch_limits.failed(self._key, tokens, killed=True)
                 raise
 
@@ -628,7 +627,7 @@ class BatchRun:
         except Exception as error:
             if is_device_fatal(error):
                 raise
-            # the options of this work item probably caused the error, so the other work items still get answers
+            # the options of this work item probably caused the error, so the other work items still get results
             _logger.exception("the outputs of a work item could not be computed, so its inputs get an error")
             return [
                 InternalFailure("the outputs of this input could not be computed, see the log of the adapter")

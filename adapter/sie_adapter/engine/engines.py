@@ -9,9 +9,8 @@ family, device, precision, LoRAs, installed packages ──► RULES, in order: 
                                                                                SIE_SGLANG_PYTHON is set
   torch       the packed path of `backbone`                                    everything
 
-The measurements behind the rules are in bench/results/engine.md. They do not cover SGLang, which an operator enables by
-SIE_SGLANG_PYTHON. `backbone` rejects a selected engine whose states differ from those of the unchanged transformers
-model.
+The measurements behind the rules are in bench/results/engine.md. SGLang (enabled by SIE_SGLANG_PYTHON) was
+not measured. `backbone` rejects a selected engine if its states differ from those of the unchanged model.
 """
 
 from __future__ import annotations
@@ -76,10 +75,10 @@ class Unserved(Exception):
 
 @dataclass(frozen=True)
 class Rule:
-    """Conditions of one engine. `why`: the reason to choose it. `package`: the package that must be installed; the pip
-    extra that installs it has the same name. `obstacle`: returns the reason why the engine cannot run a model, empty if
-    it can. `unasked`: returns the reason why the engine is not chosen for an entry that does not name it in
-    load.engine, empty if it can be chosen. `held_bytes`: returns the peak bytes of a load from those of the weights.
+    """Conditions of one engine. `why`: the reason to choose the engine. `package`: the package that must be installed;
+    the pip extra that installs it has the same name. `obstacle`: returns the reason why the engine cannot run a model,
+    empty if it can. `unasked`: returns the reason why the engine runs only models whose entry names the engine in
+    load.engine, else empty. `held_bytes`: returns the peak bytes of a load, computed from the bytes of the weights.
     """
 
     why: str

@@ -82,8 +82,8 @@ class Graph:
 
     def __init__(self, model: PreTrainedModel, compute: Compute, lanes: int, filler: int, max_tokens: int) -> None:
         """Compile `model`, which is on the CPU and is not changed. `lanes`: the number of device threads. `filler`: the
-        token id for padding. `max_tokens`: the number of tokens of the longest text. Raises NoGraph, or the error of a
-        lack of memory.
+        token id for padding. `max_tokens`: the number of tokens of the longest text. Raises NoGraph, or an
+        out-of-memory error.
         """
         self._dtype = dtype = compute.dtype
         self._filler = filler
@@ -95,7 +95,7 @@ class Graph:
         options = {"INFERENCE_PRECISION_HINT": _PRECISIONS[dtype], "CPU_RUNTIME_CACHE_CAPACITY": _KEPT_KERNELS}
         is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
         try:
-            # OpenVINO keeps the float32 weights in addition to the copy in the order of its kernels. It maps the
+            # OpenVINO keeps the float32 weights in addition to the copy in the order of its kernels. OpenVINO maps the
             # float32 weights from a temporary file, so that the system can reclaim their pages if memory is short.
             with _scratch(compute.scratch) as folder:
                 path = folder / "graph.xml"
@@ -113,7 +113,7 @@ class Graph:
 
     def run(self, packed: PackedBatch) -> Tensor:
         """Return hidden states, [tokens, width], in packed order."""
-        torch.set_num_threads(1)  # the graph has its own threads, and torch computes only small operations afterwards
+        torch.set_num_threads(1)  # OpenVINO has its own threads; torch computes only small operations here
         if self._alone is not None and len(packed.ids) <= _TOKENS_ALONE and is_alone():
             return self._run(packed, self._alone)
         return self._run(packed, self._of_lanes)
@@ -145,7 +145,7 @@ class Graph:
 @contextmanager
 def _scratch(place: Path | None) -> Iterator[Path]:
     """Yield a new temporary folder in `place`. First remove the folders of killed processes, each as large as a model.
-    A folder with a graph and a free lock belongs to a killed process, since a process writes a graph under the lock.
+    A running process holds the lock of its folder, so a folder with a graph and a free lock is of a killed process.
     """
     for left in place.glob(f"{_SCRATCH}*") if place is not None else ():
         with suppress(OSError):  # another process may remove the folder at the same time
@@ -200,9 +200,8 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
     """Split sequences, which are sorted by length, into groups with the shortest estimated total time. The estimate for
     a group, in tokens, is rows times columns, plus PASS_TOKENS.
 
-    Rows and columns are filled up to one of few numbers, so that OpenVINO compiles kernels for few shapes. Added rows
-    have only padding. No sequence is padded beyond `max_tokens`, the last position that the model may have, and none by
-    more than `max_filling` tokens.
+    Padding rounds rows and columns up to few different numbers, so that OpenVINO compiles kernels for few shapes. The
+    padded length of a sequence is at most `max_tokens`, and at most `max_filling` tokens more than its length.
     """
     own = lengths.tolist()
     columns = [filled_length(length, max_tokens, max_filling) for length in own]
@@ -242,14 +241,14 @@ def filled_length(length: int, max_tokens: int, max_filling: int = sys.maxsize) 
 
 
 def has_windows(config: PretrainedConfig) -> bool:
-    """Return whether in some layers a token attends only to a window of tokens around it."""
+    """Return whether a layer of the model limits the attention of each token to a window of tokens."""
     kinds = getattr(config, "layer_types", None) or ()
     return bool(getattr(config, "sliding_window", None)) or any(kind != "full_attention" for kind in kinds)
 
 
 def most_filling(config: PretrainedConfig) -> int:
-    """Return how many padding tokens a text may get. In a layer with a window, the window of each padding token must
-    contain a token of the text: otherwise the padding token becomes NaN, which corrupts the text's states.
+    """Return the largest number of padding tokens of a text. If no token of the text is in the attention window of a
+    padding token, the state of the padding token becomes NaN, which corrupts the text's states.
     """
     if not has_windows(config):
         return sys.maxsize
@@ -266,7 +265,7 @@ def _names_of(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _runtime() -> Any:
-    # the import of openvino sends a usage event to its vendor if it can import openvino_telemetry; None prevents this
+    # None makes `import openvino_telemetry` fail: openvino would use this package to send a usage event to its vendor
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino
 
@@ -313,8 +312,8 @@ def compress(graph: Any) -> int:
 
 
 def _converted(states: _PositionalModel, tokens: int) -> Any:
-    """Convert the model, traced with two texts of `tokens` tokens, to a graph for any batch. Raises NoGraph, or the
-    error of a lack of memory.
+    """Convert the model, traced with two texts of `tokens` tokens, to a graph for any batch. Raises NoGraph, or an
+    out-of-memory error.
     """
     runtime = _runtime()
     from openvino.frontend import FrontEndManager
@@ -324,8 +323,8 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
     example = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
-        # the lock is needed, because a trace changes torch's map of modules, and this code the warning filters: the map
-        # and the filters are global to the process
+        # `construction` holds a lock, because this code changes the warning filters, and a trace changes torch's map of
+        # modules: the filters and the map are global to the process
         with construction(), warnings.catch_warnings(), torch.inference_mode(False):
             # Warnings about the trace, and torch's check by a second trace, are switched off: the backbone later
             # compares the states of the graph with those of the model.
@@ -354,7 +353,7 @@ def _discard_traced_types() -> None:
 
 
 def _no_graph(cause: str, error: Exception) -> Exception:
-    """Return `error` if memory ran out, because another attempt may succeed, else a NoGraph."""
+    """Return `error` if memory ran out, because another attempt may succeed; else return a NoGraph."""
     if is_out_of_memory(error):
         return error
     text = " ".join(str(error).split())

@@ -138,7 +138,7 @@ def _tensors(rows: Sequence[Row]) -> list[Tensor]:
 
 
 def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
-    """Return the first `dimensions` numbers of each vector. Without `keep_scale`, divide them by max(norm, 1e-12)."""
+    """Return the first `dimensions` numbers of each vector. Without `keep_scale`, divide each by max(norm, 1e-12)."""
     if not 0 <= options.dimensions <= vectors.shape[-1]:
         raise InvalidInput(
             f"dimensions: expected at most {vectors.shape[-1]}, got {options.dimensions}", reason="bad_dimensions"
@@ -249,7 +249,7 @@ def _dense_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
 
 def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     device = documents[0][0].device
-    ids, weights = (part.to(device) for part in query)  # weights from a table, without a forward pass, are on the host
+    ids, weights = (part.to(device) for part in query)  # query weights that come from a table are on the host
     counts = torch.tensor([len(names) for names, _ in documents], device=device)
     names, values = torch.cat([names for names, _ in documents]), torch.cat([values for _, values in documents])
     if not len(ids):
@@ -345,9 +345,9 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
     """Return scores from float32 logits [no, yes]; for [yes] alone, the logit of no is 0. A score is the softmax
-    probability of yes; or yes - no with `raw_scores`, and with `difference` if the request asks for no relevance.
+    probability of yes. With `raw_scores`, or with `difference` and no request for relevance, a score is yes - no.
     """
-    # scores are computed in float64 for the reason in `class_scores`
+    # scores are computed in float64: in float32, different large logits would have equal scores
     stacked = torch.stack(list(logits)).double()
     gaps = stacked[:, 1] - stacked[:, 0] if stacked.shape[1] > 1 else stacked[:, 0]
     is_raw = options.parameters.get("raw_scores") or (difference and not is_relevance(options))

@@ -100,8 +100,8 @@ class LateChunks:
         return rows
 
     def units(self, group: Group) -> list[tuple[list[int], list[int]]]:
-        """Return two lists of rows for each input of a work item: the rows of the batch with its text, and the rows
-        with its results. A text in windows has a result row for each chunk; for another text both lists are equal.
+        """Return (rows of the text, rows of the results) for each input of a work item. An input with chunks has a
+        result row for each chunk. For an input without chunks, the two lists are equal.
         """
         units = []
         row = group.start

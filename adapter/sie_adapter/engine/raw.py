@@ -247,8 +247,8 @@ def _tensors(value: Any) -> Any:
 
 def _isolated(call: Call, texts: list[int], message: RunBatch) -> list[Any]:
     """Return the results of the texts with these indices. If the call fails, run each text alone, so that a text that
-    causes an error does not fail the texts of other clients. Raises the errors of a lack of memory, of a lost device,
-    of a cancelled call and of a stop, and InternalFailure for a wrong number of results.
+    causes an error does not fail the texts of other clients. Raises the errors of exhausted memory, a lost device, a
+    cancelled call and a stopping adapter, and InternalFailure for a wrong number of results.
     """
     failure: SIEError
     try:

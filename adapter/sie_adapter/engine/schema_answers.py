@@ -123,7 +123,7 @@ def ranked_classes(
     least: float = -math.inf,
     by_label: Mapping[str, float] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Return the labels whose score reaches their threshold (in `by_label`, else `least`), best score first."""
+    """Return the labels that score at least `by_label[label]` (default: `least`), best score first."""
     rows = [
         {"label": label, "score": score}
         for label, score in zip(labels, scores, strict=True)

@@ -51,7 +51,7 @@ START_S = 300.0
 RUN_S = 120.0  # a server that has not answered a batch after these seconds is replaced
 _LOOK_S = 0.1  # seconds between two checks whether the server is ready
 _POOL_TOKENS = 16_384  # smallest size of the server's KV cache, in tokens; a text waits until the cache has room for it
-# Environment variables that the process inherits. None of them is secret.
+# Environment variables that the process inherits. No other variable is passed on, because it may be secret.
 _KEPT = (
     "PATH",
     "HOME",
@@ -63,8 +63,8 @@ _KEPT = (
     "CUDA_HOME",
     "NVIDIA_VISIBLE_DEVICES",
 )
-# Python program that becomes SGLang by exec. The kernel kills the process when the thread of the adapter that started
-# it ends (prctl(2), which stays in force after exec).
+# Python program that becomes SGLang by exec. The kernel kills this process when the adapter's thread that
+# started the process ends (prctl(2), which stays in force after exec).
 _BOOT = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL);"
     " os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"
@@ -144,7 +144,7 @@ class SGLang:
         self._width = 0
         # the kernel kills the server when the thread that started it ends, so a thread of this executor starts it
         self._thread = ThreadPoolExecutor(1, "sglang")
-        # the server in use is in a list, which the finalizer below can read after this object was freed
+        # a list of the server in use, because the finalizer below reads the list after this object was freed
         self._servers: list[_SglangProcess] = []
         self._end = weakref.finalize(self, _end, self._servers, self._thread)
         self._start()
@@ -165,7 +165,7 @@ class SGLang:
     def run(self, packed: PackedBatch) -> Tensor:
         """Return states, float32 [tokens, width], in packed order. The states are NaN if two servers in a row failed on
         the batch: the caller then runs each text alone, to find the text that causes the failures. Raises
-        InferenceFailed if no new server starts, or if two servers failed before any batch has shown the width.
+        InferenceFailed if no new server starts, or if two servers failed before any batch succeeded.
         """
         texts = [packed.ids[start:stop].tolist() for start, stop in itertools.pairwise(packed.bounds.tolist())]
         vectors = self._embedded(texts)

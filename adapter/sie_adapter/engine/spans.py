@@ -1,5 +1,5 @@
 """Trace spans of the device: `forward` for the pass of a batch, `inference` and `postprocess` for each work item of the
-batch that has a trace. The spans are recorded after the batch is answered, so that no answer waits for them.
+batch that has a trace. The spans are recorded after the reply to the batch, so that no reply waits.
 """
 
 from __future__ import annotations

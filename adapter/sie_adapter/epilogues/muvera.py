@@ -101,8 +101,8 @@ def _encode_block(
 def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: int) -> Tensor:
     """Return the partition of each token in each repetition, int64 [tokens, repetitions].
 
-    Signs come from a product in float64 (float32 on MPS). In float32 the shape of a batch selects the kernel, whose
-    rounding may move a token to the other side of a plane, so other items of the batch could change its partition.
+    Signs come from a product in float64 (float32 on MPS). The rounding of a float32 product depends on the
+    shape of the batch, so other items of the batch could move a token to another partition.
     """
     repetitions, projections = parameters.num_repetitions, parameters.num_simhash_projections
     encoded = []
@@ -138,10 +138,10 @@ def _aggregate(
 
 
 def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) -> Tensor:
-    """Return for each bag the nearest entry of its item, int64 [bags]; the first of several nearest entries; -1 if the
-    item has no entry. The distance is the Hamming distance between the bits of the bag's partition and those of the
-    entry's partition. This distance is a sum over bits, so the bits are processed one by one: after each bit, `best`
-    has the minimum over the bits so far. This avoids a comparison of each token with each partition.
+    """Return for each bag (partition of an item in a repetition) the nearest entry (token) of the item, int64 [bags]:
+    the first if several are nearest, -1 if the item has no entry. The distance is the Hamming distance between the bits
+    of the bag's partition and of the entry's partition. The loop adds one bit at a time: `best` has the minimum over
+    the bits so far. This avoids a comparison of each token with each partition.
     """
     entries = len(order)
     far = (projections + 1) * entries

@@ -186,7 +186,7 @@ class GliclassModel(Extractor[GliclassTexts]):
         own = [(start, end) for start, end in offsets if begin <= start < end <= begin + len(text)]
         # one more token is cut, because white space at the new end of the text may be a token
         head, tail = own[: -1 - beyond], own[-1 - beyond :]
-        # a character may consist of several tokens; it stays only if all of its tokens stay
+        # a character may have several tokens: keep the character only if all of its tokens stay
         return text[: min(head[-1][1], tail[0][0]) - begin] if head else ""
 
     def _head(self, text: str) -> str:

@@ -47,9 +47,9 @@ from sie_contracts.models.load_errors import load_failed
 
 # A word is cut after this number of characters times `max_tokens`, because the model reads only its first token.
 _CHARACTERS_PER_TOKEN = 16
-# Limit of candidates per window that are decoded; the best candidates are kept. The decoder's time grows with the
-# square of their number: it compares each candidate with all selected candidates, in a token-level model also all
-# starts with all ends.
+# Largest number of candidates per window that the decoder gets: the best candidates. The decoder's time grows with the
+# square of this number, because the decoder compares each candidate with all selected candidates. For a token-level
+# model, the decoder also compares all starts with all ends.
 _CANDIDATES = 2048
 # the same limit for requests whose entities have one label and must not overlap: the decoder then selects few
 # candidates and makes few comparisons
@@ -231,7 +231,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         )
 
     def _prompt(self, options: ExtractOptions) -> tuple[list[str], dict[int, int]]:
-        """Return the words before a text, and the number of occurrences of each special token in them, by token id."""
+        """Return the words before a text, and a map: special token id -> its number of occurrences in the words."""
         labels = self._kinds(options)["entity_types"]
         words = [] if self._label_vectors else self._processor.prepare_inputs([[]], labels)[0][0]
         return words, {self._gliner.config.class_token_index: len(labels)} if words else {}
@@ -323,7 +323,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return {"entities": entities}
 
     def _joined(self, by_window: list[tuple[TextWindow, list[Span]]], request: GlinerRequest) -> list[Span]:
-        """Join the entities of a text's windows. If entities overlap, the package's decoder selects some of them."""
+        """Join the entities of a text's windows. If entities overlap, the package's decoder selects some."""
         joined: list[Span] = []
         last: list[Span] = []
         ranges = own_ranges([window for window, _ in by_window])

@@ -1,6 +1,6 @@
-"""GLiNER2, by the package `gliner2`: entities and relations of the types that a request names, or, if the entry has the
-output classifications, scores for the classes of a request. A model either scores all spans of words up to a width, or
-has the boundary architecture (`gliner2_boundary.py`), for which relations and records are not supported here.
+"""GLiNER2, run by the package `gliner2`. A model finds entities and relations of the types that a request names. If the
+entry has the output classifications, a model scores the classes of a request instead. A model scores all spans of words
+up to a width, or has the boundary architecture (`gliner2_boundary.py`), here without relations and records.
 
     text ──► words that have tokens ──► windows that overlap, each after the prompt with all labels ──► padded
          passes ──► the package's model ──► scores [labels, words, widths] ──► the best spans of each label, over all
@@ -161,7 +161,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     InvalidInput if the labels or the task cannot be used, or if the text contains a token that the model reserves. It
     is an InferenceFailed if a state or score is not finite. With the output `classifications`, a result is that of
     GliclassModel. With the output `relations` and `relation_labels`, a result has `relations` [{head, tail, relation,
-    score}], best first; a relation in a long text is found within one window.
+    score}], best first; both ends of a relation are in the same window of the text.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of one window, with labels; longer texts are read
     in several windows.
@@ -361,8 +361,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         choices: Sequence[list[int]] = (),
         descriptions: int = 0,
     ) -> _Gliner2Prompt:
-        """Return the prompt. `descriptions`: the number of descriptions in the prompt; each has a special token before
-        it. Raises InvalidInput for an unusable label or name of a task.
+        """Return the prompt. `descriptions`: the number of descriptions in the prompt; a special token precedes
+        each. Raises InvalidInput for an unusable label or name of a task.
         """
         processor = self._processor
         ends = [processor.SEP_STRUCT] * (len(tasks) - 1) + [processor.SEP_TEXT]
@@ -413,8 +413,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         """Split a text into words in the same way as the package, in lower case."""
         longest = _CHARACTERS_PER_TOKEN * self.max_tokens
         split = list(self._processor.word_splitter(self._processor._normalize_text(text), lower=True))
-        # The full stop that the package adds may become a separate word, which is dropped, or the end of a URL, which
-        # is cut.
+        # The package adds a full stop to the text. Drop the full stop if it is a separate word; if the full stop ends
+        # a URL, clip the word's end offset to the text.
         inside = [(word, start, min(end, len(text))) for word, start, end in split if start < len(text)]
         ids, sizes, words = words_with_tokens(self._counter, inside, longest)
         return _Gliner2Words(
@@ -479,9 +479,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
 
 def _above(logits: Tensor | None, at: TextWindow, thresholds: Sequence[float]) -> _Spans | SIEError:
-    """Return the spans whose score reaches the threshold of their label. Of more than _CANDIDATES spans, return the
-    best _CANDIDATES and all spans with the score of the last of these. `logits`: [1, labels, words, widths]; `words`
-    may include an added full stop after the words of the window.
+    """Return the spans whose score reaches the threshold of their label. If these are more than _CANDIDATES, return
+    the best _CANDIDATES, and all spans with the score of the last of these. `logits`: [1, labels, words, widths];
+    `words` may include an added full stop after the words of the window.
     """
     if logits is None:
         none = np.zeros(0, np.int64)

@@ -1,8 +1,8 @@
 """Entities of GLiNER2 models with the boundary architecture. For each label the package proposes candidates of any
 length, and scores them.
 
-    states of words and labels ──► candidates [labels, candidates] ──► those above the threshold of their label
-    ──► over all windows of a text: those that the model's overlap policy keeps
+    states of words and labels ──► candidates [labels, candidates] ──► candidates above the threshold of their label
+    ──► over all windows of a text: candidates that the model's overlap policy keeps
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def window_candidates(
         count_log_rates=output.count_log_rates,
         adaptive_threshold=settings.adaptive_threshold,
     )[0]
-    if output.null_logits is not None:  # logits that the window has no entity of a label
+    if output.null_logits is not None:  # for each label, the logit that the window lacks it
         absent = (torch.sigmoid(output.null_logits[0].float()) > settings.abstention_threshold).tolist()
         grouped = [[] if is_absent else own for is_absent, own in zip(absent, grouped, strict=True)]
     size = at.stop - at.start
@@ -99,10 +99,10 @@ _KEYS: dict[str, Any] = {
 
 
 def _clusters(candidates: Sequence[BoundedSpan]) -> Iterator[list[BoundedSpan]]:
-    """Yield groups of candidates that overlap, directly or through other candidates. Of a group of more than
-    _CANDIDATES spans, yield only the spans with the best scores: a client may choose a threshold of 0, and the time and
-    memory of the package grow with the square of the number of candidates. For a text of one window without such a
-    group, the entities are those of the package.
+    """Yield groups of candidates that overlap, directly or through other candidates. If a group has more than
+    _CANDIDATES spans, yield only its best spans: a client may choose a threshold of 0, and the time and memory of the
+    package grow with the square of the number of spans. If a text has one window and no such group, its entities equal
+    those of the package.
     """
     cluster: list[BoundedSpan] = []
     stop = 0

@@ -20,7 +20,7 @@ from sie_adapter.families.extraction import TextWindow, own_ranges, scores_not_f
 from sie_contracts.errors import SIEError
 from sie_contracts.models.output_schemas import TextField, TextRecord
 
-_CANDIDATES = 256  # limit of compared spans for one property of one object, the spans with the best scores
+_CANDIDATES = 256  # largest number of spans, best first, that are compared for one property of one object
 
 FieldCandidates = dict[str, list[FieldSpan]]
 
@@ -92,8 +92,8 @@ def window_objects(
 
 
 def _chosen(text_field: TextField, scores: list[float], least: float) -> list[FieldSpan]:
-    """Return the choices whose score reaches the threshold, best first. For a property that is a list, they are in the
-    order of the schema.
+    """Return the choices whose score reaches the threshold, best first. For a property that is a list, the choices are
+    in the order of the schema.
     """
     rows: list[FieldSpan] = [
         {"text": label, "score": score, "start": None, "end": None}
@@ -132,9 +132,9 @@ def _begin(span: FieldSpan) -> int:
 def joined_objects(
     record: TextRecord, words: WordPlaces, by_window: Mapping[TextWindow, Sequence[FieldCandidates]]
 ) -> list[FieldCandidates]:
-    """Return the objects of a text in the order of its windows. A record without a path has the properties at the root
-    of `data`. Its text has one object, with the values of the first object of each window. A value without offsets in
-    the text, such as a choice, is taken from the first window only.
+    """Return the objects of a text in the order of its windows. For a record without a path, whose properties are at
+    the root of `data`, the windows together have one object: it gets the values of the first object of each window. A
+    value without offsets in the text, such as a choice, is taken from the first window only.
     """
     order = sorted(by_window, key=lambda at: at.start)
     starts = [0, *(words.starts[begin] for begin, _ in own_ranges(order)[1:])]
@@ -166,5 +166,5 @@ def joined_objects(
 
 
 def _first(candidates: FieldCandidates) -> int:
-    """Return the first character of an object; 0 without a span, so that it belongs to the first window."""
+    """Return the index of an object's first character; 0 for an object without spans, for the first window."""
     return min((row["start"] for rows in candidates.values() for row in rows if row["start"] is not None), default=0)

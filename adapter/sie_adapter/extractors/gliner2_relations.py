@@ -1,5 +1,5 @@
-"""Relations of GLiNER2: for the package, each relation label is a task with the fields head and tail. The model
-predicts how many pairs a window has, and for each pair the scores of the spans. `gliner_relations` uses the last step.
+"""Relations of GLiNER2. In the package, each relation label is a task with the fields head and tail. The model
+predicts the number of pairs in a window, and scores all spans for each pair.
 
     logits [pairs, 2, words, widths] ──► the best span of each field ──► relations, over all windows of a text
 """

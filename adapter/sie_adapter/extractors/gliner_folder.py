@@ -39,7 +39,7 @@ def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Com
 
 
 def empty_gliner(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
-    """Build the model on the device `meta`, and compare its weights with the file. Raises the errors of a load."""
+    """Build the model on the device `meta`, and compare its weights with the file. Raises ModelLoadFailed."""
     with torch.device("meta"):
         model = _built(folder, entry, load, eager=False)
     compare(model.model.state_dict(), read_weights(folder, entry), entry)

@@ -37,7 +37,7 @@ _WINDOWS_PER_PASS_ELSEWHERE = 16
 
 class GlinerRelationModel(GlinerModel):
     """Loaded GLiNER with relations. A result has the entities of GlinerModel, and `relations` [{head, tail, relation,
-    score}], best first. `relations` is empty unless the request names labels for relations.
+    score}], best first. `relations` is empty if the request names no labels for relations.
 
     A span can be head or tail if its best score is above the threshold, if it is among the _CANDIDATES best spans of
     its window, and if the result has an entity with the same words. A result has a relation if its score is above
@@ -81,7 +81,7 @@ class GlinerRelationModel(GlinerModel):
         inputs, model = self._inputs(batch), self._gliner.model
         if not request.relation_labels:
             return self._window_results(UniEncoderSpanModel.forward(model, **inputs).logits, words, batch, request)
-        # pairs get the threshold of the spans, as they do by default in the package
+        # the threshold of the spans is also that of the pairs, as by default in the package
         output = model(**inputs, threshold=request.threshold, adjacency_threshold=request.threshold)
         results = self._window_results(output.logits, words, batch, request)
         places, _ = _candidates(output.logits, inputs["span_mask"], request.threshold)
@@ -113,7 +113,7 @@ class GlinerRelationModel(GlinerModel):
 
 def _candidates(scores: Tensor, mask: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Return the indices (into [words, widths], flattened) of spans that may be head or tail, in the order of the text,
-    and a mask that is False for indices that are only padding. Both are [windows, spans]. `scores`: [windows, words,
+    and a mask that is False for padding indices. Indices and mask are [windows, spans]. `scores`: [windows, words,
     widths, labels]. `mask` is 0 for a span that ends after the window.
     """
     best = torch.sigmoid(scores).amax(-1).flatten(1).masked_fill(~mask.flatten(1).bool(), -1.0)

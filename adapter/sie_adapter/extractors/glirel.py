@@ -117,7 +117,7 @@ class GlirelModel(Extractor[GlirelTexts]):
         return results
 
     def _prompt_tokens(self, labels: list[str]) -> int:
-        """Return the number of tokens of a request without its text. Raises InvalidInput for unusable labels."""
+        """Return the number of tokens of the labels and special tokens. Raises InvalidInput for unusable labels."""
         if not labels:
             raise labels_refused("expected at least one")
         model = self._model
@@ -196,7 +196,7 @@ def _relations(
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions, device: torch.device) -> Any:
     """Build the package's model with random weights, which are later replaced by the weights of the checkpoint. The
-    package's constructor needs a weight file of the backbone; it gets an empty one.
+    package's constructor needs a weight file of the backbone, so this function writes an empty weight file.
     """
     from glirel import GLiREL
 

@@ -208,8 +208,8 @@ class LayaModel(Extractor[LayaTexts]):
         return kind, [self._question_ids(words[:room], marked)]
 
     def _statement_ids(self, text: str, label: str) -> _QuestionIds:
-        """Return the question whether a label applies; `text` comes before the label. Raises InvalidInput for a
-        question that is too long: the package would cut off its label.
+        """Return the ids of the question that asks if `label` applies. `text` precedes the label. Raises InvalidInput
+        if the question is too long, because the package would cut off the label.
         """
         words, marked, room = self._parts("noul", f"{text} {label}".strip(), _TRUTH)
         if len(words) > room:

@@ -137,8 +137,8 @@ MODEL_TYPES = frozenset(_TOWERS)
 
 
 class VectorHead:
-    """Head that returns the vector of each row. After a normal pass, the towers have computed these vectors already.
-    The check of a loaded model (`certificate`) runs only the text backbone: the head turns its states into vectors.
+    """Head that returns the vector of each row. In a normal pass, the towers have already computed the vectors. The
+    check of a loaded model (`certificate`) runs only the text backbone, so this head computes the vectors from states.
     """
 
     def __init__(self, towers: TextTower) -> None:
@@ -218,7 +218,7 @@ class TwoTowers(PackedModel, ABC):
     @staticmethod
     @abstractmethod
     def _files(batch: Items) -> BatchFiles[Any] | None:
-        """Return the images or sounds of the batch, which some rows have instead of ids; None if no row has any."""
+        """Return the images or sounds, which some rows have instead of token ids; None if no row has a file."""
 
     @abstractmethod
     def _of_files(self, rows: Sequence[Sequence[Any]]) -> Tensor:

@@ -30,7 +30,7 @@ def entities(
     """Return the entities of each text whose score reaches the threshold, in text order, from float32 logits [tokens,
     labels]. `places`: the indices of the texts in the batch.
 
-    Neighbouring tokens with the same label are one entity, unless the tag of the second token begins a new one. The
+    Neighbouring tokens with the same label form one entity if the tag of the second token begins no new entity. The
     score of an entity is the mean of its tokens' probabilities. Offsets are code points. Source: aggregation "simple"
     of transformers' token-classification pipeline, which supports only B- and I-.
 

@@ -48,7 +48,7 @@ _logger = logging.getLogger("sie.adapter")
 Result = dict[str, Any] | SIEError
 
 _HARMLESS = ("pooler.", "position_ids")  # parts of the names of tensors that may be missing or additional
-# 1 / _MIN_ROOM of the tokens of a sequence are reserved for the text; labels may use the others
+# at least 1 / _MIN_ROOM of the tokens of a sequence are for the text; the labels use at most the other tokens
 _MIN_ROOM = 8
 _WORDS_PER_COUNT = 8192  # largest number of words in one call of the tokenizer
 _LABELS_CACHED, _LABELS_PER_PASS = 4096, 64  # largest number of labels in the cache, and in a pass of the label encoder
@@ -62,8 +62,8 @@ class ExtractOptions:
 
     `parameters`: options of the family, merged with the options of the entry; their types are checked. `mentions`:
     ranges of the text that the client names. `instruction`: the prompt of a model that generates its answer. `parts`:
-    the parts of a schema to answer, in addition to the labels. `part`: the only part of the schema that a run with
-    these options answers (see `by_part`); None in a run for the labels.
+    the parts of the output schema that the model fills, in addition to the labels. `part`: the only schema part that a
+    run with these options fills (see `by_part`); None in a run for the labels.
     """
 
     labels: tuple[str, ...]
@@ -86,9 +86,9 @@ class ExtractOptions:
 
 
 class LabelVectors:
-    """Cache of the vectors of labels; the least recently used are dropped. The argument `encode` is a function that
-    computes the vectors of at most _LABELS_PER_PASS labels, [labels, width]. Keys are digests of labels, because a
-    label may have any length. Thread-safe.
+    """LRU cache of the vectors of labels. Thread-safe. The argument `encode` is a function that computes the vectors of
+    at most _LABELS_PER_PASS labels, [labels, width]. The keys of the cache are digests, because a label may have any
+    length.
     """
 
     def __init__(self, encode: Callable[[Sequence[str]], Tensor]) -> None:
@@ -97,7 +97,7 @@ class LabelVectors:
         self._cached: OrderedDict[bytes, Tensor] = OrderedDict()
 
     def encode(self, labels: Sequence[str], *, keep: bool = True) -> Tensor:
-        """Return the vectors of labels, [labels, width]. Without `keep`, the cache is not used."""
+        """Return the vectors of labels, [labels, width]. If `keep` is False, the cache is neither read nor written."""
         keys = {label: hashlib.sha256(label.encode()).digest() for label in labels} if keep else {}
         with self._lock:
             vectors = {label: self._cached[key] for label, key in keys.items() if key in self._cached}
@@ -117,7 +117,7 @@ class LabelVectors:
 
 
 class PreparedTexts(Protocol):
-    """Tokenised, padded texts with equal options. `padding`: positions without a token in their passes."""
+    """Tokenised, padded texts with equal options. `padding`: positions without a token in all passes."""
 
     @property
     def padding(self) -> int: ...
@@ -139,7 +139,7 @@ class Preparation:
         self._prepared: dict[tuple[bytes, tuple[str, ...]], Any] = {}
 
     def make(self, texts: Sequence[str], options: Sequence[ExtractOptions], make: Make[Any]) -> None:
-        """Tokenise the texts. Errors are ignored here, because `by_options` tokenises again and returns them."""
+        """Tokenise the texts. Ignore errors: `pop_or_make` tokenises again, and `by_options` returns the error."""
         for option, chosen in _alike(options):
             some = [texts[index] for index in chosen]
             try:
@@ -150,7 +150,7 @@ class Preparation:
                 _logger.debug("tokenising texts failed, so the device thread tries again: %s", type(error).__name__)
 
     def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
-        """Remove and return the tokenised form of these texts. Texts that `make` has not tokenised are tokenised."""
+        """Remove and return the tokenised form of these texts. Tokenise now if `make` has not done so."""
         prepared: M | None = self._prepared.pop((option.same(), tuple(texts)), None)
         if prepared is None:
             prepared = self._timed(texts, option, make)
@@ -166,10 +166,10 @@ class Preparation:
 
 
 class Extractor(ABC, Generic[M]):
-    """Base of extraction families. The adapter tokenises their texts, not the sidecar: `_make` tokenises on the host,
-    then `_extract` runs on the device. Each call has texts with equal options. `max_tokens`: limit for the tokens of
-    one sequence, labels included. `pass_tokens`: limits for the tokens of a pass, padding and labels included, on a CPU
-    and on other devices.
+    """Base of extraction families. The adapter, not the sidecar, tokenises the texts: `_make` tokenises on the
+    host, then `_extract` runs on the device. Each call has texts with equal options. `max_tokens`: limit for the tokens
+    of one sequence, labels included. `pass_tokens`: limits for the tokens of a pass, padding and labels included, on a
+    CPU and on other devices.
     """
 
     max_tokens: int
@@ -221,7 +221,7 @@ class Extractor(ABC, Generic[M]):
 
 
 def by_part(texts: Sequence[str], options: Sequence[ExtractOptions]) -> tuple[list[str], list[ExtractOptions]]:
-    """Return each text once for its labels, and once for each part of its schema, with the options of this part."""
+    """Return the text and the options of each run: one run for the labels of a text, and one per part of its schema."""
     expanded = [(text, own) for text, option in zip(texts, options, strict=True) for own in _options_of_parts(option)]
     return [text for text, _ in expanded], [own for _, own in expanded]
 
@@ -252,7 +252,7 @@ def _options_of_part(options: ExtractOptions, part: SchemaPart) -> ExtractOption
 
 
 def _examples_of(options: ExtractOptions, part: Decision) -> list[dict[str, Any]]:
-    """Return the examples with labels of a decision. An example may write a label as `label` or `path.label`."""
+    """Return the examples that have labels of this decision. An example writes a label as `label` or `path.label`."""
     names = {f"{'.'.join(part.path)}.{label}": label for label in part.labels} | {label: label for label in part.labels}
     examples = [
         {"text": example["text"], "labels": [names[label] for label in example["labels"] if label in names]}
@@ -262,7 +262,7 @@ def _examples_of(options: ExtractOptions, part: Decision) -> list[dict[str, Any]
 
 
 def with_answers(results: Sequence[Result], options: Sequence[ExtractOptions]) -> list[Result]:
-    """Return a result for each text: its runs (`by_part`) joined, or the error of a run that failed."""
+    """Return a result for each text: the joined results of its runs (`by_part`), or the error of a failed run."""
     remaining = iter(results)
     return [_with_answer(list(islice(remaining, len(_options_of_parts(option)))), option) for option in options]
 
@@ -299,7 +299,7 @@ def by_options(
 ) -> list[Result]:
     """Call `run` once for each set of equal options, with the inputs that have these options. If a call raises a
     SIEError, this error is the result of all its inputs. After any other error, the inputs of the call run again one by
-    one. Return results in the order of the inputs. Raises only the errors of a lack of memory and of a lost device.
+    one. Return results in the order of the inputs. Raises only out-of-memory errors and errors of a lost device.
     """
     results: dict[int, Result] = {}
     for option, chosen in _alike(options):
@@ -340,8 +340,8 @@ def padding_of(lengths: Sequence[int], chosen: Iterable[Sequence[int]]) -> int:
 
 
 def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Yield passes, shortest sequences first: lists of indices of sequences that are padded to one length and run
-    together. The limits of a pass are those of `evenly_long`.
+    """Yield passes, shortest sequences first. A pass is a list of indices of sequences that run together, padded to one
+    length. `evenly_long` limits the size of a pass.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     for start, stop in evenly_long([lengths[index] for index in order], budget=budget):
@@ -350,8 +350,8 @@ def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
 
 def windows(sizes: Sequence[int], room: int, max_words: int, min_shared: int) -> Iterator[tuple[int, int]]:
     """Yield the windows of a text, as (first word, last word + 1). `sizes`: the tokens of each word. A window has at
-    most `max_words` words and `room` tokens, but at least one word. An eighth of its words, at least `min_shared` but
-    at most half of them, are also in the next window.
+    most `max_words` words and `room` tokens, but at least one word. The next window repeats the last eighth of
+    these words, at least `min_shared` and at most half of the words.
     """
     start, stop, tokens = 0, 0, 0
     while start < len(sizes):
@@ -408,8 +408,8 @@ def tokens_of(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[NDArray[np.in
 
 
 def classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Result:
-    """Return the classes of one text whose score reaches their threshold, best first. The threshold is the label's
-    (`label_thresholds`), else the threshold of the options, else 0. `logits`: float32 [labels], on the host. Scores are
+    """Return the labels with a score of at least the threshold, best first. A label's threshold is in the parameter
+    `label_thresholds`, else the threshold of the options, else 0. `logits`: float32 [labels], on the host. Scores are
     a softmax, or sigmoids if `multi_label` is set.
     """
     if not bool(torch.isfinite(logits).all()):
@@ -474,8 +474,8 @@ def check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOp
 
 
 def read_weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
-    """Return the tensors of model.safetensors, else of pytorch_model.bin. Raises ModelLoadFailed INCOMPATIBLE without
-    such a file, or if pytorch_model.bin contains anything but tensors.
+    """Return the tensors of model.safetensors, else of pytorch_model.bin. Raises ModelLoadFailed INCOMPATIBLE if
+    neither file exists, or if pytorch_model.bin contains anything but tensors.
     """
     if (file := folder / "model.safetensors").is_file():
         weights: dict[str, Tensor] = load_file(file)
@@ -493,13 +493,13 @@ def fill(model: torch.nn.Module, weights: dict[str, Tensor], entry: ModelEntry) 
     """Copy the weights into the tensors of the model. Raises the errors of `compare`."""
     own = model.state_dict()
     compare(own, weights, entry)
-    # a pooler of another shape keeps its initial weights, because it never runs
+    # a pooler of another shape keeps its initial weights, because no pooler runs
     fitting = {name: weights[name] for name in own.keys() & weights.keys() if own[name].shape == weights[name].shape}
     model.load_state_dict(fitting, strict=False)
 
 
 def compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], entry: ModelEntry) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE for names or shapes that differ, except those that `refuse_misfits` allows."""
+    """Raise ModelLoadFailed INCOMPATIBLE if names or shapes differ, except for names that `refuse_misfits` allows."""
     faults = {
         "missing": own.keys() - weights.keys(),
         "unexpected": weights.keys() - own.keys(),
@@ -510,8 +510,8 @@ def compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], entry: Mod
 
 
 def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE if `names` has a key of weights that belongs neither to a pooler, which never
-    runs, nor to position ids. `misfit`: the fault of the keys, for the message.
+    """Raise ModelLoadFailed INCOMPATIBLE if `names` has names of weights other than those of poolers and position ids.
+    Poolers never run. `misfit`: adjective for the message, such as "missing".
     """
     if misfits := sorted(name for name in names if not any(part in name for part in _HARMLESS)):
         raise incompatible(f"{entry.id}: the weights have {len(misfits)} {misfit} keys: {', '.join(misfits[:5])}")

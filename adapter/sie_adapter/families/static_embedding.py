@@ -100,8 +100,8 @@ class StaticEmbedding:
 
 
 def read_table(folder: Path) -> Tensor:
-    """Return the vectors of the tokens, float32 [tokens, width]. model2vec may store fewer vectors than tokens, with
-    `mapping`, the row of each token, and `weights`, a factor of each token. Raises ModelLoadFailed INCOMPATIBLE for
+    """Return the vectors of the tokens, float32 [tokens, width]. model2vec may store fewer vectors than tokens: then
+    `mapping` has the row of each token, and `weights` a factor for each token. Raises ModelLoadFailed INCOMPATIBLE for
     tensors that are missing or do not form such a table.
     """
     table = tensor(folder, "embedding.weight")

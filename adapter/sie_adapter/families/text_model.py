@@ -1,5 +1,5 @@
-"""Loader of text models. It creates the backbone (the model without its head), the tokenizer, the heads, and the
-functions that turn the results of heads into answers, from the files of a folder.
+"""Loader of text models. From the files of a folder, it creates the backbone (the model without its head), the
+tokenizer, the heads, and the functions that turn the results of the heads into results of inputs.
 
     folder + entry ──► the transformers class that the outputs need ──► Builder ──► Parts
 
@@ -61,8 +61,8 @@ Finish = Callable[[RunBatch, Group, item_results.Rows, list[int]], ItemResults]
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Heads (output layers) of one model, and how their results become answers. `rows`: for each operation, how the
-    texts of an input become rows of ids.
+    """Heads (output layers) of one model, and the rules that turn the results of heads into results of inputs. `rows`:
+    for each operation, the rule by which the sidecar turns an input into rows of ids.
 
     A model whose outputs are vectors has a head for each output; `per_row` is the argument of
     `item_results.side_scores`. Other models have `finish`, which computes answers from the results of heads. `reads`:
@@ -90,7 +90,7 @@ def class_of(entry: ModelEntry, folder: Path) -> Any:
 
 
 def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
-    """Return the names of tensors that a head reads from the files, because the transformers class does not."""
+    """Return the names of tensors that a head reads from the files, because the transformers class skips them."""
     return ("linear.weight",) if "multivector" in entry.outputs else ()
 
 
@@ -262,8 +262,8 @@ class Builder:
         return int(number)
 
     def _known_ids(self, words: Iterable[str]) -> frozenset[int]:
-        """Return the ids of those words that are one token of the vocabulary. For any other word, the tokenizer may
-        return the id of the unknown token. This id is left out, unless `words` has the unknown token itself.
+        """Return the ids of the words that are tokens of the vocabulary. For any other word, the tokenizer may return
+        the id of the unknown token: drop this id if `words` does not contain the unknown token.
         """
         unknown = _special(self.modules.folder, "unk_token")
         ids = {word: self.tokenizer.token_to_id(word) for word in words}

@@ -1,5 +1,5 @@
-"""Torch copy of a model that runs as an OpenVINO graph or on SGLang. It is loaded before the first pass that only torch
-can run (`engines.of_batch`), for example with a LoRA.
+"""Torch copy of a model that runs as an OpenVINO graph or on SGLang. The copy is loaded before the first pass that
+only torch can run (`engines.of_batch`), for example with a LoRA.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sie_adapter.packed.packing import PackedBatch
 
 
 class TorchTwin:
-    """Torch copy of a model of another engine. `build_model` reads the weights again. `add_bytes` gets the size of the
-    copy, in bytes. Thread-safe.
+    """Torch copy of a model that another engine runs. `build_model` reads the weights again. `add_bytes` gets the size
+    of the copy, in bytes. Thread-safe.
     """
 
     def __init__(

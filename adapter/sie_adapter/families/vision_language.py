@@ -2,7 +2,7 @@
 
 image ──► tower ──► features ─────────────┐
                                           ├──► packed language model ──► states ──► heads
-ids of a text, and those around an image ─┘
+ids of a text, and ids around an image ───┘
 
 family                 model                                       heads
 vision-language        ColPali, ColQwen2.5, ColQwen3, ColIdefics3  multivector
@@ -75,7 +75,7 @@ class VisionLanguageKind(Protocol):
 
     def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
         """Return an image's ids in the prompt: the placeholder id that features replace, the number of placeholders (0:
-        one for each block of the image), and the ids before and after them.
+        one for each block of the image), and the ids before and after the placeholders.
         """
 
     def priced(self, recipe: Recipe) -> Recipe:

@@ -27,7 +27,8 @@ class KeepHead:
     @classmethod
     def load(cls, path: Path, width: int, device: torch.device, model: str) -> KeepHead:
         """Load the layers in `path`: linear from `width` to any width, GELU, linear to width 1. No other file describes
-        these layers. Raises ModelLoadFailed: NOT_FOUND without the file, INCOMPATIBLE if its tensors do not form them.
+        these layers. Raises ModelLoadFailed: NOT_FOUND without the file, INCOMPATIBLE if the tensors do not form the
+        layers.
         """
         if not path.is_file():
             cause = f"{model}: {path} is missing: copy the head, best.pt, beside the weights of the reranker"

@@ -37,7 +37,7 @@ class MultivectorHead:
         self._pooling = pooling
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return one float32 matrix per sequence, [vectors, width], not normalised unless `pooling` normalises."""
+        """Return one float32 matrix per sequence, [vectors, width]; normalised only if `pooling` normalises."""
         reduced = self.parts(states, sequences)
         if self._pooling is None:
             return reduced

@@ -42,7 +42,7 @@ class MaskedLanguageHead:
         sums: bool = False,
     ) -> None:
         """`twice`: the activation is log1p(log1p(relu(x))) instead of log1p(relu(x)). `dropped`: ids without a weight.
-        `max_entries`: number of the largest weights of a row that are returned; 0 means all.
+        `max_entries`: largest number of weights in a row; a row keeps the largest weights. 0 means no limit.
         """
         self._head, self._vocabulary, self._twice, self._max_entries = head, vocabulary, twice, max_entries
         self._sums = sums
@@ -113,7 +113,7 @@ class MaskedLanguageHead:
 
     def _activated(self, peaks: Tensor, max_entries: int) -> list[Row]:
         """Return a sparse row for each sequence. `peaks` [sequences, vocabulary]: the largest logit of each id, or with
-        `sums` the sum of its weights. With `max_entries`, a row has only its largest weights.
+        `sums` the sum of the id's weights. If `max_entries` is not 0, a row has only the `max_entries` largest weights.
         """
         weights = peaks if self._sums else self._activated_logits(peaks)
         weights.index_fill_(1, self._dropped, 0.0)
@@ -124,8 +124,8 @@ class MaskedLanguageHead:
 
 
 def _rows_at_once(vocabulary: int) -> int:
-    """Return how many rows are searched for nonzero entries in one call. `torch.nonzero` returns two int64 (16 bytes)
-    per entry; its result may have up to twice BLOCK_BYTES.
+    """Return the number of rows for one call of `torch.nonzero`. The call returns two int64 (16 bytes) per nonzero
+    entry, and the result may have up to twice BLOCK_BYTES.
     """
     return max(1, 2 * BLOCK_BYTES // (16 * vocabulary))
 

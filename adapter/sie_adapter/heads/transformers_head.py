@@ -47,7 +47,7 @@ class TransformersHead:
         setattr(model, model.base_model_prefix, _BackbonePlaceholder(pooler, activation))
         self.is_decoder = isinstance(model, GenericForSequenceClassification)
         self.pad: int | None = model.config.pad_token_id
-        if self.pad is None:  # a pad id is set, because without one a decoder refuses a batch of several sequences
+        if self.pad is None:  # without a pad id, a decoder refuses a batch of several sequences
             model.config.pad_token_id = 0
         self._model = model.float() if in_float32 else model
         self._in_float32 = in_float32

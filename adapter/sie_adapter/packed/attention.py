@@ -26,8 +26,8 @@ from sie_adapter.packed.packing import Int64, PackedBatch
 
 IMPLEMENTATION = "sie_packed"
 FAR = 1 << 30  # as a number of visible keys before or after a query, this means no limit
-# largest number of scores in one block on a CPU: so many fit the second-level cache, and with more, each operation on
-# the block would wait for memory
+# largest number of scores in one block on a CPU: a larger block does not fit the second-level cache, and each operation
+# on the block would wait for memory
 _BLOCK_SCORES = 1 << 18
 # largest number of scores in one block on a GPU, which computes all scores of a block at once: 128 MB in float32
 _BLOCK_SCORES_ELSEWHERE = 1 << 25
@@ -69,7 +69,7 @@ class MaskRequest:
 
     def pattern(self) -> MaskPattern:
         """Return the window of keys that a query sees, measured by calls of transformers' mask function for sample
-        positions. Raises AttentionUnsupported for a mask that is neither causal nor bidirectional, windows included.
+        positions. Raises AttentionUnsupported if the mask is not one window that is causal or bidirectional.
         """
         size = min(4 * (self.local_size or 0) + 256, 16384)
         keys = torch.arange(size)
@@ -84,7 +84,7 @@ class MaskRequest:
         pattern = MaskPattern(FAR if left == middle else left, FAR if middle + right == size - 1 else right)
         distance = keys[None, :] - queries[:, None]
         if not torch.equal(visible, (distance >= -pattern.left) & (distance <= pattern.right)):
-            raise AttentionUnsupported("the mask is no causal or bidirectional mask, and no window of one")
+            raise AttentionUnsupported("the mask is neither causal nor bidirectional, with or without a window")
         return pattern
 
 
@@ -180,8 +180,9 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int
 ) -> Tensor:
     """Run the kernels of a layout. `query`: [tokens, heads, width]; `bounds`: int32 [sequences + 1] on the device;
-    `layout`: the int64 [groups, 5] of `layout_of`, on the host. The tokens of a sequence attend only to its first
-    tokens, the visible ones. For a kernel that computes all sequences at once, the layout has a single group.
+    `layout`: the int64 [groups, 5] of `layout_of`, on the host. The tokens of a sequence attend only to the first
+    tokens of the sequence (its visible tokens). For a kernel that computes all sequences at once, the layout has one
+    group.
     """
     pattern = MaskPattern(left, right)
     groups = layout.tolist()

@@ -91,8 +91,8 @@ class Backbone:
         """Prepare the model. On torch, a packed kernel that passes the trial replaces the attention, and on a CPU
         blocked layers replace the linear layers.
 
-        `more_samples`: additional short sequences in the trial of the packed path. `server` starts the engine sglang,
-        and raises SglangNotStarted. Raises Unserved if sglang cannot run the model. Raises ModelLoadFailed if the entry
+        `more_samples`: additional short sequences in the trial of the packed path. `server`: starts an SGLang server,
+        or raises SglangNotStarted. Raises Unserved if sglang cannot run the model. Raises ModelLoadFailed if the entry
         demands an engine that cannot run the model, or if max_tokens is too large for its rotary embedding or its
         sparse attention.
         """
@@ -212,7 +212,7 @@ class Backbone:
         features = _of_part(packed.features, packed.ids, part.tokens)
         inputs = self._inputs(to_device(part.ids, device), part.ids, features)
         hidden = self._model(**inputs, attention_mask=mask, **more)[0]
-        # tokens are selected by indices: for a mask, the host would wait until the device has counted its True values
+        # indices, not a mask: for a mask, the host would wait until the device has counted the True values
         return hidden.flatten(0, 1)[to_device(np.flatnonzero(part.real), device)]
 
     def _inputs(self, ids: Tensor, on_host: Int64, features: PlacedFeatures | None) -> dict[str, Any]:
@@ -235,9 +235,9 @@ class Backbone:
         }
 
     def _compile(self) -> None:
-        """Replace torch by a graph of the model, and free torch's weights, if the graph's states agree with the states
-        of the unchanged transformers model. If they differ, or OpenVINO cannot run the model, keep torch, or raise
-        ModelLoadFailed if the entry demands the engine.
+        """Compile the model with OpenVINO. If the graph's states agree with the states of the unchanged transformers
+        model, replace torch by the graph and free torch's weights. If OpenVINO fails or its states differ, keep torch;
+        raise ModelLoadFailed in this case if the entry demands OpenVINO.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -295,8 +295,8 @@ class Backbone:
                 self.use_graphs(cuda_recorder(self._compute.device))
 
     def use_graphs(self, recorder: Recorder | None) -> None:
-        """Run small passes from now on by CUDA graphs that `recorder` captures; None: run all passes eagerly. Do not
-        call this during a pass.
+        """Run small passes from now on by CUDA graphs that `recorder` captures. If `recorder` is None, run all
+        passes eagerly. Do not call this during a pass.
         """
         name, kernel, first = type(self._model).__name__, self._kernel, self._numbering.first
         self._graphs = None
@@ -362,9 +362,9 @@ class Backbone:
         return trial
 
     def is_causal(self) -> bool | None:
-        """Return True if the state of a text's first token does not depend on the text's last token, else False. The
-        last token is changed to measure this, once in the text alone and once beside a longer text. Return None if the
-        two results differ.
+        """Return True if the state of a text's first token does not depend on the text's last token, else False.
+        Measure this twice by a change of the last token: in a batch of this text, and in a batch with a longer text.
+        Return None if the two results differ.
         """
         if self._is_causal is not None:
             return self._is_causal
@@ -380,7 +380,7 @@ class Backbone:
         return bool(torch.equal(before, after))
 
     def _in_one_pass(self, packed: PackedBatch) -> Tensor:
-        """Return the states of texts that run in one pass. If the model does not run packed, pad them, even if
+        """Return the states of texts that run in one pass. If the model runs padded, pad the texts even if
         `_allowed_waste` allows no padding.
         """
         if self._runner is None and self._kernel is None:
@@ -440,8 +440,8 @@ def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
 
 
 def _check_sparse(config: PretrainedConfig, max_tokens: int) -> None:
-    """Raise ModelLoadFailed if BigBird has sparse attention for a text of at most `max_tokens` tokens: its class
-    changes to full attention for all later texts as soon as one text is short.
+    """Raise ModelLoadFailed if BigBird has sparse attention for a text of at most `max_tokens` tokens. After one
+    short text, its class in transformers uses full attention for all later texts.
     """
     if getattr(config, "attention_type", None) != "block_sparse":
         return
@@ -458,7 +458,7 @@ def _crossover_tokens(config: PretrainedConfig) -> int:
 
 
 def _numbering(model: PreTrainedModel) -> Positions:
-    """Return how the model numbers positions. RoBERTa, and models that number like it, begin at the pad id plus 1."""
+    """Return how the model numbers positions. RoBERTa and similar models begin at the pad id plus 1."""
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_inputs_embeds") and hasattr(module, "position_embeddings"):
             return Positions(module.padding_idx + 1, module.padding_idx)

@@ -67,8 +67,8 @@ def bytes_of(model: nn.Module) -> int:
 def block_linears(model: nn.Module) -> int:
     """Replace the linear layers of `model` on a CPU by layers with blocked weights, and return the number of replaced
     layers. No other references to the layers may exist. A layer is not replaced if its weight is tied to an embedding,
-    or if its parent reads the weight. Kernels depend on shape and dtype, so no layer of a shape and dtype is replaced
-    if the first one cannot be blocked, or if its blocked results differ by more than _RELATIVE_ERROR.
+    or if its parent reads the weight. Kernels depend on shape and dtype, so the first layer of each shape and dtype is
+    checked: if its blocked results fail or differ by more than _RELATIVE_ERROR, no layer of this kind is replaced.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [
@@ -93,7 +93,7 @@ def block_linears(model: nn.Module) -> int:
 
 
 def _reads_weight(parent: nn.Module, name: str) -> bool:
-    """Return whether `parent` reads the layer's weight, as in T5, which compares its dtype with that of the states."""
+    """Return whether `parent` reads the layer's weight. T5 casts the states to the dtype of this weight."""
     return name == "wo" and type(parent).__name__.endswith(("DenseActDense", "DenseGatedActDense"))
 
 

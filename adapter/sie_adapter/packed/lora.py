@@ -31,8 +31,8 @@ from sie_store.folder_files import read_json
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Supported fields of adapter_config.json, and fields that only describe the training. Any other field may change the
-# numbers in a way that the two matrices do not contain.
+# Supported fields of adapter_config.json, and fields that only describe the training. A LoRA with any
+# other field is refused, because the field may change the output by more than the two matrices of a layer.
 _UNDERSTOOD = frozenset(
     {
         "task_type",
@@ -126,7 +126,7 @@ class ModelLoras:
             with acting(pairs):
                 changed = self._run()
         if not torch.isfinite(changed).all():
-            raise lora_rejected(name, "with it, the output is not finite")
+            raise lora_rejected(name, "the output of the model with this LoRA is not finite")
         if torch.equal(plain, changed):
             raise lora_rejected(name, "it does not change the output of the model")
         with self._lock:
@@ -137,7 +137,7 @@ class ModelLoras:
 
     @contextlib.contextmanager
     def acting(self, name: str) -> Iterator[None]:
-        """Run the passes of this thread with the LoRA `name`. Raises LoraLoading if it is not loaded."""
+        """Run the passes of this thread with the LoRA `name`. Raises LoraLoading if the LoRA is not loaded."""
         with self._lock:
             if name not in self._kept:
                 shown = name[:200]

@@ -24,13 +24,13 @@ from sie_contracts.media.sounds import Shape, SoundRecipe
 from sie_contracts.models.entries import Engine
 from sie_contracts.wire.ipc import IMAGE_KEY_BYTES
 
-# Pairs (limit, step) for rounding numbers of tokens or rows, so that only few different numbers occur: a number up to
-# the limit is rounded up to a multiple of the step. The last step is also used above its limit.
+# Pairs (limit, step), limits ascending. `missing` rounds a number of tokens or rows up to a multiple of the step of the
+# first limit that is not exceeded, else of the last step. Passes then have only few different shapes.
 Steps = Sequence[tuple[int, int]]
-# Steps for the tokens of a pass. There is no padding up to 64 tokens, because an added padding sequence took 1 ms of
-# the 4.5 ms of a short text.
+# Steps for the tokens of a pass. Passes of up to 64 tokens are not padded, because a padding sequence took
+# 1 ms of the 4.5 ms of a pass with one short text.
 _STEPS: Steps = ((64, 1), (256, 16), (1024, 32), (2048, 64))
-PADDED_WASTE = 1.25  # largest number of positions per token in a padded group of sequences, padding included
+PADDED_WASTE = 1.25  # largest ratio of positions, padding included, to tokens in a padded group of sequences
 UInt8 = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
@@ -43,8 +43,8 @@ class MalformedBatch(Exception):
 
 class Shown(NamedTuple):
     """Image of a batch. `pixels`: the image, resized for the model, uint8 [rows, columns, 3]. `height`, `width`: size
-    of the submitted image, upright. `key`: images with equal keys and sizes have equal outputs of a tower, and these
-    outputs may be cached. The output of an image with an empty key is not cached.
+    of the submitted image, upright. `key`: identifies the image in the cache of image encoder outputs; an
+    empty key means that the output is not cached.
     """
 
     pixels: UInt8
@@ -80,8 +80,8 @@ class Items:
     """Token ids of a batch in item order. `lengths`: [items], `ids`: [sum of lengths].
 
     `types`: token types, [sum of lengths], None if all are 0. `visible`: the number of tokens of each item that are
-    attended to, counted from its first token, [items]; None if all tokens are attended to. `images`, `sounds`: None if
-    no item has any.
+    attended to, counted from its first token, [items]; None if all tokens are attended to. `images`,
+    `sounds`: None if no item has images or sounds.
     """
 
     lengths: Int64
@@ -120,7 +120,7 @@ def items(
     sounds: BatchFiles[Heard] | None = None,
 ) -> Items:
     if len(lengths) % 4 or len(ids) % 4:
-        raise MalformedBatch("the bytes of int32 lengths or ids do not divide by 4")
+        raise MalformedBatch("the number of bytes of the int32 lengths or ids is not a multiple of 4")
     counts = np.frombuffer(lengths, "<i4").astype(np.int64)
     if counts.size and counts.min() < 0:
         raise MalformedBatch("a length is negative")
@@ -187,8 +187,8 @@ def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchF
 
 def expanded(batch: Items, minimums: Int64, filler: int, *, attended: bool) -> Items:
     """Pad items with `filler` ids to at least `minimums` tokens, [items]. The added tokens attend to the other tokens;
-    with `attended`, the other tokens attend to the added tokens too. If no item is padded, `visible` stays None, as the
-    kernels that compute all sequences at once require. Token types are dropped.
+    with `attended`, the other tokens attend to the added tokens too. If no item is padded, `visible` stays None,
+    because kernels that compute all sequences at once require None. Token types are dropped.
     """
     lengths = np.maximum(batch.lengths, minimums)
     ids = np.full(int(lengths.sum()), filler, np.int32)
@@ -223,16 +223,16 @@ class PlacedFeatures(NamedTuple):
 class PackedBatch:
     """Sequences side by side, shortest first. `order[i]` is the item of packed sequence i.
 
-    `padding`: positions without a token that the pass computed, as counted by `filled`; the sequence that `filled_up`
-    adds is not counted. `features`: features of images, for the positions of their tokens.
-    `axes`: positions in time, height and width, for models with three axes; None: each axis has `positions`. `engine`:
-    the engine that runs the pass; None: the engine of the model.
+    `padding`: positions without a token that `filled` has counted. These do not include the padding sequence of
+    `filled_up`. `features`: features of images, for the positions of their tokens.
+    `axes`: positions in time, height and width, for models with three position axes; None if each axis has the values
+    of `positions`. `engine`: the engine that runs the pass; None for the engine of the model.
     """
 
     ids: Int64  # shape [tokens]
     positions: Int64  # shape [tokens]
     bounds: Int32  # [sequences + 1], index of the first token of each sequence, then the end
-    groups: Int64  # [groups, 4]: index of the first token, sequences, length, visible tokens
+    groups: Int64  # [groups, 4]: index of the first token, number of sequences, length, visible tokens
     order: Int64  # shape [sequences]
     types: UInt8 | None = None  # shape [tokens]
     visible: Int64 | None = None  # [sequences], None if every token is attended to
@@ -302,9 +302,9 @@ def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBa
 
 
 def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedBatch:
-    """Pad the batch to one of a few numbers of tokens, by a sequence of `filler` ids that is not in `order`. This
-    limits the memory of oneDNN, which keeps about a megabyte for each different number of rows of a matrix product. The
-    added tokens are about 2 % of all tokens.
+    """Append one sequence of `filler` ids, so that batches have few different numbers of tokens. `order` does not list
+    this sequence. oneDNN keeps about 1 MB of memory for each different number of rows of a matrix product. The padding
+    is about 2 % of all tokens.
     """
     tokens = len(packed.ids)
     more = missing(tokens)
@@ -324,7 +324,7 @@ def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedB
 
 
 def missing(count: int, steps: Steps = _STEPS) -> int:
-    """Return how many tokens (or rows) must be added to `count` to reach a number that `steps` allow."""
+    """Return the number of tokens or rows to add to `count`, so that the sum is a multiple of its step in `steps`."""
     step = next((step for limit, step in steps if count <= limit), steps[-1][1])
     return -count % step
 
@@ -346,7 +346,7 @@ def evenly_long(
 
 
 class Padded(NamedTuple):
-    """Some sequences of a batch, padded to one length: [sequences, columns], each at the left of its row. `tokens`: the
+    """Sequences of a batch, padded to one length, one per row from the left: [sequences, columns]. `tokens`: the
     range of their tokens in the batch. `real`: True at positions with a token. `attended`: True at positions that are
     attended to. `types`: token types, None if all are 0.
     """

@@ -45,7 +45,7 @@ _BLOCK = 128
 # of a graph.
 _MOST_GRAPHS = 16
 _LEAST_COSINE = 0.999  # lowest accepted cosine between a token's states of the eager pass and of the replay, in 16 bits
-_PAUSE_S = 60.0  # no graph is captured for these seconds after a lack of memory
+_PAUSE_S = 60.0  # seconds without captures after memory ran out
 _WARM_UPS = 2  # number of passes before a capture
 # number of failed captures after which this process captures no more graphs, since each failed capture stays in memory
 _MOST_FAILED = 64
@@ -93,8 +93,8 @@ class StaticInputs:
         self.bounds = self._buffer[at:].view(torch.int32)
 
     def fill(self, packed: PackedBatch | None) -> None:
-        """Copy a batch to the device, padded to the bucket; None: only padding. Return as soon as the driver has copied
-        the host's buffer, without waiting for the device.
+        """Copy a batch to the device, padded to the bucket, or only padding if `packed` is None. Return as soon as the
+        driver has copied the host's buffer, without waiting for the device.
         """
         rows, ends = self._rows, self._ends
         bounds = np.zeros(1, np.int32) if packed is None else packed.bounds
@@ -123,7 +123,7 @@ class CapturedPass(Protocol):
 
 
 class Recorder(Protocol):
-    """Recorder of CUDA graphs. `lock` is held during a capture, and from a replay until its output is copied."""
+    """Recorder of CUDA graphs. Callers hold `lock` during a capture, and from a replay until its output is copied."""
 
     lock: threading.Lock
 
@@ -301,8 +301,8 @@ class PassGraphs:
             captured = self._capture(bucket, run)
             if captured is None:
                 return
-            # the graph was captured on padding only, so a value that the capture stored as a constant makes the states
-            # of this batch wrong
+            # the capture ran on padding only: if the graph contains a value of the padding as a constant, the states of
+            # this batch are wrong
             cosine = float(F.cosine_similarity(captured.replay(packed).float(), expected.float(), dim=1).min())
         except Exception as error:  # noqa: BLE001  model code, kernels and CUDA may raise anything
             expected.sum().item()  # this waits for the device, so that the error of a lost device is raised here

@@ -103,7 +103,7 @@ class TowerOutputs:
 
 
 class OutputsOfTower:
-    """Cached outputs of one tower, `nbytes` bytes. The model owns this object, so they are freed with the model."""
+    """Cached outputs of one tower, `nbytes` bytes. The model owns this object: freeing the model frees the outputs."""
 
     def __init__(self, shared: TowerOutputs, lock: threading.Lock) -> None:
         self.nbytes = 0
@@ -162,8 +162,8 @@ class OutputsOfTower:
         return cached, elsewhere, own
 
     def _read_missing(self, images: Mapping[Hashable, Shown], read: Read) -> dict[Hashable, Output]:
-        """Compute the outputs of images, and cache outputs that are not too large. Threads that wait for one of these
-        images are woken even if the computation fails. They then compute the output themselves.
+        """Compute the outputs of images, and cache outputs that are not too large. If the computation
+        fails, wake the threads that wait for these outputs: the threads then compute the outputs themselves.
         """
         outputs: dict[Hashable, Output] = {}
         try:

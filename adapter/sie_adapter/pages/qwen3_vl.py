@@ -103,7 +103,7 @@ class Qwen3Reranker(_Qwen3):
 
 
 def _stored_rows(folder: Path, name: str, ids: list[int]) -> list[Tensor]:
-    """Return the rows `ids` of a matrix, float32, and read only these; an empty list if no file has the matrix."""
+    """Read only the rows `ids` of a matrix. Return the rows, float32; an empty list if no file has the matrix."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             if name in file.keys():  # noqa: SIM118  not a mapping
