@@ -46,20 +46,20 @@ from sie_gateway.admission.admission import Admission
 
 CLIENTS = (1, 10, 100, 500)
 STARTS = ("cold", "tiny", "stall", "slow")
-MAX_OPEN = 12_000  # requests of a cell at ten times the capacity
+MAX_OPEN = 12_000  # maximum number of requests of a cell at ten times the capacity
 MAX_CLOSED = 2_000
 RULES = {"before": Before, "now": Admission}
 
 
 class Matrix(NamedTuple):
-    """The values of the cells. `tokens` of a request; from 16 on the median of a lognormal distribution, sigma 0.6."""
+    """Values of the cells. `tokens`: of a request; from 16 on, median of a lognormal distribution with sigma 0.6."""
 
     batch_s: tuple[float, ...]
     token_s: tuple[float, ...]
     clients: tuple[int, ...]
     budget_s: tuple[float, ...]
     tokens: int
-    items: tuple[int, ...]  # requests of a full batch
+    items: tuple[int, ...]  # numbers of requests of a full batch
     workers: tuple[int, ...]
     seed: int
 
@@ -115,7 +115,7 @@ def overload(of: Matrix) -> Iterator[Case]:
 
 
 class Cell(NamedTuple):
-    """The results of a run: counts, and pairs of a part and its whole."""
+    """Results of a run: counts, and shares as pairs (part, whole)."""
 
     tries: int
     refused: int

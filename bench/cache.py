@@ -139,7 +139,7 @@ def compare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             for kind, order in (("repeats", ranks), ("no repeats", list(range(options.requests)))):
                 fresh = texts_of("mix", len(set(order)), turn)
                 own = dict(zip(dict.fromkeys(order), fresh, strict=False))
-                mark = next(number)  # no text of an earlier round occurs again
+                mark = next(number)  # number that makes the texts of each round new
                 sent = bodies([f"{mark} {own[rank]}" for rank in order])
                 before = counted(cached)
                 both = {}

@@ -102,7 +102,7 @@ class Bench:
         return Clients(self.host, self.port, requests, count=count)
 
     async def samples(self, requests: Iterator[bytes], count: int, pause_s: float, limit_s: float) -> list[Answer]:
-        """Run one client until it has `count` answers or the time is over, and return its answers."""
+        """Run one client until it has `count` answers or the time limit passes. Return its answers."""
         answers: list[Answer] = []
         end_s = time.perf_counter() + limit_s
         connection = await connect(self.host, self.port)
@@ -132,7 +132,7 @@ class Bench:
         )
 
         bulk = self.clients(self._bulk_requests(), BULK_CLIENTS)
-        await asyncio.sleep(3)  # until the first bulk requests are answered
+        await asyncio.sleep(3)  # the first bulk requests must have answers
         solo = await self.rate(bulk, seconds)
         batch_ms = percentile([_inference_ms(answer) for answer in bulk.answers if answer.status == 200], 0.99)
         bound_ms = 2 * unloaded_ms + DEPTH * batch_ms
@@ -180,7 +180,7 @@ class Bench:
         message = self._request(texts, key=KEYS[0], budget_ms=600_000)
         connections = [await connect(self.host, self.port) for _ in range(-(-options.backlog // REQUEST_TEXTS))]
         backlog = [asyncio.create_task(connection.send(message)) for connection in connections]
-        await asyncio.sleep(3)  # until the queue holds as much of the backlog as it may
+        await asyncio.sleep(3)  # the queue must be full of the backlog
         begin_s = time.perf_counter()
         answers = await self.samples(self._queries(key=KEYS[1], budget_ms=5000), options.samples, 0.0, options.limit)
         left = sum(not task.done() for task in backlog)
@@ -189,7 +189,7 @@ class Bench:
         self.say(f"\n{left} of {len(backlog)} requests of the backlog were open after {taken_s:.0f} s.")
         for connection in connections:
             connection.close()
-        await asyncio.gather(*backlog, return_exceptions=True)  # they fail, because this function closed them
+        await asyncio.gather(*backlog, return_exceptions=True)  # the closed connections make them fail
 
     def judge_p99(self, label: str, answers: Sequence[Answer], bound_ms: float) -> None:
         """Judge a p99. An answer other than 200 counts as infinitely slow."""

@@ -63,8 +63,8 @@ from sie_cli.evals.steps import EvalStep, EvalWork, ResultCache
 BATCH = 32
 MAX_TOKENS = 256
 LEAST_COSINE, MOST_LOSS, LEAST_GAIN = 0.99, 0.005, 1.5
-LEFT_ALONE = 6  # `sensitive` leaves so many of the 36 products in bfloat16
-CALIBRATION = 100  # sentences, and as many texts of six sentences
+LEFT_ALONE = 6  # number of the 36 products that `sensitive` leaves in bfloat16
+CALIBRATION = 100  # number of sentences, and number of texts of six sentences
 Ids = Sequence[np.ndarray]
 Embed = Callable[[Ids], np.ndarray]  # ids of texts that run together -> vectors
 
@@ -198,7 +198,7 @@ class PerToken(nn.Module):
         self.bias = layer.bias
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        # 126 leaves room for the rounding of a state in 16 bits
+        # 126, not 127, because rounding to 16 bits can enlarge a state
         scale = states.abs().amax(-1, keepdim=True).clamp_min(1e-6) / 126
         product = self.product((states / scale).round_().add_(128).to(torch.uint8), states.dtype)
         return torch.addcmul(self.bias, product, scale)
@@ -284,8 +284,8 @@ def weights_in_8_bits(graph: Any, source: MeasuredModel) -> Any:
 def both_in_8_bits(
     alpha: float, left_alone: Callable[[MeasuredModel], Sequence[str]] = lambda _: ()
 ) -> Callable[[Any, MeasuredModel], Any]:
-    """Return a change that quantises weights per channel and activations by their ranges. `alpha` is that of
-    SmoothQuant, -1 for none. `left_alone` returns the names of layers that are not quantised.
+    """Return a change that quantises weights per channel and activations by their ranges. `alpha`: strength of
+    SmoothQuant; -1: no SmoothQuant. `left_alone` returns the names of layers that are not quantised.
     """
 
     def change(graph: Any, source: MeasuredModel) -> Any:

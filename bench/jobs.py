@@ -39,7 +39,7 @@ from words import texts_of
 
 GOALS = "goals: a job at least 0.95 of the engine alone on the mix and 1.3 of 8 x 32; 0.80 of itself beside requests"
 EMBED_GOALS = "goals: embed at least 0.95 of a job, and no more memory for five times the texts"
-# prints texts a second, and the bytes at the peak without those before the call and those of the array
+# prints texts a second, and peak bytes of memory less the bytes before the call and the bytes of the array
 EMBED = """
 import json, sys, threading, time
 import psutil

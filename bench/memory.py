@@ -40,7 +40,7 @@ MAX_TOKENS = 256
 ENGINES = ("auto", "torch")
 _TEXTS = (1, 2, 4, 8)
 _LENGTHS = sorted({filled_length(length, MAX_TOKENS) for length in range(1, MAX_TOKENS + 1)})
-# class of transformers -> hidden size, layers; all with the vocabulary of MiniLM
+# class of transformers -> (hidden size, layers); all models have the vocabulary of MiniLM
 GEOMETRIES: Sequence[tuple[str, int, int]] = (
     ("Bert", 384, 12),
     ("Bert", 256, 4),
@@ -92,7 +92,7 @@ def batches(names: Sequence[str]) -> Iterator[RunBatch]:
 
 
 def warm_up(engine: AdapterEngine, names: Sequence[str]) -> None:
-    """Run batches of each shape: first one in a lane alone, then one in each lane at the same time, twice."""
+    """Run batches of each shape: first one lane alone, then all lanes at the same time, twice."""
     shapes = [(texts, length) for length in _LENGTHS for texts in _TEXTS if texts * length <= GROUP_TOKENS]
     for name in names:
         for texts, length in shapes:
@@ -139,7 +139,7 @@ def work(engine: str, rate: float, minutes: float) -> None:
         if past_s >= 60 * minutes:
             break
         under_way.append(Sent(adapter_engine, message))
-        # if the engine is slower than the rate, the queue must not grow
+        # wait for the oldest batch, so that the queue does not grow if the engine is slower than the rate
         while len(under_way) > 2 * len(adapter_engine.device_threads):
             under_way.pop(0).wait()
     adapter_engine.stop(30)

@@ -15,8 +15,8 @@ A client that is refused waits its Retry-After and comes again. The columns:
 
 * false: share of all requests that were refused although they would have been answered in time. The expected time of
   an answer counts the requests that were admitted before (from the times of their answers) and the refused clients
-  that had yet to come again, at the largest rate that was seen of this device (slow: after the slow-down), with a full
-  batch and a tenth of the budget to spare;
+  that had yet to come again, at the largest rate that was seen of this device (slow: after the slow-down), with a
+  reserve of a full batch and a tenth of the budget;
 * late: share of the admitted requests that were not answered within the budget. Onset: until ten full batches and twice
   the budget have passed, for half of the cell at most, and from a stall or a slow-down on; steady: the rest;
 * served: share of the repeated requests that were admitted and answered in time;
@@ -56,12 +56,12 @@ from report import Report, machine, parser_of
 from stack import Device, Plan, Stack
 
 MODEL = "toy/one"
-TOKENS = 8  # tokens of a request: six letters and two special tokens
+TOKENS = 8  # tokens of a request: one for each of six letters, and two special tokens
 REQUESTS = 12  # requests of a full batch
-SMALL, LARGE = (0.005, 2e-5), (0.3, 2e-3)  # a and b, seconds
+SMALL, LARGE = (0.005, 2e-5), (0.3, 2e-3)  # (seconds of a batch, seconds for a token)
 STALL_S, SLOWER = 6.0, 10.0
 FACTOR = 10
-SPARE = 0.1  # share of a budget
+SPARE = 0.1  # share of a budget that the expected time must leave
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,9 @@ from sie_sidecar.prepare import images
 
 READER, TEXTS = "test/reader", "test/texts"
 HEAD, HEADS, LAYERS = 64, 8, 6
-SIDE = 140  # pixels of a page: few, so that the steps take most of the time, not the vision tower
+SIDE = 140  # pixels of a page; a small page keeps the time of the vision tower short beside the steps
 ROWS = 16  # pages that a reader takes at once
-WAITING = 8  # further clients, so that another page waits when one ends
+WAITING = 8  # clients above ROWS, so that a page always waits when another page ends
 EACH_S = 0.1
 PASSAGE_WORDS, PASSAGES = 60, 16
 LOADS = {f"passages, 8 x {PASSAGES}": (8, PASSAGES, PASSAGE_WORDS), "queries, 64 x 1": (64, 1, 6)}
@@ -84,7 +84,7 @@ def checkpoint(folder: Path) -> None:
     torch.manual_seed(0)
     model = LightOnOcrForConditionalGeneration(LightOnOcrConfig(**config))
     with torch.no_grad():
-        model.get_output_embeddings().weight[model.config.text_config.eos_token_id] = 0  # never the likeliest
+        model.get_output_embeddings().weight[model.config.text_config.eos_token_id] = 0  # never the likeliest token
     model.generation_config.pad_token_id = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<|endoftext|>")
     model.save_pretrained(folder)
 
@@ -148,7 +148,7 @@ class Alone:
 
 
 def check(data: Mapping[str, Any], tokens: int) -> None:
-    """Raise RuntimeError if a page ended early: it would be another load."""
+    """Raise RuntimeError if a page ended early, because the load then differs."""
     if (data["finish_reason"], data["completion_tokens"]) != ("length", tokens):
         raise RuntimeError(f"a page was to be cut after {tokens} tokens: {data}")
 
@@ -254,7 +254,7 @@ def at_once(alone: Alone, served: Served, seconds: float, rounds: int, say: Repo
 
 
 class Interval:
-    """Interval that begins with the object: counts answers and the processor time of the processes."""
+    """Measured interval that begins when the object is created. Counts answers and processor time."""
 
     def __init__(self, cluster: Cluster, **clients: Clients) -> None:
         self._cluster, self._clients = cluster, clients
@@ -331,7 +331,7 @@ class Beside:
         failures(await reading.stop())
 
     async def _measure(self, name: str, reading: Clients, texts: Clients | None) -> None:
-        """Measure an interval after ROWS pages have ended: these pages began beside another load."""
+        """Measure an interval that begins after ROWS pages, which still belonged to the earlier load, have ended."""
         began = len(reading.answers)
         for _ in range(40):
             await asyncio.sleep(self._seconds / 20)

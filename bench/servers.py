@@ -54,7 +54,7 @@ from words import texts_of
 from sie_cli.serve.ports import free_port
 
 CLIENTS = (1, 8, 64)
-START_S = 600  # long enough on a busy machine
+START_S = 600  # seconds for a server to start, enough on a busy machine
 ENDING = threading.Event()  # set when a signal ends this process
 
 

@@ -60,7 +60,7 @@ class WorkerHealth:
         if self.leaving:
             return "draining"
         if not self.links.connected:
-            # the path of the socket is only in the log, because every client of the metrics port can read this text
+            # only the log names the socket: every client of the metrics port can read this text
             return "no adapter is connected"
         if not self.links.is_fresh():
             return "the adapter does not answer"
@@ -98,7 +98,7 @@ class WorkerHealth:
         return len(self.links) if len(self.links) > 1 else self._settings.gpu_count
 
     def memory(self) -> tuple[int, int]:
-        """Return the used and the total bytes of memory of the connected devices. CPU devices count once in all."""
+        """Return the used and total bytes of memory of the connected devices. All CPU devices together count once."""
         shown = list(self.descriptions.values())
         if any(description.device == "cpu" for description in shown):
             shown = shown[:1]
@@ -185,7 +185,7 @@ class WorkerHealth:
         self.changed()
 
     async def _on_asked(self, message: CoreMessage) -> None:
-        """Do nothing: a gateway only checks that the subject has a subscriber."""
+        """Ignore the message: a gateway only checks that the subject has a subscriber."""
 
     async def publish(self) -> None:
         with self._trouble.logged(BrokerError):
@@ -214,7 +214,7 @@ class WorkerHealth:
     async def refresh(self) -> None:
         """Read the description of each connected adapter, with its used memory. A failed read changes nothing."""
         connected = [link for link in self.links if link.connected]
-        if len(connected) > 1:  # reads concurrently, so that an adapter that hangs does not delay the other adapters
+        if len(connected) > 1:  # read concurrently: an adapter that hangs must not delay the others
             await asyncio.gather(*(self._refresh(link) for link in connected))
             return
         for link in connected:

@@ -121,7 +121,7 @@ async def serve(
         await with_broker(health.listen, task="listening for gateways that look for this worker")
         tasks.start(health.run(), "heartbeats")
         tasks.start(status.run(), "status")
-        # the file is next to the adapter's socket, on a volume that outlives the container and that workers may share
+        # the file of leases is on the volume of the adapter's socket, which outlives the container and may be shared
         ledger = Path(f"{settings.ipc_socket_path}.{topology.token(worker_id)}.leases")
         identity = WorkerIdentity(
             worker_id,
@@ -143,7 +143,7 @@ async def serve(
             await with_broker(lambda: broker.subscribe(*hints), task="listening for changes of the assigned pool")
             tasks.start(admission.run(stop), "pool admission")
         stream = topology.stream_name(lane.pool)
-        # wait until the stream exists: its state cannot be read before. Gateways request its creation, workers never do
+        # wait until the stream exists, because its state cannot be read before. Only gateways request the creation
         await with_broker(lambda: broker.stream_state(stream), task=f"waiting for {stream}")
         try:
             if not stop.requested:
@@ -168,7 +168,7 @@ async def serve(
             if following is not None:
                 await cancel_all([following])
             await worker.drain(DRAIN_S if drain_s is None else drain_s)
-            # if the broker is unreachable, it delivers the messages again later
+            # an unreachable broker redelivers the messages later
             with contextlib.suppress(BrokerError):
                 await broker.flush()
     finally:

@@ -77,7 +77,7 @@ class WorkerStatus:
             await asyncio.sleep(DEVICE_EVERY_S)
 
     async def show(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send frames to a websocket until it closes; refuse it with a wrong path or token, or beyond MAX_SOCKETS."""
+        """Send frames to a websocket until it closes. Refuse a wrong path or token, and sockets beyond MAX_SOCKETS."""
         try:
             self._admit(scope)
             with self._seats.seat(scope):
@@ -202,7 +202,7 @@ class WorkerStatus:
         return cached[2]
 
     def _batching(self, worker: Worker, hosted: ModelState) -> dict[str, Any]:
-        """Return how long deliveries are gathered (equal for all models) and how full this model's batches are.
+        """Return for how long the sidecar gathers deliveries of any model, and how full this model's batches are.
         `p50_ms`: median time of recent work items from delivery to answer. `headroom_ms`: target minus `p50_ms`.
         Before the first answer, `p50_ms` and `headroom_ms` are null, and `calibrated` is false.
         """

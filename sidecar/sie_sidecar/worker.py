@@ -169,11 +169,11 @@ class Worker:
         """Start the loops of all stages. If an earlier process of this worker was killed, first return its deliveries
         to the queue. While the broker is unreachable, retry until `stop`. No work arrives before `WorkSource.pull`.
         """
-        with contextlib.suppress(BrokerError):  # if the broker does not reply, begin with the clock of this machine
+        with contextlib.suppress(BrokerError):  # without a reply of the broker, use the clock of this machine
             await self.broker_clock.measure()
         if left := await self.leases.hand_back_left(self._broker):
             _logger.warning("an earlier process of this worker was killed: %d deliveries returned to the queue", left)
-        with contextlib.suppress(BrokerError):  # if the poison marks cannot be read now, `PoisonMarks.run` tries again
+        with contextlib.suppress(BrokerError):  # `PoisonMarks.run` reads the poison marks again later
             await self._marks.open()
         self._loops.start(self.broker_clock.run(), "broker clock")
         self._loops.start(self._marks.run(), "marks")
@@ -240,7 +240,7 @@ class Worker:
         self.queues.wake()
 
     def check_copies(self) -> None:
-        """Load a model on one more device if its devices cannot keep up with its work. Call this once per second."""
+        """Load a model on one more device if its devices cannot keep up with its work. Called once per second."""
         for hosted in self.models.second_copies(lambda hosted: self.queues.all[hosted.device].is_behind(hosted)):
             self.loading.copy(hosted)
 

@@ -3,8 +3,8 @@
  entries (tokenised work items) ──add──► Waiting ──next_batch(now, device)──► Batch | WaitUntil | None
 
 A batch has work items with equal keys only. It is sealed, and then sent, when it is full (tokens or work items), when
-its oldest work item has waited for the time limit, or at once if the device is idle and no more work is expected. While
-the device is busy, a batch can grow. If deadlines forbid a full batch, only its first work items run, see `sizing`.
+its oldest work item has waited for the time limit, or at once if the device is idle and no more work is expected. A
+batch can grow while the device is busy. If deadlines forbid a full batch, only its first work items run, see `sizing`.
 
 Order: interactive work comes first, but after `bulk_max_overtakes` interactive batches in a row, a bulk batch is sent
 if bulk work waits. Within a priority, the model with the oldest work item comes first if a batch of it is ready. Within
@@ -31,7 +31,7 @@ from sie_sidecar.batching.sizing import LEAD_S, Ask, binds, fitting
 
 T = TypeVar("T")
 
-# maximum number of full batches that wait for each lane of the device, which is a place for one running batch
+# maximum number of full batches that wait for each lane (a device runs one batch on each lane)
 READY_PER_LANE = 2
 TIMES_OVER = 20  # the time of a model's next batch is predicted from this number of its last batches
 MAX_TIMES = 1024  # maximum number of models whose batch times are stored
@@ -41,7 +41,7 @@ LOOK_AHEAD = 4
 
 
 class BatchKey(NamedTuple):
-    """Properties that all work items of one forward pass share. Output options are applied to each item afterwards.
+    """Properties shared by all work items of one forward pass. Output options apply to each item afterwards.
     `padded`: the model pads rows to the longest row of the batch, so items of similar length should run together.
     """
 

@@ -31,9 +31,9 @@ from typing import NamedTuple
 from sie_contracts.models.costs import AHEAD_SHARE, BatchTimes
 from sie_contracts.settings import Settings
 
-SHARE = 0.4  # part of a work item's remaining time that its batch may take, so that there is time for about two batches
-MAX_LOSS = 0.5  # part of the tokens per second that may be lost if all work items of a full batch need a smaller batch
-# seconds before the end of the running batch at which the next batch is sent at the latest, so that the device is busy
+SHARE = 0.4  # part of a work item's remaining time that its batch may take, which leaves time for a second one
+MAX_LOSS = 0.5  # largest lost part of the tokens per second, if all work items of a full batch need a smaller one
+# latest time to send the next batch, in seconds before the running batch ends, so that the device stays busy
 LEAD_S = 0.01
 # seconds of budget below which a work item counts as urgent while the time of a full batch is unknown
 UNKNOWN_S = 10.0
@@ -50,8 +50,8 @@ class Ask(NamedTuple):
 
 
 def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
-    """Return how many of `asks`, counted from the first, run in the next batch: at least one. `asks`: the work items of
-    a full batch.
+    """Return how many of `asks` run in the next batch, at least one, from the first on. `asks`: work items of a full
+    batch.
     """
     if len(asks) < 2:
         return len(asks)
@@ -117,14 +117,14 @@ class DeviceForecast:
 
 
 WINDOW = 128  # number of last answers from which the median is computed
-WINDOW_S = 10.0  # seconds after which an answer no longer counts
+WINDOW_S = 10.0  # an older answer does not count in the median, seconds
 EVERY = 16  # number of answers after which the median is computed again, because a computation takes long
 
 
 class Quantum:
-    """Seconds for which deliveries are gathered before they are tokenised together. Without recent answers this is
-    `shortest_s`. Otherwise it depends on the median time from delivery to answer: the further this median is below
-    `target_p50_s`, the closer the quantum is to `longest_s`.
+    """Quantum: seconds for which the sidecar gathers deliveries before it tokenises them together. Without recent
+    answers, the quantum is `shortest_s`. The further the median time from delivery to answer is below `target_p50_s`,
+    the closer the quantum is to `longest_s`.
     """
 
     def __init__(self, shortest_s: float, longest_s: float, target_p50_s: float) -> None:

@@ -83,15 +83,15 @@ class DeviceQueue:
         self._tracer = tracer
         self.waiting: Waiting[InFlight] = Waiting()
         self.writing: Waiting[InFlight] = Waiting()
-        self.wake = asyncio.Event()  # set when something has changed, so that a batch may be due now
+        self.wake = asyncio.Event()  # set when a batch may be due
         self._ended = asyncio.Event()  # set when a batch has ended
         self.is_reserved = False  # true while the device is reserved for an input that runs alone
         self.sent = 0  # number of batches at the adapter, not counting batches that generate text
-        # by id() of a work item that generates text: event that is set when no request waits for the text any more, and
-        # the timer that sets the event
+        # by id() of a work item at the adapter that generates text: event that makes the adapter stop, and timer that
+        # sets the event at the deadline
         self._written: dict[int, tuple[asyncio.Event, asyncio.TimerHandle]] = {}
         self._writers: set[str] = set()  # names of consumers that delivered work items that generate text
-        self.number = 0  # number of batches sent since the start, from which the next batch gets its name
+        self.number = 0  # number of the last sent batch; the name of a batch ends with its number
         self.rate = Rate()
         self._ahead = DeviceForecast()
 
@@ -123,7 +123,7 @@ class DeviceQueue:
         return bool(hosted.held) and (self.sent > lanes or (self.sent == lanes and is_queued))
 
     def entry(self, flight: InFlight, arrived_s: float) -> BatchEntry[InFlight]:
-        """Return the entry of a work item for the choice of batches. Its tokens count as waiting from now on."""
+        """Create the queue entry of a work item, and count the tokens of the item as waiting."""
         assert flight.hosted is not None
         item, ready = flight.item, flight.hosted.ready
         padded = ready is not None and ready.loaded.attention.endswith(" padded")
@@ -149,7 +149,7 @@ class DeviceQueue:
         )
 
     def put(self, flight: InFlight, *, back: bool = False) -> None:
-        """Queue a tokenised work item at the end; with `back` (its batch did not run), by its time of arrival."""
+        """Queue a tokenised work item. With `back`, its batch did not run: insert it by its time of arrival."""
         entry = self.entry(flight, flight.received_s if back else time.monotonic())
         flight.move("waiting", entry)
         line = self._line(entry)
@@ -211,7 +211,7 @@ class DeviceQueue:
         return action
 
     def begin(self, batch: Batch[InFlight]) -> None:
-        """Count a sealed batch as being at the adapter, also while it waits for a connection, until `end` is called."""
+        """Count a batch as being at the adapter until `end` is called, even if the batch waits for a connection."""
         if batch.writes:
             flight = batch.entries[0].work
             abandoned = asyncio.Event()
@@ -239,12 +239,12 @@ class DeviceQueue:
         self._line(batch.entries[0]).ran(batch, seconds)
 
     async def run(self, batch: Batch[InFlight], on_started: Callable[[], None]) -> tuple[ipc.BatchDone, BatchNote]:
-        """Run a batch at the adapter. `on_started` is called when the device begins. Raises AdapterGone, SIEError."""
+        """Run a batch at the adapter. Call `on_started` when the device begins. Raises AdapterGone, SIEError."""
         self.number += 1
         flights = [entry.work for entry in batch.entries]
         with spans.batch(self._tracer, flights) if self._tracer is not None else contextlib.nullcontext() as span:
             frame, note = _frame(batch, f"{self._name}-{self.number}", span)
-            # event that is set when no request waits for generated text any more; None if the batch generates none
+            # event that makes the adapter stop generating text; None if the batch generates no text
             abandoned, _ = self._written.get(id(flights[0]), (None, None))
             done = await self.link.run_batch(frame, on_started, abandoned)
         if len(done.outcomes) != note.items:
@@ -252,8 +252,8 @@ class DeviceQueue:
         return done, note
 
     def alone(self, flight: InFlight) -> Batch[InFlight]:
-        """Return a batch of this work item alone, to run without the queue. Raises NotReady if the catalogue entry of
-        its model has changed: the gateway then publishes the work item again.
+        """Return a batch of only this work item, for `run`. Raises NotReady if the model's catalogue entry has changed;
+        the gateway then publishes the work item again.
         """
         if flight.is_outdated:
             raise changed()
@@ -322,8 +322,8 @@ class DeviceQueues:
         return sum(rates) * len(queues) / len(rates) if rates else 0.0
 
     def backlog(self, bulk: bool) -> Load | None:
-        """Return the work at this worker that runs before a new work item of this priority. For an interactive item,
-        bulk work does not count. None while no device is connected.
+        """Return the work at this worker that runs before a new work item of this priority; None if no device is
+        connected. Do not count bulk work for an interactive item.
         """
         queues = self.connected
         return Load(*self._inventory.load(bulk=bulk), sum(queue.lanes for queue in queues)) if queues else None
@@ -339,7 +339,7 @@ class DeviceQueues:
         return Load(*self._inventory.load(bulk=bulk, devices=able), sum(self.all[number].lanes for number in able))
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if this consumer delivers work that generates text, and all queues of such work are full."""
+        """Return True if this consumer's work generates text, and the queue of every device for it is full."""
         full = [queue.is_full_of(consumer) for queue in self.all if queue.writes_for(consumer)]
         return bool(full) and all(full)
 
@@ -386,8 +386,8 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
 
 
 class SuspectRuns(Protocol):
-    """Methods of `Isolate` that the dispatch calls for inputs that may have crashed an adapter. `marked_models`: by
-    model, the number of its inputs with a poison mark.
+    """Methods of `Isolate` that the dispatch calls for inputs that may have crashed an adapter. `marked_models`:
+    model -> number of its inputs with a poison mark (stored note that the input may have crashed an adapter).
     """
 
     marked_models: Mapping[str, int]
@@ -413,7 +413,7 @@ class Dispatch:
         metrics: SidecarMetrics,
         work: Tasks,
     ) -> None:
-        """Create the dispatch of `device`. `quantum` gets the seconds from delivery to answer of each work item, and
+        """Create the dispatch of `device`. `quantum` gets the seconds from delivery to result of each work item, and
         computes for how long deliveries are gathered before they are tokenised.
         """
         self._device = device
@@ -455,8 +455,7 @@ class Dispatch:
     async def _run(self, batch: Batch[InFlight], *, in_turn: bool = False) -> bool:
         """Run a batch and send the results of its work items. If the model was evicted or the adapter is lost, queue
         the work items again. If the LoRA was evicted, start `_run_in_turn`, which loads the LoRA and runs the batch.
-        With `in_turn`, the caller is `_run_in_turn`: if the LoRA was evicted, return False, and the caller loads it
-        again.
+        With `in_turn`, the caller is `_run_in_turn`. If the LoRA was evicted, return False to this caller.
         """
         sent, batch = batch, self._fit(batch)
         if not batch.entries:
@@ -465,7 +464,7 @@ class Dispatch:
         flights, lora = [entry.work for entry in batch.entries], batch.key.lora
         hosted = flights[0].hosted
         if lora and hosted is not None and lora not in hosted.lora_digests and not in_turn:
-            # the adapter was lost meanwhile: the digest of the LoRA, which the fingerprint needs, is read again
+            # the adapter was lost after the LoRA was loaded: load it again: the fingerprint needs its digest
             self._device.end(sent)
             self._work.start(self._run_in_turn(batch), "lora")
             return True

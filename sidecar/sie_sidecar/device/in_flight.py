@@ -4,9 +4,9 @@
         ▲                                             │  └── isolated: its inputs run alone, because a batch ──► settled
         └── model evicted, or adapter lost ◄──────────┘      with them crashed an adapter
 
-A work item may become settled in every stage: its result was sent, or it was cancelled, refused or late. If a running
-work item is cancelled, it still runs to its end and its result is sent. If it generates text, the adapter stops it
-instead. If it is isolated, none of its further inputs run.
+A work item may become settled in every stage: its result was sent, or it was cancelled, refused or late. A cancelled
+work item in a running batch still runs, and its result is sent. The adapter stops a cancelled work item that generates
+text. If a cancelled work item is isolated, none of its further inputs run.
 
 `Inventory` has all work items in flight. It counts their tokens, and knows which models must not be evicted because
 work items need them.
@@ -66,8 +66,8 @@ class InFlight:
     lease: Lease
     item: WorkItem
     received_s: float
-    deadline_s: float  # time after which the request's time limit has certainly passed
-    # estimated end of the time limit; `deadline_s` is later by the possible error of the broker's clock
+    deadline_s: float  # latest possible end of the request's time limit
+    # estimated end of the time limit; `deadline_s` adds the possible error of the broker's clock to this time
     due_s: float = math.inf
     hosted: ModelState | None = None
     # catalogue entry of the model when the item was assigned to a device (`hosted`); no later entry may run the item
@@ -94,7 +94,7 @@ class InFlight:
     dead: list[Mark] = field(default_factory=list)  # poison marks of the inputs that crash adapters
     is_coming: bool = False  # true from the item's delivery until the item is assigned to a device or settled
     payload_bytes: int = 0  # bytes of memory of inputs that were read from the payload store
-    counted: int = 0  # number of the item's tokens that count as waiting for a device now
+    counted: int = 0  # tokens of the item that wait for a device now
     span: Span | None = None  # span of the item in a trace; None if the item is not traced
 
     def move(self, stage: Stage, batch_entry: BatchEntry[InFlight] | None = None) -> None:
@@ -130,7 +130,7 @@ class InFlight:
         return self.item.options.truncate != "NONE" and not self.unfit
 
     def stopped(self) -> list[SIEError | None]:
-        """Return for each input the error because of which it does not run (unfit, or too long), or None if it runs."""
+        """Return for each input its error if it is unfit or too long and so does not run; None if the input runs."""
         if self.is_whole:
             return [None] * len(self.item.inputs)
         common = next((row for row in self.rows[: self.shared] if row.truncated), None)
@@ -178,7 +178,7 @@ def too_long(row: TokenRow) -> InvalidInput:
 
 
 def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-    """Return an outcome for each input: the next of `outcomes` if the input ran, else its error. Mark truncated inputs
+    """Return an outcome for each input: its error, or the next of `outcomes` if the input ran. Mark truncated inputs
     and files with several images, and add the length of a sound.
     """
     ran = iter(outcomes)
@@ -251,8 +251,8 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
     inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)
     # milliseconds of tokenising in the adapter: 0, except for some model families
     tokenised_there_ms = done.preprocess_ms if done else 0.0
-    # `started_s` may be too late, because BatchStarted may be read only together with the result. So the waiting time
-    # is at most the total time less the times that the adapter measured
+    # BatchStarted may be read only together with the result, which makes `started_s` too late. So the waiting time is
+    # at most the total time less the times that the adapter measured
     max_ms = (now_s - dispatched_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
     # if the adapter tokenises the batch, `started_s` is before the wait for the device and does not measure this wait
     started_ms = math.inf if tokenised_there_ms else (flight.started_s - dispatched_s) * 1000
@@ -328,8 +328,7 @@ class Inventory:
         """Record that a work item does not need its model any more."""
         if flight.is_coming:
             self._arrived(flight)
-            # the consumer may deliver again: while this work item had no device, further work items would have waited
-            # for the same load
+            # let the consumer deliver again: further work items no longer wait for the load that this item waited for
             self._on_free(flight.lease.delivery.consumer)
         if flight.hosted is not None:
             self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)
@@ -345,7 +344,7 @@ class Inventory:
         del self._all[flight.lease]
 
     def written_ended(self, flight: InFlight) -> None:
-        """Record that a work item that generates text has ended, so that its consumer may deliver another item."""
+        """Record the end of a work item that generates text. Its consumer may then deliver another item."""
         self._on_free(flight.lease.delivery.consumer)
 
     def count(self, flight: InFlight, cost: int) -> None:

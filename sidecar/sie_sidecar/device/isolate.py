@@ -6,8 +6,8 @@ adapter process did not die, but only stopped replying.
                                                      └──► the adapter dies again: the input is poison, and is refused
                                                           from now on
 
-An input is no suspect any more once an equal input has run alone. While an input runs alone, other work waits. When
-such inputs have used the device for SLICE_S, one waiting batch runs before the next input.
+If an equal input has run alone, an input is no suspect any more. While an input runs alone, other work waits. After
+SLICE_S of such runs, one waiting batch runs before the next input.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Isolate:
         self._metrics = metrics
         self._work = work
         # Work items that wait to run alone, at most as many as the credit allows. While a work item waits, its model
-        # may be evicted, because the next item may need the memory; the function next to the item forbids this again.
+        # may be evicted, because the next item may need the memory. The function in the entry ends this permission.
         self._suspects: deque[tuple[InFlight, Callable[[], None]]] = deque()
         self._news = asyncio.Event()
         self._slice_s = 0.0
@@ -115,7 +115,7 @@ class Isolate:
                 return
             try:
                 outcome, block, ran = await self._outcome(flight, index, keys[index])
-            except AdapterGone:  # this device has no adapter, or no memory for the model: another device runs the item
+            except AdapterGone:  # no adapter, or no memory for the model: another device runs the item
                 if flight.hosted is not None:  # None if the work item was settled meanwhile
                     self._isolates[self._loading.moved(flight.hosted, [flight]).device].add(flight)
                 return

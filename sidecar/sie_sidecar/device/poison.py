@@ -6,8 +6,8 @@ of the input's content, and not its text.
                                                                 the input is poison, and is refused from now on
 
 The marks are in a NATS key-value bucket, and expire after POISON_LIFETIME_S. Each worker watches the bucket. Without a
-broker, a worker uses the marks in its memory. If the bucket is lost, a worker keeps its marks in memory. A mark is
-stored in the new bucket when its input crashes an adapter again.
+broker, a worker uses the marks in its memory. If the bucket is lost, a worker keeps its marks in memory. If an
+input crashes an adapter again, the worker stores its mark in the new bucket.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Trouble
 
 POISON_DEATHS = 2
-# maximum number of marks in memory. A further mark replaces the oldest mark, whose input can then crash adapters again
+# maximum number of marks in memory. A further mark replaces the oldest; the oldest mark's input then runs again
 MAX_MARKS = 1 << 16
 WRITES_AT_ONCE = 256  # marks in one write; the broker accepts at most 1,000 in one batch
-PATIENCE_S = 2.0  # seconds to wait until the broker has stored marks; after that, work goes on without waiting
+PATIENCE_S = 2.0  # seconds to wait for the broker to store marks; then the worker goes on
 REOPEN_S = 2.0
 _logger = logging.getLogger("sie.sidecar.poison")
 
@@ -72,9 +72,9 @@ class PoisonMarks:
     def __init__(self, broker: Store, worker: str, now_s: Callable[[], float]) -> None:
         self._worker = worker
         self._now_s = now_s
-        # by digest of the content: its mark, and the revision in the bucket, 0 until the broker has stored it
+        # digest of the content -> mark, and its revision in the bucket (0 before the broker has stored the mark)
         self._known: OrderedDict[str, tuple[Mark, int]] = OrderedDict()
-        # by model: number of marked contents. Inputs of other models need no check
+        # model -> number of marked contents; inputs of other models need no check
         self.models: Counter[str] = Counter()
         self._is_open = False
         self._bucket = RecordBucket(broker, POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
@@ -128,7 +128,7 @@ class PoisonMarks:
         await self.died(model, [key for key in keys if self.get(key) is None])
 
     def clear(self, key: str) -> Coroutine[Any, Any, None]:
-        """Remove the mark of a content that ran without a crash. The returned coroutine removes it at the broker."""
+        """Remove the mark of a content that ran without a crash. Awaiting the result removes it at the broker too."""
         _, revision = self._known.get(key, (None, 0))
         self._discard(key)
         return self._write([Write(key, None, revision)] if revision else [])

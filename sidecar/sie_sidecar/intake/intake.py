@@ -109,7 +109,7 @@ class WorkIntake:
         return left_s - (self._broker_clock.now_s() - delivery.sent_s), self._broker_clock.margin_s + LATE_S
 
     async def on_cancel(self, message: CoreMessage) -> None:
-        """Handle a gateway's message that requests are cancelled."""
+        """Decode a gateway's message about cancelled requests, and drop their work items."""
         try:
             notice = messages.decode_cancel(message.data)
         except UNDECODABLE as error:
@@ -135,7 +135,7 @@ class WorkIntake:
 
     def gathering(self) -> tuple[float | None, float]:
         """Return two values in seconds: the median time of recent work items from delivery to answer (None before
-        the first answer), and for how long deliveries are gathered now.
+        the first answer), and the time for which the sidecar gathers deliveries now.
         """
         return self._quantum.p50_s, self._quantum.seconds(time.monotonic())
 
@@ -158,7 +158,7 @@ class WorkIntake:
             last_s = time.monotonic()
         self._arrival.clear()
         arrived, self.arrived = [flight for flight in self.arrived if not flight.settled], []
-        if arrived:  # empty if all work items were cancelled meanwhile
+        if arrived:  # empty if all work items were cancelled
             self._metrics.gathered.observe(len(arrived))
         gathered = _grouped(arrived)
         if len(self._queues.all) == 1:

@@ -8,8 +8,8 @@ the first heartbeat. Without this wait, each new worker would load every model t
 FIRST_S, there is no gateway, and the worker pulls the work of all models. If no adapter was connected when the wait
 began, the wait is repeated, because gateways place models only on workers with an adapter.
 
-A table that no gateway confirmed for OLD_S seconds is old: no gateway runs. Hosts still serve their models. A worker
-that has loaded a model, but is not its host in the old table, then also pulls waiting work of the model.
+If no gateway confirms the table for OLD_S seconds, the table is old: no gateway runs. Hosts still serve their models.
+Workers that are not hosts of a model, but have loaded the model, then also pull its waiting work.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class HostAssignment:
         self._was_up = False  # true if an adapter was connected when waiting for the first table began
         # timer that ends the wait for the first table; None if this worker does not wait
         self._first: asyncio.TimerHandle | None = None
-        # models loaded here that an old table does not place here, and that had waiting work in the last two checks
+        # loaded models that an old table does not place here, and whose work waited in the last checks
         self._waiting: frozenset[str] = frozenset()
         self._seen: frozenset[str] = frozenset()
         self._consumers: dict[str, set[str]] = {}  # name of a consumer -> models whose messages it may deliver
@@ -104,8 +104,8 @@ class HostAssignment:
             RecordBucket(broker, topology.PLACEMENT_BUCKET),
             stored_tables.decode,
             self._on_value,
-            # clears only the parts that were read from the bucket: the worker uses the last table until the new bucket
-            # has a table
+            # discards the parts of the lost bucket, but not `table`: the worker uses the last table until the new
+            # bucket has one
             on_lost=self._stored.clear,
             read=functools.partial(stored_tables.read_lane, lane_key=self._stored.key),
             wants=self._stored.has,
@@ -218,8 +218,8 @@ class HostAssignment:
         self._ahead_s[model] = self._now_s()
 
     async def check_unassigned(self, loaded: Iterable[str]) -> None:
-        """If the table is old, find the `loaded` models that it does not place here and that had waiting work in this
-        check and in the previous check. Raises BrokerError.
+        """If the table is old, find the `loaded` models that the table does not place on this worker. Let this worker
+        pull a model's work if work of the model waited in this check and in the previous check. Raises BrokerError.
         """
         if self._is_stopped:
             return
@@ -313,7 +313,7 @@ class Pulling:
 
     async def find_consumers(self) -> None:
         """List the durable consumers of this lane, and set how many messages they may deliver. Raises BrokerError."""
-        if self._notices is None:  # not started yet (a reconnect may call this early), or already stopped
+        if self._notices is None:  # before `start` (after a reconnect) or after `stop`
             return
         before, self._announced = set(self._consumers), set()
         names = [
@@ -372,13 +372,11 @@ class Pulling:
             self._refill([consumer])
 
     def refill(self) -> None:
-        """Raise how many messages a consumer may deliver, for all consumers whose credit may be too low."""
+        """Raise the credit of all consumers whose credit may be too low."""
         self._refill(list(self._short))
 
     def level(self) -> None:
-        """Raise or lower how many messages active consumers may deliver. The broker applies a lower number only after
-        some seconds.
-        """
+        """Adapt the credit of the active consumers. The broker applies a lower credit only after some seconds."""
         self._refill(list(self._active))
 
     def _refill(self, names: list[str]) -> None:
@@ -448,7 +446,7 @@ class WorkSource:
         self._inventory = inventory
         self._accept = accept
         self.pool: str | None = None  # pool from which this worker pulls now, None if it does not pull
-        self._paused: Counter[str] = Counter()  # by name of a consumer: number of `paused` blocks that pause it now
+        self._paused: Counter[str] = Counter()  # name of a consumer -> number of `paused` blocks that pause it
         self._refilling = False
         self._open(lane)
 
@@ -500,8 +498,8 @@ class WorkSource:
         self.pool = self.lane.pool
 
     async def serve(self, pool: str | None) -> None:
-        """Pull only from this pool; None: pull nothing. Work that was already pulled is finished. Raises BrokerError,
-        also if the pool has no stream yet. After an error the worker pulls nothing, and the call may be repeated.
+        """Pull only from this pool; pull nothing if None. The worker finishes the work that it has pulled. Raises
+        BrokerError if the pool has no stream or the broker fails. After an error, the worker pulls nothing.
         """
         if pool == self.pool:
             return
@@ -552,7 +550,7 @@ class WorkSource:
             self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
 
     def refill_soon(self) -> None:
-        """Let the event loop call `Pulling.refill` soon: once, however often this method is called until then."""
+        """Schedule a call of `Pulling.refill`. Further calls before it runs schedule nothing."""
         if not self._refilling:
             self._refilling = True
             asyncio.get_running_loop().call_soon(self._refill)
@@ -563,8 +561,8 @@ class WorkSource:
 
     @contextlib.contextmanager
     def paused(self, consumers: set[str]) -> Iterator[None]:
-        """Context manager: pull nothing from these consumers in its block. Meanwhile the worker waits for newer
-        catalogue entries of their models.
+        """Context manager: pull nothing from these consumers in its block, in which the worker waits for newer
+        catalogue entries of the consumers' models.
         """
         self._paused += Counter(consumers)
         for consumer in consumers:

@@ -21,7 +21,7 @@ CHECKS_BEHIND = 3
 
 @dataclass(frozen=True)
 class DeviceView:
-    """Facts about one device for the choice of a device for one model.
+    """Facts about one device, by which `choose` selects the device of one model.
 
     `loaded`: the model is loaded and accepts work. `coming`: a caller waits until the model is loaded here, or it is
     loaded but closed to new work. `refused`: its load failed here, and must not be tried again yet. `gives_up`: this

@@ -37,8 +37,8 @@ from sie_sidecar.models.models import ModelState, WorkerModels
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0
-# largest number of remembered failed loads, and of remembered LoRAs of each model: clients choose the names, and must
-# not fill the memory with them
+# largest number of remembered failed loads, and of remembered LoRAs of each model. Clients choose the names of LoRAs,
+# and must not fill the memory with names
 MAX_REMEMBERED = 1000
 _Key = tuple[int, str, str]  # number of the device, residency (a model with one set of load options), LoRA
 
@@ -129,7 +129,7 @@ def named(resolved: Resolved) -> list[str]:
     )
 
 
-# seconds after a failed load for which work waits until the config service restores an earlier revision of the model
+# seconds after a failed load in which the config service may restore an earlier revision of the model; work waits
 RESTORED_S = 10.0
 _logger = logging.getLogger("sie.sidecar.loading")
 
@@ -176,7 +176,7 @@ class Loading:
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
         """Wait until the config service has restored a revision of the model that could be loaded, at most RESTORED_S
-        seconds after the failed load. Return True if it has: the catalogue then has a later revision number.
+        seconds after the failed load. Return True if the catalogue then has a later revision number.
         """
         left_s = hosted.failed_s + RESTORED_S - time.monotonic()
         if hosted.refusal(time.monotonic()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:
@@ -263,7 +263,7 @@ class Loading:
                         await (link.wait_connected() if past_gate else self._links.wait_connected())
             except ModelLoadFailed as error:
                 chosen = self.models.obtain(hosted.resolved, hosted.revision)
-                # if the load failed on the chosen device too, there is no device where the model may fit
+                # the load failed on the chosen device too, so no device is left where the model may fit
                 if chosen.refusal(time.monotonic()) is not None:
                     if error.extras.get("permanent") or not await self._is_another_back():
                         raise
@@ -279,7 +279,7 @@ class Loading:
         raise GatewayTimeout("the time limit of the request passed before its model was loaded")
 
     async def _is_another_back(self) -> bool:
-        """Wait for lost adapters, until AWAY_S seconds after their loss. Return True once an adapter is connected."""
+        """Wait until AWAY_S seconds after the loss of the adapters. Return True as soon as an adapter is connected."""
         for link in [link for link in self._links if not link.connected]:
             if await link.is_back():
                 return True
@@ -296,8 +296,8 @@ class Loading:
         return chosen
 
     def park(self, flight: InFlight) -> Callable[[], None]:
-        """Allow the eviction of the model of a waiting work item. Return a function that forbids the eviction again,
-        which the caller must call before the item runs.
+        """Allow the eviction of the model of a waiting work item. Return a function that forbids the eviction again.
+        The caller must call this function before the item runs.
         """
         assert flight.hosted is not None
         count = functools.partial(unsettled, [flight])

@@ -1,6 +1,6 @@
 """Models of this worker. `ModelStates` has their states and decides, without I/O, which models may be evicted.
 `Hosting` loads and unloads the models of one device: callers that need the same model share one load, models that do
-not fit into memory together alternate, and idle models are unloaded.
+not fit into memory together are loaded in alternation, and idle models are unloaded.
 
     available ──► loading ──► loaded ──idle, or an operator's request──► unloading ──► available
                     │           └──evicted by the adapter, or adapter lost──► available
@@ -60,7 +60,7 @@ State = Literal["available", "loading", "loaded", "unloading", "failed"]
 # only if the catalogue entry changes or an operator requests the load
 COOL_DOWN_S = {"OOM": 60.0}
 OTHER_COOL_DOWN_S = 30.0
-PASSING = ("OOM", "NETWORK")  # error classes that never become permanent, however often the load fails
+PASSING = ("OOM", "NETWORK")  # error classes after which a load is always tried again
 PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
 # part of the device's memory that may be in use before models are evicted, if the adapter reports no threshold
 MEMORY_USED = 0.85
@@ -71,7 +71,7 @@ SPARE_TOKENIZER_BYTES = 1 << 30
 # largest number of models with a state on a device, because each state is part of each heartbeat. Above it, the
 # states of the least recently used models that are not loaded are removed
 MAX_STATES = 1000
-UNUSED_S = 600.0  # seconds after its last use until a state may be removed; so long that no task still refers to it
+UNUSED_S = 600.0  # seconds after its last use until a state may be removed; no task refers to a state for so long
 # largest number of seconds (unless `swap_after_s` is longer) for which a loaded model with work stays open to new work
 # while another model needs its memory. A request for the other model waits for these seconds and for its load, together
 # at most SIE_LOAD_HOLD_S
@@ -115,13 +115,13 @@ class ModelState:
         # one function for each group of parked work items, which returns the number of items. Parked work items wait,
         # and the model may be evicted meanwhile
         self.before_gate: list[Callable[[], int]] = []
-        self.arriving = False  # true while the adapter loads the model; `state` is "loading" also while the load waits
+        self.arriving = False  # true while the adapter loads the model, false while the load waits
         self.leaves = False  # true if an operator wants the model unloaded as soon as it is idle
         # true while the model accepts no new work, because another model needs its memory
         self.is_closed = False
         self.loaded_s = 0.0
-        self.used_s = 0.0  # time of its last load, of the last use by work, or of `obtain` while unloaded
-        self.uses = 0  # number of arrivals and ends of work; if it has grown between two reads, the model was used
+        self.used_s = 0.0  # time of the last load, last use by work, or last `obtain` while unloaded
+        self.uses = 0  # number of arrivals and ends of work items; a larger number at a later read shows use
         self.swapped = False  # true if another model was closed to new work to free memory for the last load
         self.load_s = 0.0  # seconds that the last load took
         self.memory_bytes = 0  # bytes of device memory that the model used after its last load
@@ -131,12 +131,12 @@ class ModelState:
         self._cost_s = 0.0
         # one function for each caller that waits for the model; returns how many of its work items still need the model
         self.waiting_counts: list[Callable[[], int]] = []
-        # A batch holds this lock while it loads its LoRA and runs, so that no load of another LoRA begins in between.
-        # Without it, LoRAs that do not fit into memory together could replace each other for ever.
+        # A batch holds this lock while it loads its LoRA and runs, so that no other LoRA is loaded meanwhile.
+        # Otherwise, LoRAs that do not fit into memory together could replace each other for ever.
         self.lora_lock = asyncio.Lock()
         # names of LoRAs that were loaded into the model; the adapter may have unloaded a LoRA since then
         self.loras: set[str] = set()
-        self.lora_digests: dict[str, str] = {}  # by name of each LoRA that was loaded: digest of its files
+        self.lora_digests: dict[str, str] = {}  # name of each LoRA that was loaded -> digest of its files
         self._fingerprints: dict[tuple[str, str], str] = {}
 
     @property
@@ -150,7 +150,7 @@ class ModelState:
 
     @property
     def has_waiters(self) -> bool:
-        """Return True if a caller waits for the model, and a work item of this caller still needs the model."""
+        """Return True if a caller waits for the model and has a work item that still needs the model."""
         return any(count() for count in self.waiting_counts)
 
     @property
@@ -160,7 +160,7 @@ class ModelState:
 
     @property
     def is_quiet(self) -> bool:
-        """Return True if no work item needs the model now, so that it may be unloaded."""
+        """Return True if no work item needs the model now. The model may then be unloaded."""
         return self.held == self.parked
 
     @property
@@ -238,7 +238,7 @@ class ModelState:
         )
 
     def refusal(self, now_s: float) -> SIEError | None:
-        """Return the error of the last load if it must not be tried again yet, else None."""
+        """Return the error of the last load; None if the load may be tried again."""
         if self.state != "failed" or self.error is None:
             return None
         cool_down_s = COOL_DOWN_S.get(str(self.error.extras.get("error_class")), OTHER_COOL_DOWN_S)
@@ -262,7 +262,7 @@ class ModelState:
             self.state, self.error = "available", None
 
     def retain(self) -> None:
-        """Cancel a pending unload, and allow a failed load to be tried again: an operator wants the model loaded."""
+        """Cancel a pending unload and allow a failed load to be tried again, at an operator's request to load."""
         self.leaves = False
         self.reset_failure()
 
@@ -299,7 +299,7 @@ class ModelStates:
         self._everywhere = everywhere or self.all
         self._hosted: dict[str, ModelState] = {}
         self._of_model: dict[str, list[ModelState]] = {}
-        # bytes of the device that models may use, computed when no load was running; None until it was computed once
+        # bytes of device memory that models may use, computed while no load runs; None before
         self._usable_bytes: float | None = None
 
     def all(self) -> list[ModelState]:
@@ -316,8 +316,8 @@ class ModelStates:
     def slots(self, device: ipc.Description) -> int:
         """Return how many models of mean size fit into the memory that models may use; 0 if unknown."""
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
-        # not computed during a load: `device.models` lacks that model, so its bytes would count as other programs'
-        # bytes
+        # not computed during a load: `device.models` lacks the loading model, so its bytes would count as bytes
+        # of other programs
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):
             beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
             self._usable_bytes = usable_bytes(device) - beside_bytes
@@ -357,7 +357,7 @@ class ModelStates:
         return self._hosted.get(residency)
 
     def add_items(self, hosted: ModelState, items: int = 1, cost: int = 0) -> None:
-        """Record that work items of `cost` tokens need the model. It is not evicted until `park` or `let_go`."""
+        """Record that work items of `cost` tokens need the model. Nothing may evict it before `park` or `let_go`."""
         hosted.add_items(items, self._clock())
         self.held_cost += cost
 
@@ -391,7 +391,7 @@ class ModelStates:
         ]
 
     def busy(self, hosted: ModelState) -> list[ModelState]:
-        """Return the models besides `hosted` whose memory cannot be freed now: they are in use, have just been used, or
+        """Return the other models whose memory cannot be freed now, because they are in use, were in use just before, or
         are being loaded.
         """
         return [
@@ -430,8 +430,8 @@ class ModelStates:
         return first, max(asked_s + self._swap_after_s, self._turn_ends_s(first)) - self._clock()
 
     def _turn_ends_s(self, hosted: ModelState) -> float:
-        """Return the time from which a model may be closed. After its load it stays open for as long as the load took:
-        at most MAX_TURN_S, but at least `swap_after_s`. Otherwise models would be evicted before they run.
+        """Return the time from which a model may be closed. After its load, the model stays open for as
+        long as the load took (`swap_after_s` to MAX_TURN_S), because it must run before another model evicts it.
         """
         return hosted.loaded_s + max(self._swap_after_s, min(hosted.load_s, MAX_TURN_S))
 
@@ -539,9 +539,9 @@ class Hosting(ModelStates):
         self.swaps = 0
         self.idle_evictions = 0
         self._asked = 0  # number of loads that were requested from the adapter since the start
-        # for each load that waits for memory: the time at which it began, and the future that ends its wait
+        # for each load that waits for memory: time at which it began, and future that ends its wait
         self._waiters: list[tuple[float, asyncio.Future[None]]] = []
-        # by name of a closed model: event that is set when the model accepts new work again
+        # name of a closed model -> event that is set when the model accepts new work again
         self._gates: dict[str, asyncio.Event] = {}
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._releasing: dict[str, asyncio.Task[None]] = {}
@@ -560,8 +560,8 @@ class Hosting(ModelStates):
             self._look_again()
 
     def park(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """Record that work items need the model later but not now, so that it may be evicted. `items()` returns their
-        number. Remove `items` from `ModelState.before_gate` when they need the model.
+        """Record that work items need the model later but not now: the model may be evicted. `items()` returns the
+        number of these items. Remove `items` from `ModelState.before_gate` when the items need the model.
         """
         hosted.before_gate.append(items)
         if hosted.is_quiet:
@@ -583,7 +583,7 @@ class Hosting(ModelStates):
     async def ensure(
         self, hosted: ModelState, items: Callable[[], int] | None = None, *, past_gate: bool = False
     ) -> None:
-        """Load the model if needed, and wait until it accepts new work. Return early if no work item needs it any more.
+        """Load the model if needed, and wait until it accepts new work. Return early if no work item needs it now.
         `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: do not wait
         if the model is closed to new work. This is for work that it accepted before it was closed: the model that needs
         its memory is loaded only after this work.
@@ -639,12 +639,11 @@ class Hosting(ModelStates):
                     closed = await self._wait_for_memory(hosted, asked_s, closed)
             if ready is None:
                 return
-            # if the catalogue entry has changed meanwhile, the adapter has loaded the old entry: do not use the result
+            # if the catalogue entry has changed during the load, the adapter loaded the old entry: ignore the result
             if hosted.resolved.entry == resolved.entry:
                 self._ready(hosted, ready, ready.load_s or self._clock() - began_s)
         except SIEError:
-            # if the catalogue entry has changed meanwhile, the error is about the old entry; the new entry is loaded
-            # next
+            # if the catalogue entry has changed during the load, the error is about the old entry: load the new entry
             if hosted.resolved.entry == resolved.entry:
                 raise
         finally:
@@ -726,7 +725,7 @@ class Hosting(ModelStates):
         had_work = self.busy(hosted)
         while hosted.has_waiters and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):
             if closed is not None and (closed.state != "loaded" or not closed.is_closed):
-                self._open(closed)  # another load has used the memory of the closed model: open it again
+                self._open(closed)  # another load has used the freed memory: open the closed model again
                 closed = None
             first, due_s = self.next_to_close(had_work, asked_s) if closed is None else (None, None)
             if first is not None and due_s is not None and due_s <= 0:
@@ -748,7 +747,7 @@ class Hosting(ModelStates):
         return closed
 
     async def _until_quiet(self, asked_s: float, timeout_s: float | None) -> None:
-        """Wait for `_look_again`, which is called when memory may have become free; at most `timeout_s` seconds."""
+        """Wait at most `timeout_s` seconds for a call of `_look_again`, which reports that memory may be free."""
         waiter = asked_s, asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
@@ -882,7 +881,7 @@ class WorkerModels:
         return states[devices.choose([self._view(hosted, weighs_memory=weighs_memory) for hosted in states])]
 
     def _view(self, hosted: ModelState, *, weighs_memory: bool) -> DeviceView:
-        """Return a device's view for `choose`. `weighs_memory`: compute `models` and `idle_since_s`, which is slow."""
+        """Return the data that `choose` needs. `weighs_memory`: include `models` and `idle_since_s`, which is slow."""
         device, now_s = self.device_of(hosted), time.monotonic()
         description = device.link.description
         usable = usable_bytes(description) if description else 0.0

@@ -19,7 +19,7 @@ from sie_sidecar.device.in_flight import InFlight
 from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing, PayloadStore
 
-# maximum number of bytes of inputs in memory at a time; a larger input is read only while no other input is in memory
+# maximum bytes of inputs in memory. An input larger than this is read only while no other input is in memory
 MAX_BYTES = 512 << 20
 ATTEMPT_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
@@ -70,7 +70,7 @@ class PayloadFetching:
                     raise QueueUnavailable(
                         "the inputs of this request could not be read from the payload store: try again later"
                     ) from error
-            await asyncio.sleep(pause_s)  # the store may be unreachable for a while
+            await asyncio.sleep(pause_s)  # no busy loop while the store is unreachable
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _reserve_memory(self, flight: InFlight, size: int) -> None:

@@ -39,7 +39,7 @@ from sie_sidecar.prepare.rows import (
 )
 from sie_sidecar.prepare.tokens import Ids, ModelTokenizer, PairTemplate, Tokens, cut
 
-# part of a pair's tokens that the query may always use; the query may use more if the document is short
+# share of a pair's tokens that is reserved for the query; with a short document, the query may use more
 QUERY_SHARE = 0.75
 NOWHERE = -1  # offset of a special token, which is not in the text
 # maximum number of tokens of a work item with labels or questions: each text counts once for each label or question
@@ -352,7 +352,7 @@ def _text_pieces(
     tokenizer: ModelTokenizer, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
     """Return one row for each input: the pieces of the prompt template with query and document, each tokenised alone.
-    If they are too long, truncate the piece with the document. A query may always use QUERY_SHARE of `limit`. The end
+    If these are too long, truncate the document's piece. QUERY_SHARE of `limit` is reserved for the query. The end
     of the template stays whole, because the model's output follows it. Source: README of Qwen3-Reranker, mxbai-rerank.
     """
     share = int(limit * QUERY_SHARE)
@@ -366,8 +366,8 @@ def _text_pieces(
     for item in items:
         place, query = _place(item.options), query_of(item)
         is_beside = "query" in item.options.pieces[place][1::2] and truncate != "NONE"
-        # a character has at most four bytes and a token at least one byte. So a query of at most share / 4 characters
-        # has at most `share` tokens, and need not be cut
+        # a character has at most four bytes and a token at least one byte, so a query of at most share / 4 characters
+        # has at most `share` tokens and is not cut
         shown = tokenizer.prefix_of(query, share) if is_beside and 4 * len(query) > share else query
         shortened.append(shown != query)
         read = [_document(tokenizer, source.text or "", item.options.document_tokens) for source in item.inputs]
@@ -401,7 +401,7 @@ def _document(tokenizer: ModelTokenizer, text: str, most: int) -> str:
     if not 0 < most < max_bytes:
         return text
     read = tokenizer.prefix_of(text, most)
-    # a space at the end is removed, because it may be a part of the next token, which was cut off
+    # remove a space at the end: it may belong to the next token, which was cut off
     return text if read == text else read.rstrip()
 
 

@@ -4,9 +4,9 @@ file needs one, and ends with the sidecar.
     prepare ──► queue ──► keeper task ──► its worker process ──► PreparedImage or SoundFeatures, or Unusable
                              └── the process died or took too long: this file fails, a new process is started
 
-Decoders run in processes because they are C code that reads the data of clients: a crash then makes only one file fail.
+Decoders run in processes because they are C code that reads the data of clients: a crash then loses only one file.
 For each process, one task (the keeper) sends files and reads replies. It sends a file only after the reply to the
-previous file, so replies cannot be mixed up. If a caller is cancelled, the keeper reads the reply and drops it.
+previous file, so replies cannot be mixed up. If a caller is cancelled, the keeper discards the reply.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class MediaPool:
                     if worker is not None:
                         await self._end(worker)
                     worker = None
-                finally:  # has an effect only if this task was cancelled before the file had an outcome
+                finally:  # ends the future if this task was cancelled before the file had an outcome
                     job.fail(ShuttingDown("the worker is shutting down and decodes no more files"))
         finally:
             if worker is not None:
@@ -257,7 +257,7 @@ class MediaPool:
         _logger.warning("media worker process %d %s; it is replaced", worker.pid, how)
         await self._end(worker)
         try:
-            return await self._start()  # starts the next process now, so that the next file need not wait for the start
+            return await self._start()  # start the next process now: the next file must not wait for the start
         except _WorkerNotStarted as error:  # the next file tries again to start a process
             _logger.error("a media worker could not be started: %s", error)
             return None

@@ -31,8 +31,8 @@ from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, WorkItemInput, ef
 from sie_sidecar.prepare.tokens import ModelTokenizer, TokenizerPool
 from sie_sidecar.results.settle import Settle
 
-# a worker without the model or the payload store of a work item returns the item to the queue, for another worker;
-# after this number of deliveries it sends an error instead
+# a worker that lacks a work item's model or payload store returns the item to the queue; after this number of
+# deliveries, the worker sends an error
 MAX_HAND_BACKS = 5
 CATCH_UP_S = 2.0  # seconds to wait for a newer catalogue, if the gateway's catalogue is newer than this worker's
 
@@ -71,7 +71,7 @@ class Prepare:
             return False
         with self._settle.answering([flight], "fetching the input"):
             await self._fetching.fetch(flight)
-        # the work item was settled while its inputs were read, so nothing else releases their memory
+        # the work item was settled during the read, so nothing else releases the memory of its inputs
         if flight.settled:
             self._fetching.let_go(flight)
             return False
@@ -162,7 +162,7 @@ class Prepare:
             work = [entry for entry in decoded if entry is not None]
             if not work:
                 return []
-        else:  # no tasks if there are no files: tasks would add 0.13 ms to the time of a short text
+        else:  # without files, start no tasks: they would add 0.13 ms to the time of a short text
             work = [
                 (flight, WorkItemInput(flight.item.inputs, flight.item.query, flight.item.options)) for flight in group
             ]
@@ -173,7 +173,7 @@ class Prepare:
                 raise
         else:
             return [flight for flight, _ in work]
-        for one in work:  # the call for all items failed; of the calls for single items, only the faulty item's fails
+        for one in work:  # the call for all items failed: call for each item alone, so that only the faulty item fails
             with self._settle.answering([one[0]], "preparing the input"):
                 await self._build_rows([one], tokenizer, layout, together)
         return [flight for flight, _ in work if not flight.settled]

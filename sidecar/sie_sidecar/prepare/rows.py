@@ -36,7 +36,7 @@ MAX_CHARACTERS = 32 << 20
 MAX_ROWS = 1 << 16
 MAX_VECTOR_BYTES = 64 << 20
 VECTOR_BYTES = 512  # bytes of token vectors that count as one token: 128 numbers, the usual width
-# number of characters whose tokenising takes as long as building one row; used to estimate the time of a call
+# building one row takes as long as tokenising this number of characters; used to estimate the time of a call
 ROW_CHARACTERS = 24
 # number of characters that count as one token of cost, for models that get the text in addition to the ids
 COST_CHARACTERS = 64
@@ -76,7 +76,7 @@ class TokenRow:
 
     @property
     def batch_cost(self) -> int:
-        """Return the tokens of the row that count towards the size of a batch. If the model reads all images at one
+        """Return the tokens of the row that count towards the size of a batch. If the model scales all images to one
         size, the patches of an image without text count as only 1 token.
         """
         return self.cost - self.uncounted
@@ -302,7 +302,7 @@ def _characters(layout: Rows, item: WorkItemInput) -> int:
             once += length
     if layout.pairs:
         once += sum(len(source.pair or "") for source in item.inputs)
-    # a token id counts as one character: reading it takes about as long
+    # reading a token id takes about as long as tokenising one character
     return once + sum(len(source.text or source.tokens or "") + around for source in item.inputs)
 
 

@@ -38,8 +38,8 @@ _MEMORY_PER_BYTE = 32
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids of one text, int32 [length]. `full`: length before truncation. For a long text that was truncated
-    (mode END or START), `full` is only known to be larger than the length, because the rest of the text was not read.
+    """Token ids of one text, int32 [length]. `full`: length before truncation. If a long text was truncated
+    (mode END or START), `full` is only a lower bound, because the tokenizer did not read the rest of the text.
     """
 
     ids: Ids
@@ -95,7 +95,7 @@ class ModelTokenizer:
     def contents(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[Tokens]:
         """Return the ids of each text without special tokens, truncated to `room`. Of a very long text, only the needed
         part is read. With the mode NONE, the whole text is read, and the caller must refuse a text that was truncated.
-        Raises InvalidInput for a text that is too long to be tokenised as a whole and cannot be cut.
+        Raises InvalidInput for a text that is too long for one call and cannot be cut into pieces.
         """
         from_end = truncate == "START"
         whole_limit = self._whole_limit(room)
@@ -347,7 +347,7 @@ def _on_run(parts: Sequence[_ThreadWork], running: asyncio.Future[list[Any]]) ->
 
 def _hand_out(parts: Sequence[_ThreadWork], results: Sequence[Any]) -> None:
     for part, result in zip(parts, results, strict=True):
-        if part.done.done():  # the caller was cancelled, so no caller waits for the result
+        if part.done.done():  # the caller was cancelled
             continue
         if isinstance(result, Exception):
             part.done.set_exception(result)

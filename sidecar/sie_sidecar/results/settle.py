@@ -1,6 +1,6 @@
-"""End of work items. `ResultDelivery` sends a result as a request to the gateway's inbox, and repeats it until the
-gateway confirms it or the time limit ends; only then the message is acknowledged. `Settle` does this once for each work
-item. `Leases` renews the leases of the messages.
+"""End of work items. `ResultDelivery` sends a result as a request to the gateway's inbox, and repeats the request
+until the gateway confirms the result or the deadline passes. Only then it acknowledges the message. `Settle` sends one
+result for each work item. `Leases` renews the leases of the messages.
 
     result that fits into a message ──► one request ──► verdict: taken, duplicate or unknown
     larger result ──► parts, one after the other, each repeated until it is confirmed ──► verdict on the last: taken
@@ -77,8 +77,8 @@ class ResultDelivery:
         deadline_s: float,
         before_ack: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        """Send a result, call `before_ack`, and acknowledge the message. If every input failed, the result is sent only
-        while this worker has the lease: after that, another worker may have the work and succeed.
+        """Send a result, call `before_ack`, and acknowledge the message. If every input failed, send the result only
+        while this worker has the lease. After the lease, another worker may process the message and succeed.
         """
         verdict = await self._send(lease, item, result, deadline_s)
         self._metrics.settlements.labels(verdict).inc()
@@ -136,8 +136,8 @@ class ResultDelivery:
 
     async def _deliver(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
         """Send one message until the gateway confirms it, and return its verdict. Return `unconfirmed` at the deadline,
-        for an unreadable verdict, or if `item.reply` is not a subject. With `fence`, return `fenced` if this lease is
-        lost first. Raises PayloadTooBig.
+        for an unreadable verdict, or if `item.reply` is not a subject. With `fence`, return `fenced` if that lease
+        ends before the gateway confirms. Raises PayloadTooBig.
         """
         pause_s = FIRST_PAUSE_S
         while True:
@@ -157,7 +157,7 @@ class ResultDelivery:
                 return "unconfirmed"
             else:
                 break
-            await asyncio.sleep(pause_s)  # the gateway may be unreachable for a while
+            await asyncio.sleep(pause_s)  # no busy loop while the gateway is unreachable
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         try:
             return messages.decode_confirmation(answer).verdict
@@ -167,7 +167,7 @@ class ResultDelivery:
 
 
 def part_bytes(item: WorkItem, digest: str, size_bytes: int, message_bytes: int) -> int:
-    """Return how many bytes of a result fit into a message of this size, besides the fields that identify the part."""
+    """Return how many bytes of a result fit into a part whose encoded message has at most `message_bytes` bytes."""
     frame = Fragment(item.request, item.chunk, item.attempt, size_bytes, size_bytes, digest, b"")
     # msgpack writes the length of `data` before it, in up to four bytes more than the length 0 in `frame`
     return max(1, message_bytes - len(messages.encode(frame)) - 4)
@@ -234,7 +234,7 @@ class Settle:
 
     def answer_changed(self, flights: Collection[InFlight]) -> None:
         """Send an error for each of these work items, whose model has a new catalogue entry. The error makes the
-        gateway publish them again for the new entry.
+        gateway publish these work items again for the new entry.
         """
         if flights:
             self._metrics.settlements.labels("changed").inc(len(flights))
@@ -283,7 +283,7 @@ class Settle:
             stages,
             batch,
         )
-        self._let_go(flight)  # releases the model and the inputs now: sending the result needs only the lease
+        self._let_go(flight)  # release the model and the inputs now: the sending of the result needs only the lease
         self._work.start(self._answer(flight, result, hosted.name if hosted else "other"), "answer")
 
     async def _answer(self, flight: InFlight, result: WorkResult, name: str) -> None:
@@ -347,8 +347,8 @@ class Settle:
         self._inventory.remove(flight)
 
 
-# maximum number of leases in the file; after a kill, the broker redelivers messages without a record only when their
-# leases end
+# maximum number of leases in the file; if the process is killed, the broker redelivers the messages of further leases
+# only after the ack wait
 SLOTS = 4096
 SLOT_BYTES = 512
 _MAGIC = b"SIElease"
@@ -532,7 +532,7 @@ class Leases:
         return len(self._held)
 
     def is_mine(self, lease: Lease) -> bool:
-        """Return True if the lease has surely not ended, so that no other worker can have got the message."""
+        """Return True if the lease has certainly not ended, so no other worker can have the message."""
         return self.left_s(lease) > 0
 
     def left_s(self, lease: Lease) -> float:
@@ -555,14 +555,14 @@ class Leases:
         await self._settle(lease.delivery.ack())
 
     async def hand_back(self, lease: Lease, delay_s: float = 0.0) -> None:
-        """Return a message to the queue, for another worker, if its lease was not lost."""
+        """Return a message to the queue for another worker, if this worker still has the lease."""
         mine = self.is_mine(lease)
         self.drop(lease)
         if mine:
             await self._settle(lease.delivery.nak(delay_s))
 
     async def refuse(self, lease: Lease, reason: str) -> None:
-        """Terminate a message that no worker can process, if its lease was not lost."""
+        """Terminate a message that no worker can process, if this worker still has the lease."""
         mine = self.is_mine(lease)
         self.drop(lease)
         if mine:
