@@ -612,7 +612,7 @@ class WorkQueue:
 
     async def _publish_one(self, lane: Lane, subject: str, item: WorkItem, deadline_s: float) -> StreamPosition:
         """Publish one message and return its position. If the caller cancels this call, withdraw the message, because
-        the broker may have stored it. An error withdraws nothing: workers drop messages after their time limit.
+        the broker may have stored it. After an error, withdraw nothing: workers drop messages after their time limit.
         """
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
         stored, tried = StreamPosition("", 0), False
@@ -704,8 +704,8 @@ class WorkQueue:
         """Remove the waiting and leased messages of an ended request. Ignore positions in an earlier stream that the
         broker has lost. If the broker fails, the age limit of the stream removes the messages later.
 
-        With `request`, then send a cancellation of this request to the workers. Before the removal, a cancelled worker
-        would pull further messages of the request from the stream.
+        With `request`, then send a cancellation of this request to the workers. A cancellation before the removal would
+        let a worker drop its messages of the request and pull further messages of the request.
         """
         if stored and self._serves(pool):
             try:
