@@ -436,9 +436,7 @@ def _foreign(name: str, owner: str, loaded: list[str]) -> str:
 
 
 def _pool_name(value: str) -> str:
-    """Return the pool that a header names; the default pool if `value` is empty. Raises InvalidInput (reason
-    `pool_name`).
-    """
+    """Return the pool in a header; the default pool if empty. Raises InvalidInput (reason `pool_name`)."""
     try:
         return topology.pool_name(value) if value else topology.DEFAULT_POOL
     except ValueError as error:

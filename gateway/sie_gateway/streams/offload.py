@@ -57,9 +57,7 @@ class Offload:
     wall_clock: Callable[[], float] = time.time
 
     async def stored(self, item: WorkItem, timeout_s: float) -> WorkItem:
-        """Store inputs and query of a work item. Return the item with the key of these inputs in their place. Raises
-        QueueUnavailable.
-        """
+        """Store inputs and query of a work item. Return the item with their key. Raises QueueUnavailable."""
         data = await asyncio.to_thread(messages.encode_in_pieces, Payload(item.inputs, item.query))
         try:
             key = await self.store.put(data, period=int(self.wall_clock() // self.life_s), timeout_s=timeout_s)

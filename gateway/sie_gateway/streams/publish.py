@@ -399,9 +399,7 @@ def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topol
 
 
 class StreamPosition(NamedTuple):
-    """Position of a message in a stream. A recreated stream starts at sequence 1 again, so `created` names the
-    stream.
-    """
+    """Position of a message in a stream. A recreated stream starts at sequence 1 again, under a new `created`."""
 
     created: str  # time at which the broker created the stream, in the broker's format
     sequence: int
