@@ -24,7 +24,7 @@ from sie_runtime.metrics import Scrape, epoch_number
 
 @dataclass(eq=False)
 class Live(Collector):
-    """Collector that reads metrics from the gateway's objects. It exports no series for workers that have left."""
+    """Collector that reads metrics from the gateway's objects. Exports no series for workers that have left."""
 
     broker: Connection
     feed: CatalogueFeed

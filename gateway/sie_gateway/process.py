@@ -66,9 +66,9 @@ from sie_store.payloads import open_store
 EPOCH_POLL_S = 5.0
 FULL_EXPORT_S = 300.0
 FIRST_ANSWER_S = 2.0
-# seconds by which a drain is longer than the longest time limit of a request, so that the last responses can be sent
+# seconds of a drain beyond the longest time limit of a request, so that the gateway can send the last responses
 _LATE_S = 1.0
-# field of a stream's configuration -> setting to name in the error if an existing stream has another value there
+# field of a stream's configuration -> setting that the error names if an existing stream has another value
 _SETTINGS = {
     "storage": "SIE_STREAM_STORAGE",
     "replicas": "SIE_STREAM_REPLICAS",
@@ -239,7 +239,7 @@ async def serve(
     tasks = Tasks(_logger, stop.request)
     drained_s = 0.0
     # `drained` ends most background tasks. It is set after the drain, because open requests need these tasks. The tasks
-    # of jobs end at `stop`, before the drain. The measurement of the broker's clock is cancelled.
+    # of jobs end at `stop`, before the drain.
     drained = Stop()
     measuring: asyncio.Task[None] | None = None
     owning: asyncio.Task[None] | None = None
@@ -258,8 +258,8 @@ async def serve(
             await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, task=purpose)
         own = functools.partial(_own_streams, queue, placer, settings, record, jobs.bucket)
         owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, task="work streams"))
-        # The operating system accepts connections on the port, but the gateway does not read requests yet. A request
-        # that arrives now waits at most FIRST_ANSWER_S, and need not be refused because the gateway is not ready.
+        # The operating system accepts connections on the port, but the gateway does not read requests yet. So the
+        # first requests wait at most FIRST_ANSWER_S, and are not refused because the gateway is not ready.
         loaded = asyncio.create_task(feed.first.wait())
         await asyncio.wait({owning, loaded}, timeout=FIRST_ANSWER_S)
         loaded.cancel()
@@ -310,7 +310,7 @@ async def serve(
                 inference.slots.used,
             )
             await stop.lame_duck(lame_duck_s)
-            # idle connections are closed after the lame-duck time, because requests may arrive on them until then
+            # idle connections stay open during the lame-duck time, because requests may still arrive on them
             await main.hang_up()
         readiness.draining = True
         inference.away.close()

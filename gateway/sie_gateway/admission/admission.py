@@ -2,8 +2,8 @@
 `retry_slots`). Each key may have only a limited number of tokens in the queue: its window (`window`).
 
     chunks ──► will the response be too late? ──► queue has space: permits at once
-                        │ yes                 └─► no space: wait for results and for the turn of the key
-                        ▼                              └─► would be late now: QUEUE_FULL as well
+                        │ yes                 └─► no space: wait for results and for the key's next permit
+                        ▼                              └─► response would be late now: QUEUE_FULL
                    QUEUE_FULL with the time to try again
 
 A permit allows one chunk of a request to be in the queue. It is released once: when the result of the chunk arrives, or
@@ -16,8 +16,8 @@ window. To predict a wait, a gateway also counts the work that the other gateway
                                        └── five times a second while there are other gateways and the sender has work in
                                            the queue, or retry times of refused clients, to announce
 
-For the traffic of lanes and the rate of answers, a gateway uses the last announcement of itself, not its newer figures.
-So all gateways compute with equal figures.
+A gateway reads its own traffic and its own rate of responses from its last announcement, too. So all gateways compute
+with equal figures.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class Peers:
         return BUSY_S if self._is_busy else EVERY_S
 
     async def announce(self, erasure: AnswerErasure) -> None:
-        """Announce which cached answers the other gateways must erase. A gateway that misses the announcement detects
-        this by the number of erasures in later announcements. Raises BrokerError.
+        """Announce which cached answers the other gateways must erase. Each later announcement contains the number of
+        erasures so far, which shows a gateway that it has missed an erasure. Raises BrokerError.
         """
         self._erasures += 1
         beat = msgspec.structs.replace(self.beat(), erasure=erasure)
@@ -151,11 +151,11 @@ class Peers:
         try:
             await self._bus.send(topology.gateway_subject(self.id), messages.encode(beat))
         except BrokerError as error:
-            # at level info, because other modules log that the broker is unreachable
+            # level info is enough: other modules warn that the broker is unreachable
             _peers_logger.info("the announcement of this gateway was not sent: %s", error)
 
     def sent(self, lane: Lane, priority: Priority, count: int, cost: int) -> None:
-        """Count messages that were put into the queue."""
+        """Count `count` messages, with `cost` tokens in total, which this gateway published to the lane."""
         flow = self._flows.get((lane, priority))
         if flow is None:
             flow = self._flows[lane, priority] = _LaneFlow()
@@ -237,7 +237,7 @@ class Peers:
         return [flow for beat in self._live() if (flow := beat.traffic.get(name)) is not None]
 
 
-# largest number of bytes of inputs that wait in this gateway; a request may exceed it if no other request waits
+# largest number of bytes of inputs that wait in this gateway; if no inputs wait, a request of any size is admitted
 MAX_WAITING_BYTES = 256 << 20
 # limit on the queued work of a model that no worker has loaded, in chunks of SIE_CHUNK_COST tokens: the first chunk
 # makes a worker load the model, the second is ready for the worker's first batch
@@ -326,8 +326,8 @@ class Permits:
 
 class Admission:
     """Admission of requests into the queues of all models. Only the gateway's event loop uses it. Every method except
-    `run` returns without waiting. `residency`: name of a model's weights, which is the name of the model, or of a
-    profile that has weights of its own.
+    `run` returns without waiting. `residency`: name of the model, or name of the profile if the
+    profile has weights of its own.
     """
 
     def __init__(
@@ -349,14 +349,14 @@ class Admission:
         self._clock = clock
         self.peers = Peers(broker, self.waiting, clock, epoch=epoch, queued=self.queued)
         self.peers.listeners.append(self.peer_announced)
-        # has no limit, because a request cannot add a lane: lanes come from pools, the catalogue and machine profiles
+        # needs no size limit: lanes come from pools, the catalogue and machine profiles, never from requests
         self._shares: dict[tuple[Lane, Priority], Shares] = {}
         self._places: dict[tuple[Lane, Priority, str], ModelQueue] = {}
         self._open: dict[Ticket, Permits] = {}  # admitted requests that have not ended
-        # requests that ended before their results arrived: the results still show the speed of the queue
+        # requests that ended before all their results arrived, by id: late results still measure the queue's speed
         self._gone: dict[str, tuple[ModelQueue, Entered]] = {}
         self._queueing: dict[Ticket, Permits] = {}  # open requests that wait for a permit
-        # queues of models for which requests wait in this gateway for a permit; a dict, because it keeps their order
+        # queues in which requests wait for a permit, in the order in which they began to wait; the values are unused
         self._crowded: dict[ModelQueue, None] = {}
         self._waiting_bytes = 0
         fleet.listeners.append(self.pump)
@@ -390,11 +390,11 @@ class Admission:
         client: Callable[[], bytes] = bytes,
         squares: int = 0,
     ) -> None:
-        """Raise QueueFull if a request of an estimated `cost` tokens would not be answered within `budget_s` seconds.
+        """Raise QueueFull if the response to a request would be ready later than `budget_s` seconds from now.
 
-        `squares`: sum of the squared token counts of its sequences, because the time of attention is quadratic.
-        `client` returns a digest of the client and its request, by which the next attempt is recognised. The digest is
-        empty if the client cannot be identified.
+        `cost`: estimated tokens of the request. `squares`: sum of the squared token counts of its sequences (attention
+        takes quadratic time). `client` returns a digest of the client and the request, which identifies
+        the client's next attempt; the digest is empty if the client is unknown.
         """
         now_s = self._clock()
         place = self._place(lane, priority, residency)
@@ -424,8 +424,8 @@ class Admission:
         self._metrics.rejected.labels(place.lane.machine_profile, place.lane.bundle, reason).inc()
 
     def expected_s(self, lane: Lane, priority: Priority) -> float | None:
-        """Return the longest expected wait, in seconds, of the models for which this gateway has work in the lane and
-        priority. Return None if one of these waits is unknown, or if the lane has no healthy worker.
+        """Return the longest expected wait, in seconds, of this gateway's queues in the lane and priority. Return None
+        if the wait of a queue with work is unknown, or if the lane has no healthy worker.
         """
         if not self._fleet.of_lane(lane):
             return None
@@ -439,9 +439,9 @@ class Admission:
         return longest_s
 
     def refuse_late(self, place: ModelQueue) -> None:
-        """Refuse admitted requests that cannot be answered in time any more. This frees their space in the queue before
-        they time out. The check runs at most once in LOOK_S seconds, and not while the results of a long batch are
-        arriving: the missing results would still count as work ahead.
+        """Refuse admitted requests whose responses would miss their deadlines. Their work leaves the queue before they
+        time out. This function checks at most once in LOOK_S seconds. While results of a batch still arrive,
+        it does not check, because the missing results would count as work ahead.
         """
         now_s = self._clock()
         if now_s - place.shed_s <= LOOK_S or not place.drain.is_settled(now_s, LOOK_S):
@@ -454,8 +454,8 @@ class Admission:
                 permits.on_refused(self._late(place, refusal, cost, entered.deadline_s - now_s, entered.client))
 
     def queue_depth(self, lane: Lane) -> int:
-        """Return the number of messages of a lane in the queue. For each priority it is the number that the broker
-        reported last, or this gateway's own number if that is larger.
+        """Return the number of queued messages of a lane. For each priority, take the larger number: the broker's last
+        report, or the messages of this gateway alone.
         """
         own = dict.fromkeys(PRIORITIES, 0)
         for place in self._places.values():
@@ -523,7 +523,7 @@ class Admission:
         `squares`: for each chunk, the sum of the squared token counts of its rows.
 
         Raises QueueFull if the inputs of this request and the inputs that wait in this gateway have together more than
-        MAX_WAITING_BYTES. A request of one chunk that may enter now, and a request while no inputs wait, are exempt.
+        MAX_WAITING_BYTES. The limit is off while no inputs wait, and for one chunk that gets a permit at once.
         """
         now_s = self._clock()
         place = self._place(lane, priority, residency)
@@ -559,7 +559,7 @@ class Admission:
         return permits
 
     def answered_late(self, result: WorkResult) -> None:
-        """Learn the speed of the queue from a result that arrived after its request had ended."""
+        """Measure the speed of the queue by a result that arrived after its request had ended."""
         entry = self._gone.get(result.request)
         if entry is not None:
             place, entered = entry
@@ -601,7 +601,7 @@ class Admission:
         self._pump_all(list(self._crowded))
 
     def _pump_all(self, places: Sequence[ModelQueue]) -> None:
-        """Grant permits until no more are possible: after each permit, the turn of a key may go to another model."""
+        """Grant permits until none is possible. A permit in one queue may make one in another queue possible."""
         has_granted = True
         while has_granted:
             granted = [self._pump(place) for place in places]
@@ -622,8 +622,8 @@ class Admission:
         return bool(granted)
 
     def freed(self, place: ModelQueue, *, is_result: bool) -> None:
-        """Grant permits after work left the queue. The window of a key is for all queues of a lane and priority, so the
-        key's requests in other queues may get permits, too.
+        """Grant permits after work left the queue. A key has one window for all queues of a lane and priority, so the
+        key's requests in these other queues may get permits, too.
         """
         place.freed(self._clock(), is_result=is_result)
         if self._crowded:
@@ -633,8 +633,8 @@ class Admission:
         self._open.pop(ticket, None)
         entered = permits.place.ended(ticket)
         if entered is not None and entered.queued_s:
-            # `client` is not called any more, but refers to the request's body: `bytes` (which returns b"") replaces
-            # it, so that the body can be freed
+            # `client` refers to the request's body and is not called again. `bytes` replaces it, so that Python can
+            # free the body
             entered.client = bytes
             self._gone[entered.request] = permits.place, entered
             while len(self._gone) > MAX_GONE:
@@ -648,7 +648,7 @@ class Admission:
             self._crowded.pop(permits.place, None)
 
     def drop_pool(self, pool: str) -> None:
-        """Drop the idle queues of a deleted pool, and the counts of the keys' work that only these queues use."""
+        """Drop the idle queues of a deleted pool, and the pool's counts of work per key that no other queue uses."""
         self._places = {
             name: place for name, place in self._places.items() if name[0].pool != pool or not place.window.idle
         }

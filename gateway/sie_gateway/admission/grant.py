@@ -21,7 +21,7 @@ from sie_runtime.keys import NO_LIMITS, KeyLimits
 
 MINUTE_S = 60.0
 WORKERS_NAME = "config-read"  # name, in metrics, of the token with which workers read the configuration
-# number of buckets at which full buckets are dropped; nothing is lost, because a new bucket is full as well
+# number of buckets at which full buckets are dropped; a new bucket is full too, so this changes no quota
 _MAX_IDLE = 4096
 
 
@@ -29,7 +29,7 @@ _MAX_IDLE = 4096
 class Grant:
     """Rights of a credential. `key` identifies the credential for its quota and in the queue; empty if no credential is
     required. `name` identifies the credential in metrics. The token cannot be derived from `key` or `name`. `caches`:
-    whether answers to its requests may be cached. `remote`: whether its inputs may be sent to remote servers.
+    the gateway may cache answers to its requests. `remote`: the gateway may send its inputs to remote servers.
     """
 
     key: str = ""
@@ -49,7 +49,7 @@ ANYBODY = Grant(remote=True)
 
 @dataclass(slots=True)
 class _TokenLevel:
-    """Tokens that a key may use at this gateway at `at_s`. If the number is negative, the key owes tokens."""
+    """Tokens that a key may use at this gateway at `at_s`; below 0 if the key has used more than its quota."""
 
     tokens: float
     at_s: float
@@ -72,8 +72,8 @@ class Quotas:
     def spend(self, key: str, per_minute: int, cost: int, name: str) -> None:
         """Subtract `cost` tokens from the bucket of `key`. `name`: field with the inputs, for errors.
 
-        A cost above this gateway's 1/n of the quota is accepted when the bucket is full, and the key then owes the
-        excess: otherwise a request within the quota of the installation could never run. Raises RateLimited with the
+        A full bucket accepts a cost above this gateway's 1/n of the quota, and its number of tokens falls below 0. So a
+        request within the quota of the installation can run. Raises RateLimited with the
         time until the next try, and PayloadTooLarge if the cost is above the quota of one minute.
         """
         if cost > per_minute:
@@ -108,7 +108,7 @@ class Quotas:
         return level, part
 
     def _drop_full(self, now_s: float) -> None:
-        """Drop buckets that were unused for a minute, which are full again. Keep buckets that owe tokens."""
+        """Drop the buckets that are full again after a minute without use. Keep buckets below 0."""
         self._levels = {
             key: level for key, level in self._levels.items() if level.tokens < 0 or now_s - level.at_s < MINUTE_S
         }

@@ -6,22 +6,22 @@ Rules of `judge`, in this order:
 1. If this gateway has no work of this model, or no worker has loaded the model, the request is admitted.
 2. A `Throughput` (`drain`) predicts the wait. The wait is multiplied by MARGIN (a safety factor) and by
 n^2 / (n^2 + DOUBT), where n is the number of samples. Without samples, requests are refused only in a stalled queue.
-3. If the queue has stalled, the time since its last result is added, because the stall may last as long again.
-4. A refused client gets a turn (`turns`): a time at which it may try again, and for which the queue reserves space. A
-client without a turn is admitted if its response would be in time even after the work of all turns that are due before
-its deadline, or if the workers would have too little work. If workers form each batch only when the device is free,
-only the turns that are due before the batch of this request is formed count, and the second condition does not apply.
+3. If the queue has stalled, the wait grows by the time since the last result: the stall may last as long again.
+4. A refused client gets a turn (`turns`): a time to try again, for which the queue reserves space. A client without a
+turn is admitted if its response would be in time even after the work of all turns that are due before its deadline. It
+is also admitted if the workers would have too little work. If workers form each batch only when the device is free,
+the second rule is off, and only turns that are due before the request's batch is formed count.
 
 `Throughput` measures the speed at which work leaves the queue, and predicts the wait from this speed.
 
     results of batches ──► time between batches that had work waiting ──► wait = batches ahead x time of a batch
 
-The time between two results is a sample if the later work was in the queue before the earlier result arrived: then the
-workers had no pause in between. After a pause, the sample is at most the time of the batch on the device; without this
-time there is no sample, and without any sample no wait is predicted. The samples need only the results of this gateway:
-effects of other gateways, models and priorities are part of the times.
+The time between two results is a sample if the later work was queued before the earlier result arrived, so that the
+workers had no pause. After a pause, the sample is at most the time of the batch on the device. If the result lacks this
+time, there is no sample. Without samples, no wait is predicted. A gateway measures only its own results: other
+gateways, models and priorities make these results later, so the samples include their effects.
 
-`AnswerPace` measures the speed of the gateway itself, for requests that it refuses before it has read them.
+`AnswerPace` measures how fast the gateway ends requests. It sets the Retry-After of requests refused before reading.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.retry_slots import MAX_RETRY_S, RetrySlots
 from sie_gateway.admission.window import KeyWindow, QueueBound, Ticket
 
-# the time of a batch is the mean of the newest samples: at least MIN_SAMPLES for each batch that runs at the same time,
-# and as many as cover MIN_SPAN_S seconds
+# the time of a batch is the mean of the newest samples. The samples cover at least MIN_SPAN_S seconds, and number at
+# least MIN_SAMPLES for each batch that runs at the same time.
 MIN_SAMPLES, MIN_SPAN_S = 4, 1.0
 MAX_SAMPLES = 64
 # a sample is used for EXPIRY_S seconds plus EXPIRY_BATCHES times the seconds that its batch took
 EXPIRY_S, EXPIRY_BATCHES = 10.0, 8
-# factor: if a batch is this many times slower or faster than its size explains, the device's speed may have changed
+# factor: a batch this many times slower or faster than its size explains may show a change of the device's speed
 CHANGED = 2.0
 # number of consecutive samples, for each batch that runs at the same time: if all of them are beyond CHANGED, the speed
 # of the device has changed, and older samples are discarded
@@ -59,23 +59,23 @@ OUTLIER = 4.0
 STALL_S = 0.25  # seconds without a result after which the queue may be stalled
 UNKNOWN_STALL_S = 5.0  # seconds without a result, in place of STALL_S, until a first batch is measured
 STALL_BATCHES = 3.0  # a queue counts as stalled after this many times the longest batch time without a result
-# seconds for which a computed `MeasuredBatch` is reused, and shortest time between two checks for late requests
+# seconds: lifetime of a computed `MeasuredBatch`, and shortest time between two checks for late requests
 LOOK_S = 0.1
 # limit of the extrapolation, a factor: a batch with more than MAX_GROWTH times the measured tokens is assumed to take
 # as long as a batch with exactly MAX_GROWTH times as many
 MAX_GROWTH = 4.0
-# share of a batch's time, counted from its first result, after which no more results are expected; missing results may
-# have gone to other gateways
+# share of a batch's time: this long after the batch's first result, its other results are no longer expected, because
+# they may belong to requests of other gateways
 SETTLED = 0.25
 RECENT_ANSWERS = 64  # number of ended requests from which the speed of the gateway is computed
 GROWING = 1.25  # factor: batches still grow while the last batch is this many times larger than every batch before it
 
 
 class ExpectedWait(NamedTuple):
-    """Expected wait of a request, in seconds. `min_s`: the wait if all earlier batches are full and take the usual
-    time. `likely_s`: the same plus one batch, which was formed before the request arrived. If workers form a batch only
-    when the device is free, `likely_s` is `min_s` for a whole number of batches, and `formed_s` is the time until the
-    batch of this request is formed; otherwise `formed_s` is infinite. `stalled_s`: time since the last result if this
+    """Expected wait of a request, in seconds. `min_s`: wait if all earlier batches are full and take the usual
+    time. `likely_s`: `min_s` plus the time of one batch, which was formed before the request arrived. `formed_s`: time
+    until the request's batch is formed. It is finite only if workers form a batch only when the device is free; then
+    `likely_s` is `min_s` with the number of batches rounded up. `stalled_s`: time since the last result if this
     time is unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown.
     `batch_s`: time of one batch.
     """
@@ -108,8 +108,8 @@ class _BatchResults:
     is_crowded: bool
     device_s: float
     formed_s: float  # estimated time when this batch was formed
-    # number of chunks of this batch without a result yet; chunks of other gateways count too, although their results
-    # never arrive here, so it may stay above 0
+    # number of chunks of this batch without a result; stays above 0 if the batch has chunks of other gateways, whose
+    # results do not arrive here
     missing: int
     is_sample: bool
     left_work: bool = False  # whether work was left in the queue when this batch was formed
@@ -117,8 +117,8 @@ class _BatchResults:
     tokens: float = 0.0
 
     def seconds(self, lanes: int) -> float:
-        """Return the seconds that the batch took: the time between the first results of the previous batch and of this
-        batch. If the work was queued after the earlier result, the workers had a pause. Then return the time from the
+        """Return the seconds between the first result of the previous batch and the first result of this batch. If this
+        batch's work was queued after the previous result, the workers had a pause. Then return the seconds from the
         queueing to the first result, but at most the batch's time on the device divided by `lanes`, the number of
         batches that run at the same time.
         """
@@ -153,9 +153,9 @@ class _BatchSample(NamedTuple):
 
 
 class MeasuredBatch(NamedTuple):
-    """Mean of the last batches. `longest_s`: time of the longest batch. `is_full`: batches cannot become larger. Either
-    more work waited than the workers accept, or batches have stopped growing and at least half of them left work in the
-    queue. Batches grow while a worker still measures how long they take.
+    """Mean tokens and seconds of the last batches. `longest_s`: seconds of the longest batch. `is_full`: batches cannot
+    become larger. This is true if more work waited than the workers accept. It is also true if batches have stopped
+    growing and at least half of the batches left work in the queue.
     """
 
     tokens: float
@@ -216,8 +216,8 @@ class Throughput:
             self._evidence += 1
 
     def _see_left(self, later: _BatchResults, queued_s: float) -> None:
-        """Mark the batches that left work in the queue: this work was queued before the batch was formed, but ran in a
-        later batch. The queue is first in, first out, so the batch had no space for this work.
+        """Set `left_work` on each earlier batch that was formed after `queued_s`, when `later`'s work was queued. The
+        queue is first in, first out, so these batches had no space for the work.
         """
         for batch in self._since(queued_s):
             if batch.formed_s < later.formed_s and queued_s < batch.formed_s:
@@ -309,15 +309,14 @@ class Throughput:
         """Return the wait of a request of `cost` tokens behind `ahead` tokens. `oldest_s`: time since which the queue
         has had work. `full_tokens`: cost of a full batch.
 
-        A batch that becomes larger than the measured batches takes their time multiplied by (fixed + tokens) / (fixed +
-        measured tokens). `fixed_tokens` is the fixed time of a batch, expressed as the number of tokens that take as
-        long. It is infinite while unknown; then a larger batch is assumed to take the same time. `share` is this
-        gateway's part of the throughput, while `ahead` is the work of all gateways.
+        A batch larger than the measured batches takes the measured time times (fixed + tokens) / (fixed + measured
+        tokens). `fixed_tokens`: fixed time of a batch, as the number of tokens that take as long. While it is unknown,
+        it is infinite, and a larger batch counts with the measured time. `share`: this gateway's share of the
+        throughput. `ahead` is the work of all gateways.
 
-        A worker forms no batch that would take longer than its requests may wait. So batches that leave work behind do
-        not become larger. If a batch takes more than AHEAD_SHARE of `budget_s`, the time in which the request must be
-        answered, workers form no further batch while it runs. In this case, the request waits for the running batches,
-        which have `running` tokens of the work ahead, and for the batches that the remaining tokens fill.
+        `budget_s`: time in which the request must be answered. If a batch takes more than AHEAD_SHARE of `budget_s`,
+        workers form no further batch while that batch runs. Then the request waits for the running batches, which have
+        `running` of the `ahead` tokens, and for the batches that the remaining tokens fill.
         """
         measured = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self.last_s)
@@ -346,11 +345,11 @@ class Throughput:
 
 
 class AnswerPace:
-    """Speed at which a gateway answers. It determines the Retry-After of a request that is refused before it is read.
+    """Speed at which a gateway ends requests. Computes the Retry-After of a request that is refused before it is read.
 
     The time of one request follows from Little's law: the request-seconds (number of requests in progress, summed over
-    time) during the last answers, divided by the number of these answers. So time without requests does not make the
-    gateway look slower.
+    time) during the last answers, divided by the number of these answers. Time without requests adds no
+    request-seconds.
     """
 
     def __init__(self) -> None:
@@ -371,7 +370,7 @@ class AnswerPace:
     def retry_s(self, now_s: float) -> int:
         """Return the Retry-After of one more refused client, in whole seconds. The first client may return when half of
         the requests in progress have ended. Later clients follow at the rate at which requests end. The value is at
-        most MAX_RETRY_S, so clients that are refused now do not delay clients that are refused after this time.
+        most MAX_RETRY_S, so that clients refused now do not delay clients refused MAX_RETRY_S seconds later.
         """
         if len(self._ended) < 2 or not self._running:
             return 1
@@ -380,7 +379,7 @@ class AnswerPace:
         min_s = now_s + took_s / 2  # earliest retry: by this time half of the requests in progress have ended
         each_s = took_s / self._running
         self._next_s = min(max(self._next_s, min_s) + each_s, now_s + MAX_RETRY_S)
-        # random times spread the clients; they need no cryptographic generator
+        # a random part spreads the clients' retries; the generator need not be cryptographic
         wait_s = min(self._next_s - now_s, MAX_RETRY_S * random.uniform(0.8, 1.0))  # noqa: S311
         return max(1, int(wait_s + random.uniform(0, 1)))  # noqa: S311
 
@@ -391,9 +390,9 @@ DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait th
 # fewer batches wait, clients without a turn (a time to try again, booked when a client was refused) are admitted. The
 # work of turns that are due within the time of a batch counts as waiting.
 BUSY_BATCHES = 1.5
-# Limit on the work of refused clients that return in the same second. Retry-After is in whole seconds, so all clients
-# of one second return at once. The queue must be able to run their work in this share of a second, or in this share of
-# the time that a request has left after a running batch, if that time is shorter.
+# Retry-After is in whole seconds, so refused clients with the same value return at once. Their work is limited to what
+# the queue runs in TURN_PACE x t seconds. t is one second, or the time that a request's budget leaves after a running
+# batch, if this time is shorter.
 TURN_PACE = 0.4
 # The limit of TURN_PACE is at least the work that the queue runs in this share of a request's budget.
 MIN_BUNCH = 0.1
@@ -418,9 +417,9 @@ class _PeerQueue(NamedTuple):
 
 
 class WaitRefusal(NamedTuple):
-    """Refusal of a request because of its wait. `wait_s`: predicted wait, including the time of a stall; for a new
-    request multiplied by margin and weight. If the request is refused because of the booked retry times of other
-    clients, their work is included in place of the stall. `turn_s`: seconds until the queue has space for this request.
+    """Refusal of a request because of its wait. `wait_s`: predicted wait, including the time of a stall, or the work of
+    other clients' booked retry times if this work is the reason for the refusal. For a new request, the prediction is
+    multiplied by margin and weight. `turn_s`: seconds until the queue has space for this request.
     `room`: limit on the summed cost of the clients whose retry times are within one second.
     """
 
@@ -431,9 +430,9 @@ class WaitRefusal(NamedTuple):
 
 
 class Entered:
-    """Request from its admission to its end. `queued_s`: for each chunk in the queue, the time when it was admitted,
-    and whether further work was waiting in this gateway then. `scale`: ratio of actual to estimated tokens by which its
-    costs were computed.
+    """Request from its admission to its end. `queued_s`: for each chunk in the queue, the time when the chunk was
+    queued, and whether more work waited in this gateway at that time. `scale`: ratio of actual to estimated tokens with
+    which the costs of the request were computed.
     """
 
     __slots__ = ("budget_s", "client", "cost", "deadline_s", "is_decided", "queued_s", "request", "scale", "ticket")
@@ -453,8 +452,8 @@ class Entered:
 
 
 class ModelQueue:
-    """Queue of one model at one priority. Its hosts, the workers that have the model loaded, are looked up again after
-    a heartbeat, or after a second. `residency`: name of the weights (a model, or a profile of it).
+    """Queue of one model at one priority. `hosts`: workers that have the model loaded.
+    `residency`: name of the model, or name of the profile if the profile has weights of its own.
     """
 
     def __init__(self, lane: Lane, priority: Priority, residency: str, window: KeyWindow) -> None:
@@ -470,7 +469,7 @@ class ModelQueue:
         # length of a text in tokens at which attention takes as long as all other computation; 0 while unknown
         self.crossover_tokens = 0
         self.bound = QueueBound()
-        self.hosts: list[Heartbeat] = []  # of the workers that have the model loaded
+        self.hosts: list[Heartbeat] = []  # heartbeats of the workers that have the model loaded
         self._lanes = 1  # number of batches that the hosts run at the same time
         self._pipeline = 1
         self.version = -1
@@ -480,13 +479,13 @@ class ModelQueue:
         self.shed_s = 0.0
         # time since which the queue has had work; not reset if all work of a stalled queue is withdrawn
         self._busy_s = math.inf
-        # largest cost that can run now: the cost in the queue at the last result, or when work entered the empty queue
+        # largest cost that can be running: the queue's cost at its last result, or when work entered the empty queue
         self._running = 0.0
         self._gone = 0.0  # cost of chunks that may still run although their requests ended after the last result
         # chunks that were queued at this time or earlier may be running; None if the time is not computed yet
         self._taken_s: float | None = None
-        # set when all requests of a stalled queue have ended without a result: until this time, the queue counts as
-        # stalled for new work
+        # until this time, the queue counts as stalled for new work; set when all requests of a stalled queue have ended
+        # without a result
         self._stalled_until_s = -math.inf
         self._others: dict[str, _PeerQueue] = {}  # queues of the other gateways, by id of the gateway
 
@@ -501,8 +500,8 @@ class ModelQueue:
         return [max(1, round(cost * (self.scale or 1.0))) for cost in costs]
 
     def costs(self, tokens: Sequence[int], squares: Sequence[int]) -> list[int]:
-        """Return the cost of each chunk: the number of tokens of short texts that take as long. `tokens` and `squares`
-        are estimates: the tokens of each chunk, and the sum of the squared token counts of its rows.
+        """Return the cost of each chunk: the number of tokens that take as long in short texts. `tokens`: each chunk's
+        estimated tokens. `squares`: for each chunk, the estimated sum of the squared token counts of its rows.
         """
         scale = self.scale or 1.0
         return [
@@ -522,13 +521,13 @@ class ModelQueue:
         self.entered[ticket].queued_s[chunk] = now_s, self.window.is_waiting
 
     def answered(self, ticket: Ticket, result: WorkResult, estimate: int, now_s: float) -> None:
-        """Learn from a result: actual tokens per estimated token, time of a batch, and speed of the queue."""
+        """Update the measurements by a result: actual tokens per estimated token, batch time, and throughput."""
         ran = result.batch
         self.batches.note(
             text_cost(ran.tokens, ran.attention, self.crossover_tokens), result.stages.inference_ms / 1000
         )
         tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
-        # not for work without a batch (tokenize, decode): its estimate is 1 for any number of tokens
+        # tokenize and decode run without a batch; their estimate is 1 for any number of tokens, so the ratio is useless
         if tokens and ran.tokens:
             ratio = tokens / estimate
             self.scale = ratio if not self.scale else 0.95 * self.scale + 0.05 * ratio
@@ -571,8 +570,8 @@ class ModelQueue:
             self._busy_s, self._stalled_until_s = math.inf, -math.inf
 
     def ended(self, ticket: Ticket) -> Entered | None:
-        """Remove a request that has ended and return its entry, or None. Chunks that may be in a running batch still
-        keep the device busy, so their cost counts until the next result.
+        """Remove a request that has ended and return its entry; None if unknown. A chunk in a running batch keeps
+        the device busy, so `_gone` includes its cost until the next result.
         """
         entered = self.entered.get(ticket)
         if entered is None:
@@ -585,8 +584,8 @@ class ModelQueue:
         return self.entered.pop(ticket)
 
     def _last_taken_s(self) -> float:
-        """Return the time when the newest chunk of the running batches was queued, assuming that these batches are
-        full.
+        """Return the time when the newest chunk of the running batches was queued, if the batches are full; -inf if no
+        chunk can run.
         """
         left, last_s = self._full_tokens(0.0) * self._lanes, -math.inf
         for entered in self.entered.values():
@@ -604,7 +603,7 @@ class ModelQueue:
         self.turns.peer_announced(now_s, queued.turns, queued.claimed)
 
     def news(self, now_s: float, count: int) -> QueuedWork | None:
-        """Return the announcement for other gateways, with at most `count` retry times; None if it is empty."""
+        """Return the announcement for other gateways, with at most `count` retry times; None if nothing is new."""
         turns, claimed = self.turns.news(now_s, count)
         if not self.window.cost and not turns and not claimed:
             return None
@@ -652,10 +651,10 @@ class ModelQueue:
         """Return the cost, in tokens, of the work from all gateways that runs before a new request, and this gateway's
         share of the throughput. `ahead` is the cost of the work from this gateway alone.
 
-        The queue is first in, first out, so the work of all gateways is mixed in it. Work that waits in this gateway
-        enters the queue only as fast as this gateway's share of the throughput allows. The announcements of other
-        gateways may be OTHER_S seconds old. It is assumed that each other gateway has since added as much work as this
-        gateway, scaled by the ratio of their rates (at most 1). So a burst that arrives at all gateways counts at once.
+        The queue is first in, first out, and mixes the work of all gateways. Work that waits in this gateway enters the
+        queue only as fast as this gateway's share of the throughput allows. The announcement of another gateway may be
+        OTHER_S seconds old. This function assumes that the other gateway's work has changed since by as much as this
+        gateway's work, times the ratio of the two rates (at most 1). So a burst at all gateways counts at once.
         """
         rate = self.drain.rate(now_s) if self._others else 0.0
         if not rate:
@@ -673,8 +672,8 @@ class ModelQueue:
         return in_queue + (ahead - queued) / share, share
 
     def _at_workers(self, batch: MeasuredBatch, share: float) -> float:
-        """Return this gateway's tokens that may be in running batches: one measured batch for each batch that runs now;
-        more while batches grow.
+        """Return this gateway's tokens that may be in running batches: the tokens of a measured batch times the number
+        of batches that run at the same time; more while batches grow.
         """
         usual = batch.tokens * self._lanes
         if batch.is_full:
@@ -683,7 +682,7 @@ class ModelQueue:
 
     def _full_tokens(self, cost: float) -> float:
         """Return the cost of a full batch, as the mean over the hosts. A host limits the tokens and the messages of a
-        batch; a message counts with the mean cost of a queued message.
+        batch. The limit on messages is converted by the mean tokens of a queued message.
         """
         window = self.window
         message = window.tokens / window.items if window.items else cost
@@ -698,7 +697,7 @@ class ModelQueue:
     def judge(
         self, now_s: float, key: str, cost: float, budget_s: float, client: Callable[[], bytes]
     ) -> WaitRefusal | None:
-        """Return the refusal of a request of `cost` tokens that may take `budget_s` seconds; None to admit it."""
+        """Return the refusal of a request of `cost` tokens with `budget_s` seconds left; None if it is admitted."""
         ahead = self.window.ahead(key, cost)
         if not ahead or not self.hosts:
             return None
@@ -729,14 +728,14 @@ class ModelQueue:
         if wait.stalled_s:
             turn_s += max(RESTART_S, STALL_TURN * wait.stalled_s)
         if now_s - self._began_s < OTHER_S and not any(now_s - peer.at_s < OTHER_S for peer in self._others.values()):
-            # the other gateways may have the same amount of work that is not announced yet, so only an equal share of
-            # the throughput is assumed
+            # the other gateways may have as much work as this gateway but have not announced it yet, so this gateway
+            # assumes that all have equal shares of the throughput
             share = 1 / self.gateways
         room = share * wait.rate * _bunch_s(budget_s, wait.batch_s) if wait.rate else math.inf
         return WaitRefusal(longest_s, turn_s, room, bool(wait.stalled_s))
 
     def late(self, now_s: float) -> list[tuple[Entered, ExpectedWait]]:
-        """Return the requests without a result that cannot be answered in time any more, with their expected waits."""
+        """Return the requests without a result that will miss their deadlines, with their expected waits."""
         window = self.window
         everything = window.cost + sum(window.waiting_costs().values())
         batch = self.drain.batch(now_s)
@@ -747,8 +746,8 @@ class ModelQueue:
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         late_candidates: list[tuple[Entered, float]] = []
-        # Requests that the running batch contains only if it is larger than earlier batches. The number beside each
-        # request: tokens in the queue up to the end of this request.
+        # (request, tokens in the queue up to the end of this request) for each request that is in a running batch only
+        # if this batch is larger than earlier batches
         growing: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():
@@ -777,17 +776,17 @@ class ModelQueue:
         return late
 
     def _ends_s(self, tokens: float, entered: Entered) -> float:
-        """Return the end of a batch that began at the last result and has at least `tokens` tokens, which were computed
-        with `entered.scale`. Return minus infinity while it is not known whether batches grow, so that no request
-        counts as late.
+        """Return the time when a batch ends that began at the last result and has `tokens` tokens, computed with
+        `entered.scale`. Return minus infinity until measurements show whether batches grow; then no request counts as
+        late.
         """
         if not self.batches.is_growth_known:
             return -math.inf
         return self.drain.last_s + self.batches.seconds(tokens / self._lanes * (self.scale or 1.0) / entered.scale)
 
     def shed(self, now_s: float) -> Iterator[tuple[Entered, WaitRefusal, float]]:
-        """Yield each of the `late` requests with its refusal and its current cost. The client's retry time is after all
-        work that stays in the queue.
+        """Yield each `late` request, its refusal and its current cost. The refused client may retry after the time that
+        the remaining work of the queue takes.
         """
         late = self.late(now_s)
         for entered, _ in late:
@@ -800,8 +799,8 @@ class ModelQueue:
             yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
-        """Yield the requests that wait in this gateway, and the cost ahead of each. The cost ahead is computed as if
-        keys took turns with equal costs.
+        """Yield the requests that wait in this gateway, and the cost ahead of each. This cost assumes that all keys
+        get equal cost from the queue in the same time.
         """
         costs = self.window.waiting_costs()
         sizes = sorted(costs.values())
@@ -817,16 +816,15 @@ class ModelQueue:
 
 
 def _bunch_s(budget_s: float, batch_s: float) -> float:
-    """Return the limit on the work of refused clients that return in the same second, in seconds of the queue's time.
-    The limit is the share TURN_PACE of one second. If less than one second of the budget is left after a running batch,
-    it is this share of the rest. It is at least the share MIN_BUNCH of the budget.
+    """Return the largest time, in seconds, that the queue may need for the work of refused clients that return in the
+    same second. The time is TURN_PACE x 1 s, or TURN_PACE x the budget left after a running batch if less than 1 s is
+    left. The time is at least MIN_BUNCH x the budget.
     """
     return max(MIN_BUNCH * budget_s, TURN_PACE * min(1.0, budget_s - batch_s))
 
 
 def _lanes(host: Heartbeat) -> int:
-    """Return the number of batches that a worker runs at the same time, computed from the tokens that it accepts. A
-    worker accepts the tokens of two full batches for each batch that it runs at a time, plus one full batch for each
-    batch at its adapter.
+    """Return the number of batches that a worker runs at the same time, computed from its credit. The credit of
+    a worker is two full batches for each batch that runs at the same time, plus `pipeline` full batches.
     """
     return max(1, round((host.credit_cost / host.batch_cost - host.pipeline) / 2)) if host.batch_cost else 1

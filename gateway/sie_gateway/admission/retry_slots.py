@@ -6,9 +6,8 @@ the client's work at that time. This module does no I/O.
                        └─ the client does not try again: the turn lapses
 
 A client is recognised by a digest of its address, key and request. If several clients have the same digest, the first
-of them that tries again after the due time gets the turn. Gateways announce the turns that they `book` and the turns
-that are claimed (`news`, `peer_announced`). So a client may try again at any gateway, and each gateway knows how much
-work refused clients will send.
+client that tries again after the due time gets the turn. Gateways announce booked and claimed turns (`news`,
+`peer_announced`). So a client may try again at any gateway, and each gateway knows the work of all refused clients.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from dataclasses import dataclass
 from sie_contracts.wire.heartbeats import Turn
 
 MAX_RETRY_S = 120  # longest Retry-After in seconds; OpenAI clients do not retry if it is longer
-MAX_TURNS = 16_384  # largest number of turns of one model that are not used and have not lapsed
+MAX_TURNS = 16_384  # largest number of open turns of one model: neither claimed nor lapsed
 # largest number of turns, and of claims, that wait for the next announcement; the oldest entries are dropped
 MAX_NEWS = 4_096
 GRACE_S = 2.0  # a turn lapses at the earliest this many seconds after its due time
-# A client may come early by this share of its Retry-After, and late by this share or by GRACE_S, whichever is longer.
+# A client may be early by this share of its Retry-After, and late by the longer of this share and GRACE_S.
 GRACE_SHARE = 0.3
 SLOT_S = 0.25  # seconds of a slot: the costs of all turns that are due in one slot are added
 SLOTS = round(1 / SLOT_S)  # number of slots in a second
@@ -67,7 +66,7 @@ class _SlotCosts:
         left = self.costs.pop(slot, 0.0) - cost
         if left > CRUMB:
             self.costs[slot] = left
-        # exactly 0 without costs: a rounding error would count as promised work for ever
+        # exactly 0 without costs, because a rounding error would stay in `promised` for ever
         self.total = max(0.0, self.total - cost) if self.costs else 0.0
 
 
@@ -87,8 +86,8 @@ class RetrySlots:
         self._claimed: deque[bytes] = deque(maxlen=MAX_NEWS)
 
     def promised(self, now_s: float) -> float:
-        """Return the expected tokens of the requests that refused clients will repeat. A turn (retry time) ends if its
-        client has not tried again within the grace period; its cost does not count any more.
+        """Return the expected tokens of the requests that refused clients will repeat. First drop the turns (retry
+        times) of clients that have not tried again within the grace period.
         """
         while self._lapses and (self._lapses[0][0] <= now_s or not self._lapses[0][3].is_open):
             _, _, client, turn = heapq.heappop(self._lapses)
@@ -121,10 +120,10 @@ class RetrySlots:
         return retry_s
 
     def _with_room(self, now_s: float, retry_s: int, cost: float, room: float) -> int:
-        """Return the first second from `retry_s` on that has room for this cost: no turn is due less than a second
-        before or after it, or the cost of these turns and this cost are together within `room`. Turns that are due
-        before `retry_s` count as well: if their cost is above `room`, the excess uses the space of the following
-        seconds. Return more than MAX_RETRY_S if no second has room.
+        """Return the first second from `retry_s` on that accepts this cost; more than MAX_RETRY_S if no second does. A
+        second accepts the cost if no turn is due less than one second before or after it, or if these turns and this
+        cost have at most the cost `room` together. If the turns before `retry_s` cost more than `room`, the excess
+        counts in the following seconds.
         """
         if room == math.inf:
             return retry_s
@@ -160,8 +159,8 @@ class RetrySlots:
         return True
 
     def news(self, now_s: float, count: int) -> tuple[tuple[Turn, ...], tuple[bytes, ...]]:
-        """Remove and return what the other gateways must learn: booked turns (retry times), and clients that used their
-        turn. These are at most `count` entries, the oldest first.
+        """Remove and return the next announcement: booked turns (retry times), and clients that claimed their turn. It
+        has at most `count` entries, the oldest first.
         """
         claimed = tuple(self._claimed.popleft() for _ in range(min(count, len(self._claimed))))
         booked = [self._booked.popleft() for _ in range(min(count - len(claimed), len(self._booked)))]
@@ -180,8 +179,8 @@ class RetrySlots:
                 self._next(client)
 
     def claim(self, now_s: float, client: bytes) -> bool:
-        """Return True if a turn (retry time) of this client is due, and end the turn. A client with a single turn may
-        be early. If a client has several turns, the first of them must be due.
+        """Return True if a turn (retry time) of this client is due, and end the turn. If the client has only one turn,
+        the client may be early. If it has several, the first turn must be due.
         """
         self.promised(now_s)
         turns = self._next(client)
@@ -196,7 +195,7 @@ class RetrySlots:
         return True
 
     def _next(self, client: bytes) -> list[tuple[float, int, _RetrySlot]]:
-        """Return the turns of a client as a heap whose first turn is open. Ended turns are removed first."""
+        """Remove ended turns from the top of a client's heap. Return the heap, whose first turn is then open."""
         turns = self._by_client.get(client, [])
         while turns and not turns[0][2].is_open:
             heapq.heappop(turns)

@@ -1,22 +1,22 @@
-"""Fairness between keys: the order in which keys put work into the queue. A permit lets one chunk of a request into the
-queue. Times and bounds are arguments, permits are results; this module does no I/O.
+"""Fairness between API keys: the order in which the work of keys enters the queue. A permit lets one chunk of a request
+into the queue. This module does no I/O and reads no clock.
 
     request ──► Ticket (its chunks) ──► KeyWindow of (lane, priority, model) ──grant──► into the queue ──give_back──►
     the next chunk
 
 A lane is a pool, a machine profile and a bundle. The work in the queue has two bounds. A key may have at most its
 window, a number of tokens, in the queue of a lane and priority (`Shares`). All keys together have at most the work that
-the workers with the model accept (`bound`). The second bound is needed because the queue is first in, first out: the
-next request of another key waits for all work in the queue, and the window of one key alone is several times the work
-at the adapters. Work above the bounds waits in the gateway, where keys alternate by cost: deficit round robin
+the workers with the model accept (`bound`). The queue is first in, first out, so a new request of another key waits
+for all work in the queue. The second bound limits this wait, because the window of one key is several times the work at
+the adapters. Work above the bounds waits in the gateway, where keys alternate by cost: deficit round robin
 (Shreedhar and Varghese, 1996).
 
-Within a key, the first chunks of its requests alternate with the further chunks of its oldest request. So a small
-request never waits until a large request has ended, and large requests are finished one after the other.
+Within a key, first chunks of new requests alternate with further chunks of the oldest request. So a small request need
+not wait for the end of a large request, and large requests end one after the other.
 
-A key has one window for all models of a lane and priority. If the window is full, the models for which the key has
-waiting work take turns, one chunk each. Otherwise a model with much work of the key would take all space that becomes
-free, and its work for other models would wait for ever.
+A key has one window for all models of a lane and priority. While the window is full, the models for which the
+key has waiting work alternate, one chunk each. Without this rule, a model with much work of the key would take all
+freed space, and the key's work for other models would wait for ever.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from sie_contracts.wire.heartbeats import Heartbeat
 
 REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two keys had requests within this time
-# The limit on the work in the queue is at least this many seconds of work: ALONE_S with one key, CONTESTED_S with
-# several. With less work, a fast device would end a batch before the next message comes.
+# Smallest limit on the work in the queue, in seconds of work: ALONE_S with one key, CONTESTED_S with several. With less
+# work, a fast device would end a batch before the next message comes.
 ALONE_S, CONTESTED_S = 0.03, 0.01
 
 
@@ -59,14 +59,14 @@ def bound(
     let a batch take f seconds, plus b seconds for each of its tokens. The request waits for p batches of s tokens, and
     runs in the next one. These p + 1 batches may together take at most the time of p full batches of S tokens plus
     twice the fixed time f: (p + 1)(f + b s) <= p (f + b S) + 2 f. So the work in the queue, p s, is at most p / (p + 1)
-    times (p S + f / b), where f / b is `fixed_tokens`, and at most p S. If the time of a batch depends on its tokens,
-    smaller batches lose little. If each batch has a large fixed time, batches stay full. The limit of messages is not
-    reduced: a batch that has reached it takes a time that depends on its number of messages, not on their tokens.
+    times (p S + f / b), where f / b is `fixed_tokens`, and at most p S. If f is small, smaller batches lose
+    little. If f is large, batches stay full. The limit of messages is not reduced: the time of a batch with the largest
+    number of messages depends on this number, not on the tokens.
 
-    A fast device may run two batches before a result has reached this gateway and the next message has reached the
-    worker. So the bound is at least some hundredths of a second of work. Without a host, the bound is `cold_tokens`:
-    work for a model that is not loaded must not fill the window of its key. If a host does not report how many tokens
-    it accepts, tokens have no bound; the same applies to messages.
+    A fast device may run two batches while a result travels to this gateway and the next message to the worker. So the
+    bound is at least ALONE_S or CONTESTED_S seconds of work. Without a host, the bound is `cold_tokens`, so that work
+    for a model that is not loaded does not fill its key's window. If a host reports no limit of tokens, the number of
+    tokens has no bound; if a host reports no limit of messages, the number of messages has none.
     """
     if not hosts:
         return QueueBound(cold_tokens)
@@ -93,15 +93,15 @@ class Shares:
         self.total = 0
         # windows in which a key has waiting work, by key
         self.waiting: dict[str, dict[KeyWindow, None]] = {}
-        self.grants = 0  # number of permits until now, by which the models of a key take turns
+        self.grants = 0  # number of permits so far; shows which model of a key had the latest permit
         self._seen_s: dict[str, float] = {}
 
     def saw(self, key: str, now_s: float) -> None:
         self._seen_s[key] = now_s
 
     def contested(self, now_s: float) -> bool:
-        """Return True if more than one key had requests within REMEMBERED_S seconds, or has work in the queue. All
-        other keys are dropped.
+        """Return True if more than one key had requests within REMEMBERED_S seconds, or has work in the queue. Drop
+        all other keys.
         """
         if len(self._seen_s) > 1:
             recent_s = now_s - REMEMBERED_S
@@ -114,7 +114,7 @@ class Shares:
         self.grants += 1
 
     def fits(self, key: str, cost: int, limit: float) -> bool:
-        """Return True if a key has no tokens in the queue, or at most `limit` with a further chunk of `cost` tokens."""
+        """Return True if a key has no tokens in the queue, or if its tokens plus `cost` are at most `limit`."""
         held = self.tokens.get(key, 0)
         return not held or held + cost <= limit
 
@@ -129,11 +129,11 @@ class Shares:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """Chunks of one request. Chunks before `next` were granted; chunks in `held` are in the queue.
+    """Chunks of one request. Chunks with numbers below `next` have had a permit; chunks in `held` are in the queue.
 
     `costs`: time of each chunk, expressed as the number of tokens of short texts that take as long (`models.costs` of
-    the contracts). Keys alternate by these costs, and waits are computed from them. `tokens`: tokens that workers and
-    the windows of keys count; by default `costs`.
+    the contracts). The costs set the order of keys and the predicted waits. `tokens`: tokens of each chunk, which count
+    towards the limits of workers and key windows; by default `costs`.
     """
 
     key: str
@@ -159,7 +159,9 @@ class Ticket:
 
 @dataclass(slots=True, eq=False)
 class _KeyFlow:
-    """Waiting requests of a key, in order of arrival. `begun`: requests that have had a permit. `fresh`: the others."""
+    """Waiting requests of a key, in order of arrival. `begun`: requests with a first permit. `fresh`: requests without
+    a permit.
+    """
 
     key: str
     deficit: int
@@ -169,7 +171,7 @@ class _KeyFlow:
     cost: int = 0
     tokens: int = 0
     turn: bool = False  # true if the next chunk is from `begun`, false if it is from `fresh`
-    # true if the next chunk had space in the queue at the last check, but not in the window of its key
+    # true if at the last check, the queue had space for the next chunk, but the window of its key was full
     is_limited: bool = False
 
     def head(self) -> Ticket:
@@ -181,13 +183,13 @@ class KeyWindow:
     """Work of one model and priority of a lane. `shares`: queued tokens of each key, for all models of the lane."""
 
     def __init__(self, shares: Shares, quantum: int) -> None:
-        """`quantum`: cost that a key may put into the queue in one turn, about the cost of a chunk."""
+        """`quantum`: cost that a key may put into the queue before the next key, about the cost of a chunk."""
         self.shares = shares
         self.cost = 0  # cost of the work in the queue
         self.tokens = 0
         self.items = 0
         self._quantum = quantum
-        # summed cost of other keys' chunks that have overtaken the next chunk while it waits for space
+        # summed cost of other keys' chunks that got permits while the next chunk waited for space
         self._passed = 0
         self._flows: dict[str, _KeyFlow] = {}
         self._ring: deque[_KeyFlow] = deque()
@@ -212,9 +214,9 @@ class KeyWindow:
         return self.cost / self.tokens if self.tokens else 1.0
 
     def ahead(self, key: str, cost: float) -> float:
-        """Return the cost of the work that runs before the last chunk of a new request of this cost can start. Keys
-        alternate by cost. So before that chunk, another key runs at most as much waiting work as this key has with the
-        new request.
+        """Return the cost of the work that runs before the last chunk of a new request of this cost. Keys alternate by
+        cost. So of another key's waiting work, at most the cost of this key's waiting work plus the new request runs
+        first.
         """
         if not self._flows:
             return self.cost
@@ -233,8 +235,8 @@ class KeyWindow:
         flow.tokens += sum(ticket.tokens)
 
     def grant(self, most: QueueBound, key_limit: float) -> list[tuple[Ticket, int]]:
-        """Return permits for the next chunks, in order. A chunk for which the queue has no space stays next. While it
-        waits, smaller chunks of other keys may overtake it, up to a total cost of `quantum`.
+        """Return permits for the next chunks, in order. If the queue has no space for the next chunk, smaller chunks
+        of other keys may get permits first, up to a total cost of `quantum`.
         """
         granted: list[tuple[Ticket, int]] = []
         ring, blocked, self._most = self._ring, 0, most
@@ -264,8 +266,8 @@ class KeyWindow:
         return not self.items or (self.tokens + tokens <= most.tokens and self.items < most.items)
 
     def _fits(self, key: str, tokens: int, key_limit: float) -> bool:
-        """Return True if a key may put a chunk into the queue, and no other model of the key has the turn. A key
-        without work in the queue needs no turn.
+        """Return True if the key's window has space for a chunk, and no other model of the key must get a permit first.
+        If the key has no work in the queue, the second condition does not apply.
         """
         if not self.shares.fits(key, tokens, key_limit):
             return False
@@ -332,7 +334,7 @@ class KeyWindow:
         return self._fits(ticket.key, tokens, key_limit)
 
     def give_back(self, ticket: Ticket, chunk: int) -> bool:
-        """Record that a chunk has left the queue. Return False if it is not in the queue."""
+        """Record that a chunk has left the queue. Return False if the chunk was not in the queue."""
         if chunk not in ticket.held:
             return False
         ticket.held.discard(chunk)
@@ -344,7 +346,7 @@ class KeyWindow:
         return True
 
     def leave(self, ticket: Ticket) -> None:
-        """Remove a request that has ended, with its waiting chunks and its chunks in the queue."""
+        """Remove an ended request: its waiting chunks, and its chunks in the queue."""
         for chunk in list(ticket.held):
             self.give_back(ticket, chunk)
         if not ticket.waiting:

@@ -23,8 +23,8 @@ ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its val
 SPACE_BYTES = 400  # bytes of memory that a space takes
 STEP = 10_000  # number of answers after which `erase` lets the event loop run other tasks
 PROTECTED_SHARE = 0.8
-# largest number of gateways whose erasures are counted. A further gateway replaces the gateway with the oldest erasure;
-# if the replaced gateway then announces more than one erasure, all answers are erased
+# largest number of gateways whose erasures are counted. A further gateway replaces the gateway with the oldest erasure.
+# If the replaced gateway later announces more than one erasure, this gateway erases all answers.
 MAX_PEERS = 1024
 LARGEST_SHARE = 8  # an answer is cached only if it takes at most 1 / LARGEST_SHARE of the memory
 
@@ -51,7 +51,7 @@ class _CachedAnswer:
 
     @property
     def size(self) -> int:
-        """Bytes of memory that the answer counts towards `max_bytes`."""
+        """Bytes of memory that an answer adds to the count for `max_bytes`."""
         return ENTRY_BYTES + len(self.value)
 
 
@@ -122,8 +122,8 @@ class AnswerMemory:
             self.evictions += 1
 
     async def erase(self, erasure: AnswerErasure) -> int:
-        """Remove the answers that `erasure` selects, and return their number. Answers of running requests are not
-        cached.
+        """Remove the answers that `erasure` selects, and return their number. Requests that run at this time do not
+        cache their answers.
         """
         self.erasures += 1
         count = 0

@@ -11,7 +11,7 @@ content after a power failure, and a vector of zeros is a valid value. When a jo
 segments of its space, the newest segment first, at most MAX_ITEMS digests. To read a value, it reads the whole segment.
 The SEGMENTS_KEPT segments that were used last stay in memory: consecutive rows of a corpus are mostly in one segment,
 because they were in one shard of the earlier job. Long computations run in a thread, so that the event loop can renew
-the leases of jobs meanwhile.
+the leases of jobs.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def segment(values: Mapping[bytes, RowAnswer]) -> bytes:
 
 
 class _KnownDigests(NamedTuple):
-    """Digests of all segments, sorted. `high` and `low`: the two halves of each digest, as numbers in the machine's
-    byte order, because numbers are sorted and searched many times faster than bytes. `segments`: number of the segment
+    """Digests of all segments, sorted. `high` and `low`: halves of each digest, as numbers in the machine's byte order,
+    because numpy sorts and searches numbers much faster than bytes. `segments`: number of the segment
     of each digest. `rows`: number of the digest's value in this segment.
     """
 
@@ -215,7 +215,7 @@ class StoredAnswers:
                 claim(len(data))
                 await within(LONG_S, obstore.put_async(self._store, self._folder + name, data, mode="create"))
         except WrittenMeanwhile:
-            return 0  # the gateway that ran this job before has stored the values of this shard
+            return 0  # an earlier gateway of this job has stored the values of this shard
         return len(data)
 
 

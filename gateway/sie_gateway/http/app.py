@@ -86,14 +86,14 @@ _SDK = sdk_versions.HEADER
 # beginnings of the names of endpoints whose replies are vectors, which gzip hardly compresses
 _VECTORS = ("encode", "embed")
 _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
-# formats of errors for paths without a route, by the prefix of the path
+# (prefix of a path, format of its errors) for paths without a route
 _SHAPES = ((config_routes.PREFIX, config_shape), (ollama.PREFIX, ollama.shape))
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 
 
 def create_app(gateway: Gateway, gate: Gate, readiness: GatewayReadiness, tracer: Tracer | None = None) -> App:
     """Build the application of the main port."""
-    app = FastAPIOffline(  # the offline variant: the page of the API document must work without internet access
+    app = FastAPIOffline(  # serves the scripts of the API page itself, for use without internet
         title="SIE",
         version=sie_contracts.__version__,
         description="encode, score, extract: the small models behind search and RAG",
@@ -103,7 +103,7 @@ def create_app(gateway: Gateway, gate: Gate, readiness: GatewayReadiness, tracer
         redirect_slashes=False,
     )
     about = app.openapi()
-    # FastAPI's documented way to replace its schema; the schema is built once, because this takes 0.4 s
+    # replaces FastAPI's schema as its documentation says; cached, because the build takes 0.4 s
     app.openapi = functools.cache(lambda: openapi_document(about))  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(Exception, _on_error)
@@ -116,7 +116,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 def _with_cors(app: App, origins: Sequence[str]) -> App:
     """Wrap `app` so that browsers let pages of these origins read its replies (https://fetch.spec.whatwg.org).
-    Credentials of the browser are not allowed: a page sends its key in a header, and the gateway sets no cookies.
+    Browser credentials stay forbidden: a page sends its key in a header, and the gateway sets no cookies.
     """
     if not origins:
         return app
@@ -135,8 +135,8 @@ def _with_cors(app: App, origins: Sequence[str]) -> App:
 
 def _options(method: str, path: str, error: Exception) -> Response | None:
     """Return the reply to an OPTIONS request, with the methods of the path; None for every other request, for an
-    unknown path, and for a caller without access. `error`: the error that the gate raised for the request. For OPTIONS
-    of a known path and a caller with access, it always has status 405, because the table of routes has no OPTIONS.
+    unknown path, and for a caller without access. `error`: error that the gate raised for the request. The table of
+    routes has no OPTIONS, so for a known path and a caller with access, the error has status 405.
     """
     if method != "OPTIONS" or not isinstance(error, HTTPException) or error.status_code != 405:
         return None
@@ -147,8 +147,8 @@ def _options(method: str, path: str, error: Exception) -> Response | None:
 
 
 def error_response(error: Exception, call: Call) -> Response:
-    """Return the error reply for any exception. An exception that is no SIEError, FailedRequest or HTTPException is a
-    fault of the server: it is logged with its traceback and reported as INTERNAL_ERROR.
+    """Return the error reply for any exception. Any exception except SIEError, FailedRequest and HTTPException is a
+    fault of the server: log it with its traceback, and report INTERNAL_ERROR.
     """
     errors: list[dict[str, Any]] | None = None
     headers: dict[str, str] = {}
@@ -186,7 +186,7 @@ class ClientVersions:
         self._met: set[str] = set()
 
     def met(self, version: str) -> None:
-        """Log a client's version once: of `1.2.3` only `1.2`, so that a client cannot write other text into the log."""
+        """Log the minor version of a client once, `1.2` for `1.2.3`. No other text of the client enters the log."""
         match = _MINOR.match(version)
         if match is not None and match[0] not in self._met and len(self._met) < MAX_VERSIONS:
             self._met.add(match[0])
@@ -196,8 +196,8 @@ class ClientVersions:
 class Edge:
     """ASGI application that authorises, dispatches and counts every call except probes.
 
-    It answers the routes without FastAPI, whose layers around a route took half of the gateway's time for a request.
-    FastAPI answers only the OpenAPI document and its page.
+    Calls the routes without FastAPI, because FastAPI's layers would double the gateway's time for a request. FastAPI
+    serves only the OpenAPI document and its page.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Edge:
         is_socket = scope["type"] == "websocket"
         if scope["type"] != "http" and not is_socket:
             return
-        # the server records no time of the first byte for the upgrade to a websocket
+        # FIRST_BYTE is absent for the upgrade to a websocket
         received_s: float = scope.get(FIRST_BYTE) or time.perf_counter()
         headers = headers_of(scope)
         path = plain_path(scope["path"], scope.get("raw_path") or b"")
@@ -228,7 +228,7 @@ class Edge:
             await self._probes({**scope, "path": path}, receive, send)
             return
         connection = scope
-        # ASGI requires the root path in `path`. It was removed above, because the table of routes has no root path.
+        # ASGI requires the root path at the start of `path`; the table of routes uses `path` without the root path.
         scope = {**scope, "path": self._root + path, "root_path": self._root}
         call = Call(
             scope[REQUEST_ID],
@@ -240,7 +240,7 @@ class Edge:
             dialect=sdk_versions.dialect_of(headers[_SDK]) if _SDK in headers else sdk_versions.NATIVE,
         )
         scope["sie.call"] = call
-        # a pipelined request runs in the task of the previous request, so it would inherit the trace of that request
+        # a pipelined request runs in the previous request's task, and would inherit the trace of that request
         if self._tracer is not None or "traceparent" in headers or current_trace.TRACE_ID.get() is not None:
             telemetry.begin_trace(None if is_socket else self._tracer, call, scope.get("method", "GET"))
             connection[TRACE_ID] = call.span.trace_id if call.span is not None else None
@@ -260,7 +260,7 @@ class Edge:
         try:
             match = TABLE.match(path)
             scope["path_params"] = match.parameters
-            # without a route for this method, another route of the path gives the metric label and the format of errors
+            # if no route has this method, another route of the path sets the metric label and the format of errors
             route = match.route(method) or match.route("GET") or next(iter(match.methods.values()), None)
             if route is not None and not is_socket:
                 call.shape = route.shape
@@ -280,8 +280,8 @@ class Edge:
                 await self._dispatch(call, route, scope, receive, observed)
         except (ClientGone, ClientDisconnect):  # the client has disconnected, so it would not read a reply
             status = CLIENT_GONE
-        # The outermost handler. If `status` is set, a reply has begun: either FastAPI has sent a whole error reply and
-        # raised the error again, or the reply broke off.
+        # The outermost handler. If `status` is set, a reply has begun. Either FastAPI sent a whole error reply and then
+        # raised the error again, or the reply is incomplete.
         except Exception as error:
             if not status:
                 await (_options(method, path, error) or error_response(error, call))(scope, receive, observed)
@@ -295,11 +295,12 @@ class Edge:
                     exc_info=error,
                     extra={"request_id": call.id},
                 )
-        except asyncio.CancelledError:  # the process is about to end: the HTTP server answers or closes the connection
+        except asyncio.CancelledError:  # at the end of the process; the HTTP server closes the connection
             status = status if is_whole else InternalFailure.status
             raise
         finally:
-            # no refund after status 499 or 504, because the work may have run; after `settle`, a refund does nothing
+            # after status 499 or 504, the work may have run, so nothing is refunded; after `settle`, a refund does
+            # nothing
             if call.charge is not None and status not in (CLIENT_GONE, GatewayTimeout.status):
                 call.charge.refund()
             self._count(route, call, status, None if is_socket else time.perf_counter() - received_s)
@@ -321,7 +322,7 @@ class Edge:
             plain = decoded(scope["method"], call.headers, plain)
         receive = bounded(plain, limit=route.body_bytes, within_s=route.body_s)
         if route.handler is None:
-            # FastAPI has no HEAD route for its page, so it gets a GET; the HTTP server omits the body of the reply
+            # FastAPI has no HEAD route for its page: send it a GET; the HTTP server omits the body of the reply
             await self._app({**scope, "method": route.method}, receive, documented(send))
             return
         response = await route.handler(self._gateway, Request(scope, receive))

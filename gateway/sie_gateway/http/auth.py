@@ -34,7 +34,7 @@ GUARDED = frozenset({"config", "admin"})
 
 
 def require_tokens(settings: Settings) -> None:
-    """Raise SettingError if the auth mode is static and no user's token is set, so only an administrator could call."""
+    """Raise SettingError if the auth mode is static without a user's token: only an administrator could call."""
     if settings.auth_mode == "static" and not (settings.auth_token or settings.auth_tokens):
         raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
 
@@ -90,8 +90,8 @@ class Gate:
     def check(self, method: str, path: str, authorization: str) -> Grant:
         """Return the grant of a call that is allowed. The handshake of a websocket counts as a GET.
 
-        Raises Unauthenticated, PermissionDenied, and NotReady if the keys are not read yet. NotReady is also raised for
-        a key with an expiry time, if the broker's time is not read yet. A path or method without a row requires the
+        Raises Unauthenticated, PermissionDenied, and NotReady if the keys are not read yet. For a key with an
+        expiry time, NotReady also means that the broker's time is not read yet. An unknown path or method requires the
         scope read. A caller with this scope gets NotFound for an unknown path, and HTTPException 405 with `Allow` for a
         method that this gateway does not serve.
         """
@@ -141,8 +141,8 @@ class Gate:
         return None if key_record is None or self._keys.ended(key_record) else _grant_of(key_record)
 
     def watched(self, path: str, authorization: str, send: Send) -> Send:
-        """Wrap `send` of a websocket so that the credential is checked before each frame. If it is no longer valid, the
-        next frame is a close (1008).
+        """Wrap `send` of a websocket so that the credential is checked before each frame. If the credential is
+        not valid any more, a close (1008) replaces the next frame.
         """
 
         async def checked(message: MutableMapping[str, Any]) -> None:

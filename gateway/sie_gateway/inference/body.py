@@ -27,9 +27,9 @@ from sie_gateway.inference.images import Images, Link, read_document, read_sound
 from sie_gateway.inference.images import read as read_images
 
 MAX_BODY_BYTES = 256 << 20
-# limits for warnings and errors: unknown keys of a map that are examined, and characters of a key that are shown
+# limits for warnings and errors: number of unknown keys that are examined, number of shown characters of a key
 MAX_KEYS, MAX_KEY = 20, 64
-ID_BYTES = 4  # assumed bytes of a token id in a message: about the length of the token's text
+ID_BYTES = 4  # assumed bytes of a token id in a message: about the length of a token's text
 
 
 class RequestItem(msgspec.Struct, frozen=True):
@@ -220,7 +220,7 @@ def _item(value: Any, path: str) -> RequestItem:
         where = f"{path}.metadata"
         message = "the reply cannot repeat integers above 64 bits, NaN, infinity, or keys that are no strings"
         raise InvalidInput.at(where, message)
-    # `_is_unset`, not `entry != []`: a multivector may be an array, which would be compared element by element
+    # not `entry != []`: a multivector may be an array, which `!=` would compare element by element
     used = tuple(
         modality
         for key, modality in _MODALITIES.items()

@@ -1,5 +1,5 @@
-"""Requests at a gateway with a cache: inputs whose answers are cached are not sent to workers, and equal inputs that
-several requests have at the same time are computed once.
+"""Requests at a gateway with a cache. Workers compute only inputs without a cached answer. If several requests have
+equal inputs at the same time, a worker computes them once.
 
     inputs ──► AnswerMemory ──hit──────────────────────────────────────┐
                  └ miss ──► in flight? ──yes──► wait for its answer ────┼──► RequestResult, in input order
@@ -131,8 +131,8 @@ class CachedRuns:
         return await run.results()
 
     def _fingerprint(self, request: PlannedRequest) -> str:
-        """Return the fingerprint that the workers of the lane give to answers of this request. It is empty if no worker
-        reports a fingerprint, if the workers report different ones, or if answers of the operation are not cached.
+        """Return the fingerprint that the workers of the lane report for answers of this request. Return an empty text
+        if no worker reports a fingerprint, if fingerprints differ, or if answers of the operation are not cached.
         """
         if request.operation not in CACHED_OPERATIONS:
             return ""
@@ -151,7 +151,7 @@ class CachedRuns:
         cached = self._fingerprints.get(key)
         if cached is None or cached[0] is not entry:
             loaded = fingerprint(entry, resolved.load, status.precision.served, status.engine.served)
-            # a worker that reports another fingerprint has loaded another entry
+            # a worker with another fingerprint has loaded another entry
             own = profile_fingerprint(loaded, entry, resolved.profile) if loaded == status.fingerprint else ""
             if len(self._fingerprints) >= MAX_FINGERPRINTS:
                 self._fingerprints.clear()
@@ -159,23 +159,23 @@ class CachedRuns:
         return answer_fingerprint(cached[1], lora, run.variant) if cached[1] else ""
 
     def patience_s(self, request: PlannedRequest, left_s: float) -> float:
-        """Return for how many seconds a request waits for answers that other requests compute: the expected wait of its
-        own computation, at least SHORTEST_WAIT_S, and at most LONGEST_WAIT of its remaining time.
+        """Return the seconds that a request waits for answers that other requests compute. This is the expected wait of
+        a computation of its own, but at least SHORTEST_WAIT_S, and at most LONGEST_WAIT of its remaining time.
         """
         expected_s = self._expected_s(request.lane, request.priority)
         longest_s = LONGEST_WAIT * max(0.0, left_s)
         return longest_s if expected_s is None else min(longest_s, max(SHORTEST_WAIT_S, expected_s))
 
     def end(self, key: FlightKey) -> None:
-        """Remove a flight. Requests that still wait for its outcome get None."""
+        """Remove a flight (computation of one answer). Requests that still wait for its outcome get None."""
         flight = self.flights.pop(key)
         if not flight.done():
             flight.set_result(None)
 
 
 class _CachedRun:
-    """Run of one request with the cache. `finished` gets the results. `signed`: fingerprint of the cached answers. The
-    other parameters are those of `CachedRuns.run`.
+    """Run of one request with the cache. Adds the results to `finished`. `signed`: fingerprint of the cached answers.
+    Other parameters: as in `CachedRuns.run`.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class _CachedRun:
         self._erasures = runs.memory.erasures
         self._flights: dict[FlightKey, Flight] = {}  # flights that this request has begun
         self._failures: dict[bytes, Failed] = {}  # failures of inputs that this request has computed
-        # time until which this request waits for answers that other requests compute; None before the first wait
+        # time when the wait for answers of other requests ends; None before the first wait
         self._until_s: float | None = None
 
     async def results(self) -> RequestResult:
@@ -215,7 +215,7 @@ class _CachedRun:
             raise not_cached(len(missing))
         hits, computed, is_uniform = count - len(missing), 0, True
         try:
-            # further inputs are computed only while all answers have the same fingerprint
+            # computes further inputs only while all answers have the same fingerprint
             while missing and is_uniform:
                 own, joined = self._divide(missing)
                 if own and computed:
@@ -223,7 +223,7 @@ class _CachedRun:
                 is_uniform = await self._computed(own)
                 computed += len(own)
                 if is_uniform:
-                    # look up the inputs without an outcome: another request may have cached their answers by now
+                    # look up inputs without an outcome again: other requests may have cached their answers
                     missing = await self._find(await self._joined(joined))
         finally:
             for key in self._flights:
@@ -249,7 +249,7 @@ class _CachedRun:
         return await asyncio.to_thread(lambda: list(digests_of(items, query)))
 
     async def _find(self, places: Sequence[int]) -> list[int]:
-        """Add the cached answers of the inputs with the indices `places`. Return the indices without an answer."""
+        """Add the cached answers of the inputs at indices `places`. Return the other indices."""
         missing = []
         for number, place in enumerate(places):
             value = self._runs.memory.find(self._keys[place])
@@ -278,7 +278,7 @@ class _CachedRun:
         return own, joined
 
     def _left_s(self) -> float:
-        """Return for how many seconds this request still waits for answers that other requests compute."""
+        """Return the seconds that this request may still wait for answers that other requests compute."""
         now_s = time.perf_counter()
         if self._until_s is None:
             left_s = self._call.received_s + self._call.budget_s - now_s
@@ -354,7 +354,7 @@ class _CachedRun:
 
 
 def _is_of_input(failed: Failed) -> bool:
-    """Return True if the input itself caused the failure, so it would fail in every request."""
+    """Return True if the input itself caused the failure, so that it would fail in every request."""
     return isinstance(SIEError.from_info(failed.error), InvalidInput | PayloadTooLarge)
 
 

@@ -3,11 +3,11 @@
     Call ──► BodyReader: the bytes, within limits of size, memory and speed ──► decode: plain values ──► InferRequest
     ──► EncodedReply
 
-The memory of a body is counted when its bytes arrive, not when Content-Length announces them, so a client cannot occupy
-memory by announcements. The values of a body of more than `plain.SMALL_BYTES` are counted before they are decoded. The
-first FREE_BYTES of each body (256 KiB without their values) are not counted, so small requests are admitted even while
-large bodies occupy all memory. While small requests are in progress, large bodies are read at a limited speed, so that
-the event loop has time for the small requests. Large bodies are decoded in a thread.
+The gateway counts the memory of a body when its bytes arrive, not when Content-Length announces them, so a client
+cannot occupy memory by announcements. The gateway counts the values of a body of more than `plain.SMALL_BYTES` before
+it decodes them. FREE_BYTES of each body are not counted, so small requests are admitted even while large bodies occupy
+all memory. While small requests are in progress, large bodies are read at a limited speed, so that the event loop has
+time for the small requests. Large bodies are decoded in a thread.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ native_shape = family("native")
 
 @dataclass
 class Call:
-    """HTTP request with all data that the gateway has about it. `labels` are set step by step, for metrics and logs."""
+    """HTTP request with the data that the gateway collects about it. `labels`: label values for metrics and logs."""
 
     id: str
     received_s: float
@@ -82,8 +82,8 @@ class Call:
     shape: ErrorShape = native_shape
     dialect: Dialect = NATIVE
     budget_s: float = 0.0  # seconds from `received_s` to the deadline
-    model: str | None = None  # name of the model in the path; None if the body names it
-    resolved: Resolved | None = None  # entry and profile that the model's name in the path or the body resolves to
+    model: str | None = None  # name of the model in the path; None if the path names no model
+    resolved: Resolved | None = None  # entry and profile of the model; None until the name is resolved
     client: str = ""  # address of the client
     body: bytes = b""  # body of an inference request
     # reader of the body; None for routes without inference, and for calls without an HTTP connection (batch lines)
@@ -98,8 +98,8 @@ class Call:
     span: Span | None = None  # None if this gateway does not trace
 
     def follow(self, previous: Call) -> None:
-        """Take over the run of an earlier call. The client disconnected from that call and repeats the request with
-        this call. Logs, metrics and errors of this call then describe the run of the earlier call.
+        """Take over the run of `previous`, whose client disconnected and repeats the request with this call. Logs,
+        metrics and errors of this call then describe that run.
         """
         self.labels.update(previous.labels)
         self.shape, self.infer_request, self.finished = previous.shape, previous.infer_request, previous.finished
@@ -135,22 +135,22 @@ class Call:
 
     @property
     def work_id(self) -> str:
-        """Return the id of the work of this attempt. It is new for each attempt, so late results of an earlier attempt
-        are not accepted.
+        """Return the id of this attempt's work. Each attempt has a new id, so that the gateway accepts no late result
+        of an earlier attempt.
         """
         return f"{self.id}-{self.attempt}" if self.attempt else self.id
 
     @property
     def key(self) -> str:
-        """Return the key by which calls share the queue: each credential has a key, and all calls without a credential
-        have one key.
+        """Return the key of the call's share of the queue. Each credential has its own key. All calls without a
+        credential have the same key.
         """
         return self.grant.key
 
 
 def route_key(call: Call | None) -> str:
-    """Return the key that selects the target of an alias: X-SIE-Route-Key, otherwise the API key, otherwise the
-    client's address. Calls with the same key get the same target.
+    """Return the key that selects the target of an alias: X-SIE-Route-Key if the client sent it, else the API key if
+    the call has one, else the client's address. Calls with the same key get the same target.
 
     A key from the header selects the same target for all clients, so the writer and the readers of an index can use the
     same model. If `call` is None, the key is empty and selects the target with the largest weight. Raises InvalidInput.
@@ -175,7 +175,7 @@ def cache_mode(headers: Mapping[str, str]) -> str:
 
 
 class EncodedReply(msgspec.Struct, frozen=True):
-    """Reply to a request that succeeded. `body` is bytes, or parts in bytes that can be iterated more than once."""
+    """Reply to a request that succeeded. `body`: bytes, or an iterable of bytes that can be iterated again."""
 
     body: Body
     content_type: str
@@ -188,9 +188,9 @@ class InferRequest(msgspec.Struct, frozen=True):
     request.
 
     `run`: options that replace `parameters`, for operations without parameters of a model (tokenize, decode). `side`:
-    whether the texts of an encode are queries or documents if no parameter says it. `side` is empty for routes in the
-    API format of another server, so that they return the same vectors as the model's own library. `inputs_field`: field
-    of the client's body with the inputs, for errors.
+    kind of the texts of an encode, query or document, if no parameter sets the kind. For routes in the API format of
+    another server, `side` is empty, so that these routes return the same vectors as the model's own library.
+    `inputs_field`: field of the client's body with the inputs, for errors.
     """
 
     operation: Operation
@@ -209,8 +209,8 @@ class ClientGone(Exception):
 
 
 class EntryChanged(Exception):
-    """Raised if the catalogue or a worker has another entry of the model than the one with which the request was
-    parsed. The request must be parsed again.
+    """Raised if the catalogue or a worker has another entry of the model than the parsed request. The gateway then
+    parses the request again.
     """
 
     def __init__(self, entry: ModelEntry) -> None:
@@ -219,13 +219,13 @@ class EntryChanged(Exception):
         self.entry = entry
 
 
-RESERVED = 8  # the last 1/RESERVED of a shared resource is for keys with less than their share of it
+RESERVED = 8  # only keys below their share of a resource may use its last 1/RESERVED
 REFUSED_S = 10.0  # seconds for which a key counts as active after a refusal
 MAX_HELD_BYTES = 1 << 30
 # copies of each byte of a body while its request runs: the received body, the decoded values, the queue messages
 COPIES = 3
-# bytes of each body that are not counted as memory; their sum is limited, because at most SIE_MAX_CONCURRENT_REQUESTS
-# bodies exist at a time
+# bytes of each body that are not counted as memory; SIE_MAX_CONCURRENT_REQUESTS limits the number of bodies, and so the
+# sum of these bytes
 FREE_BYTES = COPIES * (256 << 10)
 # bytes per second of all large bodies while small requests are in progress: a third of what one core can receive
 PACE_BYTES_S = 128 << 20
@@ -236,10 +236,10 @@ CONTROL_S = 30.0
 
 
 class SharedLimit:
-    """Amount of a resource that API keys use, at most `total` together. The last 1/RESERVED of it is only for keys with
-    less than their share: `total` divided by the number of active keys, which use some of it or were refused in the
-    last REFUSED_S seconds. So a key that needs much leaves something to the other active keys. A total below RESERVED
-    has no such part. Clients without an API key have one key together.
+    """Amount of a resource that API keys use, at most `total` together. A key is active if it uses some of the resource
+    or was refused in the last REFUSED_S seconds. The share of a key is `total` divided by the number of active keys.
+    Only keys below their share may use the last 1/RESERVED of `total`, so one key cannot use the whole resource. All
+    clients without an API key have the same key.
     """
 
     def __init__(self, total: int) -> None:
@@ -249,7 +249,7 @@ class SharedLimit:
         self._refused_s: dict[str, float] = {}  # by key: time of its last refusal
 
     def accepts(self, key: str, more: int, now_s: float) -> bool:
-        """Return True if a key may use `more` than now. Otherwise the key counts as active for REFUSED_S seconds."""
+        """Return True if a key may use `more` in addition. A refused key counts as active for REFUSED_S seconds."""
         left = self.total - self.used - more
         if left >= self.total // RESERVED:
             return True
@@ -261,7 +261,7 @@ class SharedLimit:
         return False
 
     def use(self, key: str, more: int) -> None:
-        """Add `more` to what a key uses. A negative number releases it."""
+        """Add `more` to the amount that a key uses. A negative `more` releases an amount."""
         self.used += more
         self.used_by[key] += more
         if not self.used_by[key]:
@@ -277,8 +277,8 @@ def body_memory(settings: Settings) -> int:
 
 
 class BodyIntake:
-    """Counter of the memory of all request bodies in a gateway, at most `max_bytes`. While no other body is counted, a
-    body of any size is read, so the limit does not restrict a single body.
+    """Counter of the memory of all request bodies in a gateway, at most `max_bytes`. If only one body is counted, the
+    gateway reads it at any size.
     """
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
@@ -315,8 +315,8 @@ class BodyIntake:
         return receive_paced
 
     async def turn(self, size: int) -> None:
-        """Count `size` bytes of a large body that have arrived, then wait until the next bytes may be read. Without
-        small requests in progress, return at once.
+        """Count `size` received bytes of a large body, then wait until PACE_BYTES_S permits the next read. If no small
+        request is in progress, return at once.
         """
         if not self.small:
             return
@@ -327,7 +327,7 @@ class BodyIntake:
 
 
 class BodyReader:
-    """Reader of one request body, which counts the memory of the body in the BodyIntake."""
+    """Reader of one request body. Counts the body's memory in `intake`."""
 
     def __init__(self, intake: BodyIntake, key: str, receive: Receive, limit: int) -> None:
         self._intake = intake
@@ -341,7 +341,7 @@ class BodyReader:
 
     async def read(self) -> bytes:
         """Read the whole body. Raises PayloadTooLarge, QueueFull, ClientGone."""
-        body = io.BytesIO()  # getvalue() returns the buffer without a copy; joined pieces would be in memory twice
+        body = io.BytesIO()  # getvalue() makes no copy; joining a list of pieces would
         size = 0
         while True:
             message = await self._receive()
@@ -362,7 +362,7 @@ class BodyReader:
                 await self._intake.turn(len(piece))
 
     def count_values(self, values: int) -> None:
-        """Count the memory that the values of the body will take, before it is decoded. Raises QueueFull."""
+        """Count the memory of the body's values, before the body is decoded. Raises QueueFull."""
         self._values = values
         self._count()
 

@@ -37,10 +37,10 @@ EXTRACTED_TOKEN_BYTES = 64  # estimated bytes that an extraction returns for eac
 LABEL_RESULT_BYTES = 48  # bytes of a class in a result in addition to the name of the class
 TOKENIZED_BYTES = 48  # bytes of a token in a result: its id, its text and its position
 SPARSE_IDS_PER_TOKEN = 32  # estimated weights of a sparse vector for each token of a text
-# encoded options of at most this many bytes are not counted in the size of a message
+# options of at most this many encoded bytes do not count in the size of a message
 BARE_OPTIONS_BYTES = 64
-# largest number of bytes of the inputs of a chunk if the query takes more than half of a message: the query and the
-# inputs are then stored in the payload store
+# largest number of bytes of the inputs of a chunk whose query takes more than half of a message; the payload store
+# holds the query and inputs of such a chunk
 STORED_CHUNK_BYTES = 8 << 20
 MAX_RESULT_BYTES = 1 << 30  # largest number of bytes of all results of a request
 MAX_PIXELS = 400_000_000  # largest number of pixels in all images of a request
@@ -70,8 +70,8 @@ class ItemFiles(NamedTuple):
 
 
 class TextParts(NamedTuple):
-    """Tokens and vectors of the text of an input. `longest`: upper bound of the tokens of the text. `vectors`: number
-    of vectors for the text: the number of its chunks, or 1.
+    """Tokens and vectors of the text of an input. `longest`: upper bound of the text's tokens. `vectors`: number of the
+    text's chunks; 1 for a text without chunks.
     """
 
     longest: int
@@ -169,8 +169,8 @@ def plan(
 
 
 def _rows(entry: ModelEntry, run: RunOptions) -> int:
-    """Return how many times the model reads the text of an input. The family of the model decides: once per question;
-    once per label; or once per part of an extraction schema, and once for all labels together.
+    """Return how many times the model reads the text of an input. It depends on the model's family: once per question,
+    once per label, or once per part of an extraction schema plus once for all labels.
     """
     parts = len(run.parameters.get("parts", ()))
     if not parts and not run.labels:
@@ -182,8 +182,8 @@ def _rows(entry: ModelEntry, run: RunOptions) -> int:
 
 
 def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, TextParts]:
-    """Return the TextParts of each text with chunks, by the index of its input. Such a text is read to its end, even
-    beyond the model's largest number of tokens.
+    """Return the TextParts of each text with chunks, by the index of its input. The model reads such a text
+    to its end, even beyond its largest number of tokens.
     """
     parts = {}
     for index, item in enumerate(items):
@@ -255,7 +255,9 @@ async def check_pixels(items: Sequence[RequestItem], query: RequestItem | None, 
 
 
 def _check_reply(expected_bytes: int, name: str) -> None:
-    """Raise PayloadTooLarge for results that are too large: the gateway keeps all results until its reply is sent."""
+    """Raise PayloadTooLarge for too large results. The gateway keeps all results in memory until it has sent its
+    reply.
+    """
     if expected_bytes > MAX_RESULT_BYTES:
         limit = MAX_RESULT_BYTES >> 20
         message = (
@@ -281,8 +283,8 @@ def split(
     """Split inputs of these sizes into chunks. Each chunk has at least one input. A chunk of several inputs is within
     the limits.
 
-    The result of an input has at most `item_result_bytes`, plus `token_result_bytes` for each token. For this upper
-    bound, each byte of the input counts as a token. `each_tokens` are added to every input, for example the tokens of a
+    The result of an input has at most `item_result_bytes`, plus `token_result_bytes` for each token. Each byte of the
+    input counts as a token for this upper bound. `each_tokens` are added to every input, for example the tokens of a
     query. Each input becomes `rows` rows of a batch. `files`: the files of each input, if there are any. `image`: cost
     of an image or a sound. `parts`: the texts that are cut for chunked embeddings, by index.
     """

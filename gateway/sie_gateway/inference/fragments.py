@@ -28,8 +28,8 @@ class InboxFull(Exception):
 
 @dataclass
 class Assembly:
-    """Encoded result of which some parts have arrived. The results of two attempts at the same chunk have different
-    digests, so they are two assemblies.
+    """Encoded result of which some parts have arrived. Each attempt at a chunk has a result with its own digest, and so
+    its own assembly.
     """
 
     request: str
@@ -51,9 +51,9 @@ class Fragments:
     """All incomplete results of a gateway. `held_bytes`: bytes of memory of these results. `now_s` of the methods is
     the time of any monotonic clock.
 
-    The bytes of each request, and of all requests together, are limited. When a new assembly begins or memory is
-    needed, assemblies that have received no part for `silence_s` seconds are dropped. If the sender of a dropped
-    assembly then sends the last part, the reply says that parts are missing, and the sender sends them again.
+    The bytes of each request, and of all requests together, are limited. Before a new assembly, and at a limit, this
+    class drops assemblies that have received no part for `silence_s` seconds. If a worker then sends the last part of a
+    dropped assembly, the reply says that parts are missing, and the worker sends all parts again.
     """
 
     max_bytes: int = MAX_HELD_BYTES
@@ -82,7 +82,7 @@ class Fragments:
         self._all[key] = assembly
         assembly.touched_s = now_s
         if assembly.parts[part.index] is None:
-            # with the first part, count the list too, which has a slot for every part
+            # the first part also pays for the list, which has a slot for every part
             size = len(part.data) + (0 if assembly.held_bytes else _SLOT_BYTES * part.count)
             self._find_room(assembly, size, now_s)
             assembly.parts[part.index] = part.data

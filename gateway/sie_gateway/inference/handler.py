@@ -4,7 +4,7 @@
     run:    choose lane ─► merge options ─► Runner: check items ─► split ─► admit ─► publish ─► collect
 
 A lane is a pool, a machine profile and a bundle. All checks of the gateway run before `publish`, so a refused request
-never causes the load of a model.
+never makes a worker load a model.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from sie_runtime.http.routes import FORM
 if TYPE_CHECKING:
     from sie_gateway.remotes.remotes import Remotes
 
-WATCH_AFTER_S = 1.0  # seconds after which the gateway begins to watch whether the client of a run disconnects
+WATCH_AFTER_S = 1.0  # seconds after which the gateway watches the client of a run for a disconnect
 MAX_ATTEMPTS = 4  # largest number of restarts of a request because the entry of its model has changed
 RENEWED_WITHIN_S = 1.0  # longest wait in seconds for an entry of a model that a worker has and this catalogue lacks
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
@@ -74,8 +74,8 @@ _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 
 
 class Inference:
-    """Handles inference requests. `shadows` copies some requests to a second model. `away` continues a run for some
-    seconds after its client has disconnected.
+    """Handles inference requests. `shadows` sends copies of some requests to a second model. `away` lets a run continue
+    for some seconds after its client has disconnected.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Inference:
         self._admission = admission
         self._runner = runner
         self._urls = urls
-        self.max_budget_s = settings.gateway_request_timeout  # longest time from the arrival of a request to its reply
+        self.max_budget_s = settings.gateway_request_timeout  # longest seconds from request to reply
         # default model by capability, for requests that name no model
         self.default_models: Mapping[str, str] = dict(settings.default_models or ())
         self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
@@ -128,14 +128,14 @@ class Inference:
         return [beat for beat in self._fleet.healthy() if beat.bundle == bundle]
 
     def max_items(self, call: Call) -> int:
-        """Return the largest number of inputs of a request: the smaller limit of its key and of the gateway."""
+        """Return the largest number of inputs of a request: the smaller of the key's limit and the gateway's limit."""
         most = self._settings.max_items_per_request
         return min(most, call.grant.limits.items or most)
 
     def resolve(self, spec: str, call: Call | None = None, able: Able = any_model) -> Resolved:
         """Return the model that a request names. The route key of the call selects the target of an alias. The error
-        for an unknown name suggests models for which `able` returns True: loaded models if the name looks like a model
-        that only a company serves (`_FOREIGN`), otherwise models with similar names. Raises NotReady before the
+        for an unknown name suggests models for which `able` returns True. If the name looks like a model of a company
+        in `_FOREIGN`, the error suggests loaded models; if not, models with similar names. Raises NotReady before the
         catalogue is loaded, InvalidInput, ModelNotFound, BundleConflict.
         """
         catalogue = self.catalogue
@@ -164,15 +164,15 @@ class Inference:
         read: Callable[[], Awaitable[bytes]],
         send: Callable[[EncodedReply], Awaitable[None]],
     ) -> None:
-        """Handle a request of an inference route. A model in the path is resolved first, so an unknown model is refused
-        before the body is read.
+        """Handle a request of an inference route. Resolves a model in the path before reading the body, so that an
+        unknown model costs no upload.
 
-        The request counts as in progress until its reply is sent, because its results are in memory until then. The
-        budget of the request includes the time in which its body is read, which limits slow uploads.
+        The request counts as in progress until its reply is sent, because its results occupy memory until that time.
+        To limit slow uploads, the budget of the request includes the time to read its body.
         """
         self._resolve(call, route)
         _check_headers(call.headers)
-        cache_mode(call.headers)  # a wrong value is refused before the body is read
+        cache_mode(call.headers)  # refuses a wrong value before the body is read
         call.budget_s = self._budget_s(call.headers)
         self._check_concurrency(call)
         self._enter(call.key, 1)
@@ -198,8 +198,8 @@ class Inference:
             return await detached.join(call, call.received_s + call.budget_s - time.perf_counter())
         task = asyncio.current_task()
         assert task is not None, "a request has a task of its own"
-        # A client is watched after one to two times `watch_after_s`. So a shorter run needs no task that waits for the
-        # client to disconnect.
+        # The watch of a client begins after one to two times `watch_after_s`, because it needs a task. Most runs end
+        # earlier and need none.
         loop = asyncio.get_running_loop()
         self._unwatched[task] = call, loop.time()
         if not self._is_timed:
@@ -230,7 +230,7 @@ class Inference:
 
     async def _handled(self, call: Call, route: InferenceRoute) -> EncodedReply:
         """Run the handler of the route. If the model's entry changes during the run, run the handler again with the new
-        entry. Raises NotReady if the entry changes after MAX_ATTEMPTS restarts or at the end of the budget.
+        entry. Raises NotReady if the entry changes again after MAX_ATTEMPTS restarts, or after the budget has ended.
         """
         body = await decode_body(call) if route.body is not None and FORM not in route.body.media else {}
         restarts = 0
@@ -267,8 +267,8 @@ class Inference:
         )
 
     def understand(self, call: Call, request: InferRequest) -> PlannedRequest:
-        """Return the request with merged parameters and a lane. Raises SIEError if the request is not valid or no lane
-        can take it.
+        """Return the request with merged parameters and a lane. Raises SIEError if the request is not valid or has no
+        lane.
         """
         headers, resolved, call.infer_request = call.headers, request.resolved, request
         lane = self.lane(headers, resolved)  # first, so that an unknown pool is reported before wrong parameters
@@ -278,7 +278,7 @@ class Inference:
             strict = headers.get("x-sie-strict", "").lower() == "true"
             mode = _error_mode(call)
             resolved, options = self._options(resolved, request, mode, strict=strict)
-            # the options select another profile, which other workers may have loaded
+            # the options select another profile, so the lane may differ
             if resolved is not request.resolved:
                 lane = self.lane(headers, resolved)
         else:
@@ -302,7 +302,7 @@ class Inference:
         )
 
     def fault_of(self, request: PlannedRequest) -> ErrorInfo | None:
-        """Return the error of the first item that the model cannot run; None if the gateway finds no fault."""
+        """Return the error of the first item that the model cannot run; None if all items pass the gateway's checks."""
         failure = next(iter(self._runner.refused(request).values()), None)
         return None if failure is None else failure.error
 
@@ -349,8 +349,8 @@ class Inference:
     def _options(
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
-        """Call `run_options`. The result is cached for bodies without parameters, because it is the same for all these
-        bodies, and the computation takes a tenth of the time of a request.
+        """Call `run_options`. For bodies without parameters, the result is always the same, so it is cached: the
+        computation takes a tenth of the gateway's time for a request.
         """
         body = request.parameters
         if any(
@@ -436,7 +436,7 @@ def _foreign(name: str, owner: str, loaded: list[str]) -> str:
 
 
 def _pool_name(value: str) -> str:
-    """Return the pool that a header names, by default the default pool. Raises InvalidInput (reason `pool_name`)."""
+    """Return the pool in a header; the default pool if empty. Raises InvalidInput (reason `pool_name`)."""
     try:
         return topology.pool_name(value) if value else topology.DEFAULT_POOL
     except ValueError as error:
@@ -444,8 +444,8 @@ def _pool_name(value: str) -> str:
 
 
 def _error_mode(call: Call) -> str:
-    """Return the mode for errors of single inputs if the body names no mode: the mode of the header; without this
-    header, the default of the SDK version that the client reports. Raises InvalidInput.
+    """Return the mode for errors of single inputs that applies if the body names no mode: the value of
+    X-SIE-On-Item-Error, or the default of the client's SDK version if this header is absent. Raises InvalidInput.
     """
     mode = call.headers.get("x-sie-on-item-error") or call.dialect.on_item_error
     if mode not in ("slot", "fail"):
@@ -453,7 +453,7 @@ def _error_mode(call: Call) -> str:
     return mode
 
 
-# permitted values of headers; without this check, any other value would be ignored without an error
+# permitted values of headers; `_check_headers` refuses other values, which would otherwise have no effect
 _HEADER_VALUES = {"X-SIE-Remote": ("forbid",), "X-SIE-Strict": ("true", "false"), "X-SIE-Explain": ("1", "0")}
 
 

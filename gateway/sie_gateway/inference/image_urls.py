@@ -6,10 +6,10 @@
                                                                      at most MAX_BYTES, within MAX_S: a file ◄┘
 
 A client chooses the URL. So a fetch must not reach a service that only this gateway can reach, for example a service of
-the cluster or the metadata service of a cloud. A host name is resolved once for each connection, and the connection
-goes to the address that was checked, so a later change in the DNS has no effect. Proxy settings of the environment are
-ignored, because a proxy would resolve the name again. The fetch sends no header of the client's request. No error text
-repeats a URL, because a URL may contain a signature.
+the cluster or the metadata service of a cloud. The gateway resolves a host name once for each connection,
+and connects to the address that it has checked, so a later change in the DNS has no effect. It ignores the
+environment's proxy settings, because a proxy would resolve the name again. The fetch sends no header of the client's
+request. No error text repeats a URL, because a URL may contain a signature.
 """
 
 from __future__ import annotations
@@ -62,9 +62,8 @@ _HEADERS = (
     (b"accept-encoding", b"identity"),
     (b"user-agent", f"sie/{sie_contracts.__version__}".encode()),
 )
-# Addresses from which nothing is fetched: all ranges of IANA's special-purpose registries, multicast, and host services
-# of a cloud. Some of these ranges are globally reachable, but have no images. `is_global` of Python's `ipaddress` is
-# not used, because its ranges differ between Python versions.
+# Addresses from which the gateway fetches nothing: all ranges of IANA's special-purpose registries, multicast, and host
+# services of a cloud. `ipaddress.is_global` would not do, because its ranges differ between Python versions.
 _INSIDE_V4 = tuple(
     map(
         ipaddress.IPv4Network,
@@ -98,8 +97,8 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # prefix by which an IPv6-only n
 
 
 class _Unfetched(Exception):
-    """Reason why an image has no file: a refused URL or a failed server. `extras`: values that the error reports in
-    addition to its message, such as the limit.
+    """Raised if the file of an image cannot be fetched: the URL is refused, or its server failed. `extras`: values that
+    the error reports in addition to its message, such as the limit.
     """
 
     def __init__(self, message: str, result: Literal["refused", "failed"] = "refused", **extras: float) -> None:
@@ -111,8 +110,8 @@ class _Unfetched(Exception):
 async def resolved(host: str, port: int) -> list[str]:
     """Return the addresses of a host, each once. Raises OSError, UnicodeError.
 
-    A client chooses the host, and the host's name server may be slow. So each name is resolved in a thread of its own.
-    The few threads of the event loop's executor stay free, for example to resolve the broker's name.
+    A client chooses the host, and the host's name server may be slow. So each call starts its own thread, and cannot
+    occupy the few threads of the event loop's executor, which resolve the broker's name, for example.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[list[str]] = loop.create_future()
@@ -132,7 +131,7 @@ async def resolved(host: str, port: int) -> list[str]:
             result = list(dict.fromkeys(str(address[0]) for *_, address in addresses))
         except (OSError, UnicodeError) as error:
             result = error
-        with contextlib.suppress(RuntimeError):  # raised if the event loop was closed in the meantime
+        with contextlib.suppress(RuntimeError):  # raised if the event loop is already closed
             loop.call_soon_threadsafe(settle, result)
 
     threading.Thread(target=resolve, name="resolve", daemon=True).start()
@@ -170,7 +169,7 @@ class ImageUrls:
         # the TLS context is built at the first URL, because the build reads more than a hundred certificates
         self._make_tls = functools.cache(network.tls)
         self._slots = asyncio.Semaphore(AT_ONCE)
-        # slots of each API key with a running request: slow image servers of one key cannot occupy all slots
+        # by API key with a running request: slots of the key, so that slow servers of one key cannot occupy all slots
         self._key_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self.held_bytes = 0
 
@@ -220,7 +219,7 @@ class ImageUrls:
         try:
             files = dict(zip(urls, await asyncio.gather(*tasks.values()), strict=True))
             items_read = [_with(item, files) for item in items]
-            # a file that two inputs name is fetched once, but counts twice, because messages contain it twice
+            # a file of two inputs is fetched once, but counts twice, because the messages contain it twice
             pairs = zip(items, items_read, strict=True)
             _check_total(sum(item_read.file_bytes for item, item_read in pairs if item.links), name)
             yield items_read
@@ -248,7 +247,7 @@ class ImageUrls:
             outcome = error
         except httpcore.ConnectError:
             outcome = _Unfetched("the server of the URL cannot be reached", "failed")
-        # httpcore translates TLS errors only during the handshake, but a server may refuse the client later
+        # httpcore translates only TLS errors of the handshake; a server may also refuse the client later
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, ssl.SSLError):
             outcome = _Unfetched("the server of the URL sent no complete answer", "failed")
         self._count(outcome.result if isinstance(outcome, _Unfetched) else "fetched")
@@ -315,7 +314,7 @@ def _check_total(nbytes: int, name: str) -> None:
 
 
 def _with(item: RequestItem, fetched: dict[str, bytes | _Unfetched]) -> RequestItem:
-    """Return the item with its fetched files; or with the error of the first failed URL in `unfit`."""
+    """Return the item with its fetched files. If a URL failed, return the item with the first error in `unfit`."""
     if item.unfit is not None or not item.links:
         return item
     files = list(item.images)
@@ -367,8 +366,8 @@ def _too_large() -> _Unfetched:
 
 class _Public(httpcore.AsyncNetworkBackend):
     """Network backend that connects only to public addresses, for one response. TLS still verifies the host name.
-    `slots`: slots that the fetch occupies. If the fetch is cancelled while its name is resolved, the slots are released
-    when the resolution ends, because the thread of the resolution cannot be stopped.
+    `slots`: slots that the fetch occupies. Nothing can stop the thread that resolves a host name, so after a
+    cancellation, the slots are released when this thread ends.
     """
 
     def __init__(self, network: Network, slots: contextlib.ExitStack) -> None:
@@ -385,8 +384,8 @@ class _Public(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Connect to the host. Raises _Unfetched if the host has no address, or if any address of the host is not
-        public, even an unused address. Raises httpcore.ConnectError if no address can be reached.
+        """Connect to the host. Raises _Unfetched if the host has no address, or if one of its addresses is not
+        public. Raises httpcore.ConnectError if no address can be reached.
         """
         resolution = asyncio.ensure_future(self._network.resolve(host, port))
         try:

@@ -17,7 +17,7 @@ from sie_contracts.media.images import MAX_DECODED_PIXELS
 from sie_contracts.models.option_values import bad
 
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # channels of a PNG by colour type
-_NO_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # JPEG markers that lie in the range of the frame markers, but begin no frame
+_NO_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # JPEG markers in the range of the frame markers that begin no frame
 _STANDALONE = frozenset({0x01, *range(0xD0, 0xD9)})  # JPEG markers without a length field
 _FILL = re.compile(rb"\xff+")
 # largest number of JPEG segments that are read until the first frame: a segment can be as short as 4 bytes, and reading
@@ -55,8 +55,8 @@ def pixels(data: bytes) -> int:
 
 
 def header(data: bytes) -> ImageHeader | None:
-    """Return the header of a PNG, JPEG, GIF, WebP or BMP file; None for another format, for a header that is cut or not
-    valid, and for a header with too many segments.
+    """Return the header of a PNG, JPEG, GIF, WebP or BMP file; None for another format, and for a header that is
+    incomplete, not valid, or has too many segments.
     """
     try:
         return _header(data)
@@ -173,7 +173,7 @@ def read_sound(value: Any, path: str) -> tuple[bytes, ErrorInfo | None]:
     of the input. Raises InvalidInput with the reason `schema`, or `invalid_media` for a URL.
     """
     if isinstance(value, dict):
-        rate = value.get("sample_rate")  # only the type is checked, because the rate in the sound file is used
+        rate = value.get("sample_rate")  # only the type is checked: the sound file has its own rate
         if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int)):
             raise bad(f"{path}.sample_rate", rate, "a whole number or null")
     return _single(value, path, "sounds", EXPECTED_SOUND, "the sound as a WAV file")

@@ -1,5 +1,5 @@
-"""Clients that disconnect and try again. After its client has disconnected, a run continues for `window_s` seconds. If
-the same request arrives again, it gets the result of this run.
+"""Clients that disconnect and try again. A run continues for `window_s` seconds after the disconnect of its client. If
+the same request arrives again in this time, its reply is the result of the run.
 
     client disconnects ──► the run continues ──► the window ends: the run is cancelled, its work withdrawn, its permits
     released
@@ -7,8 +7,8 @@ the same request arrives again, it gets the result of this run.
                              run and gets its reply (without a token: from the same address)
 
 Only a run whose client has disconnected can be joined. Two clients with the same request at the same time are two
-requests, each with its own work in the queue. A client that joins a run gets only the reply of the run (bytes and
-headers), which is never changed afterwards. `Inference` watches a client only after its run has taken WATCH_AFTER_S, so
+requests, each with its own work in the queue. A client that joins a run gets the bytes and headers of the run's
+reply. `Inference` watches a client only after its run has taken WATCH_AFTER_S, so
 short runs never reach this module.
 """
 
@@ -58,7 +58,7 @@ class Attachments:
         self._watched[task] = Run(self, task, call)
 
     def ended(self, task: asyncio.Task[Any], error: BaseException | None, answer: EncodedReply | None = None) -> bool:
-        """Record the end of a run, watched or not. Return True if the client that started the run has disconnected.
+        """Record the end of a run. Return True if the client that started the run has disconnected.
         Raises ClientGone if the run was cancelled because no client joined it.
         """
         run = self._watched.pop(task, None)
@@ -87,8 +87,8 @@ class Attachments:
         self._bytes -= len(run.call.body)
 
     def close(self) -> None:
-        """Cancel the runs whose clients have disconnected. From now on, a run is also cancelled when its client
-        disconnects. These clients try again at another gateway.
+        """Cancel the runs whose clients have disconnected. From now on, a disconnect cancels a run at once, because
+        its client tries again at another gateway.
         """
         self._closed = True
         for run in [run for runs in self._away.values() for run in runs]:
@@ -171,7 +171,7 @@ class Run:
             self._table.remove(self)
 
     def give_up(self) -> None:
-        """Cancel the run because no client joined it. Its resources are released as at the end of any run."""
+        """Cancel the run because no client joined it."""
         self._unkeep()
         self._is_given_up = True
         self._table.count_abandoned()

@@ -38,8 +38,8 @@ Format = Literal["json", "msgpack", "raw", "arrow"]
 Row = Callable[[Any], Any]
 Piece = bytes | memoryview
 Placed = tuple[WorkResult, Outcome]  # (result of a chunk, outcome of one of its inputs)
-# Function that builds the last entry of a reply's map, such as the timings. Its argument is the number of seconds in
-# which the other entries were written. For msgpack, it must return exactly one entry.
+# Function that builds the last entry of a reply's map, such as the timings. Argument: seconds in which the other
+# entries were written. For msgpack, the function must return exactly one entry.
 Late = Callable[[float], Mapping[str, Any]]
 
 
@@ -85,8 +85,8 @@ def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
 
 class Streamed:
     """Body in pieces. Each iteration builds all pieces again. `pieces` yields all pieces except the last. `last`
-    returns the last piece. Its argument is the number of seconds in which the other pieces were built, without the time
-    in which the client reads them.
+    returns the last piece. The argument of `last`: seconds in which the other pieces were built, without the time in
+    which the client reads them.
     """
 
     def __init__(self, pieces: Callable[[], Iterator[Piece]], last: Callable[[float], bytes]) -> None:
@@ -119,16 +119,16 @@ def body_of(
     body: dict[str, Any], values: int, late: Late, *, msgpack: bool, name: str = "items", row: Row | None = None
 ) -> tuple[Body, str]:
     """Encode a body like `encode`. `values`: count of the numbers in the body. Above PIECE_VALUES, the list in the
-    field `name` is encoded in pieces. Encoding a large body at once takes up to 600 ms, which blocks the event loop,
-    and needs memory for the whole encoding. `row` renders each element of the list just before it is written. `late`
-    builds the entry that is written last.
+    field `name` is encoded in pieces. A single encoding of a large body would block the event loop for up to 600 ms,
+    and occupy memory for the whole encoding. `row` renders each element of the list just before its piece is written.
+    `late` builds the entry that is written last.
     """
     if name not in body or values <= PIECE_VALUES:
         began_s = time.perf_counter()
         whole = body if row is None else {**body, name: list(map(row, body[name]))}
         data, content_type = encode(whole, msgpack=msgpack)
         own, _ = encode(late(time.perf_counter() - began_s), msgpack=msgpack)
-        # the first byte of a msgpack map has the number of its entries, if they are fewer than 16
+        # the first byte of a msgpack map of fewer than 16 entries has their number
         parts = (bytes([data[0] + 1]), memoryview(data)[1:]) if msgpack else (memoryview(data)[:-1], b",")
         return b"".join((*parts, own[1:])), content_type
     began_s = time.perf_counter()
@@ -234,7 +234,7 @@ def _json(value: Any) -> bytes:
 
 
 def slot_error(info: ErrorInfo) -> dict[str, Any]:
-    """Return the map of an error, which replaces the value of an input in the reply."""
+    """Return the error of one input as a map. The map takes the place of the input's value in the reply."""
     error = SIEError.from_info(info)
     error_map: dict[str, Any] = {"code": error.code, "message": error.message, "retryable": error.retryable}
     if error.reason:
@@ -246,7 +246,7 @@ def slot_error(info: ErrorInfo) -> dict[str, Any]:
 
 def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
     """Return one output of an input as a view of the bytes in the worker's result. Raises ValueError for an array
-    outside these bytes and for a dtype of Python objects. `numpy.ndarray` would be faster, but makes neither check.
+    outside these bytes and for a dtype of Python objects. The faster `numpy.ndarray` makes neither check.
     """
     piece = outcome.outputs[name]
     return np.frombuffer(result.block, dtype=piece.dtype, count=math.prod(piece.shape), offset=piece.offset).reshape(
@@ -255,8 +255,8 @@ def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
 
 
 def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
-    """Return one output in its msgpack form, as a view of the bytes of the result. No numpy arrays are built, because
-    building them takes longer than building the rest of the reply.
+    """Return one output in its msgpack form, as a view of the bytes of the result. A numpy array would take longer
+    to build than the rest of the reply.
     """
     piece = outcome.outputs[name]
     size = math.prod(piece.shape) * int(piece.dtype[2:])
@@ -264,8 +264,8 @@ def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
 
 
 def _exact_array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
-    """Return one output for JSON. A float16 becomes a float64, because the digits that Python prints for a float16 are
-    rounded, while the digits of the float64 are the exact value.
+    """Return one output for JSON. A float16 becomes a float64: Python rounds the digits of a float16, but prints all
+    digits of the same value as a float64.
     """
     return _exact(array_of(result, outcome, name))
 
@@ -275,8 +275,8 @@ def _exact(values: arrays.Array) -> arrays.Array:
 
 
 class Joined:
-    """One output of all inputs, concatenated, as views on the bytes of the results, without a copy. Outputs that are
-    next to each other in a result become one view.
+    """One output of all inputs, concatenated, as views on the bytes of the results. Adjacent outputs in a result share
+    one view.
     """
 
     def __init__(self, values: Sequence[tuple[WorkResult, Ok]], name: str) -> None:
@@ -340,8 +340,8 @@ def encode_slots(
 def _outputs(
     entry: ModelEntry, run: RunOptions, read: Callable[[str], Any], array: Callable[[str], arrays.Array]
 ) -> dict[str, Any]:
-    """Return the requested outputs of one input or chunk. `read`: function that returns an output in the form of the
-    reply's format. `array`: function that returns it as a numpy array.
+    """Return the requested outputs of one input or chunk. `read`: returns an output in the form for the reply's
+    format. `array`: returns an output as a numpy array.
     """
     token_dims = run.dimensions or entry.outputs.get("multivector", 0)
     dense_dims = run.muvera.width(token_dims) if run.muvera else run.dimensions or entry.outputs.get("dense", 0)
@@ -397,8 +397,8 @@ def chunks_missing() -> InternalFailure:
 
 
 def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:
-    """Return one entry per input, sorted by descending score and by position. Failed inputs are last. The first entry
-    has the rank 0.
+    """Return one entry per input, by descending score; inputs with equal scores by position; failed inputs last. The
+    first entry has the rank 0.
     """
     entries: list[tuple[float, int, dict[str, Any]]] = []
     for index, (item, (_, outcome)) in enumerate(zip(items, outcomes, strict=True)):

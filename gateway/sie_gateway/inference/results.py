@@ -5,9 +5,9 @@
     ──► confirmation to the sidecar, which acks the message
     all chunks arrived ──► RequestResult: the outcome of each input, in order, usage, timing, errors, headers
 
-A gateway has one subscription, which decodes results, passes them on and confirms them. The results of each
-request arrive on a subject of its own. So if the NATS client library drops a message of a slow subscription, the
-gateway knows from the subject which request has lost a result.
+One subscription of the gateway receives the results of all requests. Each request has a result subject of its own. If
+the NATS client library drops a message because the subscription is slow, the subject names the request that has lost
+a result.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _TIMING_HEADERS = (
     ("X-Batch-Wait-Time", "batch_wait_time"),
     ("X-Device-Wait-Time", "device_wait_time"),
 )
-FOUND_VALUES = 20  # one entity or label takes as long to write in a reply as this many numbers
+FOUND_VALUES = 20  # an entity or label takes as long to write as this many numbers
 
 
 class PlannedRequest(msgspec.Struct, frozen=True):
@@ -113,8 +113,8 @@ class RequestResult:
     def add_results(
         self, indices: Sequence[int], chunks: list[Chunk], results: list[WorkResult], waits_ms: list[float]
     ) -> None:
-        """Store the result of each chunk at the positions of its inputs. If an earlier call has stored results, the
-        numbers of these chunks follow the numbers of the earlier chunks. Raises InvalidOutcomeCount.
+        """Store the result of each chunk at the positions of the chunk's inputs. A later call numbers its chunks after
+        the chunks of the earlier calls. Raises InvalidOutcomeCount.
         """
         before = len(self._waits_ms)
         if before:
@@ -129,14 +129,14 @@ class RequestResult:
         self.last = results[max(range(len(waits_ms)), key=waits_ms.__getitem__)]
 
     def add_cached(self, index: int, result: WorkResult) -> None:
-        """Store the answer of one input that this request did not compute."""
+        """Store the answer of one input that came from the cache or from another request."""
         self.cached_items += 1
         self.cached_tokens += tokens_of(result)
         self._results.append(result)
         self._positions.append([index])
 
     def add_failure(self, index: int, failure: Failed) -> None:
-        """Store the failure of one input that this request did not compute."""
+        """Store the failure of one input for which this request sent no work."""
         self._results.append(WorkResult("", -1, "", (failure,)))
         self._positions.append([index])
 
@@ -176,7 +176,7 @@ class RequestResult:
 
     @property
     def values(self) -> int:
-        """Return the approximate count of the numbers in the reply, on which the time to write the reply depends."""
+        """Return the approximate count of numbers in the reply. The time to write the reply grows with this count."""
         count = sum(
             len(listed)
             for result in self._results
@@ -188,7 +188,7 @@ class RequestResult:
         return sum(len(result.block) for result in self._results) // 4 + FOUND_VALUES * count
 
     def check(self, name: str = "", **names: str) -> None:
-        """Raise FailedRequest if all inputs failed, or if one failed and the client set the mode fail.
+        """Raise FailedRequest if all inputs failed, or if one failed and the client set `on_item_error` to fail.
 
         `name`: name of the field of inputs in an API format whose replies cannot report the error of a single input.
         With `name`, any failed input fails the request, and the error names the input. `names` maps a parameter of SIE
@@ -205,8 +205,8 @@ class RequestResult:
             error.message = names[error.param] + error.message.removeprefix(error.param)
             error.param = names[error.param]
             raise FailedRequest(error, listed)
-        # An error may name a field of the input. A field of images or chunks is named only in native replies, because
-        # its name differs in other API formats.
+        # An error may name a field of the input. Only native replies name a field of images or chunks, because other
+        # API formats have other names for these fields.
         own = error.param.startswith(("images[", "chunks"))
         field = error.param if error.param == "text" or (not name and own) else ""
         place = f"{name or 'items'}[{listed[0]['index']}]" + (f".{field}" if is_input and field else "")
@@ -226,7 +226,7 @@ class RequestResult:
         return [(result, outcome) for result, outcome in self.outcomes if isinstance(outcome, Ok)]
 
     def arrays(self, name: str, output: str) -> list[arrays.Array]:
-        """Return one output of each input, as views. Raises FailedRequest."""
+        """Return one output array of each input, as views of the results' bytes. Raises FailedRequest."""
         return [array_of(result, outcome, output) for result, outcome in self.succeeded(name)]
 
     @property
@@ -247,8 +247,8 @@ class RequestResult:
         return times
 
     def late(self, received_s: float, began_s: float) -> Callable[[float], dict[str, Any]]:
-        """Return a function that builds the last entry of a reply, `timing`, from the seconds in which the other
-        entries were written. The time from `began_s` to the call of `late` is included.
+        """Return a function that builds `timing`, the last entry of a reply. Its argument: seconds in which the other
+        entries were written. `timing` also includes the time from `began_s` to the call of `late`.
         """
         self.written_ms = prepared_ms = 1000 * (time.perf_counter() - began_s)
 
@@ -270,7 +270,7 @@ class RequestResult:
         return [timings.get(result.chunk, none) for result, _ in self.outcomes]
 
     def shared(self, *, explain: bool) -> dict[str, Any]:
-        """Return the fields that replies have in addition to their results, except `timing`, which is written last."""
+        """Return the fields of a reply besides the results and `timing`: usage, fingerprint, warnings, explain."""
         fields: dict[str, Any] = {"usage": self.usage, "fingerprint": self.fingerprint}
         if warnings := [*self.request.options.warnings, *self._half_read()]:
             fields["warnings"] = warnings
@@ -298,8 +298,8 @@ class RequestResult:
         return [f"images: {count} of {total} inputs have a file of several images, of which only the first was read"]
 
     def headers(self, received_s: float) -> dict[str, str]:
-        """Return the headers of the reply. The headers are sent before a body in pieces is written, so their times then
-        do not include the time to write the body.
+        """Return the headers of the reply. If the body is sent in pieces, the gateway sends the headers first, so their
+        times exclude the time to write the body.
         """
         timing = self.reported_times or self.timing(received_s)
         resolved, truncated = self.request.resolved, len(self.usage["truncated_items"])
@@ -331,7 +331,7 @@ def tokens_of(result: WorkResult) -> int:
 
 
 def device_seconds(results: Sequence[WorkResult]) -> float:
-    """Return the device seconds of chunks. The time of a batch is divided among its chunks by their tokens."""
+    """Return the device seconds of chunks. Each chunk gets the share of its batch's time that its tokens have."""
     total_ms = 0.0
     for result in results:
         tokens = tokens_of(result)
@@ -360,8 +360,8 @@ def placed(count: int, results: Sequence[WorkResult], places: Sequence[Sequence[
 def failure_of(
     items: Sequence[RequestItem], outcomes: Sequence[Placed], *, any_fails: bool
 ) -> tuple[SIEError, list[dict[str, Any]]] | None:
-    """Return the error of the whole request and one entry per failed input; None if the request does not fail. It fails
-    if all inputs failed, or if any input failed and `any_fails` is true.
+    """Return the error of the whole request and one entry per failed input. The request fails if all inputs failed, or
+    if any input failed and `any_fails` is true. Return None if the request does not fail.
     """
     failed = [(index, outcome) for index, (_, outcome) in enumerate(outcomes) if isinstance(outcome, Failed)]
     if not failed or (len(failed) < len(items) and not any_fails):
@@ -383,10 +383,10 @@ def failure_of(
 def stage_times(
     *, total_ms: float, wait_ms: float, last: WorkResult | None, written_ms: float = 0.0, load_ms: float = 0.0
 ) -> dict[str, float]:
-    """Return the consecutive stages of the chunk that finished last. `wait_ms`: time from the admission to the arrival
-    of its result. `written_ms`: time to build the reply. `load_ms`: longest time that a chunk of the request waited for
-    the load of the model. The time of the last chunk in the queue counts as load up to `load_ms`, because this chunk
-    waited for the same load.
+    """Return the milliseconds of the consecutive stages of the chunk that finished last, `last`. `wait_ms`: time from
+    the admission to the arrival of `last`. `written_ms`: time to build the reply. `load_ms`: longest time that a chunk
+    of the request waited for the model to load. Up to `load_ms`, the queue time of `last` counts as load time, because
+    its chunk waited for the same load.
     """
     worker = last.stages if last else Stages()
     # the time to fetch a large input from the payload store counts as time in the queue
@@ -438,7 +438,7 @@ _logger = logging.getLogger("sie.gateway.inbox")
 
 
 class OutcomeCollector:
-    """Outcomes of one request, by chunk; complete when each chunk has a result. Further results are ignored."""
+    """Outcomes of one request, by chunk. The first result of each chunk counts; further results are ignored."""
 
     def __init__(self, request: str, chunks: int, pool: str = "") -> None:
         self.request = request
@@ -467,7 +467,7 @@ class OutcomeCollector:
         return True
 
     def fail(self, error: Exception) -> None:
-        """End the request with an error. A complete request is not changed."""
+        """End the request with an error. Does nothing if all results have arrived."""
         if not self._done.done():
             self._done.set_exception(error)
 
@@ -487,8 +487,8 @@ class OutcomeCollector:
 
 
 class ResultInbox:
-    """Inbox for the results of all open requests of this gateway. Its subject has 122 random bits, so only a worker
-    that knows the subject can send here.
+    """Inbox for the results of all open requests of this gateway. The subject of the inbox has 122 random bits, so
+    nobody can guess the subject.
     """
 
     def __init__(
@@ -507,7 +507,7 @@ class ResultInbox:
         self._open: dict[str, OutcomeCollector] = {}
         self._subscription: Subscription | None = None
         self._fragments = Fragments() if fragments is None else fragments
-        # the callback for failed tasks does nothing, because each check handles its own errors
+        # each check handles its own errors, so the callback for failed tasks does nothing
         self._checks = Tasks(_logger, lambda: None)
         self._pool = ThreadPoolExecutor(CHECKING_THREADS, "results")
 
@@ -555,8 +555,8 @@ class ResultInbox:
             collector.fail(error)
 
     def _on_dropped(self, subject: str) -> None:
-        """Fail the request whose result the NATS client library dropped because its buffer was full. The request does
-        not wait for the worker to repeat the result, which would meet the same overload.
+        """Fail the request whose result the NATS client library dropped because its buffer was full. A result that the
+        worker sends again would meet the same overload, so the request does not wait.
         """
         self._metrics.inbox_dropped.inc()
         self._fail(
@@ -565,7 +565,7 @@ class ResultInbox:
         )
 
     def _fail(self, request: str, error: SIEError) -> Verdict:
-        """End a request with an error if it is open. Return the verdict to send to the sender of its result."""
+        """End a request with an error if it is open. Return the verdict for the sender of the result."""
         if (collector := self._open.get(request)) is not None:
             collector.fail(error)
         return "unknown"
@@ -583,7 +583,7 @@ class ResultInbox:
             await self._bus.send(message.reply, _CONFIRMATIONS[verdict])
 
     def _unreadable(self, request: str, error: Exception) -> Verdict:
-        """Fail the request of a result that cannot be decoded: its sender could only send the same bytes again."""
+        """Fail the request of an undecodable result: the sender could only send the same bytes again."""
         self._metrics.outcomes.labels("undecodable").inc()
         _logger.error("request %s failed, because a worker's result could not be decoded: %s", request, error)
         return self._fail(request, InternalFailure("the gateway could not read a result"))
@@ -599,8 +599,8 @@ class ResultInbox:
         return verdict
 
     def _keep(self, part: Fragment, reply: str) -> Verdict | None:
-        """Store a part of a result and return the verdict to send to its sender. Return None if the result is complete:
-        `_check` then sends the verdict.
+        """Store a part of a result and return the verdict to send to its sender. Return None if all parts
+        have arrived; then `_check` sends the verdict.
         """
         collector = self._open.get(part.request)
         if collector is None:
@@ -629,8 +629,8 @@ class ResultInbox:
         return None
 
     async def _check(self, assembly: Assembly, reply: str) -> None:
-        """Deliver a complete result to its request. If the result is damaged, reply to the sender that parts are
-        missing, so that the sender sends all parts again.
+        """Join the parts of a result and deliver it to its request. If the result is damaged, send the verdict `part`:
+        the sender then sends all parts again.
         """
         try:
             parts = [part for part in assembly.parts if part is not None]
@@ -656,6 +656,6 @@ class ResultInbox:
         if reply:
             try:
                 await self._bus.send(reply, _CONFIRMATIONS[verdict])
-            # without a confirmation, the sender repeats the last part, and the inbox confirms the repeated part
+            # an unconfirmed sender repeats the last part, which the inbox then confirms
             except BrokerError as error:
                 _logger.warning("request %s: a result was not confirmed to the worker: %s", assembly.request, error)

@@ -1,8 +1,8 @@
-"""Run of a planned request: its inputs are checked and split into chunks, each chunk is published when it gets a permit
-for the queue, and the results are collected.
+"""Run of a planned request: check its inputs, split them into chunks, publish each chunk when it gets a permit for the
+queue, and collect the results.
 
     check items ─► chunks ─► admission ─► publish, as permits are granted ─► results ─► RequestResult
-                                             └ on any failure: messages without a result are withdrawn from the queue
+                                             └ on any failure: withdraw the messages without a result from the queue
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ from sie_gateway.streams.publish import StreamPosition, WorkQueue
 from sie_runtime.failpoints import failpoint
 from sie_runtime.feed import CatalogueFeed
 
-CHECK_AGAIN_S = 1.0  # seconds between two checks whether a request may continue to wait, see `Runner._results`
+CHECK_AGAIN_S = 1.0  # seconds between two checks in `Runner._results`
 MAX_TAKERS = 3  # largest number of models that an error names
 CHUNKED_FAMILY = "text-encoder"  # family whose texts may have chunks
 _logger = logging.getLogger("sie.gateway.runner")
 
 
 class Runner:
-    """Runs requests through the queue. `load_hold_s`: seconds after which a request for a model that is being loaded,
-    or for a lane without workers, ends with an error. `cached`: the cache of answers; None if this gateway has none.
+    """Runs requests through the queue. `load_hold_s`: seconds after which a request ends with an error if its model
+    is still loading, or if its lane (pool, machine profile and bundle) has no worker. `cached`: the cache of answers;
+    None if this gateway has none.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class Runner:
                 await collector.wait(max(0.0, until_s - time.perf_counter()))
                 return
             except TimeoutError as error:
-                # raises an error if a worker loads the model or if the lane has lost its last worker
+                # raises an error if a worker is still loading the model, or if the lane has no worker left
                 was_hosted = self._cold.check(request.lane, request.resolved.residency, was_hosted=was_hosted)
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
@@ -216,8 +217,8 @@ class Runner:
 
 
 class _Sending:
-    """Publisher of the chunks of one request, in the order in which their permits are granted. `build` builds the
-    message of a chunk when the chunk is published, so that the message has the remaining time budget.
+    """Publisher of the chunks of one request, in the order in which their permits are granted. `build` builds a
+    message at the time of its publish, because the message contains the remaining time budget.
     """
 
     def __init__(
@@ -268,7 +269,7 @@ class _Sending:
             self._collector.fail(InternalFailure("the gateway failed while it queued this request"))
 
     async def finish(self) -> None:
-        """Wait until the broker has acknowledged the last message: the result of the message may arrive earlier."""
+        """Wait until the broker has acknowledged the last message. A result may arrive before this acknowledgement."""
         if self._rest is not None:
             await self._rest
 
@@ -293,14 +294,14 @@ def _builder(
     reply: str,
     asker: str,
 ) -> Callable[[int], WorkItem]:
-    """Return a function that builds the work item of a chunk from the chunk's number. The budget of the work item is
-    the time from the call of this function to the deadline of the request. `asker`: name of the API key; empty if no
+    """Return a function that builds the work item of a chunk from the chunk's number. The item's budget is the time
+    left until the request's deadline when the function is called. `asker`: name of the API key; empty if no
     worker needs it.
     """
     resolved = request.resolved
     deadline_s = call.received_s + call.budget_s
     query = None if request.query is None else input_of(request.query)
-    # in metrics, workers count the route /v1/embeddings as an endpoint of its own, although its operation is encode
+    # metrics of workers count /v1/embeddings as an endpoint of its own, although its operation is encode
     endpoint = "embeddings" if call.labels.get("endpoint") == "embeddings" else ""
 
     def work_item(number: int) -> WorkItem:
@@ -338,8 +339,8 @@ def _result_listener(
     on_chunk: OnChunk | None,
 ) -> Callable[[WorkResult], None]:
     """Return the function that is called with each result. The function releases the permit of the chunk, and calls
-    `on_chunk` if the result has an outcome for each input. If the worker has another revision of the model's entry, the
-    function ends the attempt with EntryChanged.
+    `on_chunk` if the result has an outcome for each input. If the result reports another revision of the model's entry,
+    the function ends the attempt with EntryChanged.
     """
 
     def on_result(result: WorkResult) -> None:
@@ -354,8 +355,8 @@ def _result_listener(
 
 
 class _Takers:
-    """Models of the catalogue that accept a kind of input, for error texts. Each kind is looked up at most once for a
-    request, and only if an error needs it.
+    """Names of models that accept a kind of input, for error texts. Searches the catalogue at most once for each kind,
+    and only if an error names models.
     """
 
     def __init__(self, feed: CatalogueFeed, operation: Operation) -> None:
@@ -387,7 +388,7 @@ def _gives_chunks(entry: ModelEntry) -> bool:
 
 
 def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Failed | None:
-    """Return the failure of an item that this model cannot run; None if the gateway finds no fault."""
+    """Return the failure of an item that this model cannot run; None if the item passes all checks."""
     if item.modalities and (fault := _foreign(item, request, takers)) is not None:
         return Failed(fault)
     if item.unfit is not None:
@@ -415,14 +416,14 @@ def _foreign(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Err
     if foreign is None:
         return None
     message = f"{entry.id} takes {', '.join(accepted)}, not {foreign}"
-    if foreign != "multivector":  # no entry lists multivector as an input, so no model can be named
+    if foreign != "multivector":  # no catalogue entry lists multivector as an input
         message += takers.models_of(foreign)
     return ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality")
 
 
 def _fault_of_chunks(chunks: TextChunks, request: PlannedRequest, takers: _Takers) -> ErrorInfo | None:
-    """Return the error of a model that returns no vectors of chunks, with the names of models that return them; None if
-    the gateway finds no fault. For an entry without `pooling`, only the worker knows the pooling.
+    """Return the error if this model returns no vectors of chunks, with names of models that do; None if the gateway
+    finds no fault. If the entry has no `pooling`, only the worker can check the pooling.
     """
     entry, run = request.resolved.entry, request.options.run
     if request.operation != "encode":

@@ -1,13 +1,13 @@
-"""Shadow traffic: a share of the requests of an alias is copied to a second model when their results have arrived. The
-copy is only measured.
+"""Shadow traffic: after the results of a request to an alias, the gateway sends a copy of some requests to a second
+model. The gateway measures the results of the copy, and discards them.
 
     request answered ──► in the share? ──► allowed: few copies in flight, a lane without a queue, a known model
     ──► copy runs at priority bulk ──► results are compared, then discarded
     not allowed ──► no copy: counted with the reason
 
 A lane is a pool, a machine profile and a bundle. No request waits for a copy or is billed for it, and no client sees
-the failure of a copy. If no worker has the second model, one copy at a time may cause its load, and only while a worker
-of the lane has memory for one more model of the usual size, so that no other model has to be unloaded.
+the failure of a copy. If no worker has loaded the second model, at most one copy at a time makes a worker
+load it. This requires a worker with memory for one more model of the usual size, so that it unloads no other model.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from sie_runtime.ranks import spearman
 
 MAX_IN_FLIGHT = 4  # largest number of copies that a gateway runs at the same time
 MAX_ITEMS = 64  # largest number of inputs in a copy; further inputs of the request are omitted
-# requests with more values (numbers in vectors) in the reply are not copied: the reply is in memory until the copy has
-# run
+# largest number of values (numbers in vectors) in the reply to a copied request: the reply stays in memory until the
+# copy has run
 MAX_VALUES = 1 << 20
-# Largest number of bytes of the inputs of a copied request. Copies have a limit of their own, because the gateway's
-# limit for the memory of request bodies does not count them.
+# Largest number of bytes of the inputs of a copied request. The gateway's limit on the memory of request bodies does
+# not count copies.
 MAX_BYTES = 4 << 20
 BUDGET_S = 30.0  # seconds until the deadline of a copy
-LOADED_S = 0.25  # seconds: a lane is too busy for copies if its work waits longer
+LOADED_S = 0.25  # seconds of wait above which a lane is too busy for copies
 PAUSE_S, SHORT_PAUSE_S = 60.0, 5.0  # seconds without copies after a permanent failure, and after a temporary one
 KEY = "_shadow"  # API key of all copies: in the queue, all copies together get the share of one key
 _ROUNDING = 1e-6  # tolerance for the rounding error of share * number of requests
@@ -76,8 +76,8 @@ class Mean:
 
 @dataclass
 class ShadowStatistics:
-    """Measurements of the shadow of one alias since the start of this gateway. Metrics are less exact: they count all
-    aliases beyond a certain number under one label.
+    """Measurements of the shadow of one alias since the start of this gateway. Metrics are less exact: above a
+    certain number of aliases, all further aliases share one label.
     """
 
     model: str
@@ -122,7 +122,7 @@ class Shadows:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def after(self, call: Call, finished: RequestResult) -> None:
-        """Count an answered request of an alias, and copy it if it belongs to the configured share."""
+        """Count an answered request of an alias, and copy the request if it is in the configured share."""
         if call.infer_request is None or call.infer_request.run is not None or call.grant.key == KEY:
             return
         try:
@@ -164,15 +164,15 @@ class Shadows:
     def _copy(
         self, call: Call, request: InferRequest, finished: RequestResult, alias: Alias, figures: ShadowStatistics
     ) -> None:
-        """Start a copy, or count the reason why the request is not copied. The copy is counted in `figures`, even if
-        the alias gets another shadow model while the copy runs.
+        """Start a copy, or count the reason why the request is not copied. `figures` count the copy, even if the
+        alias gets another shadow model while the copy runs.
         """
         try:
             resolved = self._catalogue().resolve(figures.model, follow=False)
             pool = finished.request.lane.pool
             lane = self._fleet.lane(resolved, pool=pool, machine_profile="", known_pools=(pool,))
         except SIEError:
-            # the model was removed, or no lane of this pool serves it: every copy fails until that changes
+            # the model was removed, or no lane of this pool serves the model: for now, every copy would fail
             self._count(alias, figures, "unsuited")
             return
         if request.operation not in resolved.entry.tasks or resolved.canonical == finished.request.resolved.canonical:
@@ -206,8 +206,8 @@ class Shadows:
         return "loaded" if any(self._is_loaded(candidate) for candidate in {lane, finished.request.lane}) else None
 
     def _is_loaded(self, lane: Lane) -> bool:
-        """Return True if the lane is too busy for copies: its work waits for more than LOADED_S, or the lane has no
-        worker, so that the wait is unknown.
+        """Return True if the lane is too busy for copies: its work waits for more than LOADED_S, or its wait is
+        unknown, for example because the lane has no worker.
         """
         waits_s = [self._admission.expected_s(lane, priority) for priority in PRIORITIES]
         return any(each_s is None or each_s > LOADED_S for each_s in waits_s)
@@ -215,7 +215,7 @@ class Shadows:
     async def _measured(
         self, call: Call, request: InferRequest, finished: RequestResult, alias: Alias, figures: ShadowStatistics
     ) -> None:
-        """Run a copy and measure it. The method catches and records every error."""
+        """Run a copy and measure its results. Catches and records every error."""
         canonical = request.resolved.canonical
         result: Result = "failed"
         try:

@@ -1,8 +1,8 @@
 """Numbers of messages in the streams, by lane and priority. A lane is a pool, a machine profile and a bundle. Waiting
-and leased messages are counted, even if no worker runs.
+and leased messages count, even if no worker runs.
 
-The numbers are read from the broker once per second, and earlier if a caller needs newer numbers. If no read succeeded
-in the last UNKNOWN_S seconds, the numbers are None.
+The gateway reads the numbers from the broker every EVERY_S seconds, and earlier if a caller needs newer numbers. If no
+read succeeded in the last UNKNOWN_S seconds, the numbers are None.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Backlog:
 
     def __init__(self, queue: Queue, pools: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._queue = queue
-        self._pools = pools  # not copied, because its owner adds and removes pools while the gateway runs
+        self._pools = pools  # not a copy: its owner adds and removes pools
         self._clock = clock
         self._read: dict[
             str, tuple[float, dict[str, int], dict[str, int]]

@@ -1,5 +1,5 @@
-"""Payload store for large inputs. If a chunk (part of a request) is too large for a message, its inputs are written to
-the store, and the message has their key. Old payloads are removed.
+"""Payload store for large inputs. If a chunk (part of a request) is too large for a message, the gateway writes its
+inputs to the store, and sends a message with their key. The gateway removes old payloads.
 
     chunk above the inline limit ──► inputs and query ──put──► key ──► message with the key, without inputs and query
 """
@@ -57,7 +57,7 @@ class Offload:
     wall_clock: Callable[[], float] = time.time
 
     async def stored(self, item: WorkItem, timeout_s: float) -> WorkItem:
-        """Store inputs and query of a work item. Return the item with their key instead. Raises QueueUnavailable."""
+        """Store inputs and query of a work item. Return the item with their key. Raises QueueUnavailable."""
         data = await asyncio.to_thread(messages.encode_in_pieces, Payload(item.inputs, item.query))
         try:
             key = await self.store.put(data, period=int(self.wall_clock() // self.life_s), timeout_s=timeout_s)

@@ -12,9 +12,9 @@ Consumers are created when a request needs them, and deleted when they are unuse
     one gateway, every minute ──► consumers unused for an hour (5 min if the limit is near) are deleted
                               ──► missing consumers of subjects with messages are created again
 
-A gateway may delete a consumer while another gateway publishes messages for it. These messages stay in the stream. The
-consumer is created again by the deleting gateway, which checks for messages after the deletion, by the publishing
-gateway when it gets the notice of the deletion, or by the check every 10 s.
+A gateway may delete a consumer while another gateway publishes messages for it. These messages stay in the stream. Each
+of three checks creates the consumer again: the deleting gateway looks for messages after the deletion, the publishing
+gateway gets the notice of the deletion, and every gateway looks for messages every 10 s.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from sie_runtime.process import Stop, Tasks, Trouble
 ROUND_S = 10.0
 SWEEP_S = 60.0
 IDLE_S = 3600.0
-# seconds without a message after which a consumer may be deleted if the stream has too many consumers. Nearly all
-# requests end in less time; if a request takes longer, its gateway creates the consumer again
+# seconds without a message after which a gateway may delete a consumer of a stream with too many consumers. Nearly all
+# requests end in less time. The gateway of a longer request creates the consumer again.
 CROWDED_IDLE_S = 300.0
 _AT_ONCE = 16
 _ATTEMPTS = 3
@@ -71,7 +71,7 @@ class WorkRoute(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """Number of messages that a consumer has delivered, and the time since which it is unused."""
+    """Idle record of a consumer: `delivered` messages so far, and `since_s`, the time since which it is unused."""
 
     delivered: int
     since_s: float
@@ -87,9 +87,9 @@ def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[W
 
 
 def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: float) -> dict[str, Rest]:
-    """Return for each consumer the time since which it is unused. An unused consumer has delivered nothing since the
-    last call, and has no waiting or leased message. A consumer in use gets `now_s`. `before`: the previous result,
-    because the broker does not store these times.
+    """Return the `Rest` of each consumer, by name. A consumer is unused if it has delivered nothing since the last
+    call, and has no waiting or leased message. A used consumer gets `now_s` as `since_s`. `before`: result of the last
+    call; the broker does not store these times.
     """
     resting = {}
     for state in states:
@@ -100,9 +100,9 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """Return the consumers to delete: all consumers that are unused for `idle_s` seconds. If more than 15/16 of `limit`
-    consumers of single models would remain, also delete the excess: the consumers that are unused for longest first,
-    but no consumer that was used in the last CROWDED_IDLE_S seconds.
+    """Return the names of the consumers to delete: first all consumers that are unused for `idle_s` seconds. If more
+    than 15/16 of `limit` consumers of single models remain, add the excess, longest unused first. A consumer used in
+    the last CROWDED_IDLE_S seconds is not added.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -115,9 +115,9 @@ def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: floa
 
 
 class StreamConsumers:
-    """Consumers of one stream: those that exist, and those that this gateway needs. At most `limit` consumers are of
-    single models. Two gateways may exceed the limit together, because each gateway may create a consumer before it gets
-    the notice of the other gateway's consumer.
+    """Consumers of one stream: existing consumers, and consumers that open requests of this gateway need. At most
+    `limit` consumers belong to single models. Two gateways together may exceed the limit: each may create a consumer
+    before the notice of the other gateway's consumer arrives.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class StreamConsumers:
         name = own.consumer.name
         route = own if name in self._own or len(self._own) < self._limit else shared
         if route is own:
-            # the name is added before the consumer exists, so that the next requests respect the limit. If the consumer
-            # cannot be created, the next refresh removes the name
+            # add the name before the consumer exists, so that the next requests respect the limit; if the creation
+            # fails, the next refresh removes the name
             self._own.add(name)
         spec = route.consumer
         held = self._held.get(spec.name)
@@ -199,7 +199,7 @@ class StreamConsumers:
         return held[0] if held is not None and held[1] > self._clock() else None
 
     def discard_verified(self) -> None:
-        """Check every consumer again at its next use, because notices of deletions may have been missed."""
+        """Make the next use of each consumer check it again, because a notice of its deletion may be lost."""
         self._verified.clear()
         self._stale.update(self._ensuring)
 
@@ -239,8 +239,8 @@ class StreamConsumers:
             )
 
     async def sweep(self, ack_wait_s: float) -> int:
-        """Delete unused consumers, and return their number. Create a deleted consumer again if messages for it have
-        arrived meanwhile. Raises BrokerError; then the next refresh of any gateway creates the missing consumers.
+        """Delete unused consumers, and return their number. If messages for a deleted consumer have
+        arrived, create it again. Raises BrokerError; then any gateway's next refresh creates the missing consumers.
         """
         now_s = self._clock()
         self._rests = rests(self._rests, await self._broker.consumer_states(self._stream), now_s)
@@ -282,7 +282,7 @@ class WorkConsumers:
         self._idle_s = idle_s
         self._clock = clock
         self._streams: dict[str, StreamConsumers] = {}  # by pool: consumers of the pool's stream
-        self._following = asyncio.Lock()  # prevents two concurrent calls of `follow` from subscribing twice for a pool
+        self._following = asyncio.Lock()  # lets one call of `follow` subscribe to a pool's notices
         leases = leases_of(broker, storage=settings.stream_storage, replicas=settings.stream_replicas)
         self._lease = LeaderLease(leases, "consumers")
         self._swept_s = -SWEEP_S
@@ -329,7 +329,7 @@ class WorkConsumers:
         await self._stream(pool).ensure(spec)
 
     def stream_recreated(self, pool: str) -> None:
-        """Check every consumer of a pool again at its next use: its stream was created again, without consumers."""
+        """Make the next use of each consumer of a pool check it again: the pool's new stream has no consumers."""
         if (stream := self._streams.get(pool)) is not None:
             stream.discard_verified()
 
@@ -345,7 +345,7 @@ class WorkConsumers:
         )
 
     async def run(self, stop: Stop) -> None:
-        """Every ROUND_S until `stop`, create missing consumers. If this gateway leads, also delete unused consumers."""
+        """Create missing consumers every ROUND_S until `stop`. The leading gateway also deletes unused consumers."""
         trouble, pause_s = Trouble(_consumers_logger, "not every consumer could be checked"), 0.0
         while not await stop.wait_for(pause_s):
             pause_s = ROUND_S
@@ -377,8 +377,7 @@ LAST_ATTEMPT_S = 0.1
 UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
 HEADROOM_BYTES = 16 << 10  # bytes reserved in a message for all fields except the inputs
-# bytes reserved beside a message: for the NATS headers of its publish, and, if it becomes a dead letter, for the error
-# and the ids of the dead letter
+# bytes reserved beside a message: NATS headers of the publish, or error and ids if the message becomes a dead letter
 ENVELOPE_BYTES = 4 << 10
 # smallest max_payload of a broker that SIE accepts: large enough for the result of one input of the widest model, and
 # for the heartbeat of a worker with a few hundred models
@@ -400,15 +399,15 @@ def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topol
 
 
 class StreamPosition(NamedTuple):
-    """Position of a message in a stream. A sequence alone is not unique: a recreated stream starts again at 1."""
+    """Position of a message in a stream. A recreated stream starts at sequence 1 again, under a new `created`."""
 
     created: str  # time at which the broker created the stream, in the broker's format
     sequence: int
 
 
 class WorkQueue:
-    """Work streams of the pools. The gateway creates these streams (on a broker with users, by a request to the config
-    service) and their consumers. Workers only check them.
+    """Work streams of the pools. The gateway creates these streams and their consumers; workers only check them. On a
+    broker with users, the gateway asks the config service to create a stream.
     """
 
     def __init__(
@@ -435,10 +434,10 @@ class WorkQueue:
         self._on_publish = on_publish
         self._serves = serves
         self._is_reservation = is_reservation
-        # by pool: the creation time of its stream; a new time shows that the stream was lost
+        # by pool: creation time of the pool's stream; if it changes, the broker has lost the stream
         self._created: dict[str, str] = {}
-        # tasks that withdraw messages; their failure does not end the gateway, because the stream's age limit removes
-        # the messages too
+        # tasks that withdraw messages; a failed task does not end the gateway, because the stream's age limit also
+        # removes the messages
         self._undoing = Tasks(_logger, lambda: None)
         self._ensuring = SharedTasks()
         self.consumers = WorkConsumers(broker, settings)
@@ -461,7 +460,7 @@ class WorkQueue:
 
     @property
     def holds_any_size(self) -> bool:
-        """Return True if this gateway writes inputs that are too large for a message to a payload store."""
+        """Return True if a payload store takes the inputs that are too large for a message."""
         return self._offload is not None
 
     async def ensure_pool(self, pool: str) -> None:
@@ -489,12 +488,12 @@ class WorkQueue:
     async def _ensure_pool(self, pool: str) -> None:
         self._require(pool)
         reserved = self._is_reservation(pool)
-        # workers of a reservation write dead letters to their original pool: the letters must outlive the reservation
+        # a reservation has no stream of dead letters: its workers write them to their original pool, which remains
         if not reserved:
             await self._ensure_dead_letters(pool)
         spec = work_spec(self._settings, pool, reserved=reserved)
         state = await self._broker.ensure_stream(spec)
-        # if the reservation ended during this call, `ensure_stream` may have created its stream again after the removal
+        # if the reservation ended during this call, `ensure_stream` may have recreated the removed stream
         if not self._serves(pool):
             await self._broker.delete_stream(spec.name)
             self._require(pool)
@@ -523,7 +522,7 @@ class WorkQueue:
         await self._broker.delete_stream(topology.stream_name(pool))
 
     async def _ensure_dead_letters(self, pool: str) -> None:
-        """Create the stream of dead letters, and the bucket of poison marks: records of inputs that crash adapters."""
+        """Create the stream of dead letters, and the bucket with the records of inputs that crash adapters."""
         replicas, queue_bytes = self._settings.stream_replicas, self._settings.queue_max_bytes
         spec = topology.dead_letter_stream(pool, replicas=replicas, queue_bytes=queue_bytes)
         try:
@@ -543,14 +542,14 @@ class WorkQueue:
         await independently((functools.partial(self.ensure_pools, pools), self.consumers.reverify))
 
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[StreamPosition]:
-        """Publish the chunks of one request and return their positions. If a chunk cannot be stored, remove the stored
-        chunks. A missing consumer is created at the same time, because a stream stores messages even without a
-        consumer. Raises QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
+        """Publish the chunks of one request and return their positions. If the broker does not store a chunk, remove
+        the stored chunks. Create a missing consumer meanwhile: a stream stores messages without a consumer. Raises
+        QueueFull, QueueUnavailable, PayloadTooLarge, PoolNotFound.
         """
         first = items[0]
         is_followed = self.consumers.follows(lane.pool)
         if not is_followed:
-            self._require(lane.pool)  # an ended reservation gets no messages, because nothing would remove them again
+            self._require(lane.pool)  # nobody would remove the messages of an ended reservation
         self._on_publish(lane, items)
         started_s = time.perf_counter()
         if not is_followed:
@@ -610,8 +609,8 @@ class WorkQueue:
         await self.withdraw(pool, [stored for stored in settled if isinstance(stored, StreamPosition)], request)
 
     async def _publish_one(self, lane: Lane, subject: str, item: WorkItem, deadline_s: float) -> StreamPosition:
-        """Publish one message and return its position. If this call is cancelled, withdraw the message, because the
-        broker may have stored it. After an error withdraw nothing: workers drop messages whose time limit has passed.
+        """Publish one message and return its position. If the caller cancels this call, withdraw the message, because
+        the broker may have stored it. After an error, withdraw nothing: workers drop messages after their time limit.
         """
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
         stored, tried = StreamPosition("", 0), False
@@ -646,8 +645,8 @@ class WorkQueue:
         return stored
 
     async def _take_back(self, pool: str, subject: str, data: bytes, message_id: str, request: str) -> None:
-        """Withdraw a message that the broker may have stored. Its sequence number is not known. If it is published
-        again with the same message id, the broker returns the sequence number of the stored message.
+        """Withdraw a message that the broker may have stored. Publish the message again with the same message id to
+        learn its sequence number: the broker then returns the number of the stored message.
         """
         with contextlib.suppress(BrokerError):  # after an error, the age limit of the stream removes the message
             created = self._created.get(pool, "")
@@ -655,7 +654,7 @@ class WorkQueue:
             await self.withdraw(pool, [StreamPosition(created, sequence)], request)
 
     def _is_too_large(self, item: WorkItem, message_bytes: int) -> bool:
-        """Return True if the inputs exceed the inline limit, or a dead letter with them exceeds the broker's limit."""
+        """Return True if the inputs exceed the inline limit, or their dead letter exceeds the broker's limit."""
         if message_bytes > self._broker.max_payload - ENVELOPE_BYTES:
             return True
         return sum(entry.nbytes for entry in _inputs(item)) > self.payload_bytes
@@ -689,7 +688,7 @@ class WorkQueue:
             except BrokerUnavailable as error:
                 if time.perf_counter() + 0.1 >= end_s:
                     raise QueueUnavailable("the gateway has no connection to the broker: try again") from error
-                # a pause between attempts; the client library reconnects by itself
+                # the client library reconnects during this pause
                 await asyncio.sleep(0.1)
                 if self._broker.connected:
                     with contextlib.suppress(BrokerError):  # if this fails, the next attempt reports the error
@@ -703,8 +702,8 @@ class WorkQueue:
         """Remove the waiting and leased messages of an ended request. Ignore positions in an earlier stream that the
         broker has lost. If the broker fails, the age limit of the stream removes the messages later.
 
-        With `request`, then send the workers a cancellation of this request. It is sent after the removal, because a
-        worker could otherwise drop its messages of the request and then pull further messages from the stream.
+        With `request`, then send a cancellation of this request to the workers. A cancellation before the removal would
+        let a worker drop its messages of the request and pull further messages of the request.
         """
         if stored and self._serves(pool):
             try:
@@ -726,7 +725,7 @@ class WorkQueue:
     async def _remove(self, stream: str, stored: Sequence[StreamPosition]) -> None:
         """Delete messages from the stream, except messages of an earlier stream of this name. Raises BrokerError."""
         for start in range(0, len(stored), PUBLISHES_AT_ONCE):
-            # read before each group of deletions, because the stream may have been lost and created again meanwhile
+            # read the creation time before each group of deletions: the broker may have recreated a lost stream
             created = (await self._broker.stream_state(stream)).created
             piece = stored[start : start + PUBLISHES_AT_ONCE]
             removals = [
