@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
 VTT = "text/vtt"
 # seconds at the end of a part that the model reads again with the next part, because the last segment may be
-# incomplete;
-# no segment is longer than 30 s, the time that Whisper reads at once
+# incomplete; no segment is longer than 30 s, the time that Whisper reads at once
 AGAIN_S = 30
 GRANULARITIES = "timestamp_granularities[]"
 # SIE's parameters, each with the field of the form that sets it

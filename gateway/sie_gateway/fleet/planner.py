@@ -24,8 +24,7 @@ from sie_contracts.wire.records import Placement
 from sie_gateway.fleet.lanes import mean_rate
 
 # seconds after which the planner renews the time `at_s` of an unchanged table of a lane with work: a sidecar takes an
-# old
-# table as a sign that no gateway is alive
+# old table as a sign that no gateway is alive
 REFRESH_S = 5.0
 # smallest age in seconds of the oldest message for the rate (waiting tokens / age): a burst must not count as a high
 # rate

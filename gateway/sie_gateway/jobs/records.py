@@ -83,8 +83,7 @@ class OwnerUsage:
 
 
 # seconds for which the broker stores the removal of a record; a gateway that was disconnected for longer still shows
-# the
-# record
+# the record
 REMOVED_AGE_S = 7 * 86_400.0
 LOOK_S = 0.5  # seconds between two checks whether the bucket must be read again; a check sends no request
 _Kept = FileRecord | JobRecord
@@ -101,9 +100,8 @@ class RecordValues(Mapping[str, T], Generic[T]):
         self._record = record
         self._prefix = prefix
         self._values: dict[str, T] = {}
-        self._revisions: dict[
-            str, int
-        ] = {}  # id -> revision; a removed record stays until the watch delivers the removal
+        # id -> revision; a removed record stays until the watch delivers the removal
+        self._revisions: dict[str, int] = {}
 
     def __getitem__(self, id_: str) -> T:
         return self._values[id_]

@@ -53,8 +53,7 @@ MAX_TEXT = 300  # stored characters of an error message, and of the name of an u
 MAX_CHUNKS = 32  # largest number of chunks (parts of a request, one per message) in a record
 STAGES_TOLD = (*STAGES, "total_time")
 # upper bounds of the latency histograms in ms: each is 1.2 times the previous bound, so a quantile between the first
-# and
-# the last bound is at most 20 % too high
+# and the last bound is at most 20 % too high
 BOUNDS_MS = tuple(0.05 * 1.2**step for step in range(80))
 _of_stages = itemgetter(*STAGES_TOLD)
 _of_logged = itemgetter(*STAGES)

@@ -30,8 +30,7 @@ from sie_gateway.remotes.client import Vectors
 
 # Texts of several scripts, with digits, an emoji, ligatures, code and white space of all kinds. If a remote server has
 # another tokenizer, text normalisation or pooling, at least one text gets another vector. Each kind of white space has
-# a
-# separate text, because a server may change only one kind.
+# a separate text, because a server may change only one kind.
 PROBES = (
     "The harbour master signed the papers before noon.",
     "Übergrößenträger fahren im Dezember nach Zürich.",
