@@ -4,7 +4,7 @@ recording. The reply has the spoken words as JSON, text or subtitles.
     recording ──► part of 600 s ──► segments ──► the next part begins at the first segment that may be incomplete;
     after the last part ──► reply
 
-Each part of the recording is a separate work item. So the work of other clients runs between the parts of a long
+Each part of the recording is a separate work item. So workers run items of other clients between the parts of a long
 recording, and no process has the features of the whole recording in memory.
 """
 
@@ -39,14 +39,13 @@ if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 VTT = "text/vtt"
-# seconds at the end of a part that are read again with the next part, because the last segment may be incomplete;
-# Whisper reads 30 s at a time, so no segment is longer
+# seconds at the end of a part that the model reads again with the next part, because the last segment may be
+# incomplete; no segment is longer than 30 s, the time that Whisper reads at once
 AGAIN_S = 30
 GRANULARITIES = "timestamp_granularities[]"
 # SIE's parameters, each with the field of the form that sets it
 _FIELDS = {"instruction": "prompt", "language": "language", "word_times": GRANULARITIES}
-# fields of OpenAI that are not supported, each with the values that are accepted because they change nothing, and the
-# end of the error text for other values
+# unsupported field of OpenAI -> (accepted values, which have no effect; end of the error text for other values)
 _REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "stream": (("false",), "false: the text is sent as a whole"),
     "temperature": (("0", "0.0"), "0: the most likely words are written"),
@@ -71,8 +70,8 @@ class SpokenSegment(NamedTuple):
 
 @dataclass
 class Transcript:
-    """Text, segments and words of the parts of a recording that have been read so far. `language`: code of the language
-    that was recognised in the first part. `words`: single words with their times, empty if the model wrote none.
+    """Text, segments and words of the transcribed parts of a recording. `language`: code of the language that the model
+    recognised in the first part. `words`: single words with their times, or empty.
     """
 
     task: str
@@ -86,7 +85,7 @@ class Transcript:
     tokens: int = 0
 
     def add(self, segments: Sequence[SpokenSegment], text: str, words: Sequence[SpokenSegment]) -> None:
-        """Add a part. `text`: its text as the model wrote it; if empty, the texts of the segments are joined."""
+        """Add a part. `text`: the model's text of the part; if empty, join the texts of the segments."""
         self.segments += segments
         self.words += words
         own = text or self.space.join(segment.text for segment in segments)
@@ -126,16 +125,16 @@ translations = functools.partial(_transcribe, "translate")
 async def _read(
     inference: Inference, call: Call, planned: PlannedRequest, task: str
 ) -> tuple[Transcript, RequestResult]:
-    """Return the transcript of a recording, and the last part's result. Raises the errors of `Inference.execute`,
+    """Return (transcript of the recording, result of the last part). Raises the errors of `Inference.execute`,
     FailedRequest.
     """
     transcript = Transcript(task, planned.options.warnings)
     from_s = 0.0
     for number in itertools.count():
-        # with a separate id, a late reply to a part cannot be mistaken for the reply to the next part
+        # separate ids, so that a late reply to a part does not count as the reply to the next part
         own = replace(call, id=f"{call.id}-part{number}") if number else call
         run = planned.options.run
-        # the language is recognised once, in the first part
+        # the model recognises the language only in the first part
         language = {"language": transcript.language} if transcript.language not in ("", UNDETERMINED) else {}
         parameters = {**run.parameters, **language}
         part = planned.with_run(msgspec.structs.replace(run, sound_from_s=from_s, parameters=parameters))
@@ -150,8 +149,8 @@ async def _read(
 
 
 def _add(transcript: Transcript, outcome: Ok, from_s: float) -> float:
-    """Add the segments of a part. Return the second at which the next part begins; after the last part, the
-    recording's end.
+    """Add the segments of a part. Return the begin of the next part in seconds; after the last part, the end of the
+    recording.
     """
     result = outcome.data or {}
     transcript.seconds = outcome.sound_s
@@ -169,7 +168,7 @@ def _add(transcript: Transcript, outcome: Ok, from_s: float) -> float:
     cut = [segment for segment in segments if segment.end > whole_s]
     whole = [segment for segment in segments if segment.end <= whole_s]
     transcript.add(whole, "" if cut else text, _words_of(whole, words))
-    # the next part begins at least AGAIN_S after this one began: a segment as long as a part causes no endless loop
+    # advance at least AGAIN_S, so that a segment as long as a part causes no endless loop
     return max(from_s + AGAIN_S, min([whole_s, *(segment.start for segment in cut)]))
 
 
@@ -183,9 +182,8 @@ def _spoken(texts: Iterable[Mapping[str, Any]], from_s: float) -> list[SpokenSeg
 
 
 def _words_of(segments: Sequence[SpokenSegment], words: Sequence[SpokenSegment]) -> list[SpokenSegment]:
-    """Return the words of `segments`, the first segments of a part, from all `words` of the part. They are selected by
-    counting letters, not by time: Whisper computes the times of words and of segments separately, so a word may begin
-    before its segment.
+    """Return the words of `segments`, the first segments of a part, from all `words` of the part. Count letters, not
+    time: Whisper computes the times of words and of segments separately, so a word may begin before its segment.
     """
     letters = sum(_letters(segment) for segment in segments)
     before = itertools.accumulate(map(_letters, words), initial=0)

@@ -1,5 +1,5 @@
-"""Requests for models that no worker has loaded. The gateway holds such a request for a limited time. The drawing shows
-what happens when this time ends. In addition, the demand is recorded for autoscalers.
+"""Requests for models that no worker has loaded. The gateway holds such a request for a limited time (see the drawing
+for the end of this time), and records the demand for autoscalers.
 
 held until the time ends ──► a worker has loaded the model: continue to wait, while the lane has a live worker
                          ──► a worker loads the model: MODEL_LOADING
@@ -7,8 +7,8 @@ held until the time ends ──► a worker has loaded the model: continue to wa
                          ──► a worker is ready and has not begun to load: continue to wait
 
 The record of demand has one key per lane (pool, machine profile and bundle). All gateways read the record. It is valid
-for DEMAND_LIFE_S seconds. The work of a request that has ended is withdrawn from the queue. Without the record, no
-autoscaler would then start a worker for the client's next attempt.
+for DEMAND_LIFE_S seconds. The gateway withdraws the work of an ended request from the queue. Without the record, the
+autoscaler would not start a worker for the client's next attempt.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
 
 DEMAND_LIFE_S = 60.0
-# seconds before the record of demand of a lane is written again, to limit the writes while many requests wait
+# shortest time in seconds between two writes of a lane's demand, to limit the writes while many requests wait
 AGAIN_S = 5.0
 _RETRY_S = 1.0
 MAX_RETRY_S = 5
 USUAL_START_S = 60.0  # seconds that the start of a worker is assumed to take, until this gateway has measured a start
-ASKED_S = 60.0  # if a lane gets no request for this number of seconds, the measurement of its worker's start is dropped
+ASKED_S = 60.0  # seconds without a request after which the measurement of a worker's start ends
 _logger = logging.getLogger("sie.gateway.demand")
 
 
@@ -53,7 +53,7 @@ class DemandRecords:
         self._bucket = RecordBucket(
             broker, topology.DEMAND_BUCKET, storage=storage, replicas=replicas, max_age_s=2 * DEMAND_LIFE_S
         )
-        # time of the last request by lane, not written yet; the map stays small: a request cannot name a new lane
+        # lane -> unwritten time of its last request; the map stays small, because a request cannot create a lane
         self._noted: dict[Lane, float] = {}
         self._written: dict[Lane, float] = {}
         self._wake = asyncio.Event()
@@ -77,7 +77,7 @@ class DemandRecords:
         return {lane for lane, at_s in {**self._written, **self._noted}.items() if is_live(at_s, now_s)}
 
     async def run(self, stop: Stop) -> None:
-        """Write the demand that `note` records to the broker, until `stop`. A write that fails is tried again."""
+        """Write the demand that `note` records to the broker, until `stop`. Repeat a failed write."""
         trouble = Trouble(_logger, "the demand for workers, which autoscalers read, cannot be written to the broker")
         while not await stop.wait_woken(self._wake):
             with trouble.logged(BrokerError):
@@ -104,7 +104,7 @@ class DemandRecords:
         try:
             return is_live(records.decode_demand(entry.value).at_s, self._now_s())
         except UNDECODABLE as error:
-            _logger.warning("the record of demand for lane %s could not be decoded and is ignored: %s", lane, error)
+            _logger.warning("the gateway ignores the undecodable record of demand for lane %s: %s", lane, error)
             return False
 
 
@@ -118,8 +118,8 @@ class _ColdStart:
 
 
 class ColdStarts:
-    """Decides about requests for models that no worker has loaded. `pending_reason` returns why a reservation lacks
-    workers; empty for a reservation with all its workers, and for a pool that is no reservation.
+    """Decides how long requests for models that no worker has loaded may wait. `pending_reason` returns why a
+    reservation lacks workers; empty if the reservation has all its workers, or the pool is no reservation.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ColdStarts:
         self._metrics = metrics
         self._pending_reason = pending_reason
         self._clock = clock
-        # lanes for whose first worker requests wait; the map stays small: a request cannot name a new lane
+        # lanes without workers but with requests; the map stays small, because a request cannot create a lane
         self._starts: dict[Lane, _ColdStart] = {}
         self._took_s: dict[Lane, float] = {}
 

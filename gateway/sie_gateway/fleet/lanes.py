@@ -26,33 +26,32 @@ from sie_contracts.wire.heartbeats import Fetched, Heartbeat, ModelStatus
 from sie_contracts.wire.records import ReservationSpec
 from sie_contracts.wire.topology import Lane
 
-# states of a model; if workers report different states, the first of these in this order is the state of the model
+# states of a model, by precedence: if the reports of workers differ, the model has the earliest reported state
 STATES = ("loading", "unloading", "loaded", "failed", "available")
-LOADS = ("loading", "failed")  # states of a model that also count if the worker is not ready yet
+LOADS = ("loading", "failed")  # states that `Fleet.model` also accepts from a worker that is not ready yet
 ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
-NO_DISK_S = 0.5  # seconds before an empty list of models on disks is computed again, for example at a cluster's start
+NO_DISK_S = 0.5  # the same for an empty list, which is usual only at the start of a cluster
 # Seconds by which the heartbeats of a live worker may be late if the NATS server of the worker or of this gateway
 # freezes: up to 15 s until the connection counts as lost (three pings), and the time to open a new one.
 LOST_S = 20.0
-MAX_LANES = 16  # largest number of lanes stored for a worker: a moved worker finishes the work of its old lanes
+MAX_LANES = 16  # largest number of lanes stored for a worker that has moved between lanes
 USUAL_LOAD_S = 10.0  # seconds that a load is assumed to take, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
 
 def worker_rate(beats: Iterable[Heartbeat]) -> float:
-    """Return the tokens per second that one busy worker of a lane runs; 0 while no worker has measured its rate.
+    """Return the tokens per second that one busy worker of a lane computes; 0 if no worker has measured its rate.
 
-    Each measured rate is weighted by the share of time for which its worker is busy at its present load. The rate of an
-    idle worker is old: it may come from batches of other sizes, and would distort the result. If no worker is busy, the
-    result is the mean of all rates.
+    The weight of each rate is the share of time for which its worker is busy. An idle worker has the weight 0, because
+    its last rate may be from batches of other sizes. If no worker is busy, the result is the mean of all rates.
     """
     rates = [(beat.rate, sum(status.cost_rate for status in beat.models)) for beat in beats]
     return mean_rate(np.array([rate for rate, _ in rates]), np.array([arriving for _, arriving in rates]))
 
 
 def mean_rate(rates: NDArray[np.float64], arriving: NDArray[np.float64]) -> float:
-    """Compute `worker_rate` from arrays [workers]: the rate of each worker, and the tokens per second that arrive at
-    each worker.
+    """Compute `worker_rate` from two arrays of shape [workers], both in tokens per second: the measured rates, and the
+    arrival rates.
     """
     is_measured = rates > 0
     rates, arriving = rates[is_measured], arriving[is_measured]
@@ -95,7 +94,7 @@ class _LaneWorkers:
                     del self.loaded[status.model]
 
     def all(self) -> list[Heartbeat]:
-        """Return the heartbeats in the order of worker names: one shared list, which callers must not change."""
+        """Return the heartbeats, sorted by worker name. Callers share this list and must not change it."""
         if self._all is None:
             self._all = [self.beats[name] for name in sorted(self.beats)]
         return self._all
@@ -105,11 +104,11 @@ _NO_WORKERS = _LaneWorkers()
 
 
 class Fleet:
-    """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy, and is
-    removed after ten times this time. If no heartbeat of any worker arrives for SIE_HEARTBEAT_TIMEOUT_MS, for example
-    without the broker, the time to removal begins again at the next heartbeat. Workers are indexed by lane and by
-    model, so that the time of a look-up does not grow with their number. The argument `residency` is the name of a
-    model with one set of load options, `model` or `model:profile`.
+    """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy. After
+    ten times SIE_HEARTBEAT_TIMEOUT_MS the fleet removes the worker. After a silence of all workers, for example without
+    the broker, the time to removal begins again at the next heartbeat. Indexes by lane and by model keep the time of a
+    look-up independent of the number of workers. The argument `residency` names a model with one set of load options:
+    `model` or `model:profile`.
     """
 
     def __init__(
@@ -125,10 +124,10 @@ class Fleet:
         self._settings = settings
         self._clock = clock
         self._timeout_s = settings.heartbeat_timeout_ms / 1000
-        # in the order of the heartbeats, the oldest first; _healthy has the same order
+        # worker -> (time, last heartbeat), the oldest first; `_healthy` has the same order
         self._seen: dict[str, tuple[float, Heartbeat]] = {}
         self._healthy: dict[str, Heartbeat] = {}
-        self._hearing_s = -math.inf  # time of the first heartbeat after the latest silence of `_timeout_s`
+        self._hearing_s = -math.inf  # time of the first heartbeat after the last silence of all workers
         self._lanes: dict[Lane, _LaneWorkers] = {}
         # (pool, bundle) -> machine profile -> workers of the lane
         self._served: dict[tuple[str, str], dict[str, _LaneWorkers]] = {}
@@ -141,7 +140,7 @@ class Fleet:
         self._on_disk: tuple[float, frozenset[str]] = (-math.inf, frozenset())
         # last time at which `is_lane_alive` saw no connection to the broker
         self._disconnected_s = -math.inf
-        self.version = 0  # number of heartbeats; if it has changed, the admission looks up the workers again
+        self.version = 0  # number of heartbeats; after a change the admission looks up the workers again
         self.listeners: list[Callable[[], None]] = []  # called at every heartbeat
         self._own_pools = frozenset({topology.DEFAULT_POOL, settings.pool})
         self._spec = spec
@@ -153,7 +152,7 @@ class Fleet:
         try:
             heartbeat = heartbeats.decode_heartbeat(message.data)
         except UNDECODABLE as error:
-            _logger.warning("a worker's heartbeat could not be decoded and is ignored: %s", error)
+            _logger.warning("the gateway ignores a worker's heartbeat that it cannot decode: %s", error)
             return
         self.note(heartbeat)
 
@@ -233,8 +232,8 @@ class Fleet:
             self._leave(worker)
 
     def workers(self) -> list[tuple[Heartbeat, bool]]:
-        """Return all known workers in the order of names, each with True if it is healthy: its heartbeat is in time,
-        and it is ready and not leaving.
+        """Return all known workers, sorted by name, with True for healthy workers: these are ready, do not leave, and
+        send their heartbeats in time.
         """
         self._expire()
         return [(self._seen[name][1], name in self._healthy) for name in sorted(self._seen)]
@@ -248,10 +247,10 @@ class Fleet:
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
     def is_lane_alive(self, lane: Lane) -> bool:
-        """Return True if a live worker may have work of this lane. A worker, ready or not, is live until its next
-        heartbeat is LOST_S seconds overdue. A worker that was moved to another pool first finishes its work, so it may
-        have work of an earlier lane for the same time after its last report of work. The result is also True for this
-        time after a loss of the connection to the broker, because heartbeats may have been lost.
+        """Return True if a live worker may have messages of this lane. A worker is live until its next heartbeat is
+        LOST_S seconds overdue. A worker that has moved to another pool first finishes the messages of its earlier lane,
+        so this lane stays alive for the same time after the last report of work. The result is also True for this time
+        after a loss of the connection to the broker, because the gateway may have missed heartbeats.
         """
         now_s = self._clock()
         since_s = now_s - self._timeout_s - LOST_S
@@ -262,8 +261,8 @@ class Fleet:
         )
 
     def listens(self, worker: str) -> bool:
-        """Return True if a worker reports that it subscribes to its assignment subject. Gateways send to this subject
-        when the pool of the worker may have changed, and to check that the worker is connected.
+        """Return True if a worker reports that it subscribes to its assignment subject. Gateways publish to this
+        subject if the pool of the worker may have changed, and to check the worker's connection.
         """
         return worker in self._seen and self._seen[worker][1].listens
 
@@ -273,12 +272,12 @@ class Fleet:
         return [self._healthy[name] for name in sorted(self._healthy)]
 
     def lanes(self) -> dict[Lane, list[Heartbeat]]:
-        """Return the healthy workers of each lane that has at least one."""
+        """Return lane -> healthy workers, without empty lanes."""
         self._expire()
         return {lane: entry.all() for lane, entry in self._lanes.items()}
 
     def silent(self) -> dict[Lane, list[Heartbeat]]:
-        """Return, by lane, workers that were healthy in their last heartbeat and whose next heartbeat is overdue."""
+        """Return lane -> workers that reported to be healthy, but whose next heartbeat is overdue."""
         self._expire()
         silent: dict[Lane, list[Heartbeat]] = {}
         for name, (_, beat) in self._seen.items():
@@ -307,13 +306,13 @@ class Fleet:
         return [self._statuses[residency][name] for name in self._workers_of(lane).loaded.get(residency, ())]
 
     def crossover_tokens(self, residency: str) -> int:
-        """Return the length of a text, in tokens, at which attention takes as long as all other layers of the model.
-        The length is from the reports of workers, and 0 while no worker reports it.
+        """Return the length of a text, in tokens, at which attention takes as long as all other layers of the model; 0
+        if no worker reports this length.
         """
         return max((status.crossover_tokens for status in self._statuses.get(residency, {}).values()), default=0)
 
     def image_cost(self, residency: str) -> ImageCost:
-        """Return the cost of an image for a model, as workers report it; a default cost while no worker reports it."""
+        """Return the cost of an image that workers report for a model; a default cost if no worker reports a cost."""
         statuses = self._statuses.get(residency, {}).values()
         tokens = max((status.image_tokens for status in statuses), default=0)
         vectors = max((status.image_vectors for status in statuses), default=0)
@@ -321,9 +320,9 @@ class Fleet:
 
     def loading_left_s(self, lane: Lane, residency: str) -> float | None:
         """Return the expected seconds until a load of the model in the lane ends; None if no worker loads the model.
-        The estimate is the longest of the model's last load times on all workers, minus the time that a load in
-        progress has taken, but at least 1. A worker that unloads another model is expected to load this model next,
-        because the unload frees memory for the load.
+        The estimate is the longest last load time of the model over all workers, minus the seconds since the earliest
+        load in progress began, but at least 1. A worker that unloads any model counts as one that loads this model:
+        workers unload a model to free memory for the next.
         """
         workers = self._workers_of(lane)
         statuses = self._statuses.get(residency, {})
@@ -341,19 +340,17 @@ class Fleet:
     def lane(self, resolved: Resolved, *, pool: str, machine_profile: str, known_pools: Iterable[str]) -> Lane:
         """Return the lane of a request.
 
-        The request and the model's entry may restrict the machine profiles. Of the allowed profiles, those with a
-        worker that has the model loaded come first, then those with workers that serve the bundle, then those without
-        workers, in which the work waits. Among equal profiles, the order is that of the entry's list; without this
-        list, that of the configured machine profiles. These are SIE_GATEWAY_CONFIGURED_GPUS, or for a reservation the
-        machine profiles of its spec.
+        The request and the model's entry may restrict the machine profiles. The order of preference among the allowed
+        machine profiles is: a worker has the model loaded; a worker serves the bundle; no worker, so the request waits.
+        Among equal profiles, the list of the model's entry decides. If the entry has no list, the configured profiles
+        decide: SIE_GATEWAY_CONFIGURED_GPUS, or for a reservation the machine profiles of its spec.
 
-        If SIE_MACHINE_PROFILE names a configured machine profile, all work of the bundle `default` without a
-        restriction goes to this machine profile, even while the profile has no live worker. This does not apply to
-        reservations.
+        If SIE_MACHINE_PROFILE names a configured profile, an unrestricted request for the bundle `default` uses this
+        profile, even without a live worker. Requests to reservations ignore SIE_MACHINE_PROFILE.
 
         Raises PoolNotFound, BundleConflict, InvalidInput with the reason `gpu_not_configured` or
-        `machine_profile_excluded`. If no machine profiles are configured, raises NotProvisioned while the pool has no
-        ready worker with the bundle, and NotFound if no such worker has the machine profile that the request names.
+        `machine_profile_excluded`. If no machine profiles are configured and no worker has the requested profile,
+        raises NotFound, or NotProvisioned if the pool has no ready worker with the bundle.
         """
         bundle = resolved.bundle
         configured = tuple(name.strip() for name in self._settings.gateway_configured_gpus or ())
@@ -403,9 +400,9 @@ class Fleet:
         return [name for name, of_lane in serving.items() if residency in of_lane.loaded]
 
     def _awaited(self, requested: str, pool: str, bundle: str) -> str:
-        """Return the machine profile that a request names if the profile has no ready worker. The request then waits in
-        the lane of the profile. The name must be the machine profile or GPU type of this installation, or of a worker
-        that has sent a heartbeat. Raises NotFound, NotProvisioned.
+        """Return the requested machine profile, which has no ready worker: the request waits in the lane of this
+        profile. `requested` must be a machine profile or GPU type of the settings or of a worker that has sent a
+        heartbeat. Raises NotFound, NotProvisioned.
         """
         types: dict[str, Counter[str]] = {self._settings.profile: Counter([gpu_type(self._settings.gpu_type or "")])}
         serving = self._served.get((pool, bundle), {})
@@ -427,8 +424,8 @@ class Fleet:
         raise NotProvisioned(message, param="X-SIE-MACHINE-PROFILE", extras={**extras, **waited})
 
     def model(self, model: str) -> tuple[str, list[tuple[Heartbeat, ModelStatus]]]:
-        """Return the state of a model over all healthy workers, and the report of each worker, sorted by name. Reports
-        of workers that are still starting are included only if these workers load the model or failed to load it.
+        """Return the state of a model over all healthy workers, and the report of each worker, sorted by worker name. A
+        starting worker is included only if it loads the model or has failed to load it.
         """
         self._expire()
         reports = [
@@ -473,7 +470,7 @@ def _type(beat: Heartbeat) -> str:
 def _named(requested: str, profiles: Mapping[str, Mapping[str, int]], preferred: Iterable[str]) -> str | None:
     """Return the machine profile that a request names; None if no machine profile matches. A request may use the name
     of a profile, the name without `-spot`, or a GPU type that all workers of the profile have. If several profiles have
-    this GPU type, a profile in `preferred` is chosen. `profiles`: number of workers by GPU type, for each profile.
+    this GPU type, prefer a profile in `preferred`. `profiles`: machine profile -> GPU type -> number of workers.
     """
     for name in (requested, f"{requested}-spot"):
         if name in profiles:

@@ -1,10 +1,10 @@
 """Placement tables: for each lane (pool, machine profile and bundle), the workers that host each model. All gateways
-compute each table. The first gateway that writes a change wins; the other gateways read the written table.
+compute all tables. The first gateway writes a change of a table, and the others read the written table.
 
     heartbeats, backlog, table ──Planner.step, each 0.5 s or at once for a model without a host──► changed table
     ──compare-and-set──► sidecars
 
-Tables are computed in a thread that pauses every millisecond, so that the event loop can run.
+A thread computes the tables. It pauses every millisecond, so that the event loop can run.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 0.5
-# shortest time in seconds between two steps, so that models that get their first work together are placed in one step
+# shortest time in seconds between two steps: one step then places all models that get their first work together
 COLD_GAP_S = 0.02
 # seconds that a new gateway waits for the first heartbeat of a host before it moves the models of the host
 UNHEARD_S = 15.0
-MAX_ASKED = 32  # largest number of subjects of a lane whose oldest message is read in one step
+MAX_ASKED = 32  # largest number of subjects of a lane whose oldest message one step reads
 _logger = logging.getLogger("sie.gateway.placement")
 
 
 def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Heartbeat]:
-    """Build heartbeats for hosts in the stored placement table from which this gateway has received no heartbeat yet,
-    so that the gateway does not move their models.
+    """Return heartbeats for the hosts in the stored table that have sent no heartbeat to this new gateway yet, so that
+    the gateway does not move their models.
     """
     models: dict[str, list[ModelStatus]] = {}
     for model, hosts in table.hosts.items():
@@ -82,16 +82,15 @@ class Placer:
         self._serves = serves
         self._first_s: float | None = None
         self._hosts: frozenset[str] = frozenset()  # workers that could host models at the last step
-        self._tables: dict[str, StoredTable] = {}  # placement tables by the key of the lane
-        # changes of stored tables that arrive while a step runs, and that are applied after the step; None while no
-        # step runs
+        self._tables: dict[str, StoredTable] = {}  # key of a lane -> placement table
+        # changes of stored tables that arrive during a step, to apply after the step; None while no step runs
         self._held: list[Callable[[], object]] | None = None
         self._planners: dict[Lane, Planner] = {}
-        # by lane and model, three counts since the last step: calls of `note` and `want`, published messages, tokens of
-        # these messages
+        # lane -> model -> (calls of `note` and `want`, published messages, tokens of these messages) since the last
+        # step
         self._noted: dict[Lane, dict[str, tuple[int, int, int]]] = {}
         self._cold = asyncio.Event()
-        # a stored table that cannot be decoded counts as removed, so that the table is computed and written again
+        # a stored table that cannot be decoded counts as removed: the next step then writes a new table
         self._record = Record(
             RecordBucket(broker, topology.PLACEMENT_BUCKET, storage=storage, replicas=replicas),
             stored_tables.decode,
@@ -102,7 +101,7 @@ class Placer:
         broker.on_reconnect(self._record.reconnected)
 
     async def start(self) -> None:
-        """Create the bucket if it does not exist, read all tables and watch it. Can be repeated. Raises BrokerError."""
+        """Create the bucket if it does not exist, read all tables and watch it. Repeatable. Raises BrokerError."""
         await self._record.follow()
 
     def _on_value(self, key: str, value: Placement | PlacementPart | None, revision: int) -> None:
@@ -174,7 +173,7 @@ class Placer:
 
     async def step(self) -> None:
         """Update the table of every lane once. Raises BrokerError."""
-        self._held = []  # the step reads the stored tables in a thread, so changes are applied after the step
+        self._held = []  # a thread reads the stored tables during the step
         try:
             await self._refresh()
         finally:
@@ -191,7 +190,7 @@ class Placer:
         await independently(
             functools.partial(self._update_lane, lane, live.get(lane, []), silent.get(lane, []), workers)
             for lane in live.keys() | self._planners.keys() | self._noted.keys()
-            # lanes of an ended reservation are skipped: its workers may still report its pool
+            # skip lanes of an ended reservation, whose workers may still report its pool
             if self._serves(lane.pool)
         )
 
@@ -214,12 +213,12 @@ class Placer:
         if change is not None:
             await self._write(stored, change)
         elif not live and not planner.models:
-            self._planners.pop(lane, None)  # without an error: `drop_pool` may have removed the planner in the meantime
+            self._planners.pop(lane, None)  # `drop_pool` may have removed the planner already
             if stored.table is None:
                 self._tables.pop(stored.key, None)
 
     def _changed(self, stored: StoredTable, look: Callable[[], Placement | None]) -> TableChange | None:
-        """Run a step of the planner in a thread. Return the change of the table, None if the table does not change."""
+        """Run a step of the planner in a thread. Return the change of the table, or None."""
         placement = look()
         return stored.change(placement, self._broker.max_payload) if placement is not None else None
 
@@ -240,11 +239,10 @@ class Placer:
 
 
 class Ages:
-    """Waiting messages of each model, and the age of the oldest one. Counts are read from `Backlog`, ages from the
-    oldest messages.
+    """Number of waiting messages of each model, from `Backlog`, and the age of the oldest message, from the stream.
 
-    The age is read only if the model's NATS subject had work in two consecutive steps: until then, the age is small. In
-    each step, at most MAX_ASKED ages of a lane are read: the ages that were read longest ago.
+    A step reads an age only if the model's NATS subject had messages at the previous step too: until then, the age is
+    small. A step reads at most MAX_ASKED ages of a lane, those with the oldest reading first.
     """
 
     def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:
@@ -291,8 +289,8 @@ class Ages:
             del self._names[lane]
 
     def _names_of(self, lane: Lane, models: Collection[str], stored: Iterable[str]) -> Mapping[str, str]:
-        """Return a map from the last token of NATS subjects to the model. The token of a long name is shortened and
-        cannot be decoded, so the tokens of `models` are computed.
+        """Return last token of a NATS subject -> model. Compute the tokens of `models`, because the token of a long
+        name is shortened and cannot be decoded.
         """
         names = self._names.setdefault(lane, {})
         if any(subject.rpartition(".")[2] not in names for subject in stored):

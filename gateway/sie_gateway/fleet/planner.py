@@ -1,9 +1,9 @@
 """Planner of the placement table of one lane (pool, machine profile and bundle): which workers host each model. Each
 step computes a new table from the heartbeats, the backlog and the last table.
 
-Demand is computed from the tokens per second that each worker accepts and the messages that wait in the stream, which
-all gateways can see. The tokens of a waiting message are a mean that this gateway measured, or UNKNOWN_COST. The demand
-of all models is computed with arrays. A loop handles only the models and workers that have changed.
+The demand for a model comes from the tokens per second that workers accept and from the messages in the stream; all
+gateways can see both. A waiting message counts as the mean tokens that this gateway measured, or as UNKNOWN_COST.
+The planner computes the demand for all models with arrays. Loops visit only changed models and workers.
 """
 
 from __future__ import annotations
@@ -23,26 +23,25 @@ from sie_contracts.wire.placement import USED, Replicas, replicas
 from sie_contracts.wire.records import Placement
 from sie_gateway.fleet.lanes import mean_rate
 
-# seconds after which the table of a lane with work is written again with a new time `at_s`: for sidecars, an old table
-# means that no gateway is alive
+# seconds after which the planner renews the time `at_s` of an unchanged table of a lane with work: a sidecar takes an
+# old table as a sign that no gateway is alive
 REFRESH_S = 5.0
-# waiting tokens are divided by the age of the oldest message, but at least by this number of seconds, so that a burst
-# does not count as a high rate
+# smallest age in seconds of the oldest message for the rate (waiting tokens / age): a burst must not count as a high
+# rate
 MIN_SPAN_S = 5.0
-FORGET_S = 3600.0  # seconds without work after which a model that no worker has is dropped
+FORGET_S = 3600.0  # seconds without work after which the planner drops a model that no worker has loaded
 UNKNOWN_LOAD_S = 10.0
 UNKNOWN_COST = 32.0  # tokens assumed per message, for a model whose messages this gateway has not published
-# number of models of a lane above which models that no worker has are dropped, the longest unused ones first
+# largest number of models of a lane; above it, the planner drops the longest unused model that no worker has loaded
 MAX_MODELS = 10_000
 SLICE_S = 0.001
-# seconds of a pause in which the event loop gets the interpreter lock; without a pause, the event loop waits for the
-# whole switch interval
+# seconds of a pause that gives the interpreter lock to the event loop before the switch interval of Python ends
 SLICE_PAUSE_S = 0.0001
 
 
 @dataclass(frozen=True)
 class ModelBacklog:
-    """Work of one model in the stream: number of messages, including delivered ones, and seconds since the oldest."""
+    """Messages of one model in the stream: their number, delivered messages included, and the oldest one's age."""
 
     count: int
     oldest_s: float = 0.0
@@ -55,8 +54,8 @@ _NOTHING = ModelBacklog(0)
 class _PlannedWorker:
     """State of a worker by its last heartbeat.
 
-    `statuses`: model, state and error of each of its statuses. `taking`: float64 [2, models]: row 0 is the index of
-    each model in the arrays of the lane (`layout`), row 1 the tokens per second that the worker accepts for the model.
+    `statuses`: (model, state, error) of each reported model. `taking`: float64 [2, models]. Row 0 has the index of each
+    model in the lane's arrays (`layout`), row 1 the tokens per second that the worker accepts for this model.
     """
 
     beat: Heartbeat
@@ -68,7 +67,7 @@ class _PlannedWorker:
 
 
 class Slices:
-    """Callable that pauses a thread with a long computation, so that the event loop runs every SLICE_S seconds."""
+    """Pause of a long computation in a thread, at most every SLICE_S seconds, so that the event loop can run."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -91,33 +90,33 @@ class Planner:
         self._pause = pause
         self._layout = Layout(pause)
         self._workers: dict[str, _PlannedWorker] = {}
-        self._table: Placement | None = None  # table from which the hosts in the layout were read
+        self._table: Placement | None = None  # table whose hosts the layout has
         self._scales: dict[str, Replicas] = {}
-        self._lowering: set[str] = set()  # models that need fewer hosts than they have
-        # time when the number of hosts was last raised, for models with more than one host
+        self._lowering: set[str] = set()  # models with more hosts than they need
+        # model with several hosts -> time of the last increase of their number
         self._raised_s: dict[str, float] = {}
-        self._counts = np.ones(1)  # number of hosts that a model needs, by the model's index; 0 while unknown
-        self._wanted_s: dict[str, float] = {}  # time of each model's last work; the longest unused model is the first
-        self._resident_s: dict[str, float] = {}  # by model, time since which all its hosts have it loaded
-        self._moved: set[str] = set()  # models whose hosts, or whose state at a host, changed since the last step
+        self._counts = np.ones(1)  # index of a model -> number of hosts that it needs; 0 while unknown
+        self._wanted_s: dict[str, float] = {}  # model -> time of its last work, the oldest first
+        self._resident_s: dict[str, float] = {}  # model -> time since which all its hosts have it loaded
+        self._moved: set[str] = set()  # models with other hosts, or another state at a host, than at the last step
         self._spare_s: float | None = None  # time since which at least one worker has no load in progress
-        # models that all workers without a load in progress host already, so that no further worker can load them
+        # models hosted by every worker that has no load in progress: no further worker can load these models now
         self._alone: set[str] = set()
-        self._cost: dict[str, float] = {}  # mean tokens of a message, by model
-        # since the last step, by model: number of calls of `note` and `want` of the Placer, messages, tokens
+        self._cost: dict[str, float] = {}  # model -> mean tokens of a message
+        # model -> (calls of the Placer's `note` and `want`, messages, tokens) since the last step
         self._noted: dict[str, tuple[int, int, int]] = {}
         self._dropped = False  # true if a model was dropped from the layout after the table was computed
         self._hosting: tuple[Placement | None, frozenset[str]] = (None, frozenset())
 
     def note(self, published: Mapping[str, tuple[int, int, int]]) -> None:
-        """Record published work. `published`: by model, the number of calls that reported work, messages, tokens."""
+        """Record published work. `published`: model -> (calls that reported work, messages, tokens)."""
         for model, (calls, messages, cost) in published.items():
             calls_before, count, tokens = self._noted.get(model, (0, 0, 0))
             self._noted[model] = calls_before + calls, count + messages, tokens + cost
 
     @property
     def models(self) -> Collection[str]:
-        """Return the models that had work within FORGET_S, or that are in the table or on a worker."""
+        """Return the models in the table, on a worker, or with work in the last FORGET_S seconds."""
         return self._layout.rows.keys() | self._noted.keys()
 
     def step(
@@ -130,9 +129,9 @@ class Planner:
     ) -> Placement | None:
         """Return the table to write; None if the present table need not change. `now_s`: the broker's time.
 
-        `beats`: heartbeats of the live workers. `silent`: last heartbeats of workers whose heartbeats are overdue.
-        These workers lose their models only when work of the models waits longer than `adopt_after_s`: the broker may
-        have lost only heartbeats, and an unnecessary move of models costs more than this wait.
+        `beats`: heartbeats of the live workers. `silent`: last heartbeats of workers whose heartbeats are overdue. A
+        silent worker loses its models only if messages for them wait longer than `adopt_after_s`: the broker may have
+        lost only heartbeats, and an unnecessary move of models costs more than this wait.
         """
         if silent:
             beats = [*beats, *self._served(silent, table, backlog)]
@@ -161,7 +160,7 @@ class Planner:
     def _served(
         self, silent: Sequence[Heartbeat], table: Placement | None, backlog: Mapping[str, ModelBacklog]
     ) -> list[Heartbeat]:
-        """Return the silent workers that host models, but no host of a model with work older than `adopt_after_s`."""
+        """Return the silent hosts, except hosts of a model whose oldest message is older than `adopt_after_s`."""
         hosts = table.hosts if table is not None else {}
         if self._hosting[0] is not table:
             self._hosting = table, frozenset(name for names in hosts.values() for name in names)
@@ -175,13 +174,13 @@ class Planner:
 
     def _remember(self, table: Placement | None, backlog: Mapping[str, ModelBacklog], now_s: float) -> None:
         if table is not None and table is not self._table:
-            # another gateway, or this gateway before its restart, placed the model: the model counts as used now
+            # the planner does not know when a model of another planner's table was last used: assume now
             for model in table.hosts:
                 if model not in self._wanted_s:
                     self._touch(model, now_s)
         noted, self._noted = self._noted, {}
         for model, (calls, count, tokens) in noted.items():
-            if not count:  # `Placer.want` requested a host without work, so no tokens can be measured
+            if not count:  # `Placer.want` requested a host without messages to measure
                 continue
             mean, previous, weight = tokens / count, self._cost.get(model), 0.9**calls
             self._cost[model] = mean if previous is None else weight * previous + (1 - weight) * mean
@@ -189,7 +188,7 @@ class Planner:
             self._touch(model, now_s)
 
     def _touch(self, model: str, now_s: float) -> None:
-        """Record that a model is used now, or is on a worker. Add a row for a model that the layout does not have."""
+        """Record that a model is used now, or is on a worker. Add a row to the layout for a new model."""
         self._wanted_s.pop(model, None)
         self._wanted_s[model] = now_s
         if model not in self._layout.rows:
@@ -245,8 +244,8 @@ class Planner:
         self._workers[beat.worker] = _PlannedWorker(beat, statuses_read, taking, beat.rate, sum(rates), load_s)
 
     def _forget_unused(self, now_s: float) -> None:
-        """Drop models that no worker has if they were unused for FORGET_S. While there are more than MAX_MODELS models,
-        do not wait for FORGET_S to pass, but drop the longest unused model.
+        """Drop models that no worker has loaded and that had no work for FORGET_S. Above MAX_MODELS models, drop the
+        longest unused model even earlier.
         """
         for _ in range(len(self._wanted_s)):
             model, wanted_s = next(iter(self._wanted_s.items()))
@@ -269,7 +268,7 @@ class Planner:
         self._dropped = True
 
     def _sync_table(self, table: Placement | None, now_s: float) -> None:
-        """Update the layout from a table that this planner did not compute; without a table, models have no hosts."""
+        """Copy the hosts of another planner's table into the layout. If the table is None, models have no hosts."""
         hosts = table.hosts if table is not None else {}
         for number, (model, row) in enumerate(self._layout.rows.items()):
             if number % 64 == 0:
@@ -283,8 +282,8 @@ class Planner:
         self._table = table
 
     def _replicas(self, model: str, table: Placement | None) -> Replicas | None:
-        """Return the number of hosts of a model: the number that another gateway has written to the table since this
-        planner set a number, otherwise the number of this planner.
+        """Return the number of hosts of a model. A number that another gateway has since written to the table replaces
+        the number of this planner.
         """
         ours = self._scales.get(model)
         if table is None or model not in table.hosts:
@@ -312,8 +311,8 @@ class Planner:
             self._counts = np.concatenate([self._counts, np.ones(self._layout.size - len(self._counts))])
 
     def _note_residency(self, now_s: float) -> None:
-        """Update the time since which all hosts of a model have it loaded, for each changed model, and the time since
-        which a further worker could load it. Without a free worker, one more host would only delay other loads.
+        """Update two times: since when all hosts of each changed model have it loaded, and since when a further worker
+        can load the model. Without a free worker, one more host would only delay other loads.
         """
         for model in self._moved:
             row = self._layout.rows.get(model)
@@ -332,7 +331,7 @@ class Planner:
         elif self._spare_s is None:
             self._spare_s = now_s
         alone: set[str] = set()
-        # 1 is added because a leaving worker may still have the model in addition to the model's hosts
+        # + 1 for a leaving worker, which may still have the model in addition to the model's hosts
         if 0 < idle <= 1 + int(self._counts.max(initial=1)):
             names = layout.workers.keys() - layout.loading
             alone = {model for model in layout.workers[min(names)].models if names.issubset(layout.rows[model].before)}
@@ -342,8 +341,8 @@ class Planner:
         self._alone = alone
 
     def _resident(self, model: str) -> float | None:
-        """Return the time since which all hosts have the model loaded and one more worker could load the model; None
-        while this is not so.
+        """Return the time since which all hosts have the model loaded and one more worker can load the model. Return
+        None if a host has not loaded the model, or no further worker can load it now.
         """
         since_s = self._resident_s.get(model)
         if since_s is None or self._spare_s is None or model in self._alone:
@@ -383,7 +382,7 @@ class Planner:
                 continue
             previous, since_s = self._scales.get(model), self._resident(model)
             waiting = backlog.get(model, _NOTHING)
-            # waiting time during a load does not count, because one more host would not have shortened it
+            # do not count the wait during a load, because one more host would not have shortened this wait
             age_s = 0.0 if since_s is None else min(waiting.oldest_s, now_s - since_s)
             scale = replicas(
                 previous,
@@ -404,28 +403,28 @@ class Planner:
         return tokens_s / rate if rate else np.zeros(layout.size)
 
     def _cut(self, model: str, count: int) -> None:
-        """Reduce the hosts of a model to `count`. Hosts that have not loaded the model are removed first."""
+        """Reduce the hosts of a model to `count`. Remove hosts that have not loaded the model first."""
         row, workers = self._layout.rows[model], self._layout.workers
         hosts = sorted(row.before, key=lambda name: name not in workers or model not in workers[name].holdings.loaded)
         self._layout.set_before(model, tuple(hosts[:count]))
 
 
 def model_of(status: ModelStatus) -> str:
-    """Return the model of a status without the profile that the status may name (`model:profile`). All profiles of a
-    model share one queue.
+    """Return the model of a status (`model` or `model:profile`) without the profile: all profiles of a model share one
+    queue.
     """
     return status.model.partition(":")[0]
 
 
 def in_order(statuses: Sequence[ModelStatus]) -> Sequence[ModelStatus]:
-    """Sort statuses, the loaded ones last. If a model has several statuses, a dict by model keeps the loaded one."""
+    """Sort statuses, the loaded ones last: a dict by model then has the loaded status of a model with several."""
     if not any(":" in status.model for status in statuses):
         return statuses
     return sorted(statuses, key=lambda status: (status.state == "loaded", status.state == "loading"))
 
 
 def holdings(of_model: Mapping[str, ModelStatus]) -> Holdings:
-    """Return the models of a worker from its statuses: loaded, being loaded, and refused for lack of memory."""
+    """Return the models that a worker has loaded, is loading, or has refused for lack of memory."""
     loaded, loading, refused = set(), set(), set()
     for model, status in of_model.items():
         if status.state == "loaded":
@@ -433,5 +432,5 @@ def holdings(of_model: Mapping[str, ModelStatus]) -> Holdings:
         elif status.state == "loading":
             loading.add(model)
         elif status.state == "failed" and status.error is not None and status.error.extras.get("error_class") == "OOM":
-            refused.add(model)  # another worker may have more memory; any other failure would occur on all workers
+            refused.add(model)  # other failures would occur on all workers
     return Holdings(frozenset(loaded), frozenset(loading), frozenset(refused))

@@ -32,7 +32,7 @@ from sie_runtime.process import Stop, Trouble
 EVERY_S = 1.0
 GAP_S = 0.1  # seconds between two steps, so that heartbeats that arrive together cause one step
 RENEW_S, LEASE_S = 2.0, 6.0
-# seconds for which a worker that sends heartbeats, but is not ready, keeps its reservation: its adapter may restart
+# seconds for which an unready worker with heartbeats keeps its reservation: its adapter process may restart
 UNREADY_S = 30.0
 _logger = logging.getLogger("sie.gateway.pools")
 
@@ -51,7 +51,7 @@ class PoolReconciler:
         metrics: Metrics,
         on_gone: Callable[[str], None],
     ) -> None:
-        """`on_gone` is called with the name of each ended reservation, before the gateway stops using its stream."""
+        """`on_gone(name)` runs for each ended reservation, before the gateway stops using the reservation's stream."""
         self._settings = settings
         self._broker = broker
         self._pools = pools
@@ -100,7 +100,7 @@ class PoolReconciler:
         created_s = {name: reservation.created_s for name, reservation in live.items()}
         # `_known` lacks a reservation that began and ended between two steps; the queue may still follow its stream
         reservations = {*self._known, *self._queue.consumers.pools} - self._record.own
-        # between two steps, a reservation may have ended, and a new one with the same name may have begun
+        # since the last step, a new reservation may have replaced an ended reservation of the same name
         replaced = {name for name in created_s.keys() & self._known.keys() if created_s[name] != self._known[name]}
         for name in sorted((reservations - live.keys()) | replaced):
             self._on_gone(name)
@@ -129,7 +129,7 @@ class PoolReconciler:
         return self._is_leader
 
     async def _expire(self) -> None:
-        """End reservations whose lease has certainly ended: the clock's largest error is subtracted from the time."""
+        """End reservations whose lease has ended for certain: subtract the clock's largest error from the time."""
         over_s = self._clock.now_s() - self._clock.margin_s  # minus infinity while the broker's time is unknown
         for name in [
             name for name, reservation in self._record.reservations.pools.items() if over_s >= reservation.expires_s
@@ -139,7 +139,7 @@ class PoolReconciler:
             # count the end only if this gateway has written it, because another gateway may have ended the reservation
             if (await self._record.change(expired)).ended.get(name) == now_s:
                 self._count("expired")
-                _logger.info("reservation %s is removed, because its lease has ended", name)
+                _logger.info("the gateway removes reservation %s, because its lease has ended", name)
 
     async def _remove(self) -> None:
         """Remove the streams and placement tables of ended reservations, so that their names can be used again."""
@@ -183,8 +183,8 @@ class PoolReconciler:
         """Return the workers of the default pool that may be reserved, or may keep their reservation.
 
         A reserved worker keeps its reservation while its heartbeats arrive. It loses the reservation if it leaves, or
-        if it was not ready for UNREADY_S. In the first `heartbeat_timeout_ms` after this gateway has started or has
-        connected to the broker again, a reserved worker keeps its reservation even without a heartbeat.
+        if it was not ready for UNREADY_S. After a start or a new connection to the broker, this gateway waits one
+        `heartbeat_timeout_ms` before a reserved worker without a heartbeat loses its reservation.
         """
         now_s = asyncio.get_running_loop().time()
         if self._since_s is None:

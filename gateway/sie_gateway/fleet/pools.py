@@ -5,8 +5,8 @@ create and delete with `/v1/pools`.
                                             ▲
     PoolReconciler: streams; the leader of the gateways: expiry, removal, assignments ──► sidecars ask for their pools
 
-A reservation has a separate stream. The reservation ends at the same time for all gateways, by the broker's clock. Its
-open requests fail with POOL_NOT_FOUND, then its stream is removed. After that, its name may be used again.
+A reservation has its own stream. All gateways end a reservation at the same time of the broker's clock. Its open
+requests then fail with POOL_NOT_FOUND, and the leader removes its stream. Afterwards a client may use the name again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from sie_gateway.streams.publish import WorkQueue
 from sie_runtime.clock import BrokerClock
 from sie_runtime.failpoints import failpoint
 
-REMOVED_WITHIN_S = 5.0  # seconds for which a call waits for the removal of an earlier pool with the same name
+REMOVED_WITHIN_S = 5.0  # seconds for which a call waits until the stream of an earlier pool of this name is removed
 _RESERVATIONS, _ASSIGNED = "reservations", "assigned"
 
 
@@ -47,13 +47,12 @@ def _decode(entry: Entry) -> Reservations | Assigned:
 
 
 class PoolRecord(Collection[str]):
-    """Names of all pools that exist now: the pools that the operator has configured (`own`), and the reservations whose
-    lease has not ended. `woken` is set at each change.
+    """Names of all pools that exist now: the pools in the gateway's settings (`own`), and the reservations whose lease
+    has not ended. The record sets `woken` at each change.
 
-    The bucket `sie_pools` has two keys: the reservations, and the assignments of workers. Every gateway watches both.
-    Any gateway changes the reservations by compare-and-set. Only the leader of the gateways writes the assignments. If
-    the broker loses the bucket, all reservations end: their requests fail, and their workers return to the pools of
-    their settings.
+    The bucket `sie_pools` has two keys: the reservations, which any gateway changes by compare-and-set, and the
+    assignments of workers, which only the leader writes. Every gateway watches both keys. If the broker loses the
+    bucket, all reservations end: their requests fail, and their workers return to the pools of their settings.
     """
 
     def __init__(self, settings: Settings, broker: Store, clock: BrokerClock) -> None:
@@ -73,11 +72,11 @@ class PoolRecord(Collection[str]):
 
     @property
     def is_stale(self) -> bool:
-        """Return True if the broker may have lost the bucket, so that `follow` must be called."""
+        """Return True if the broker may have lost the bucket: the caller must then call `follow`."""
         return self._record.is_stale
 
     async def follow(self) -> None:
-        """Create the bucket if it does not exist, read it and watch it. May be called again. Raises BrokerError."""
+        """Create the bucket if it is missing, read it and watch it. Repeated calls are allowed. Raises BrokerError."""
         await self._record.follow()
         self._is_read = True
         self.woken.set()
@@ -137,13 +136,13 @@ class PoolRecord(Collection[str]):
         return reservation.spec if reservation is not None else None
 
     def workers(self) -> Mapping[str, str]:
-        """Return the live reservation of each reserved worker, by the id of the worker."""
+        """Return worker id -> name of its live reservation."""
         live = self.live()
         return {worker: pool for worker, pool in self.assigned.workers.items() if pool in live}
 
     async def change(self, make: Callable[[Reservations], Reservations]) -> Reservations:
-        """Replace the reservations by the result of `make`, which is called again after a conflict with another
-        gateway. Return the stored reservations. Raises NotReady, BrokerError, and the errors of `make`.
+        """Replace the reservations by the result of `make`, and return them. After a conflict with another gateway,
+        call `make` again with the newer reservations. Raises NotReady, BrokerError, and the errors of `make`.
         """
 
         def changed(before: Reservations | Assigned | None) -> Reservations | None:
@@ -159,8 +158,8 @@ class PoolRecord(Collection[str]):
         return stored if isinstance(stored, Reservations) else Reservations()
 
     async def assign(self, workers: dict[str, str]) -> bool:
-        """Replace the stored assignments by `workers`, a map of worker to pool. If another gateway has changed the
-        stored assignments in the meantime, read them again and return False. Raises BrokerError.
+        """Replace the stored assignments by `workers` (worker -> pool) and return True. If another gateway has changed
+        the assignments since the last read, read them again and return False. Raises BrokerError.
         """
         write = Write(_ASSIGNED, messages.encode(Assigned(workers)), self._assigned_revision)
         try:
@@ -174,7 +173,7 @@ class PoolRecord(Collection[str]):
         return True
 
     async def until_removed(self, name: str) -> None:
-        """Wait until an earlier reservation of this name is removed. Raises QueueUnavailable after REMOVED_WITHIN_S."""
+        """Wait until the stream of an ended reservation is removed. Raises QueueUnavailable after REMOVED_WITHIN_S."""
         try:
             async with asyncio.timeout(REMOVED_WITHIN_S):
                 while name in self.reservations.ended or (
@@ -196,8 +195,8 @@ class PoolDirectory:
     metrics: Metrics
 
     async def create(self, spec: ReservationSpec, grant: Grant) -> Reservation:
-        """Create a reservation and its stream. If this key already has a reservation of this name, that reservation
-        gets this spec and a new lease.
+        """Create a reservation and its stream. If the key already has a reservation of this name, replace its spec and
+        renew its lease.
 
         Raises PoolConflict if another pool, a reservation of another key, or a stream with other settings has the name.
         Raises PoolOperationForbidden over a limit, NotReady, QueueUnavailable, BrokerError.
@@ -230,8 +229,8 @@ class PoolDirectory:
         return record.pools[name]
 
     async def _undo(self, name: str, *, removes: bool) -> None:
-        """Remove a reservation whose stream could not be created. If this fails too, the reservation ends with its
-        lease. `removes`: the stream may exist in spite of the error, so it must be removed as well.
+        """Remove a reservation after the creation of its stream has failed. If the removal fails, the reservation ends
+        with its lease. `removes`: also remove the stream, which may exist in spite of the error.
         """
         ended_s = self.clock.now_s() if removes else None
         with contextlib.suppress(BrokerError):
@@ -251,7 +250,7 @@ class PoolDirectory:
             raise PoolOperationForbidden(f"the pool {pool_rules.shown(name)!r} is no reservation and cannot be deleted")
         await self.record.change(lambda record: pool_rules.deleted(record, name, grant, self.clock.now_s()))
         self._count("deleted")
-        with contextlib.suppress(QueueUnavailable):  # the reservation has ended; only its stream still exists
+        with contextlib.suppress(QueueUnavailable):  # the reservation has ended, only its stream is left
             await self.record.until_removed(name)
 
     def assigned(self, worker: str) -> tuple[str, ...]:
@@ -260,7 +259,7 @@ class PoolDirectory:
         return assignments.assigned(worker, [beat for beat, _ in self.fleet.workers()], self.record.workers())
 
     def pinned(self, pools: Iterable[str]) -> list[str]:
-        """Return the models that workers of these pools must load before the first request."""
+        """Return the pinned models of these pools, which their workers load before the first request."""
         return [model for pool in pools if (spec := self.record.spec(pool)) is not None for model in spec.pinned_models]
 
     def serving(self, name: str) -> list[Heartbeat]:
@@ -277,12 +276,12 @@ class PoolDirectory:
         )
 
     def visible(self, grant: Grant) -> Callable[[str], bool]:
-        """Return a function that checks whether a credential may read the name of a pool. A credential without the
-        scope admin may read only the names of the installation's pools and of its own reservations.
+        """Return a function that returns True for the pool names that a credential may read. Without the scope admin,
+        these are the pools of the settings and the credential's own reservations.
         """
         if not grant.key or "admin" in grant.scopes:
             return lambda name: True
-        # "" is the pool of a worker that has not reported its pool yet, which every credential may see
+        # "" is the pool of a worker that has not reported its pool; every credential may see it
         own = self.record.own | self._worker_pools() | {""}
         own |= {name for name, reservation in self.record.reservations.pools.items() if grant.owns(reservation.owner)}
         return own.__contains__
@@ -322,11 +321,11 @@ class PoolDirectory:
         }
 
     def _has_no_lease(self, name: str) -> bool:
-        """Return True if the pool is in the settings of this gateway or of a worker, so that it is no reservation."""
+        """Return True if the settings of this gateway or of a worker name the pool: it is then no reservation."""
         return name in self.record.own or name in self._worker_pools()
 
     def _worker_pools(self) -> set[str]:
-        """Return the pools to which known workers belong by their own settings, and not by a reservation."""
+        """Return the pools in the settings of known workers, without the reservations."""
         return {beat.own_pool or beat.pool for beat, _ in self.fleet.workers()} - self.record.reservations.pools.keys()
 
     def pools(self, grant: Grant) -> list[api.Pool]:
@@ -339,7 +338,7 @@ class PoolDirectory:
         return [self.pool(name, grant) for name in (*sorted(own), *reserved)]
 
     def reserved(self) -> Counter[tuple[str, str, str]]:
-        """Return the number of workers that reservations request, by reservation, machine profile and bundle."""
+        """Return (reservation, machine profile, bundle) -> number of requested workers."""
         beats = {beat.worker: beat for beat, _ in self.fleet.workers()}
         gpus: dict[str, int] = {}
         for beat in beats.values():
@@ -355,7 +354,7 @@ class PoolDirectory:
                 reservation.spec, held.get(name, []), gpus
             ).items():
                 counts[name, profile, bundle] += count
-            # request one more worker, so that the last worker of a bundle can stay unreserved
+            # one more worker, because a reservation may not take the last unreserved worker of a bundle
             if assignments.is_held_back(reservation, assignable, assigned):
                 counts[name, min(reservation.spec.gpus), reservation.spec.bundle or assignments.DEFAULT_BUNDLE] += 1
         return counts

@@ -1,5 +1,5 @@
-"""Requests of a job to its model. They wait while there is no capacity. An input whose error may disappear is sent
-again in a request of its own.
+"""Requests of a job to its model. A request waits while the cluster has no capacity. After a retryable error of an
+input, the client sends this input again in a separate request.
 
     items ──► Room: limit of items in flight ──► Inference.execute, bulk ──► outcome of each item
                  └ no capacity now: wait for the time in the error, then try again, any number of times
@@ -38,7 +38,7 @@ from sie_gateway.inference.reply import Placed
 from sie_gateway.inference.results import FailedRequest, PlannedRequest
 from sie_runtime.http.asgi import uuid7
 
-ATTEMPTS = 3  # largest number of attempts for an input whose error may disappear, for example a lack of memory
+ATTEMPTS = 3  # largest number of attempts for an input with a retryable error, such as a lack of memory
 MAX_PAUSE_S = 30.0
 FIRST_ROOM, MAX_ROOM = 512, 8192  # items in flight when a job begins; largest number of items in flight
 ROOM_S = 4.0  # a job has as many items in flight as its workers answer in this time
@@ -82,8 +82,8 @@ class JobIdentity:
 
 class Room:
     """Limit of the items that a job has in flight: as many as the workers of its lane (pool, machine profile and
-    bundle) answer in ROOM_S seconds. So workers never wait for the job, and its items do not wait in the queue for
-    long. Calls of `enter` are served in order.
+    bundle) answer in ROOM_S seconds. So workers do not wait for the job, and its items do not wait long in the queue.
+    Callers of `enter` continue in the order of their calls.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Room:
         try:
             await entered
         except asyncio.CancelledError:
-            if not entered.cancelled():  # the items were counted as in flight before the task was cancelled
+            if not entered.cancelled():  # `_admit` has counted the items already
                 self._used -= count
             self._admit()
             raise
@@ -125,10 +125,10 @@ class Room:
 
 
 class Throttle:
-    """Limit of the mean rate of a job, in tokens per second (0: no limit). A request with n tokens delays the next one
-    by n / rate seconds. Until the tokens of a request are known, they are estimated from the mean of earlier inputs.
-    `until_open` waits for the time of day at which the job may run. Only one request at a time calls `until_open`, so
-    that the waiting requests do not all start at the same moment.
+    """Limit of the mean rate of a job, in tokens per second (0: no limit). A request with n tokens delays the next
+    request by n / rate seconds. Before the reply, n is an estimate by the mean of earlier inputs. `until_open` waits
+    for the time of day at which the job may run. Requests call `until_open` one after the other, so that they do not
+    all start at the same moment.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Throttle:
         self._mean: float | None = None  # mean tokens of an input
 
     async def enter(self, count: int) -> float:
-        """Wait until `count` inputs may start. Return the tokens that they are expected to have."""
+        """Wait until `count` inputs may start. Return their expected tokens."""
         if not self._rate:
             return 0.0
         async with self._turn:
@@ -158,7 +158,7 @@ class Throttle:
             return expected
 
     def settle(self, expected: float, count: int, tokens: int) -> None:
-        """Replace the expected tokens of `count` inputs by the tokens that they actually had."""
+        """Replace the expected tokens of `count` inputs by their actual tokens."""
         if self._rate:
             self._free_s += (tokens - expected) / self._rate
             if tokens:
@@ -167,9 +167,9 @@ class Throttle:
 
 
 class JobClient:
-    """Client for the requests of one job. It calls `on_trouble` with the error that makes the job wait, and with None
-    when the error has disappeared. `until_open` waits for a time of day at which the job may run; each request calls it
-    first.
+    """Client for the requests of one job. The client calls `on_trouble(error)` if an error makes the job wait, and
+    `on_trouble(None)` after the error. Each request first calls `until_open`, which waits for the time of day at which
+    the job may run.
     """
 
     def __init__(
@@ -186,13 +186,13 @@ class JobClient:
         self._throttle = Throttle(tokens_per_s, until_open=until_open)
         self._until_open = until_open
         self._identity = identity
-        # answers of jobs are cached in the payload store; in the gateway's memory they would displace other answers
+        # no-store: jobs cache answers in the payload store, because in the gateway's memory they would displace others
         self._headers = {"x-sie-priority": "bulk", "x-sie-cache": "no-store", **headers}
         self._on_trouble = on_trouble
 
     def sibling(self, without: str) -> JobClient:
-        """Return a client for another model of the same job, whose requests lack the header `without`. Both clients
-        share the limit on the rate of the job.
+        """Return a client for another model of the same job. Its requests omit the header `without`. The two clients
+        share the rate limit of the job.
         """
         client = copy.copy(self)
         client.room = Room()
@@ -207,8 +207,8 @@ class JobClient:
         return call
 
     async def patiently(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `attempt`. After an error that may disappear, call `attempt` again. If workers lack the
-        memory for the request, call it at most ATTEMPTS times. Raises SIEError, FailedRequest.
+        """Return the result of `attempt`. After a retryable error, call `attempt` again; if workers lack the memory for
+        the request, at most ATTEMPTS times. Raises SIEError, FailedRequest.
         """
         tries, exhausted, pause_s, has_trouble = 0, 0, 0.0, False
         try:
@@ -264,7 +264,7 @@ class JobClient:
             again = [place for place, (_, outcome) in enumerate(outcomes) if _may_pass(outcome)]
             if not again:
                 break
-            for place in again:  # each item alone: one of them may have caused the failure of the others
+            for place in again:  # alone, because one item may make others fail
                 (outcomes[place],) = await self._whole(spec, operation, params, [items[place]], query)
         return outcomes
 
@@ -282,14 +282,14 @@ class JobClient:
                 outcomes = (await self.inference.execute(call, understood)).outcomes
                 for _, outcome in outcomes:
                     if isinstance(outcome, Failed) and outcome.error.code == ModelLoadFailed.code:
-                        # the model could not be loaded. The inputs are not the cause, so the whole request fails
+                        # a failed load is not the fault of an input, so the whole request fails
                         raise SIEError.from_info(outcome.error)
                 return outcomes
             except (InvalidInput, PayloadTooLarge) as error:
                 raise ItemsRefused(error) from error
             finally:
                 if call.charge is not None:
-                    call.charge.refund()  # refunds the quota of items that did not run; other items are settled already
+                    call.charge.refund()  # refunds only items that did not run
 
         await self.room.enter(len(items))
         began_s = time.perf_counter()
@@ -301,7 +301,7 @@ class JobClient:
                 return finished
             finally:
                 self._throttle.settle(expected, len(items), tokens)
-        except ItemsRefused as refused:  # the cause may be a single item, so each half is tried by itself
+        except ItemsRefused as refused:  # retry each half: a single item may be the cause
             if len(items) == 1:
                 return [(WorkResult(uuid7(), 0, "", ()), Failed(refused.error.info()))]
         finally:

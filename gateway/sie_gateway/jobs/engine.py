@@ -47,7 +47,7 @@ SINK_DTYPES = ("float32", "float16")
 
 @dataclass(eq=False)
 class JobEngine:
-    """Checks new jobs, and builds the objects that run them. `identity` returns the identity of an owner. `route_of`
+    """Checks new jobs, and builds the objects that run jobs. `identity` returns the identity of an owner. `route_of`
     returns the POST route of a path.
     """
 
@@ -95,8 +95,8 @@ class JobEngine:
         return resolved.canonical
 
     def _pinned(self, call: Call, request: JobRequest, model: str) -> PlannedRequest:
-        """Plan a sample request of the job, to check the job before it is stored. `model` is resolved now, and the job
-        keeps the resolved model. Raises SIEError if the model cannot serve such a request.
+        """Plan a sample request to check the job before it is stored. Resolve `model` now: the job keeps the resolved
+        model. Raises SIEError if the model cannot serve the sample request.
         """
         resolved = self.inference.resolve(model, call)
         reads_images = templates.reads_images(request.input)
@@ -126,7 +126,7 @@ class JobEngine:
         return understood
 
     def _check_sink(self, request: JobRequest, understood: PlannedRequest) -> None:
-        """Raise InvalidInput if the database cannot store the output, before any rows are computed."""
+        """Raise InvalidInput if the database cannot store the output of the job."""
         output, run = request.output, understood.options.run
         url = self._sinks.get(output.sink)
         if url is None:

@@ -18,8 +18,8 @@ from sie_store.datasets.scan import BOM
 from sie_store.datasets.sizes import count_outside
 
 SHARD_LINES = 250
-# a shard that has this number of bytes or inputs gets no further line, because three shards and their answers are in
-# memory at the same time
+# a shard with this number of bytes or inputs gets no further line, because three shards and their answers are in memory
+# at the same time
 SHARD_BYTES, SHARD_INPUTS = 4 << 20, 4096
 MAX_LINES = 50_000  # largest number of lines of a batch; OpenAI has the same limit
 MAX_LINE_BYTES = 64 << 20
@@ -43,7 +43,7 @@ class BatchRow(NamedTuple):
 
 
 class _BatchLine(msgspec.Struct):
-    """Line of the input file. Its values stay raw JSON until they are used."""
+    """Line of the input file, with values as raw JSON."""
 
     custom_id: msgspec.Raw = msgspec.Raw(b"")
     method: msgspec.Raw = msgspec.Raw(b"")
@@ -71,14 +71,14 @@ class BatchCut:
     """Splitter of a file into spans (ranges of lines), one for each shard, while its bytes arrive. It also finds lines
     that repeat the custom_id of an earlier line.
 
-    A byte order mark at the start of the file is left out. A line with only white space is no request. Such lines count
-    for the line number `RowSpan.first`, but not for the number of requests `RowSpan.rows`.
+    A byte order mark at the start of the file is dropped. A line with only white space counts for the line number
+    `RowSpan.first`, but not for the number of requests `RowSpan.rows`.
     """
 
     def __init__(self, file: str) -> None:
         self._file = file
         self._spans: list[RowSpan] = []
-        self._rest: list[bytes] = []  # pieces of a line that is not complete yet
+        self._rest: list[bytes] = []  # parts of an incomplete line
         self._rest_bytes = 0
         self._lines = self._first = 0
         self._requests = self._rows = 0  # requests in the file; requests in the current span

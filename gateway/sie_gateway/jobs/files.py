@@ -3,8 +3,8 @@
     receive: record `writing` ──► object ──► record `ready`
     remove:  record `removing` ──► object deleted ──► record deleted
 
-If a process ends between two steps, a record remains that no request can read. One gateway at a time removes these
-records and their objects, together with the expired files. So no object remains forever.
+If a process dies between two steps, a record in the state `writing` or `removing` remains, which requests cannot read.
+The gateway with the lease removes these records, their objects, and expired files. So no object remains forever.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from sie_store.files import FileObjects
 from sie_store.object_stores import ObjectMissing, StoreError, StoreFull
 
 MAX_FILE_BYTES = 512 << 20
-# largest number of uploads at the same time, of all keys and of one key: each upload has a few pieces in memory
+# largest number of simultaneous uploads of all keys and of one key, because each upload buffers a part of its file
 UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY = 16, 4
-# largest number of outputs of batches that are written at the same time; uploads do not count, so outputs never wait
-# for uploads
+# largest number of batch outputs that are written at the same time; uploads have a separate limit and cannot delay
+# outputs
 OUTPUTS_AT_ONCE = 4
 WRITE_S = 3600.0
-# age in seconds of a record `writing` at which no gateway can still be writing its file; clocks may differ by 600 s
+# age in seconds of a record `writing` whose upload has surely ended: its time limit and 600 s for different clocks
 ABANDONED_S = WRITE_S + 600.0
 CLEAN_S = 20.0
 _ID = re.compile("file-[0-9a-f]{32}")
@@ -92,7 +92,7 @@ class FileStore:
         """Return the record of a file. `owns(owner)`: the caller may read this owner's files. Raises NotFound."""
         self._required()
         record = self._records.get(file)
-        if record is None or record.state == "writing":  # another gateway may have just completed the record
+        if record is None or record.state == "writing":  # another gateway may have completed the file
             with _unavailable():
                 record = await self._records.refresh(file) if _ID.fullmatch(file) else None
         if record is None or not self._is_served(record) or not owns(record.owner):
@@ -107,8 +107,8 @@ class FileStore:
     def page(
         self, owns: Callable[[str], bool], *, purpose: str = "", after: str = "", limit: int, newest_first: bool
     ) -> tuple[list[FileRecord], bool]:
-        """Return at most `limit` files in the order of their creation, and True if more files follow. `after`: id of
-        the file before the first one of the page; empty for the first page. Raises InvalidInput.
+        """Return at most `limit` files by time of creation, and True if more files follow. `after`: id of the last file
+        of the previous page; empty for the first page. Raises InvalidInput.
         """
         self._required()
         if after and not _ID.fullmatch(after):
@@ -153,8 +153,8 @@ class FileStore:
             return await self._receive(owner, data, lambda: about, file, bounded=False)
 
     async def receive(self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription]) -> FileRecord:
-        """Store a file that a client sends. `about` is called after the end of `data`, when all fields of the form are
-        read.
+        """Store a file that a client sends. Call `about` after the end of `data`: the form's fields may follow the
+        file.
 
         Raises InvalidInput for an empty file, PayloadTooLarge, RateLimited above a limit of the key or of all keys,
         ResourceExhausted for a full store or too many uploads of all keys at once, and the errors of `data` and
@@ -166,9 +166,7 @@ class FileStore:
     async def _receive(
         self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription], file: str, *, bounded: bool
     ) -> FileRecord:
-        """Write a file and its record. If `bounded` is false, no limit refuses the file, but the file still counts
-        in the owner's usage.
-        """
+        """Write a file and its record. If not `bounded`, check no limit, but count the file in the owner's usage."""
         objects = self._required()
         if bounded:
             self._usage.check(owner, RecordUse(1))
@@ -193,7 +191,7 @@ class FileStore:
                     return await self._write(objects, draft, _Read(data, limit, grow), about)
             except Exception:
                 now = self._records.get(draft.id)
-                if now is None or now == draft:  # any other record is of another gateway that writes the same file
+                if now is None or now == draft:  # keep the record of another gateway for this file
                     await self._forsake(draft.id)
                 raise
         finally:
@@ -202,8 +200,7 @@ class FileStore:
     def _charge(self, file: str, record: FileRecord | None) -> None:
         if record is None:
             self._usage.release(file)
-        # while its upload runs, a record still has 0 bytes, which must not replace the bytes that the upload has
-        # counted so far
+        # during an upload the record has 0 bytes, which must not replace the bytes that the upload has counted
         elif record.state != "writing" or file not in self._usage:
             self._usage.charge(file, record.owner, record.bytes)
 
@@ -232,10 +229,10 @@ class FileStore:
         try:
             await self._erase(file)
         except (BrokerError, StoreError) as error:
-            _logger.warning("file %s could not be removed now and is removed later: %s", file, error)
+            _logger.warning("the gateway cannot remove file %s now and retries later: %s", file, error)
 
     async def remove(self, record: FileRecord) -> None:
-        """Remove a file. From now on requests cannot read it, even if its bytes are removed later."""
+        """Remove a file. Requests cannot read the file afterwards, even if the removal of its bytes fails."""
         self._required()
         with _unavailable():
             await self._records.change(
@@ -244,14 +241,14 @@ class FileStore:
         await self._forsake(record.id)
 
     async def _erase(self, file: str) -> None:
-        """Remove the object, then the record. So no object exists without a record. Raises StoreError, BrokerError."""
+        """Remove the object before its record: no object lacks a record. Raises StoreError, BrokerError."""
         assert self._objects is not None, "there is no file without a store"
         await self._objects.remove(file)
         await self._records.remove(file)
 
     async def clean(self) -> int:
-        """Remove files that have expired, whose upload was not completed, or whose removal was not completed. Only the
-        gateway with the lease removes files. Return their number. Raises BrokerError, StoreError.
+        """Remove expired files and files with an incomplete upload or removal, and return their number. A gateway
+        without the lease removes nothing. Raises BrokerError, StoreError.
         """
         due = [record for record in self._records.values() if self._is_due(record)]
         if self._objects is None or not due or not await self._lease.acquire():
@@ -292,7 +289,7 @@ class FileStore:
 
 
 class _Read:
-    """Reader that counts and hashes the bytes of a file, at most `limit`. `grow` gets the count after each piece."""
+    """Reader that counts and hashes at most `limit` bytes of a file. It calls `grow(count)` after each buffer."""
 
     def __init__(self, data: AsyncIterator[bytes], limit: float, grow: Callable[[int], None]) -> None:
         self.size = 0

@@ -53,7 +53,7 @@ class BatchJob:
         self._route_of = route_of
         # numbers of the lines that repeat the custom_id of an earlier line
         self._repeated: frozenset[int] = frozenset()
-        # output lines of shards that are not stored yet, by number of the shard and number of the input line
+        # shard number -> number of the input line -> output line, for shards that are not stored yet
         self._rows: dict[int, dict[int, BatchRow]] = {}
 
     async def plan(self) -> Plan:
@@ -78,7 +78,7 @@ class BatchJob:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for place, line in requests:
-                    # a line in `rows` has the result of an earlier attempt, after which the store failed
+                    # an earlier attempt ran the lines in `rows`, but the store failed
                     if place not in rows:
                         tasks.create_task(self._line(number, place, line))
         except* (SIEError, Halted) as errors:
@@ -96,15 +96,14 @@ class BatchJob:
         """Join the parts into a file of answers and a file of errors. A file without lines is not created. See
         `run.JobWork`.
 
-        Answers of shards that are not stored yet are stored first. If the batch has expired, each request without an
-        answer gets an error.
+        First store the answers of unstored shards. If the batch has expired, each unanswered request gets an error.
         """
         plan = await (self.plan() if state == "expired" else self._place.plan())
         spans = plan.spans if plan is not None else ()
         for number, span in enumerate(spans):
             if number not in shards and (shard := await self._left(number, span, state)) is not None:
                 shards[number] = shard
-        # the plan of an expired batch may be new, so the record of the batch has no number of rows yet
+        # the record has no number of rows if the batch expired before it was planned
         fields: dict[str, Any] = {} if plan is None else {"rows": sum(plan.rows)}
         if any(shard.rows > shard.failed for shard in shards.values() if shard.error is None):
             fields["output_file"] = await self._file(job, "output", self._lines(shards, failures=False))
@@ -115,7 +114,7 @@ class BatchJob:
     async def _left(self, number: int, span: RowSpan, state: str) -> ShardRecord | None:
         """Store the answers of a shard whose batch ends early. Return the shard's record; None if it has no answers."""
         data = await self._place.existing(_part(number))
-        # an earlier leader stored the part, and died before it wrote the record
+        # an earlier leader stored the part, but died before it wrote the shard's record
         if data is not None:
             return await asyncio.to_thread(_record, number, span, data)
         answered = self._rows.get(number, {})
@@ -132,7 +131,7 @@ class BatchJob:
         """Do nothing: a batch has no open connections (see `run.JobWork`)."""
 
     async def _lines(self, shards: dict[int, ShardRecord], *, failures: bool) -> AsyncIterator[bytes]:
-        """Yield the output lines of answers, or with `failures` those of errors, in the order of their requests."""
+        """Yield the output lines of answers, or with `failures` of errors, in the order of the requests."""
         for _, shard in sorted(shards.items()):
             expected = shard.failed if failures else shard.rows - shard.failed
             if shard.error is not None:
@@ -158,8 +157,8 @@ class BatchJob:
             raise ShardBroken(ErrorInfo(error.code, "the input file no longer exists", "input_missing")) from error
 
     async def _file(self, job: JobRecord, kind: str, data: AsyncIterator[bytes]) -> str:
-        # The id is computed from the job, so a gateway that takes over the job stores the file under the same id. The
-        # id begins with a time, so that ids of files sort by time.
+        # The id depends only on the job, so that the next leader of the job stores the file under the same id. The id
+        # begins with a time, because ids of files sort by time.
         rest = uuid.uuid5(uuid.NAMESPACE_OID, f"{self._job.id} {kind}").hex[12:]
         file_id = f"file-{int(job.finalizing_s * 1000):012x}{rest}"
         expires_after = self._batch.output_expires_after
@@ -252,6 +251,6 @@ def _expired(line: bytes) -> BatchRow:
 
 
 def route_model(route: InferenceRoute, path: str) -> str | None:
-    """Return the model in a path, None if the body names the model."""
+    """Return the model in the path of a request; None if the body names the model."""
     head, placeholder, _ = route.path.partition("{model:path}")
     return path[len(head) :] if placeholder else None

@@ -1,5 +1,5 @@
-"""Native jobs: one model answers the rows of files. The output is parts in Parquet, JSON Lines or NumPy. If the job has
-a sink (a vector database), the vectors are also written into it.
+"""Native jobs: one model runs the rows of files. The output is files (parts) in Parquet, JSON Lines or NumPy. If the
+job has a sink (a vector database), it also writes the vectors into this database.
 
 input file ──rows──► inputs ──equal inputs once──► cache ──► RowValues ──► Shard ──► sink ──► part, created once
                   └ documents ──► their texts ┘
@@ -51,16 +51,15 @@ from sie_store.sinks.sink import (
 )
 
 PARSED_BY = "+"  # separates the fingerprints of the model and of the parser
-SPAN_TOKENS = 16  # assumed tokens of a chunk, to compute the limits of a shard, if a column of the input has the chunks
-UNTRIMMED = 0.1  # after writing this share of the cache's size limit, a job removes old segments
+SPAN_TOKENS = 16  # assumed tokens of a chunk if the chunks come from a column of the input; for the limits of a shard
+UNTRIMMED = 0.1  # a job removes old segments of the cache after it has written this share of the cache's size limit
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class AnsweredShard(NamedTuple):
-    """Shard (rows that are written as one object) whose answers are computed, but not written. `data`: bytes of the
-    object. `reused`: number of answers that were copied from an equal row or from the cache. `unsent`: rows that are
-    not in the database yet; None if there are none.
+    """Computed but unwritten answers of a shard (rows of one output object). `data`: bytes of the object. `reused`:
+    number of answers copied from an equal row or from the cache. `unsent`: rows to write into the database, or None.
     """
 
     data: bytes
@@ -69,7 +68,7 @@ class AnsweredShard(NamedTuple):
 
 
 class Before(NamedTuple):
-    """Earlier job whose failed rows another job retries."""
+    """Earlier job whose failed rows a new job retries."""
 
     job: JobRecord
     workplace: JobStorage
@@ -87,7 +86,7 @@ class JobPlaces(NamedTuple):
 
 
 class NativeJob:
-    """Run of one native job. `cache_bytes`: limit of the cache of all jobs. `policy`: which answers are cached."""
+    """Run of one native job. `cache_bytes`: limit of the cache of all jobs. `policy`: selects the answers to cache."""
 
     def __init__(
         self,
@@ -112,24 +111,24 @@ class NativeJob:
         self._cache: StoredAnswers | None = None
         self._kept_bytes = 0  # bytes written to the cache since the last trim
         self._opening = asyncio.Lock()
-        self._count = 0  # number of parts that the complete output has
+        self._count = 0  # number of parts of the complete output
         self._planned_rows: tuple[int, ...] = ()  # planned number of rows of each part
         self._again: tuple[Again, ...] = ()
-        # true after the job has created the collection of the database, or has checked that it fits the vectors
+        # true after the sink has created the collection, or has checked that an existing collection fits the vectors
         self._is_prepared = False
-        self._computed: dict[int, int] = {}  # number of inputs that the model answered, by shard
+        self._computed: dict[int, int] = {}  # shard number -> number of inputs that the model ran
         self._preparing = asyncio.Lock()
-        # shards with computed answers by number, until these are both in the database and in the store
+        # shard number -> computed answers, until the database and the store have them
         self._unwritten: dict[int, AnsweredShard] = {}
         model, _, parser = job.fingerprint.partition(PARSED_BY)
         self._values = RowValues(client, job.model, job.request.operation, job.request.params, model)
-        # the parser may run on other machines than the model, so the job's machine profile is not used for the parser
+        # the parser ignores the machine profile of the job, because it may run on other machines than the model
         self._documents = (
             DocumentTexts(client.sibling(without="x-sie-machine-profile"), job.parser, parser) if job.parser else None
         )
 
     async def plan(self) -> Plan:
-        """Return the plan of the input, which is stored at the first call (see `run.JobWork`)."""
+        """Return the stored plan of the input; the first call creates and stores it (see `run.JobWork`)."""
         plan = await self._workplace.plan()
         if plan is None:
             await shards.claim(self._places.output, _owner(self._job))
@@ -150,9 +149,9 @@ class NativeJob:
         return Plan(tuple(spans), tuple(unread))
 
     def _bounds(self) -> Bounds:
-        """Return the limits of a shard: most rows, and most bytes of text. Raises SIEError, Halted."""
+        """Return the largest number of rows and of text bytes of a shard. Raises SIEError, Halted."""
         request = self._request
-        # an answer to score or extract is at most as large as its text, so only the rows of a shard need a limit
+        # score and extract need no limit of bytes: their answers are at most as large as the texts
         if request.operation != "encode":
             return Bounds(request.shard_rows, None)
         reads_images = templates.reads_images(request.input)
@@ -169,11 +168,11 @@ class NativeJob:
         return fit._replace(rows=min(fit.rows, request.shard_rows))
 
     async def _retried(self) -> Plan:
-        """Return a plan with those shards of the earlier job that have failed rows. Raises NotFound, StoreError."""
+        """Return a plan of the earlier job's shards with failed rows. Raises NotFound, StoreError."""
         before = await self._before(self._job.retry_of)
         plan = await before.workplace.plan()
         if plan is None:
-            raise NotFound("the job to retry has no stored plan any more: submit a new job", param="job")
+            raise NotFound("the plan of the job to retry was deleted: submit a new job", param="job")
         failed = [number for number, shard in sorted(before.shards.items()) if shard.failed or shard.error is not None]
         again = []
         for number in failed:
@@ -181,7 +180,7 @@ class NativeJob:
             earlier = plan.again[number].parts if plan.again else ()
             rows = shard.failed if shard.error is None else shard.rows
             again.append(Again((*earlier, (before.job.id, shard.name)), rows))
-        # raises NotFound for a deleted job: without the part that this job wrote, the shard could never run
+        # check now that the earlier jobs exist: `_rows` needs their parts, so shards of a deleted job could never run
         for job_id in sorted({job_id for rows_again in again for job_id, part in rows_again.parts if part}):
             await self._before(job_id)
         return Plan(tuple(plan.spans[number] for number in failed), again=tuple(again))
@@ -195,8 +194,8 @@ class NativeJob:
             raise NotFound(message, param="job") from error
 
     async def _rows(self, number: int, span: RowSpan) -> list[InputRow]:
-        """Read the rows of a shard; for a retry, only the rows that failed before. Raises InvalidInput, NotFound,
-        ContentConflict, StoreError.
+        """Return the rows of a shard; for a retry, only the rows that failed in each earlier job. Raises InvalidInput,
+        NotFound, ContentConflict, StoreError.
         """
         rows = await read(self._places.source, span, self._request.input)
         for job_id, part in self._again[number].parts if self._again else ():
@@ -225,20 +224,20 @@ class NativeJob:
         return msgspec.structs.replace(record, source=_named(span))
 
     def _fingerprint(self) -> str:
-        """Return the fingerprint of the answers. If the job has documents, the parser's fingerprint is appended."""
+        """Return the fingerprint of the model; for jobs with documents `MODEL+PARSER`; empty while unknown."""
         model = self._values.fingerprint
         return f"{model}{PARSED_BY}{self._documents.fingerprint}" if model and self._documents else model
 
     def _check(self, fingerprint: str) -> None:
-        """Check that a part has the fingerprint of the job's earlier answers. Raises Halted."""
+        """Raise Halted if the fingerprint of a part differs from that of the job's earlier answers."""
         model, _, parser = fingerprint.partition(PARSED_BY)
         self._values.check(model)
         if self._documents is not None:
             self._documents.check(parser)
 
     async def _answer_shard(self, number: int, name: str, span: RowSpan) -> ShardRecord:
-        """Compute the answers of a shard, write their vectors into the database, then write the part. After an error,
-        the next call for this shard continues at the step that failed.
+        """Compute the answers of a shard, write the vectors into the database, then write the part. A call after a
+        failed call for the same shard continues with the failed step.
         """
         answered = self._unwritten.get(number)
         if answered is None:
@@ -290,8 +289,8 @@ class NativeJob:
         return answers, len(once.places) - self._computed.pop(number, len(once.inputs))
 
     def _inputs(self, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], dict[int, ModelInput]]:
-        """Return an answer for each row, and the inputs of the rows without a fault, by the index of the row. The
-        answer of a faulty row is the error of the row. The other answers are still empty.
+        """Return (answers, inputs). `answers` has one answer for each row: the error of a faulty row, or an empty
+        answer. `inputs`: index of a row without a fault -> input.
         """
         answers: list[RowAnswer] = []
         inputs: dict[int, ModelInput] = {}
@@ -333,17 +332,17 @@ class NativeJob:
         return [every[place] for place in range(len(once.inputs))]
 
     async def _keep(self, cache: StoredAnswers, number: int, good: dict[bytes, RowAnswer]) -> None:
-        """Write answers to the cache for later jobs. A failure is only logged: later jobs compute the answers again."""
+        """Write answers to the cache for later jobs. Only log a failure: later jobs then compute the answers again."""
         try:
             self._kept_bytes += await cache.keep(f"{self._job.id}-{number:06}", good)
         except StoreError as error:
-            _logger.warning("job %s: answers of shard %s could not be cached: %s", self._job.id, number, error)
+            _logger.warning("job %s cannot cache the answers of shard %s: %s", self._job.id, number, error)
         if self._kept_bytes > self._cache_bytes * UNTRIMMED:
             await self._trim()
 
     async def _opened(self, once: Unique) -> StoredAnswers | None:
-        """Return the cache that the model's fingerprint selects. If no answer has reported the fingerprint yet, compute
-        the first input to get it. Return None if the job must not use a cache, or if this first input fails.
+        """Return the cache for the model's fingerprint. If the fingerprint is unknown, run the first input, whose
+        answer reports the fingerprint. Return None if the job must not use a cache, or if the first input fails.
         """
         if not self._cache_bytes or not once.inputs:
             return None
@@ -351,7 +350,7 @@ class NativeJob:
             if self._cache is None:
                 if not self._values.fingerprint:
                     await self._values.answers_of(once.inputs[:1], lambda places, answers: None)
-                if not self._values.fingerprint:  # the first input failed, so the fingerprint is still unknown
+                if not self._values.fingerprint:  # the first input failed
                     return None
                 request = self._request
                 call, understood = self._client.understood(
@@ -374,7 +373,7 @@ class NativeJob:
             try:
                 await self._upserted(rows)
             except CollectionMissing as error:
-                _logger.warning("job %s: a collection is missing and is created again: %s", self._job.id, error)
+                _logger.warning("job %s creates a missing collection again: %s", self._job.id, error)
                 self._is_prepared = False
                 await self._upserted(rows)
         except REFUSALS as error:
@@ -399,7 +398,7 @@ class NativeJob:
             await self._places.sink.close()
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Write the manifest of the shards that exist (see `run.JobWork`). A completed job always gets a manifest."""
+        """Write the manifest (see `run.JobWork`). Without shards, only a completed job gets a manifest."""
         if not shards and state != "completed":
             return {}
         plan = await self._workplace.plan()
@@ -415,7 +414,7 @@ class NativeJob:
         try:
             await stored.trim(self._workplace.store, self._cache_bytes)
         except StoreError as error:
-            _logger.warning("job %s: old cached answers could not be removed: %s", self._job.id, error)
+            _logger.warning("job %s cannot remove old cached answers: %s", self._job.id, error)
 
 
 async def outcomes_of(name: str, data: bytes, format: api.OutputFormat) -> list[parts.Outcome]:
@@ -458,8 +457,8 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread:
 def _for_sink(
     sink: Sink, rows: Sequence[InputRow], answers: Sequence[RowAnswer]
 ) -> tuple[SinkRows | None, dict[int, str]]:
-    """Return the rows to write into the database, None if there are none. Also return, by index in `rows`, the reason
-    why the database cannot store a row. A row whose answer is an error is omitted from both results.
+    """Return (unsent, reasons) for the rows whose answer is not an error. `unsent`: rows to write into the database, or
+    None. `reasons`: index in `rows` -> reason why the database cannot store the row.
     """
     places: list[int] = []
     lines: list[OutputLine] = []
@@ -493,7 +492,7 @@ def _sink_rows(lines: Sequence[OutputLine]) -> SinkRows:
 
 
 def _widths(rows: SinkRows, outputs: Mapping[str, int]) -> Widths:
-    """Return the widths of the vectors of rows. `outputs`: widths of the model, for sparse vectors without a width."""
+    """Return the widths of the vectors in `rows`. `outputs` has the width of sparse vectors by the model's entry."""
     widths: dict[Output, int] = {}
     if rows.vectors.shape[1]:
         widths["dense"] = rows.vectors.shape[1]
@@ -512,8 +511,8 @@ def _payload(line: OutputLine) -> dict[str, Any]:
 
 
 def _kinds(rows: Sequence[Mapping[str, Any]], unfiltered: Collection[str]) -> dict[str, Kind]:
-    """Return the type of each column whose values have one type: text, bool, int or float. Omit the columns
-    `unfiltered`, by which searches do not filter.
+    """Return the type (str, bool, int or float) of each column whose values have a single type. Omit the columns in
+    `unfiltered`: searches do not filter by these columns.
     """
     kinds: dict[type, Kind] = {str: "keyword", bool: "bool", int: "integer", float: "float"}
     names = [name for name in rows[0] if name not in unfiltered]
@@ -539,8 +538,8 @@ def _input(row: InputRow, request: api.JobRequest) -> ModelInput:
 
 
 def chunks_of(source: api.JobInput, text: str | None, value: Any) -> TextChunks | None:
-    """Return the chunks of a text, by the rule of the job or from the column `value` of its row. Return None if the job
-    has no chunks. Raises InvalidInput.
+    """Return the chunks of a text, by the job's rule or from `value`, the chunk column of the row; None if the job has
+    no chunks. Raises InvalidInput.
     """
     if source.chunks is None:
         return None

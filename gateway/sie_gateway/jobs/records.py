@@ -37,25 +37,24 @@ class UseBound(NamedTuple):
 
 class OwnerUsage:
     """Number and bytes of records by owner. A record of this gateway counts from the start of its write. A record of
-    another gateway counts after the watch has delivered it, so the total may exceed a limit by the records that the
-    watch has not delivered yet.
+    another gateway counts only after the watch has delivered this record, so the total may exceed a limit for a moment.
 
-    The error that is raised above a limit is built from `kinds` (words for the two counts in its message), `remedy`
-    (advice in its message) and `reason` (its field `reason`).
+    `kinds`: words for the two counts in the error above a limit. `remedy`: advice in its message. `reason`: its field
+    `reason`.
     """
 
     def __init__(self, of_key: UseBound, in_all: UseBound, *, kinds: tuple[str, str], remedy: str, reason: str) -> None:
         self._of_key, self._in_all = of_key, in_all
         self._kinds, self._remedy, self._reason = kinds, remedy, reason
-        self._charges: dict[str, tuple[str, int]] = {}  # owner and bytes of each record, by id
-        self._uses: dict[str, RecordUse] = {}  # number and bytes of the records of each owner
+        self._charges: dict[str, tuple[str, int]] = {}  # record id -> (owner, bytes)
+        self._uses: dict[str, RecordUse] = {}  # owner -> number and bytes of the records
         self._whole = RecordUse()
 
     def __contains__(self, record_id: str) -> bool:
         return record_id in self._charges
 
     def charge(self, record_id: str, owner: str, size: int) -> None:
-        """Count a record of this owner with `size` bytes. An earlier size of the record is replaced."""
+        """Count a record of this owner with `size` bytes, in place of the record's earlier size."""
         self.release(record_id)
         self._charges[record_id] = (owner, size)
         self._add(owner, RecordUse(1, size))
@@ -83,8 +82,8 @@ class OwnerUsage:
             del self._uses[owner]
 
 
-# seconds for which the broker stores that a record was removed; a gateway that was disconnected for longer does not
-# learn of the removal, and still shows the record
+# seconds for which the broker stores the removal of a record; a gateway that was disconnected for longer still shows
+# the record
 REMOVED_AGE_S = 7 * 86_400.0
 LOOK_S = 0.5  # seconds between two checks whether the bucket must be read again; a check sends no request
 _Kept = FileRecord | JobRecord
@@ -101,7 +100,8 @@ class RecordValues(Mapping[str, T], Generic[T]):
         self._record = record
         self._prefix = prefix
         self._values: dict[str, T] = {}
-        self._revisions: dict[str, int] = {}  # by id, also of removed records until the watch delivers their removal
+        # id -> revision; a removed record stays until the watch delivers the removal
+        self._revisions: dict[str, int] = {}
 
     def __getitem__(self, id_: str) -> T:
         return self._values[id_]
@@ -139,14 +139,14 @@ class RecordValues(Mapping[str, T], Generic[T]):
         await retry_conflicts(attempt)
 
     def apply(self, id_: str, value: T | None, revision: int, *, is_ours: bool = False) -> None:
-        """Apply a value (None: removed) from the watch or this gateway (`is_ours`). Older revisions are ignored."""
+        """Apply a value (None: removed) from the watch or this gateway (`is_ours`). Ignore older revisions."""
         if revision < self._revisions.get(id_, 0):
             return
         if value is not None:
             self._values[id_], self._revisions[id_] = value, revision
         else:
             self._values.pop(id_, None)
-            if is_ours:  # the watch may still deliver older revisions, which must then be ignored
+            if is_ours:  # to ignore older revisions that the watch may still deliver
                 self._revisions[id_] = revision
             else:
                 self._revisions.pop(id_, None)
@@ -169,8 +169,8 @@ class JobsBucket:
     """
 
     def __init__(self, broker: Store, replicas: int) -> None:
-        """Create the reader of the bucket. The bucket uses file storage, because the objects that its records name
-        outlive a restart of the broker.
+        """Create the reader of the bucket. The bucket uses file storage, because the objects of its records survive a
+        restart of the broker.
         """
         bucket = RecordBucket(
             broker, topology.JOBS_BUCKET, storage="file", replicas=replicas, removed_age_s=REMOVED_AGE_S

@@ -1,17 +1,17 @@
-"""Run of one job by its leader: plan the input once, answer its shards (groups of rows), complete the output.
+"""Run of one job by its leader: plan the input, compute the answers of its shards (groups of rows), write the output.
 
     queued ─► planning ─► running ─► finalizing ─► completed, cancelled, expired, failed
                  │           └── paused (by its owner, or by an error that only a person can fix) ─► queued
                  └── failed (input that can never be read)
 
-A leader may die at any moment: the next leader reads the plan and the records of the answered shards, and continues. If
-the store or the broker refuses an operation for a while, the leader tries it again without a limit. Meanwhile the
-record of the job has the error as its `trouble`.
+If the leader dies, the next leader reads the plan and the records of the answered shards, and continues. While the
+store or the broker refuses an operation, the leader repeats this operation without a limit, and writes the error into
+the field `trouble` of the job's record.
 
-A job may also kill its leaders, for example by an input that needs all memory. Then one of the first SHARDS_AT_ONCE
-shards without an answer is the cause, because a leader works only on these at a time. So the next leader answers them
-one by one. The count of deaths is reset if more rows are done than at every earlier death. A job fails after MAX_LOST
-deaths in a row during the same step. A step is the plan, the first shard without an answer, or the output.
+A shard may itself kill the leader, for example by an input that needs all memory. A leader works only on the first
+SHARDS_AT_ONCE unanswered shards, so the cause is one of these. The next leader runs these shards one by one. A job
+fails after MAX_LOST deaths in a row during the same step: the plan, the first unanswered shard, or the output. The
+count of deaths is reset if more rows are done than at every earlier death.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ FLUSH_S = 1.0  # seconds between two writes of the progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # seconds before the first retry; longest pause between retries
 MAX_LOST = 3
 LEADERS_LOST = "LEADERS_LOST"
-# seconds for which writing the output of a failed, cancelled or expired job is retried; then the job ends without it
+# seconds for which the leader retries to write the output of a failed, cancelled or expired job before it gives up
 LAST_TRIES_S = 60.0
 OUTSIDE_WINDOW = "OUTSIDE_WINDOW"
-# final state of a job whose work was stopped, by the reason of the stop
+# reason why the leader stopped the work of a job -> final state of the job
 ENDS: dict[str, JobState] = {"cancel": "cancelled", "expired": "expired"}
 _INTERNAL = ErrorInfo("INTERNAL_ERROR", "the gateway failed; its log has the details under the id of this job")
 _T = TypeVar("_T")
@@ -87,7 +87,7 @@ class JobWork(Protocol):
         """Compute and store the answers of a shard, and return its record. Raises ShardBroken, SIEError, StoreError."""
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Complete the output, also of a job that ends early, and add shards that are completed here to `shards`.
+        """Complete the output in the final state `state`, and add the shards that this call completes to `shards`.
         Returns fields for the record of the job. Raises SIEError, StoreError.
         """
 
@@ -96,8 +96,8 @@ class JobWork(Protocol):
 
 
 class _ShardSums:
-    """Sums over shard records. Each record is added only once, because progress is reported every second, and there may
-    be 100,000 records.
+    """Sums over shard records. `add` reads only new records, because it runs every second and a job may have 100,000
+    records.
     """
 
     def __init__(self, shards: dict[int, ShardRecord]) -> None:
@@ -152,8 +152,8 @@ class JobRun:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Run the job until it ends, is paused, or this task is cancelled. After an error that may disappear, only this
-        run ends. The next leader continues a job that has not ended and is not paused.
+        """Run the job until it ends or pauses, or until this task is cancelled. After a retryable error only this run
+        ends, and the next leader continues the job.
         """
         self._ledger.listen(self._id, lambda job: self._changed.set())
         try:
@@ -163,7 +163,7 @@ class JobRun:
                 await self._until_end()
             finally:
                 await cancel_all([flushing])
-        except (BrokerError, NotFound, Replaced) as error:  # NotFound: the job was deleted in the meantime
+        except (BrokerError, NotFound, Replaced) as error:  # NotFound: a user deleted the job
             self._left(error)
         finally:
             self._ledger.listen(self._id, None)
@@ -185,7 +185,7 @@ class JobRun:
             await (self._pause(info) if self._job.batch is None else self._end("failed", error=info))
 
     def _cause(self, error: Exception) -> ErrorInfo:
-        """Return the error for the job's record. Unexpected exceptions are logged: only operators can fix them."""
+        """Return the error for the job's record. Log an unexpected exception: only operators can fix its cause."""
         if isinstance(error, Halted):
             return error.info
         if isinstance(error, SIEError):
@@ -239,8 +239,8 @@ class JobRun:
             await work.close()
 
     async def _opened(self, fingerprint: str) -> JobWork | None:
-        """Build the JobWork of the job. If the place of the input or output cannot be opened for now, wait. If the job
-        must end or pause in the meantime, write its new state to its record and return None.
+        """Return the JobWork of the job. Wait while the store of the input or output is unavailable. If the job must
+        end or pause during this wait, write the new state to the job's record and return None.
         """
         works: list[JobWork] = []
 
@@ -300,8 +300,8 @@ class JobRun:
 
     @property
     def _early_end(self) -> tuple[JobState, ErrorInfo | None] | None:
-        """Return the state in which the job ends without further answers, with its error; None if its work continues.
-        An earlier leader may have begun this end. A job in the state finalizing does not expire any more.
+        """Return the final state and the error (or None) of a job that must end now; None if the job continues. An
+        earlier leader may have written the final state already. A job in the state finalizing does not expire.
         """
         if self._job.ending and self._job.ending != "completed":
             return self._job.ending, self._job.error
@@ -319,7 +319,7 @@ class JobRun:
         plan, done = await self._read(work)
         if not plan.spans and plan.unread:
             raise SIEError.from_info(plan.unread[0].error)
-        # earlier leaders may have died while they built the plan; the plan exists now, so their deaths no longer count
+        # deaths of leaders during the plan do not count for the shards
         lost = self._job.lost if self._job.is_planned else ()
         await self._note(
             state=self._state,
@@ -343,8 +343,8 @@ class JobRun:
             raise errors.exceptions[0] from errors
 
     async def _isolated(self, work: JobWork, plan: Plan, numbers: list[int], done: dict[int, ShardRecord]) -> None:
-        """Run the shards that may have killed a leader one after the other, then reset the count of deaths. The
-        progress is written after each shard. So if this leader dies, the first shard without a record is the cause.
+        """Run the shards that may have killed a leader one after the other, then reset the count of deaths. Write the
+        progress after each shard: if this leader dies, the first shard without a record is the cause.
         """
         for number in numbers:
             await self._answer(work, plan, iter((number,)), done)
@@ -402,8 +402,8 @@ class JobRun:
             await cancel_all([doing])
 
     async def _patiently(self, attempt: Callable[[], Awaitable[_T]], for_s: float = float("inf")) -> _T:
-        """Return the result of `attempt`. After an error that may disappear, call `attempt` again, for at most `for_s`
-        seconds.
+        """Return the result of `attempt`. After a retryable error, call `attempt` again, for at most `for_s` seconds.
+        Raises the last error.
         """
         pause_s, met = FIRST_PAUSE_S, False
         last_s = time.monotonic() + for_s
@@ -435,14 +435,14 @@ class JobRun:
                 self._pace.rest()
             elif fields:
                 self._pace.note(self._now_s(), fields["done"])
-            rate = self._pace.rate  # written even without progress: the rate falls, and so the forecast changes
+            rate = self._pace.rate  # without progress the rate falls, so the record needs the new rate
             if (state := (fields, self._trouble, rate)) != before:
                 try:
                     await self._note(rows_per_s=rate, spread=self._pace.spread)
-                except BrokerError as error:  # the next write has the newer progress
-                    _logger.info("the progress of job %s could not be written: %s", self._id, error)
+                except BrokerError as error:
+                    _logger.info("job %s retries to write its progress in a second: %s", self._id, error)
                     continue
-                # `_until_stopped` sees the same change of the record, and ends the work
+                # `_until_stopped` raises the same error, which ends the run
                 except (Replaced, NotFound) as error:
                     _logger.info("stopped writing the progress of job %s: %s", self._id, error)
                     return
@@ -455,7 +455,7 @@ class JobRun:
         sums = self._sums = self._sums if self._sums.shards is self._shards else _ShardSums(self._shards)
         sums.add()
         broken = broken_parts(sums.broken, self._unread)
-        # rows of a shard that `finish` has just recorded are still in `_live`, but must not count twice
+        # a shard that `finish` has recorded is still in `_live`: count its rows only once
         live = [rows for number, rows in self._live.items() if number not in self._shards]
         return {
             "done": sums.rows + sum(done for done, _ in live),
@@ -470,8 +470,8 @@ class JobRun:
         }
 
     async def _claim(self) -> None:
-        """Write this gateway as the leader into the record of the job. Raises Replaced if the job needs no leader;
-        BrokerError, NotFound.
+        """Write this gateway as the leader into the record of the job. Raises Replaced if the job needs no leader,
+        BrokerError, and NotFound.
         """
         self._job = await self._ledger.change(
             self._id, lambda job: claimed_by(job, self._leader) if is_due(job, self._now_s()) else job
@@ -499,8 +499,8 @@ class JobRun:
         self._job = await self._ledger.change(self._id, noted)
 
     async def _pause(self, error: ErrorInfo | None, *, is_asked: bool = False) -> None:
-        """Pause the job until its owner resumes it. `is_asked`: the owner requested the pause. If the owner has
-        cancelled or resumed the job in the meantime, the next leader carries out that command instead.
+        """Pause the job until its owner resumes it. `is_asked`: the owner requested the pause. If the owner has since
+        cancelled or resumed the job, do not pause it: the next leader obeys the newer command.
         """
         self._trouble = None
 
@@ -512,13 +512,13 @@ class JobRun:
         await self._change(paused)
 
     async def _finish(self, work: JobWork, state: JobState, error: ErrorInfo | None = None) -> None:
-        """Complete the output, then end the job. The final state is written to the record first, so that the next
-        leader can continue if this leader dies. If the store fails, a completed job retries without a limit; other jobs
-        retry for LAST_TRIES_S.
+        """Complete the output, then end the job. Write the final state to the record first: if this leader dies, the
+        next leader reads the state and completes the output. After errors of the store, repeat without a limit for the
+        state completed, and for LAST_TRIES_S for other states.
         """
         done: dict[int, ShardRecord] = {}
         if self._job.is_planned:
-            # read again, because a shard may have got its record while the work was being cancelled
+            # a shard may have written its record while this run cancelled the work
             done = await self._patiently(lambda: self._ledger.shards(self._id))
         broken = [shard.error for shard in done.values() if shard.error is not None]
         if state == "completed" and broken and len(broken) == len(done):
@@ -550,8 +550,8 @@ class JobRun:
 
 
 def claimed_by(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record with `leader` as leader. If the record names another leader, that leader has died, and its name
-    is added to `lost`. Earlier names in `lost` are removed if more rows are done now than at each earlier death.
+    """Return the record with the new leader `leader`. If the record names another gateway, this gateway has died: add
+    its name to `lost`. If more rows are done now than at each earlier death, first remove the earlier names.
     """
     if job.leader in ("", leader):
         return replace(job, leader=leader)
@@ -561,15 +561,15 @@ def claimed_by(job: JobRecord, leader: str) -> JobRecord:
 
 
 def left(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record without `leader`. The name is also removed from `lost`: a gateway that did not see the renewals
-    of the lease may have added it by mistake.
+    """Return the record without the name `leader`. Remove the name from `lost` too: another gateway that missed
+    renewals of the lease may have added it by mistake.
     """
     lost = tuple(name for name in job.lost if name != leader)
     return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)
 
 
 def _has_shards(job: JobRecord) -> bool:
-    """Return True if the record of a planned job counts shards without an answer."""
+    """Return True if the job is planned and has unanswered shards."""
     return job.is_planned and job.shards is not None and job.shards_done < job.shards
 
 

@@ -51,9 +51,9 @@ _BATCH_STATES: dict[str, batches_api.BatchState] = {
 
 @dataclass(eq=False)
 class JobService:
-    """Operations on the jobs of all owners. `check` returns a job with its model resolved, or refuses the job.
+    """Operations on the jobs of all owners. `check` returns a job with its model resolved, or raises SIEError.
     `workers` returns the number of workers in the lane of a job. `forget` removes the objects of a job. `content`
-    returns the name and the digest of an input file; None if the file was removed.
+    returns (name, digest) of an input file, or None if the file was removed.
     """
 
     ledger: JobLedger
@@ -76,7 +76,7 @@ class JobService:
         return self.as_info(stored)
 
     def _is_same(self, request: api.JobRequest, previous: api.JobRequest) -> bool:
-        """Compare two requests. Files with the same name and bytes are equal: a client may upload its file again."""
+        """Return True for equal requests. Files of equal name and bytes are equal: a client may upload a file twice."""
         if request != previous and request.input.file and previous.input.file:
             content = self.content(request.input.file)
             if content is not None and content == self.content(previous.input.file):
@@ -108,8 +108,8 @@ class JobService:
                 raise ContentConflict(f"the job is {job.state} and cannot be changed any more", param="job")
             if command == "run" and job.state == "paused":
                 job = replace(job, state="queued", error=None)
-                # An administrator who resumes a job becomes its owner. The key of the earlier owner may have been
-                # removed, and a job cannot run with a removed key.
+                # An administrator who resumes a job becomes its owner, because a job cannot run with a removed key, and
+                # the key of the earlier owner may be removed.
                 if "admin" in call.grant.scopes:
                     job = replace(job, owner=call.grant.key, owner_name=call.grant.name)
             cancelling_s = self.now_s() if command == "cancel" else job.cancelling_s
@@ -125,13 +125,13 @@ class JobService:
             raise ContentConflict(f"the job is {job.state}: only a job that has ended can be retried", param="job")
         if not job.failed:
             raise ContentConflict("no row of the job failed", param="job")
-        # The new job uses the model of the existing answers. The alias in the request may name another model now, and
-        # vectors of two models cannot be compared. Failed rows may succeed if the entry of the model has changed.
+        # Use the model of the existing answers: the alias in the request may name another model now, and vectors of two
+        # models cannot be compared.
         return await self.submit(call, job.request, retry_of=job.id, model=job.model, parser=job.parser)
 
     async def delete(self, call: Call, job_id: str) -> api.JobDeleted:
-        """Delete an ended job, with its output in the payload store. Output at another place is not deleted. Raises
-        NotFound, ContentConflict, QueueUnavailable.
+        """Delete an ended job and its output in the payload store, but no output at another URL. Raises NotFound,
+        ContentConflict, QueueUnavailable.
         """
         job = self.find(call, job_id)
         if not job.ended:
@@ -140,7 +140,7 @@ class JobService:
         return api.JobDeleted(id=job_id)
 
     async def remove(self, job: JobRecord) -> None:
-        """Remove the objects of a job, then its records. If a step fails, no object remains without a record. Raises
+        """Remove the objects of a job before its records: after an error, no object lacks a record. Raises
         QueueUnavailable.
         """
         async with broker_errors_mapped():
@@ -202,8 +202,8 @@ class JobService:
         return job
 
     async def cancel_batch(self, call: Call, batch_id: str) -> batches_api.BatchObject:
-        """Cancel a batch. Its output files get the requests that are answered already. Raises NotFound,
-        ContentConflict, QueueUnavailable.
+        """Cancel a batch. Its output files have the answers of finished requests. Raises NotFound, ContentConflict,
+        QueueUnavailable.
         """
         self.find_batch(call, batch_id)
 
@@ -293,7 +293,7 @@ class JobService:
         jobs.sort(key=lambda job: (job.created_s, job.id), reverse=True)
         start = 0
         if after:
-            # the job may have changed since the last page, and not match any more
+            # search all jobs: the last job of the previous page may not match `matches` any more
             place = next((place for place, job in enumerate(jobs) if job.id == after), None)
             if place is None:
                 raise NotFound("after: expected the id of a job or batch of this key", param="after")
@@ -340,7 +340,7 @@ class Sweeper:
 
     async def sweep(self) -> int:
         """Delete the jobs that ended at least `keep_s` seconds ago, under a lease, and return their number. Raises
-        BrokerError. If some jobs cannot be deleted, the other jobs are deleted, then the first SIEError is raised.
+        BrokerError. If the deletion of a job raises SIEError, delete the other jobs, then raise the first SIEError.
         """
         if not self.has_store:
             return 0

@@ -26,7 +26,7 @@ MODEL_CHANGED = "MODEL_CHANGED"
 GROUP_ITEMS = 256  # largest number of inputs in a request of a job
 GROUP_BYTES = 256 << 10  # largest number of bytes of text in a request of a job; a token has about four bytes
 GROUP_FILES = 16  # largest number of files in a request of a job
-SHARD_BYTES = 256 << 20  # largest number of bytes that the answers of a shard are expected to have
+SHARD_BYTES = 256 << 20  # expected number of bytes of the answers of a full shard
 TEXT_TOKENS, IMAGE_TOKENS = 512, 1024  # assumed tokens of a text, and of an image
 TOKEN_BYTES = 4  # assumed bytes of text for one token
 CODE_POINT_BYTES = 4  # largest number of bytes of a code point in memory
@@ -34,14 +34,14 @@ _SIZES = {"float32": 4, "float16": 2}
 
 
 class ModelInput(NamedTuple):
-    """Input of the model from one row. `query`: the query for which a document is scored; None if nothing is scored."""
+    """Input of the model from one row. `query`: query to score the document against; None for other operations."""
 
     item: RequestItem
     query: str | None = None
 
     @property
     def digest(self) -> bytes:
-        """Return the digest of the input, by which its answer is cached."""
+        """Return the digest of the input: its key in the cache of answers."""
         (digest,) = digests_of((self.item,), self.query_item)
         return digest
 
@@ -62,8 +62,8 @@ def bounds(understood: PlannedRequest, *, has_images: bool, chunk_tokens: int = 
     """Return the limits of a shard whose answers have about SHARD_BYTES. The answers stay in memory until the shard is
     written.
 
-    Token vectors are about a hundred times larger than their text. So the bytes of the texts are limited too, if the
-    output has a vector for each token or for each `chunk_tokens` tokens.
+    If the output has a vector for each token or for each `chunk_tokens` tokens, also limit the bytes of texts: token
+    vectors are about a hundred times larger than their text.
     """
     run, outputs = understood.options.run, understood.resolved.entry.outputs
     tokens = IMAGE_TOKENS if has_images else min(TEXT_TOKENS, understood.resolved.entry.max_tokens)
@@ -87,8 +87,8 @@ def bounds(understood: PlannedRequest, *, has_images: bool, chunk_tokens: int = 
 
 
 def document_bounds(understood: PlannedRequest, chunk_tokens: int) -> Bounds:
-    """Return the limits of a shard of documents. The text of a document is unknown before it is parsed, so each
-    document counts as the longest text that may have chunks.
+    """Return the limits of a shard of documents. Each document counts as the longest text that may have chunks, because
+    its text is unknown before the parser has run.
     """
     fit = bounds(understood, has_images=False, chunk_tokens=chunk_tokens)
     longest = MAX_TEXT * CODE_POINT_BYTES
@@ -111,9 +111,9 @@ class RowValues:
     async def answers_of(
         self, inputs: Sequence[ModelInput], on_done: Callable[[Sequence[int], Sequence[RowAnswer]], None]
     ) -> list[RowAnswer]:
-        """Return the answer to each input. After each group (the inputs of one request), `on_done` is called with the
-        indexes of its inputs and their answers. Raises SIEError for an error that every input would get; Halted if the
-        model has changed, or if the job's credential is not valid any more.
+        """Return the answer to each input. After each request, call `on_done(indexes, answers)` for the inputs of this
+        request. Raises SIEError for an error that every input would get; Halted if the model has changed, or if the
+        job's credential is no longer valid.
         """
         answers: list[RowAnswer | None] = [None] * len(inputs)
 
@@ -147,7 +147,7 @@ class RowValues:
         ]
 
     def check(self, fingerprint: str) -> None:
-        """Check that the fingerprint equals the fingerprint of the job's first answer. Raises Halted."""
+        """Raise Halted if the fingerprint differs from that of the job's first answer."""
         if not self.fingerprint:
             self.fingerprint = fingerprint
         elif fingerprint and fingerprint != self.fingerprint:
@@ -159,7 +159,7 @@ class RowValues:
 
 
 def value_of(placed: Placed) -> RowAnswer:
-    """Copy the data of an outcome. The data is a view of a worker's message, whose memory can then be freed."""
+    """Copy the data of an outcome, so that the worker's message, of which the data is a view, can be freed."""
     result, outcome = placed
     if isinstance(outcome, Failed):
         return RowAnswer(error=outcome.error)
@@ -206,7 +206,7 @@ class Unique(NamedTuple):
 
 def unique(inputs: Sequence[ModelInput]) -> Unique:
     """Remove repeated inputs. The remaining inputs stay in the order of their first occurrence."""
-    place_of: dict[bytes, int] = {}  # index in `once` by digest
+    place_of: dict[bytes, int] = {}  # digest -> index in `once`
     once: list[ModelInput] = []
     places: list[int] = []
     for entry in inputs:

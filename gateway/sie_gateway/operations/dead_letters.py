@@ -30,11 +30,11 @@ from sie_gateway.operations.replay import Replays, Unreadable, open_replays
 LOOK_S = 10.0  # time limit of a list, or of the search for one letter, in seconds
 EXAMINED = 1000  # largest number of letters that one list reads
 EXAMINED_BYTES = 16 << 20
-PURGE_S = 30.0  # seconds after which a purge stops; it then returns the number of removed letters
+PURGE_S = 30.0  # time limit of a purge, in seconds; the purge then returns the number of removed letters
 REPLAY_S = 110.0  # seconds for which a replay of several letters waits for results; below the time-outs of clients
-LETTER_S = 60.0  # default time in seconds to wait for the result when one dead letter is run again
+LETTER_S = 60.0  # default time in seconds for which the replay of one letter waits for its result
 AROUND_S = 15.0  # time limit in seconds for the requests to the broker before the replay and after it
-# largest number of letters that are replayed, and so in memory, at the same time; each is at most as large as a message
+# largest number of simultaneous replays, because each replay has a letter of up to the size of a message in memory
 AT_ONCE = 4
 MAX_PLACES = 4096
 FILTERS = ("lane", "model", "code", "reason")
@@ -45,7 +45,7 @@ _Errors = Counter[tuple[str, str]]  # number of errors by code and reason
 
 @dataclass(frozen=True)
 class Filter:
-    """Filter for dead letters of a pool. A letter matches if its values equal all fields that are not empty."""
+    """Filter for dead letters of a pool. A letter matches if it equals the filter in all fields that are not empty."""
 
     pool: str
     lane: str = ""
@@ -66,8 +66,8 @@ class Filter:
 
 class DeadLetterOperations:
     """Operations on the dead letters of an installation's own pools, to which workers also write the dead letters of
-    reservations. All letters are read from the broker; only their sequence numbers are in memory. The methods raise
-    NotFound, PoolNotFound, and QueueUnavailable if the broker does not answer.
+    reservations. The methods read all letters from the broker; memory has only their sequence numbers. The methods
+    raise NotFound, PoolNotFound, and QueueUnavailable if the broker sends no reply.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class DeadLetterOperations:
         pools: Iterable[str],
         on_publish: Callable[[Lane, Sequence[WorkItem]], None],
     ) -> None:
-        """Create the operations. `on_publish` is called with the work that is published again, so that a worker for its
-        model is started.
+        """Create the operations. They call `on_publish` with each republished work item, so that a worker for its model
+        starts.
         """
         self._broker = broker
         self._metrics = metrics
@@ -87,7 +87,7 @@ class DeadLetterOperations:
         self.pool = settings.pool
         self.pools = sorted(pools)
         self._on_publish = on_publish
-        # last known sequence number in the stream, by pool and id of the letter
+        # (pool, id of a letter) -> last known sequence number in the stream
         self._places: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     async def page(self, filters: Filter, before: int, limit: int) -> api.DeadLetterPage:
@@ -150,9 +150,9 @@ class DeadLetterOperations:
             return await _replayed(replays, letter, timeout_s)
 
     async def replay_all(self, filters: Filter, after: int, limit: int, timeout_s: float) -> api.ReplayedAll:
-        """Run again at most `limit` letters with a sequence number above `after`, AT_ONCE at a time. REPLAY_S seconds
-        limit the wait for results; requests to the broker may take longer. Letters that are written during the replay
-        are left out: work that fails again becomes a new letter.
+        """Run at most `limit` letters with a sequence number above `after` again, AT_ONCE at a time. Wait at most
+        REPLAY_S seconds for results; requests to the broker may take longer. Omit letters that are written during the
+        replay, because work that fails again becomes a new letter.
         """
         letters, end_s = self._letters(filters.pool), time.monotonic() + REPLAY_S
         done = list[api.Replayed]()
@@ -283,7 +283,7 @@ async def _replayed(replays: Replays, letter: DeadLetterEntry, timeout_s: float)
     except TimeoutError:
         return outcome("waiting")
     except BrokerError as error:
-        _logger.warning("dead letter %s could not be run again: %s", letter.letter.id, error)
+        _logger.warning("the gateway cannot replay dead letter %s: %s", letter.letter.id, error)
         return outcome("unavailable")
     except SIEError as error:  # this gateway had no memory for the result
         return outcome("failed", Counter({(error.code, error.reason): 1}))
@@ -299,8 +299,8 @@ def _counted(errors: _Errors) -> list[api.DeadLetterCount]:
 
 
 def _lane(located: DeadLetterEntry) -> str:
-    """Return the lane (pool, machine profile and bundle) of a letter, from the NATS subject of its work; an empty text
-    if the subject has no lane.
+    """Return the lane (pool, machine profile and bundle) in the NATS subject of a letter's work; an empty text if the
+    subject has no lane.
     """
     try:
         return str(lane_of(located.letter.subject))

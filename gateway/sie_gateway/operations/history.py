@@ -1,9 +1,8 @@
-"""Log and history of the inference requests of a gateway, which show why requests are slow.
+"""Log and history of a gateway's inference requests, to find out why requests are slow.
 
-The history has, for the last hour, counts, errors and stage latencies of each STEP_S seconds, and records of the
-slowest requests. The log has one line for each request. Requests that were refused for overload or a rate limit have at
-most MAX_REFUSED_LINES lines in each interval, and one more line counts the rest, so that overload does not flood the
-log:
+The history covers the last hour. It has counts, errors and stage latencies of each STEP_S seconds, and records of the
+slowest requests. The log has one line for each request, but in each interval at most MAX_REFUSED_LINES lines for
+requests that the gateway refused for overload or a rate limit. One more line counts the other refused requests:
 
  encode 200 in 9.3 ms items=3 tokens=24 queue_time=2.104 load_time=0.0 ... unattributed_time=1.088
  512 more requests were refused in 10 s: encode 503 code=QUEUE_FULL 500, score 503 code=QUEUE_FULL 12
@@ -13,8 +12,8 @@ log:
  a request ends ──► counts of its 10 seconds: requests, errors by code, a histogram of each stage
                 └──► records of its minute, if it failed or was one of the slowest, and was not refused
 
-The numbers of counts and of records are limited. No input of a request and no token is stored. An error message is
-stored, and may quote a number or the name of a model from the body.
+The numbers of counts and of records are limited. A record has no input of the request and no API key, but its error
+message may quote a number or the name of a model from the body.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ from sie_gateway.admission.grant import Grant
 if TYPE_CHECKING:
     from sie_gateway.inference.call import Call
 
-REFUSED = frozenset({"QUEUE_FULL", "RATE_LIMITED"})  # codes of requests that were refused for overload or a rate limit
+REFUSED = frozenset({"QUEUE_FULL", "RATE_LIMITED"})  # codes of refusals for overload or a rate limit
 INTERVAL_S = 10.0
 MAX_REFUSED_LINES = 20  # log lines for refused requests in one interval of INTERVAL_S
 STEP_S = 10
 STEPS = 360
 MINUTE_S = 60
-# requests of one key and minute that are recorded in full: the slowest, and the last failed ones
+# largest numbers of records for one key and minute: slowest requests, last failed requests
 SLOWEST, FAILED = 5, 5
-MAX_OWNERS = 8  # API keys with a separate list of records in one minute; the requests of further keys share one list
-MAX_TEXT = 300  # characters that are stored of an error message, and of a requested model name that does not exist
-MAX_CHUNKS = 32  # chunks of a request that its record describes; a chunk is the part of a request in one message
+MAX_OWNERS = 8  # API keys with separate records in one minute; further keys share one list
+MAX_TEXT = 300  # stored characters of an error message, and of the name of an unknown model
+MAX_CHUNKS = 32  # largest number of chunks (parts of a request, one per message) in a record
 STAGES_TOLD = (*STAGES, "total_time")
-# upper bounds of a histogram of latencies, in ms; each bound is 1.2 times the previous bound, so between the first and
-# the last bound a quantile is at most 20 % too high
+# upper bounds of the latency histograms in ms: each is 1.2 times the previous bound, so a quantile between the first
+# and the last bound is at most 20 % too high
 BOUNDS_MS = tuple(0.05 * 1.2**step for step in range(80))
 _of_stages = itemgetter(*STAGES_TOLD)
 _of_logged = itemgetter(*STAGES)
@@ -66,7 +65,7 @@ class Note(NamedTuple):
     """Record of a request that has ended."""
 
     total_ms: float
-    number: int  # orders notes with equal times; without it the heap would compare `fields`, and dicts have no order
+    number: int  # serial number: orders notes with equal times, because the heap cannot compare `fields`
     fields: dict[str, Any]
     owner: str  # id of the API key that sent the request
 
@@ -78,7 +77,7 @@ class _HistoryBucket:
     at: int
     requests: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    ran: int = 0  # requests that a worker answered; only they have stage latencies
+    ran: int = 0  # requests with stage latencies: a worker answered them
     stages: tuple[array[int], ...] = ()
 
     def count(self, code: str, times_ms: tuple[float, ...] | None) -> None:
@@ -107,7 +106,7 @@ class _Minute:
     remaining: _SlowestNotes = field(default_factory=_SlowestNotes)
 
     def places(self, owner: str) -> _SlowestNotes:
-        """Return the list of records of a key. With separate lists, a key cannot push out other keys' records."""
+        """Return the records of a key. They are separate, so that a key cannot displace the records of other keys."""
         if owner not in self.owners:
             if len(self.owners) >= MAX_OWNERS:
                 return self.remaining
@@ -125,8 +124,8 @@ class RequestHistory:
         self._numbers = itertools.count()
 
     def ended(self, call: Call, endpoint: str, status: int, seconds: float) -> None:
-        """Count an ended inference request, and record it if it was slow or failed. `seconds`: from the arrival of its
-        headers to its end.
+        """Count an ended inference request, and record a slow or failed request. `seconds`: time from the arrival of
+        the headers to the end of the reply.
         """
         now_s = self._clock()
         times_ms = None
@@ -135,7 +134,7 @@ class RequestHistory:
             times_ms = _of_stages(timing)
         code = call.code if status >= 400 else ""
         self._step(now_s).count(code, times_ms)
-        # refused requests are not recorded: in overload they would push out the records of requests that ran
+        # do not record refused requests: during overload they would displace the records of requests that ran
         if code in REFUSED:
             return
         places, total_ms = self._minute(now_s).places(call.key), 1000 * seconds
@@ -150,7 +149,7 @@ class RequestHistory:
 
     def _step(self, now_s: float) -> _HistoryBucket:
         at = int(now_s) // STEP_S * STEP_S
-        # if the clock was set back, the request counts in the last step, not in an earlier step
+        # if the clock was set back, count the request in the last step
         if not self._steps or self._steps[-1].at < at:
             self._steps.append(_HistoryBucket(at))
         return self._steps[-1]
@@ -163,7 +162,7 @@ class RequestHistory:
 
     def since(self, since_s: float = 0.0, step_s: int = STEP_S) -> dict[str, Any]:
         """Return the counts of each `step_s` seconds (a multiple of STEP_S) since `since_s` (seconds since 1970), for
-        at most an hour, the oldest first. Steps without a request are left out.
+        at most an hour, the oldest first. Omit steps without a request.
         """
         now_s = self._clock()
         first = max(since_s, now_s - STEPS * STEP_S)
@@ -177,7 +176,7 @@ class RequestHistory:
         }
 
     def counted(self, seconds: float) -> tuple[int, Counter[str]]:
-        """Return how many requests ended in the last `seconds`, and how many failed, by error code."""
+        """Return (number of requests, error code -> number of requests) of the last `seconds`."""
         first = self._clock() - seconds
         recent = [step for step in reversed(self._steps) if step.at + STEP_S > first]
         return sum(step.requests for step in recent), sum((step.errors for step in recent), Counter())
@@ -261,16 +260,16 @@ def _model_of(call: Call) -> str:
 
 
 class RequestLogger:
-    """Log lines of answered requests. Only the gateway's event loop uses it."""
+    """Writer of the log lines of requests. Only the gateway's event loop may call its methods."""
 
     def __init__(self) -> None:
-        self._refused = 0  # number of requests that were refused in this interval, with or without a log line
-        # number of refused requests without a log line, by endpoint, status and code, which have few values
+        self._refused = 0  # number of refused requests in this interval, with or without a log line
+        # "endpoint status code" -> number of refused requests without a log line; there are few different texts
         self._left_out: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None  # timer for the end of the interval; None while no interval runs
 
     def ended(self, call: Call, endpoint: str, status: int, seconds: float) -> None:
-        """Log an answered request. After MAX_REFUSED_LINES in an interval, refused requests are only counted."""
+        """Log a request. After MAX_REFUSED_LINES lines in an interval, only count refused requests."""
         if call.code in REFUSED:
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._summarise)
@@ -288,8 +287,8 @@ class RequestLogger:
 
 
 def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
-    """Log an answered request. `seconds`: time from its headers to its answer. If the request ran, the line has the
-    latencies of its stages, the number of its tokens, and its last worker.
+    """Log a request. `seconds`: time from the request's headers to the reply. The line of a request that ran also has
+    the latencies of its stages, its number of tokens, and its last worker.
     """
     if not _logger.isEnabledFor(logging.INFO):
         return
@@ -314,7 +313,7 @@ def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
 
 
 MAX_LINES = 5_000
-# requests whose API key is stored; log lines of older requests are shown to administrators only
+# largest number of requests with a stored API key; only administrators can read the lines of older requests
 MAX_REQUESTS = 20_000
 MAX_CHARS = 500  # characters of a line
 
@@ -330,14 +329,14 @@ class TailLine(NamedTuple):
 
 
 class LogTail(logging.Handler):
-    """Log handler that stores the newest lines with a request id, of all loggers below `sie`. Any thread may call
-    `emit`; only the gateway's event loop calls the other methods.
+    """Log handler that stores the newest lines with a request id of all loggers below `sie`. Any thread may call
+    `emit`. Only the gateway's event loop may call the other methods.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self._lines: deque[TailLine] = deque(maxlen=MAX_LINES)
-        self._owners: dict[str, str] = {}  # key that sent each request, by request id; the oldest request is first
+        self._owners: dict[str, str] = {}  # request id -> API key, the oldest request first
 
     def admitted(self, request: str, owner: str) -> None:
         """Store which API key sent a request."""

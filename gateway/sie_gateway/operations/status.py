@@ -1,9 +1,8 @@
 """Status of the cluster for people: `/health`, the JSON of the page at `/`, and websockets.
 
-While a page is open, `WorkerProbe` checks every second whether shown workers are connected, at most MAX_ASKED of them
-at a time. It sends a request to a worker's subject, and the broker reports at once if nobody subscribes to the subject.
-This is faster than to wait for a missing heartbeat (SIE_HEARTBEAT_TIMEOUT_MS). The result is only shown: the placement
-of requests does not use it.
+While a page is open, `WorkerProbe` checks every second whether the shown workers are connected, at most MAX_ASKED at a
+time. The probe sends a request to the worker's subject: without a subscriber, the broker reports this at once, earlier
+than a missing heartbeat shows it (SIE_HEARTBEAT_TIMEOUT_MS). Only pages use the result; routing does not.
 """
 
 from __future__ import annotations
@@ -55,13 +54,11 @@ from sie_runtime.http.websocket import Seats, ViewerFrames
 from sie_runtime.process import Stop
 
 EVERY_S = 1.0
-# largest number of workers checked in a round (a check takes 0.1 ms of CPU); the next round continues with the next
-# workers
+# largest number of workers that the probe checks in a round, as a check takes 0.1 ms of CPU
 MAX_ASKED = 16
-# seconds after the last request of an open page during which the workers that it shows are checked
+# seconds after the last request of a page for which the probe checks the workers on this page
 LOOKED_S = 5.0
-# seconds to wait for the broker's report that nobody subscribes; a connected worker does not reply, so this whole time
-# passes
+# seconds to wait for the broker's report of a missing subscriber; a connected worker sends no reply
 HEARD_S = 0.5
 
 
@@ -117,8 +114,8 @@ _OF_LANE = ("pool", "machine_profile", "bundle", "priority")
 
 @dataclass(frozen=True)
 class ViewedWorker:
-    """A worker as pages show it. `models`: state and queue depth of each model that it reports. `failures`: errors of
-    failed loads by model. `clock_ahead_s`: its clock minus the broker's clock, None if unknown.
+    """Worker as pages show it. `models`: model -> (state, queue depth). `failures`: model -> error of its failed load.
+    `clock_ahead_s`: the worker's clock minus the broker's clock in seconds, None if unknown.
     """
 
     info: WorkerInfo
@@ -220,8 +217,8 @@ def _summary(model: str, reports: list[tuple[WorkerInfo, str, int]]) -> ModelSum
 
 
 class ClusterStatus:
-    """Status of the cluster, as this gateway knows it. `dead_letters`: number of dead letters that were ever written in
-    the pools of this gateway.
+    """Status of the cluster, as this gateway knows it. `dead_letters`: number of all dead letters of this gateway's
+    pools, deleted ones included.
     """
 
     def __init__(
@@ -237,8 +234,8 @@ class ClusterStatus:
         visible: Callable[[Grant], Callable[[str], bool]] = lambda grant: lambda pool: True,
         data_dir: Path | None = None,
     ) -> None:
-        """Create the status. `visible(grant)(pool)`: whether the credential may read the pool's name. Raises
-        SettingError if workers are to be read from Kubernetes, but the gateway runs in no pod.
+        """Create the status. `visible(grant)(pool)` returns True if the credential may read the pool's name. Raises
+        SettingError if SIE_GATEWAY_KUBERNETES is set outside of a pod.
         """
         self._settings = settings
         self._data_dir = data_dir
@@ -259,7 +256,7 @@ class ClusterStatus:
         self.dead_letters = 0
         self._trend = QueueTrend(DEAD_EVERY_S)
         self.seats = Seats(MAX_SOCKETS, "gateway")
-        # by API key and worker; the worker is None for frames about the cluster
+        # (API key, worker) -> frames; the worker is None for frames about the cluster
         self._frames: dict[tuple[str, WorkerSocket | None], ViewerFrames] = {}
         self._glance = CachedSummary(self._summarise)
         self._placed = CachedSummary(self._lane_tables)
@@ -270,8 +267,7 @@ class ClusterStatus:
             while not await stop.wait_for(DEAD_EVERY_S):
                 queues = self.queues()
                 self._trend.sample(queues[0] if queues else None)
-                # an error means that the broker is unreachable, which other modules report, or that the stream of a new
-                # pool does not exist yet
+                # other modules report an unreachable broker; the stream of a new pool may not exist yet
                 with contextlib.suppress(BrokerError):
                     states = [await self._queue.stream_state(letter_stream(pool)) for pool in sorted(self._pools)]
                     self.dead_letters = sum(state.last_sequence for state in states)
@@ -390,8 +386,8 @@ class ClusterStatus:
         }
 
     def placed(self, text: str, grant: Grant) -> dict[str, Any]:
-        """Return for each lane which workers host which models: at most MAX_SHOWN models with `text` in their name,
-        models with waiting work first.
+        """Return the hosts of each model in each lane, for at most MAX_SHOWN models with `text` in their name. Models
+        with waiting messages come first.
         """
         visible = self._visible(grant)
         return {"lanes": [lane.shown(text.lower(), visible) for lane in self._placed()]}

@@ -29,8 +29,8 @@ from sie_contracts.wire.records import RemoteReference
 from sie_gateway.remotes.client import Vectors
 
 # Texts of several scripts, with digits, an emoji, ligatures, code and white space of all kinds. If a remote server has
-# another tokenizer, normalisation of texts or pooling, at least one of these texts gets another vector. Each kind of
-# white space has a text of its own, because a server may change only one kind.
+# another tokenizer, text normalisation or pooling, at least one text gets another vector. Each kind of white space has
+# a separate text, because a server may change only one kind.
 PROBES = (
     "The harbour master signed the papers before noon.",
     "Übergrößenträger fahren im Dezember nach Zürich.",
@@ -42,7 +42,7 @@ PROBES = (
     "name\tprice\tplace",
     "  two  spaces   or more ",
 )
-MAX_PROMPTS = 4  # largest number of prompts whose vectors are proven; requests with other prompts stay in this cluster
+MAX_PROMPTS = 4  # largest number of prompts that a proof covers; requests with other prompts stay in this cluster
 MAX_LONG_TOKENS = 8192  # a model with a higher limit has no long probe text, because each probe would cost too much
 SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to a text
 MAX_GOLDEN_BYTES = 64 << 20
@@ -55,8 +55,8 @@ class ParityBound(NamedTuple):
     difference: float
 
 
-# for 16 and 8 bits, the difference is the distance of two unit vectors with the cosine of the bound. For float32 it is
-# smaller, because servers agree better
+# For 16 and 8 bits, the bound of the difference is the distance of two unit vectors with the bound's cosine. The bound
+# for float32 is smaller, because servers agree better.
 BOUNDS: Mapping[str, ParityBound] = {
     "float32": ParityBound(COSINE_32, 5e-4),
     "float16": ParityBound(COSINE_16, 0.045),
@@ -101,7 +101,7 @@ class Deviates(Exception):
 
 @dataclass(frozen=True)
 class Reference:
-    """Texts as they are sent to a remote server, and their vectors. `long`: index of the long text, or None."""
+    """Texts that a remote server must encode, and their vectors. `long`: index of the long text, or None."""
 
     texts: tuple[str, ...]
     vectors: Vectors
@@ -116,9 +116,9 @@ class Proof:
     """Proof that a remote server's vectors of the probe texts agree with the vectors of this cluster. The proof holds
     for this catalogue entry and for requests with these prompts.
 
-    `any_length`: the proof also holds for texts that the model truncates, because the vectors of the long probe text
-    agree. `any_spaces`: it also holds for texts with other white space than single spaces between words. `unit_length`:
-    all reference vectors have the length 1. `cosine`, `difference`: lowest cosine and largest difference of all probe
+    `any_length`: the proof covers texts that the model truncates, because the vectors of the long probe text agree.
+    `any_spaces`: the proof covers texts with white space other than single spaces between words. `unit_length`: all
+    reference vectors have the length 1. `cosine`, `difference`: lowest cosine and largest difference over all probe
     texts except the long text. `models`: the models that the server reported, see `RemoteAnswer`.
     """
 
@@ -135,13 +135,13 @@ class Proof:
     models: frozenset[str] = frozenset()
 
     def covers(self, entry: ModelEntry, run: RunOptions, texts: Sequence[str]) -> bool:
-        """Return True if the proof holds for these texts, which contain the prompt, and for these options."""
+        """Return True if the proof holds for these options and texts. The texts contain the prompt."""
         prompt = Prompt.from_options(run)
         if entry != self.entry or prompt not in self.prompts or without_prompt(run) != self.run:
             return False
         if not self.any_spaces and not all(map(has_plain_spaces, texts)):
             return False
-        # if a text is too long, this cluster truncates only the text, but a remote server also truncates the suffix
+        # this cluster truncates a long text before it adds the suffix; a remote server also truncates the suffix
         return (self.any_length and not prompt.suffix) or all(fits(text, entry.max_tokens) for text in texts)
 
     def accepts(self, vectors: Vectors) -> bool:
@@ -159,7 +159,7 @@ def fits(text: str, max_tokens: int) -> bool:
     text.
     """
     most = max_tokens - SPECIAL_TOKENS
-    # the normalised text never has fewer characters, so a text with too many characters need not be normalised
+    # normalisation never reduces the number of characters, so check the length first
     return len(text) <= most and len(unicodedata.normalize("NFKD", text).encode()) <= most
 
 
@@ -169,7 +169,7 @@ def has_plain_spaces(text: str) -> bool:
 
 
 def source_of(entry: ModelEntry) -> str:
-    """Return the digest of everything that determines reference vectors: the entry and the probe texts."""
+    """Return the digest of the entry and the probe texts, which determine the reference vectors."""
     return hashlib.sha256(msgspec.json.encode([entry, PROBES], order="sorted")).hexdigest()[:32]
 
 
@@ -208,7 +208,7 @@ def golden_reference(entry: ModelEntry, run: RunOptions) -> Reference | None:
     if not cases:
         return None
     vectors = np.array([case["vector"] for case in cases], np.float32)
-    # golden vectors are float32, so the bound of float32 is used, whatever the precision of the workers
+    # golden vectors are float32, so use the bound of float32 for workers of any precision
     return Reference(tuple(case["text"] for case in cases), vectors, frozenset({Prompt.from_options(run)}), "float32")
 
 

@@ -6,8 +6,8 @@
     a refused request ──► may it leave, server proven? ──► budget ──► the remote server ──► checked vectors
                              └ no: client gets the refusal               └ no reply: client gets the refusal
 
-A remote server without a proof gets no requests. After two failed calls in a row, or a report of another model, a
-server loses its proof until it passes a probe. Probes run in the background, not during a request.
+A remote server gets requests only while it has a proof. After two failed calls in a row, or a reply that names another
+model, the server loses its proof until it passes a probe. Probes run in the background, not during a request.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ PROVEN_S = 86_400.0  # seconds from a proof by a worker's vectors to the next pr
 # seconds from a failed probe to the next probe; the pause doubles with each failed probe, up to MAX_PAUSE_S
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
 DEVIATES_S = 3600.0  # seconds from a probe whose vectors deviate to the next probe
-# shortest time between a probe and the probe that follows failed calls or a report of another model
+# shortest time, in seconds, between two probes of a server that has lost its proof through its replies
 AGAIN_S = 60.0
-# largest number of remembered model names of a server; replicas at its address may differ, for example in precision
+# largest number of stored model names of a server; replicas behind its address may report different names
 MAX_MODELS = 16
 # seconds from a proof by golden vectors to the next probe: golden vectors prove less than vectors of a worker
 GOLDEN_S = 3600.0
 BUDGET_S = 30.0  # seconds in which a worker must compute reference vectors
 BROKER_S = 2.0
 MIN_LEFT_S = 0.05
-# largest number of bytes of the texts of a request: encoding these texts as JSON blocks the event loop
+# largest size of a request's texts in bytes, because encoding the texts as JSON blocks the event loop
 MAX_BYTES = 4 << 20
 KEY = "_remote"  # name of the API key of requests for reference vectors
 MAYBE_TRUNCATED = (
@@ -111,23 +111,23 @@ class Remote:
         self.proof, self.reason, self.due_s = None, reason, due_s
 
     def again_s(self, now_s: float) -> float:
-        """Return the seconds until AGAIN_S seconds after the last probe; 0 if this time has passed."""
+        """Return the seconds to wait before the next probe: the rest of AGAIN_S since the last probe, at least 0."""
         return max(0.0, self.probed_s + AGAIN_S - now_s)
 
     def answered(self, *, failed: bool) -> None:
-        """Update the number of failures in a row after a call."""
+        """Count a failed call; a successful call resets the count."""
         self.failures = self.failures + 1 if failed else 0
 
     def next_pause_s(self) -> float:
-        """Return the pause in seconds after a failed probe, and double it for the next call."""
+        """Return the pause in seconds after a failed probe, and double the next pause, up to MAX_PAUSE_S."""
         pause_s, self.pause_s = self.pause_s, min(MAX_PAUSE_S, 2 * self.pause_s)
         return pause_s
 
 
 class Remotes:
-    """All remote servers of a gateway. `run` executes a request in this cluster. `now_s` returns the broker's time. Not
-    thread-safe. Raises SettingError if the environment variable of a token is not set, or if the token has characters
-    that a header must not have.
+    """All remote servers of a gateway. `run` executes a request in this cluster. `now_s` returns the broker's time in
+    seconds since 1970. Not thread-safe. Raises SettingError if the environment variable of a token is not set, or if
+    the token is not valid in a header.
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class Remotes:
             metrics.remote_ready.labels(server.name).set(0)
 
     async def instead(self, call: Call, request: PlannedRequest, error: SIEError) -> RequestResult | None:
-        """Return the result of a remote server for a request that this cluster refused with `error`; None if no remote
-        server ran it, so that the client gets `error`. Raises RateLimited, PayloadTooLarge.
+        """Return a remote server's result for a request that this cluster refused with `error`. Return None if no
+        remote server ran the request: the client then gets `error`. Raises RateLimited, PayloadTooLarge.
         """
         if error.code not in REFUSALS or not _may_leave(call, request):
             return None
@@ -188,7 +188,7 @@ class Remotes:
         if left_s < MIN_LEFT_S:
             return None
         if call.charge is not None:
-            call.charge.refund()  # the attempt in this cluster failed, so its tokens are refunded
+            call.charge.refund()  # for the failed attempt in this cluster
             call.charge.spend(sum(costs), request.inputs_field)
         try:
             async with asyncio.timeout(min(BROKER_S, left_s)):
@@ -197,9 +197,9 @@ class Remotes:
             self._count(remote, "budget")
             remote.shortage.met(used)
             return None
-        except (BrokerError, TimeoutError) as error:  # the unused tokens are unknown, so the request is not sent
+        except (BrokerError, TimeoutError) as error:  # without the broker, the rest of the budget is unknown
             self._count(remote, "budget")
-            remote.shortage.met(f"the broker did not report the rest: {error or type(error).__name__}")
+            remote.shortage.met(f"the broker did not report the tokens left: {error or type(error).__name__}")
             return None
         remote.shortage.passed()
         left_s = call.received_s + call.budget_s - time.perf_counter()
@@ -216,9 +216,9 @@ class Remotes:
             self._failed(remote, failure)
             return None
         remote.answered(failed=False)
-        if self._feed.catalogue.entries.get(entry.id) != entry:  # the vectors belong to an old catalogue entry
+        if self._feed.catalogue.entries.get(entry.id) != entry:  # the entry has changed since the proof
             return None
-        # a text has at most one token for each byte, so an API key never pays for more, whatever the server reports
+        # a text has at most one token for each byte, so a false report of the server cannot cost an API key more
         most = sum(sizes) + proofs.SPECIAL_TOKENS * len(sizes)
         tokens = sum(costs) if used_tokens is None else min(used_tokens, most)
         await self._correct(remote, tokens - sum(costs), month, call.received_s + call.budget_s - time.perf_counter())
@@ -232,13 +232,13 @@ class Remotes:
         return finished
 
     async def _correct(self, remote: Remote, difference: int, month: str, left_s: float) -> None:
-        if not difference:  # without a difference, the reply need not wait for the broker
+        if not difference:  # do not wait for the broker without need
             return
         try:
             async with asyncio.timeout(min(BROKER_S, left_s)):
                 await remote.budget.correct(difference, month)
         except (BrokerError, TimeoutError) as error:  # only logged, because the vectors are already computed
-            _logger.warning("the token budget of remote %s keeps an estimated charge: %s", remote.server.name, error)
+            _logger.warning("the token budget of remote %s keeps an estimate: %s", remote.server.name, error)
 
     def _failed(self, remote: Remote, failure: RemoteFailed) -> None:
         """Count a failed call. If the server has caused MAX_FAILURES failures in a row, drop its proof."""
@@ -294,7 +294,7 @@ class Remotes:
             self._refuse(remote, str(error), MAX_PAUSE_S)
         except (RemoteFailed, BrokerError, SIEError, FailedRequest, EntryChanged) as error:
             self._refuse(remote, f"its probe failed: {error}", remote.next_pause_s())
-        except Exception as error:  # catches everything, so that the probes of other remote servers go on
+        except Exception as error:  # an error must not end the probes of other servers
             _logger.exception("the probe of remote %s failed", name)
             self._refuse(remote, f"its probe failed: {type(error).__name__}", MAX_PAUSE_S)
         else:
@@ -323,7 +323,7 @@ class Remotes:
         self._metrics.remote_difference.labels(remote.server.name).set(difference)
 
     async def _proven(self, remote: Remote) -> Proof:
-        """Compare the remote server with the reference vectors of its model, and return the proof. Raises NoReference,
+        """Return the proof that the server's vectors equal the reference vectors of its model. Raises NoReference,
         Deviates, BudgetUsed, BrokerError, RemoteFailed, and the errors of requests in this cluster.
         """
         model = remote.server.model
@@ -351,9 +351,9 @@ class Remotes:
     async def _vectors(
         self, remote: Remote, reference: Reference, *, normalize: bool
     ) -> tuple[Vectors, frozenset[str]]:
-        """Return the vectors of a remote server for the reference texts, and the models that the server reports. If the
-        server refuses the long text, or sends no reply in time, return zeros as the vector of this text: zeros differ
-        from every reference vector. Raises RemoteFailed.
+        """Return (vectors, models): the server's vectors of the reference texts, and the model names in its replies. If
+        the server refuses the long text, its vector is zeros, which differ from every reference vector. Raises
+        RemoteFailed.
         """
         width, timeout_s = reference.vectors.shape[1], remote.server.timeout_s
         texts = [text for place, text in enumerate(reference.texts) if place != reference.long]
@@ -368,12 +368,12 @@ class Remotes:
             if error.is_fault:
                 raise
             long = 0 * vectors[:1]
-        return np.concatenate([vectors, long]), models  # the long text is the last reference text
+        return np.concatenate([vectors, long]), models  # the long text is last
 
     async def _reference(self, resolved: Resolved) -> Reference | None:
-        """Return the vectors that a worker computed for this entry. If no worker that has the model loaded has their
-        fingerprint, let a worker compute them again. Return None if no vectors are stored and no worker has the model
-        loaded in a precision of BOUNDS. Raises BrokerError, SIEError, FailedRequest, EntryChanged.
+        """Return the stored reference vectors of this entry. If workers have the model loaded, but none with the
+        fingerprint of these vectors, a worker computes new vectors. Return None if no vectors are stored and no worker
+        has the model loaded in a precision of BOUNDS. Raises BrokerError, SIEError, FailedRequest, EntryChanged.
         """
         entry = resolved.entry
         key = f"reference.{model_token(entry.id)}"
@@ -384,13 +384,13 @@ class Remotes:
         if current is not None and (not statuses or current.fingerprint in fingerprints):
             return current
         served = {status.precision.served for status in statuses if status.precision is not None}
-        # if the workers have loaded the model in several precisions, use the precision with the strictest bound
+        # of several loaded precisions, use the precision with the strictest bound
         precision = max(served & proofs.BOUNDS.keys(), key=lambda name: proofs.BOUNDS[name].cosine, default="")
         if not precision:
             return current
         computed = await self._computed(resolved, precision)
         await self._record.bucket.write([Write(key, messages.encode(computed), None)])
-        _logger.info("reference vectors of %s were computed by a worker in %s and stored", entry.id, precision)
+        _logger.info("stored new reference vectors of %s, computed by a worker in %s", entry.id, precision)
         return proofs.stored_reference(computed, entry)
 
     def _loaded(self, resolved: Resolved) -> list[ModelStatus]:
@@ -408,7 +408,7 @@ class Remotes:
         long = proofs.long_text(resolved.entry)
         requests = [(parameters, proofs.PROBES) for parameters in prompts.values()]
         for parameters, texts in [*requests, *([({"prompt_name": None}, (long,))] if long else [])]:
-            # the priority is bulk, because bulk requests are never sent to a remote server
+            # bulk, because only interactive requests may go to a remote server
             call = Call(
                 uuid7(),
                 time.perf_counter(),
@@ -451,11 +451,11 @@ def _token(server: RemoteServer) -> Secret | None:
 
 
 def _reference_in(stored: Entry, entry: ModelEntry) -> Reference | None:
-    """Return the reference vectors in a value of the bucket; None if they are unreadable, or of another model entry."""
+    """Return the reference vectors in a record; None if the record is unreadable, or for another model entry."""
     try:
         value = _decode(stored)
     except UNDECODABLE as error:
-        _logger.warning("the reference vectors of %s cannot be read: %s", entry.id, error)
+        _logger.warning("ignored the undecodable reference vectors of %s: %s", entry.id, error)
         return None
     return proofs.stored_reference(value, entry) if isinstance(value, RemoteReference) else None
 
@@ -484,7 +484,7 @@ def _may_leave(call: Call, request: PlannedRequest) -> bool:
 
 
 def _shares(costs: Sequence[int], tokens: int) -> list[int]:
-    """Divide `tokens` into whole numbers in proportion to `costs`."""
+    """Return integers in proportion to `costs` whose sum is `tokens`."""
     total, passed, shares = sum(costs), 0, list[int]()
     for cost in costs:
         before = passed * tokens // total
