@@ -59,8 +59,8 @@ class Similarity:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Documents and queries by id: texts, or ImagePath for images. `qrels`: query id -> document id -> relevance, where 0
-    means not relevant. Each query has a relevant document.
+    """Documents and queries by id: texts, or ImagePath for images. `qrels`: query id -> document id -> relevance; 0 means not
+    relevant. Each query has a relevant document.
     """
 
     name: str
@@ -123,8 +123,8 @@ def of_texts(file: Path) -> Texts:
 
 
 def of_folder(folder: Path) -> Retrieval:
-    """Read a folder in the format of BEIR. Leave out queries without a relevant document. Raises CommandRefused with the
-    file, the line and the field.
+    """Read a folder in the format of BEIR. Leave out queries without a relevant document. Raises CommandRefused with
+    the file, the line and the field.
 
     Source: Thakur et al. 2021, "BEIR", and the loader of the package beir, which puts the title before the text.
     """
@@ -215,7 +215,7 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
             yield entry.id, f"{entry.title or ''} {entry.text}".strip()
         elif entry.image is not None and entry.text is None:
             picture = ImagePath(file.parent / entry.image)
-            # The image is sent to a server, so a folder of another author must not refer to private files of this machine.
+            # The image is sent to a server, so a folder of another author must not refer to private files.
             if not picture.path.resolve().is_relative_to(file.parent.resolve()):
                 raise CommandRefused(f"{where}: {picture} is outside of the folder of the task")
             if not picture.path.is_file():

@@ -310,7 +310,7 @@ class LocalCluster:
                         self._say("serve", f"{model.name}: {failed}; Ctrl-C ends this command", "WARNING")
                 if not waiting:
                     break
-                name = next(iter(waiting))  # report only this process, because later processes usually wait for it
+                name = next(iter(waiting))  # report only the first process: later ones usually wait for it
                 line = f"waiting for {name}: {reasons[name]}"
                 if time.monotonic() - last_reported_s > TELL_EVERY_S:
                     last_reported_s = time.monotonic()
