@@ -59,8 +59,8 @@ class Similarity:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Documents and queries by id: texts, or ImagePath for images. `qrels`: query id -> document id -> relevance; 0 means not
-    relevant. Each query has a relevant document.
+    """Documents and queries by id: texts, or ImagePath for images. `qrels`: query id -> document id -> relevance
+    (0: not relevant). Each query has a relevant document.
     """
 
     name: str

@@ -327,7 +327,7 @@ class LocalCluster:
         self._greet()
 
     def _tell_unread(self) -> None:
-        """Print and publish the stream that the broker is still reading. If its files are damaged, this may never end."""
+        """Print and publish the stream that the broker still reads. If its files are damaged, this may never end."""
         if stream := unread_stream(self._restores):
             data_dir = shlex.quote(str(self._plan.data_dir))
             self._say(
