@@ -2,8 +2,8 @@
 
     --url ► --data-dir ► environment ► the `sie serve` of this user ──► Cluster ──► broker, gateway, config service
 
-For each process, the first of these sources with an address is used. Credentials belong to an address: those of a
-`sie serve` are sent only to its own addresses.
+For each process, a command uses the first of these sources that has an address. A command sends the credentials of a
+`sie serve` only to the addresses of this `sie serve`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 CONNECT_S = 5.0  # seconds after which an attempt to connect to the broker fails
-FIRST_S = 5.0  # seconds for which a command tries to open its first connection to a gateway
+FIRST_S = 5.0  # seconds in which a command retries its first connection to a gateway
 # value in `Cluster.sources` for an address or credential that a `sie serve` wrote to its data directory
 SOURCE = "data directory"
-GATEWAY = client_environment.LOOPBACK  # address of the gateway if none is known
+GATEWAY = client_environment.LOOPBACK  # gateway address if no source has one
 BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", "SIE_GATEWAY_URL"
 
 
@@ -60,9 +60,9 @@ _PARTS: Mapping[str, _ClusterPart] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """Addresses of a cluster's processes, and the credentials for them. `sources`: setting -> where its value comes
-    from. `data_dir`: data directory of the `sie serve` to look for. `is_named`: the user named `data_dir`.
-    `admin_token`: SIE_ADMIN_TOKEN of the user, while `settings` may have that of a `sie serve`.
+    """Addresses of a cluster's processes, and the credentials for them. `sources`: name of a setting -> source of
+    the value. `data_dir`: data directory of the `sie serve` to look for. `is_named`: the user named `data_dir`.
+    `admin_token`: SIE_ADMIN_TOKEN of the user. `settings.admin_token` may be the token of a `sie serve`.
     """
 
     settings: Settings
@@ -75,9 +75,9 @@ class Cluster:
     def locate(
         cls, loaded_settings: Loaded, named: Path | None = None, *, looks_around: bool = True, required: bool = True
     ) -> Cluster:
-        """Return the cluster of these settings, with addresses of a running `sie serve` (see `_with`). `named`: its
-        data directory; None: the default one, which is not read if `looks_around` is false. Raises SettingError if the
-        file of a `sie serve` cannot be used, or if `required` and no `sie serve` runs with `named`.
+        """Return the cluster of these settings, with addresses of a running `sie serve` (see `_with`). `named`: data
+        directory of this `sie serve`, or None to try the default directory if `looks_around`. Raises SettingError if
+        the file of a `sie serve` is invalid, or if `required` and no `sie serve` runs with `named`.
         """
         data_dir = (named or default_data_dir()).absolute()
         settings, sources = _as_client(loaded_settings)
@@ -96,7 +96,7 @@ class Cluster:
 
     def _with(self, written: Access) -> Cluster:
         """Return a copy with the addresses and credentials of a running `sie serve`. Addresses from options stay.
-        Addresses from the environment stay too, unless the user named the data directory.
+        Addresses from the environment stay only if the user did not name the data directory.
         """
         sources = dict(self.sources)
         chosen = {
@@ -107,8 +107,8 @@ class Cluster:
         local_names = {
             name for name in chosen if public_url(configured[name] or "").rstrip("/") in local[name].split(",")
         }
-        # a user who set an address that is not one of this `sie serve` means another cluster: then no further address
-        # of this `sie serve` is used
+        # If the user set an address of another cluster, the other addresses must not come from this `sie serve`,
+        # because one command would then use two clusters.
         is_ours = self.is_named or chosen == local_names
         changes: dict[str, Any] = {}
         for name, part in _PARTS.items():
@@ -121,7 +121,7 @@ class Cluster:
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, **changes), sources=sources)
 
     def local(self) -> Access | None:
-        """Read the file of the `sie serve` with this data directory; None if none runs. Raises SettingError."""
+        """Return addresses and credentials of a running `sie serve` with `data_dir`, or None. Raises SettingError."""
         return access.read(self.data_dir)
 
     def is_given(self, name: str) -> bool:
@@ -145,23 +145,23 @@ class Cluster:
 
     @property
     def gateway_token(self) -> Secret | None:
-        """Token for the gateways: that of a client, else SIE_ADMIN_TOKEN if the address is from the environment."""
+        """Token for the gateways: a client token, or SIE_ADMIN_TOKEN if the address is from the environment."""
         settings = self.settings
         own = settings.auth_token or (settings.auth_tokens or (None,))[0]
         return own or (settings.admin_token if self.sources.get(GATEWAY_URL) == "environment" else None)
 
     @property
     def gateway_admin_token(self) -> Secret | None:
-        """Token for routes of administrators: that of the local `sie serve` if the gateway is its own, else the user's
-        SIE_ADMIN_TOKEN, else `gateway_token`.
+        """Token for administrator routes: `gateway_token` if the gateway is a process of the local `sie serve` or the
+        user has no SIE_ADMIN_TOKEN, else SIE_ADMIN_TOKEN.
         """
         own = None if self.sources.get(GATEWAY_URL) == SOURCE else self.admin_token
         return own or self.gateway_token
 
     @property
     def first_patience_s(self) -> float:
-        """Seconds for which a command tries to open its first connection to the gateway: 0 if the address is on this
-        machine and no `sie serve` runs, because then no server is about to listen there.
+        """Seconds in which a command retries its first connection to the gateway. 0 if the address is on this machine
+        and no `sie serve` runs, because no gateway is starting.
         """
         return 0.0 if self.local() is None and is_local(self.gateway_urls[0]) else FIRST_S
 
@@ -179,8 +179,8 @@ class Cluster:
         return read_token or self.settings.admin_token
 
     async def open_broker(self, name: str, url: str = "") -> NatsBroker:
-        """Connect to the broker at `url`; if it is empty, at the address in the settings. Only the latter gets the
-        password. The caller closes the connection. Raises SettingError if there is no address, BrokerUnavailable.
+        """Connect to the broker at `url`, or at the address in the settings if `url` is empty. Send the password only
+        to the address in the settings. The caller closes the connection. Raises SettingError, BrokerUnavailable.
         """
         from sie_broker.nats import NatsBroker
 
@@ -194,8 +194,8 @@ class Cluster:
 
     def at_broker(self, name: str, work: Callable[[NatsBroker], Awaitable[T]]) -> T:
         """Call `work` with a connection to the broker; return its result. Exit with status 2 if the broker's address is
-        unknown, if no broker answers, and after a BrokerError of `work`. Raises CommandRefused for its SIEErrors and
-        OSErrors.
+        unknown, if no broker answers, or if `work` raises BrokerError. If `work` raises SIEError or OSError, raises
+        CommandRefused.
         """
         from sie_broker import BrokerError, BrokerUnavailable
 
@@ -209,7 +209,7 @@ class Cluster:
             finally:
                 await broker.close()
 
-        logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # no log lines: the error has all information
+        logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # the error text has all that the client logs
         try:
             with refusing():
                 return asyncio.run(run())
@@ -234,8 +234,8 @@ class Cluster:
 
 
 def _as_client(loaded_settings: Loaded) -> tuple[Settings, dict[str, str]]:
-    """Return settings and sources, changed by the variables that all clients read. SIE_API_KEY sets the token for
-    gateways. SIE_BASE_URL sets the gateway's address, unless another setting does.
+    """Return settings and sources with the environment variables of all clients. SIE_API_KEY sets the token for
+    gateways. SIE_BASE_URL sets the gateway's address if no other setting has the address.
     """
     changes: dict[str, Any] = {}
     sources = dict(loaded_settings.sources)

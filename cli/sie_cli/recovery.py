@@ -165,9 +165,9 @@ def restore(cluster: Cluster, file: Path) -> None:
 
 
 async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
-    """Write keys to the bucket of keys and to its copy. If a key has two records, keep the stricter one. A key that was
-    removed from one of the two buckets is not written. Return the number of keys written to the main bucket. Raises
-    WrongRevision if another process changes a key meanwhile.
+    """Write keys to the bucket of keys and to its copy. If a key has two records, keep the stricter record. Leave out a
+    key that was removed from a bucket. Return the number of keys written to the main bucket. Raises WrongRevision if
+    another process changes a key meanwhile.
     """
     removed = {
         entry.key for bucket in (buckets.copy, buckets.bucket) for entry in await bucket.since(0) if entry.value is None
@@ -175,7 +175,7 @@ async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
     for bucket in (buckets.copy, buckets.bucket):
         entries = await bucket.entries()
         present = {key.id: key for key, _ in key_records.readable(entries)}
-        revisions = {entry.key: entry.revision for entry in entries}  # also of records that cannot be decoded
+        revisions = {entry.key: entry.revision for entry in entries}  # contains undecodable records too
         written = 0
         for key in keys:
             if key.id in removed:
@@ -203,7 +203,7 @@ async def _write_missing(bucket: KeyValue, entries: list[tuple[str, bytes]]) -> 
 
 
 async def _write_batch(bucket: KeyValue, batch: list[Write]) -> int:
-    """Write new entries without those whose keys another process has written meanwhile. Return their number."""
+    """Write the entries whose keys no other process has written meanwhile. Return the number of written entries."""
     try:
         await bucket.write(batch)
         return len(batch)
@@ -308,7 +308,7 @@ async def _repair(broker: NatsBroker, cluster: Cluster, info: StreamInfo) -> str
     bucket = stream.removeprefix("KV_")
     if bucket in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET):
         if not await damage(broker, info):
-            # NotReady: this version cannot decode a record; then the bucket is created again below
+            # NotReady says that a record cannot be decoded. The code below then creates the bucket again.
             with contextlib.suppress(NotReady):
                 lost = await _recover_catalogue(broker, cluster)
                 more = f"; {counted(len(lost), 'model')} that it lacked: written from its copy" if lost else ""
@@ -332,8 +332,8 @@ async def _repair(broker: NatsBroker, cluster: Cluster, info: StreamInfo) -> str
 
 
 async def _recover_catalogue(broker: NatsBroker, cluster: Cluster) -> list[str]:
-    """Write the models that the catalogue or its copy lacks. Return those that the catalogue lacked. Raises NotReady if
-    a record of the catalogue cannot be decoded.
+    """Write the models that the catalogue or its copy lacks. Return the models that the catalogue lacked. Raises
+    NotReady if a record of the catalogue cannot be decoded.
     """
     store = await open_store(broker, cluster.settings)
     return await retry_conflicts(store.recover)

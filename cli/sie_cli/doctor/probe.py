@@ -39,24 +39,24 @@ from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat
 if TYPE_CHECKING:
     from sie_broker.nats import NatsBroker
 
-CALL_S = 3.0  # seconds; time limit of a request over HTTP or a socket
-BEAT_MARGIN_S = 1.0  # seconds that a heartbeat may be late
-GATEWAYS_S = 1.5  # seconds; each gateway sends at least one heartbeat in this time
+CALL_S = 3.0  # time limit of a request over HTTP or a socket
+BEAT_MARGIN_S = 1.0  # largest accepted delay of a heartbeat
+GATEWAYS_S = 1.5  # time in which each gateway sends at least one heartbeat
 T = TypeVar("T")
 
 
 class CheckSkipped(Exception):
-    """Raised if a check is not possible; the message has the reason."""
+    """Error of a check that cannot run. The message has the reason."""
 
 
 class NotApplicable(Exception):
-    """Raised if this cluster or machine has nothing to check; the message has the reason."""
+    """Error of a check for which this cluster or machine has no subject. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Reply to an HTTP request. `trouble`: the reason if there is no reply. `ahead_s`: time in the reply's request id
-    minus the time of this machine's clock, with an error of at most `margin_s`; None if the id has no time.
+    """Reply to an HTTP request. `trouble`: the reason if no reply came. `ahead_s`: time of the server's clock (in the
+    request id) minus time of this machine's clock, with an error of at most `margin_s`, or None if the id has no time.
     """
 
     url: str
@@ -136,7 +136,7 @@ class AdapterSocket:
     wrong: str = ""
     fix: str = ""
     description: ipc.Description | None = None
-    is_unseen: bool = False  # the socket, or its folder, belongs to another user
+    is_unseen: bool = False  # the socket or its folder belongs to another user
 
 
 def once(read: Callable[[ClusterProbe], Coroutine[Any, Any, T]]) -> Callable[[ClusterProbe], Coroutine[Any, Any, T]]:
@@ -177,7 +177,7 @@ class ClusterProbe:
             await self._open.close()
 
     async def get(self, url: str, path: str, token: Secret | None = None) -> ProbeResult:
-        """Send a GET. A failure raises no error: `trouble` of the result has its reason."""
+        """Send a GET request. If the request fails, return a result with the reason in `trouble`."""
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
         try:
             async with (
@@ -206,7 +206,7 @@ class ClusterProbe:
         """Return the reply to `/health` of each gateway whose address is known."""
         cluster = self.cluster
         if cluster.is_named and self.settings.gateway_url is None and cluster.local() is None:
-            # without --gateway-url, the default address may belong to another cluster than the named data directory
+            # The default gateway address may belong to another cluster than the named data directory.
             return [ProbeResult(cluster.gateway_urls[0], trouble=f"nothing runs with {self.data_dir}")]
         requests = (self.get(url, "/health", cluster.gateway_token) for url in cluster.gateway_urls)
         return list(await asyncio.gather(*requests))
@@ -224,7 +224,7 @@ class ClusterProbe:
         up = {reply.url for reply in await self.gateways() if reply.status == 200 and reply.is_sie}
         urls = [url for url in cluster.gateway_urls if public_url(url) in up]
         replies = await asyncio.gather(*(self.get(url, "/v1/cluster", cluster.gateway_token) for url in urls))
-        # a gateway of an older version may return another format, so its view is left out
+        # leave out a view in another format, because a gateway may have an older version
         views = {reply.url: view for reply in replies if (view := reply.decoded(ClusterView)) is not None}
         if not views:
             raise CheckSkipped(
@@ -257,8 +257,8 @@ class ClusterProbe:
 
     @property
     def config_token(self) -> Secret | None:
-        """Token for the config service. None if the service's address came from the command line or from a gateway,
-        because the token must be sent only to the configured address.
+        """Token for the config service. None if the service's address came from the command line or from a gateway:
+        the token belongs to the configured address only.
         """
         is_known = self.cluster.sources.get(CONFIG_URL) in ("environment", SOURCE)
         return self.cluster.config_token(writes=False) if is_known else None
@@ -281,8 +281,8 @@ class ClusterProbe:
         return self._open
 
     async def connected_broker(self) -> NatsBroker:
-        """Return the connection to the broker. Raises NotApplicable. Raises CheckSkipped without a connection: only the
-        check `broker` reports this fault.
+        """Return the connection to the broker. Raises NotApplicable. Raises CheckSkipped if the connection fails,
+        because only the check `broker` reports this fault.
         """
         try:
             return await self.broker()
@@ -298,8 +298,8 @@ class ClusterProbe:
 
     @once
     async def heartbeats(self) -> Heartbeats:
-        """Collect heartbeats for GATEWAYS_S. Then wait for the heartbeats of a gateway and of all workers in its
-        `/health`, until an interval of heartbeats and BEAT_MARGIN_S are over. Raises NotApplicable, CheckSkipped.
+        """Collect heartbeats for GATEWAYS_S. Then wait for heartbeats of a gateway and of all workers in `/health`, at
+        most one heartbeat interval plus BEAT_MARGIN_S from the start. Raises NotApplicable, CheckSkipped.
         """
         broker = await self.connected_broker()
         beats = Heartbeats()

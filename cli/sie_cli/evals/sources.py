@@ -1,5 +1,5 @@
 """Sources that an evaluation compares: a cluster, a library or patterns in this process, or a server that is not SIE. A
-source returns vectors or scores of texts and image files, or facts in texts.
+source returns vectors or scores for texts and image files, or facts (such as entities) that it finds in texts.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def only_texts(name: str, inputs: Sequence[str]) -> None:
 
 
 class EvalSource(Protocol):
-    """A source of vectors or scores. `name`: its name on the command line. `is_here`: whether it computes in this
-    process. `scores_pairs`: whether it scores documents and has no vectors. `main`: the vectors that are measured by
-    default. `identity`: data that its answers depend on, other than texts and output; empty if unknown. `vectors` and
-    `scores` raise CommandRefused or SIEError.
+    """A source of vectors or scores. `name`: name on the command line. `is_here`: the source computes in this process.
+    `scores_pairs`: the source scores documents and has no vectors. `main`: kind of vectors that an evaluation measures
+    by default. `identity`: part of the cache key that identifies the model; if empty, results are not cached. `vectors`
+    and `scores` raise CommandRefused or SIEError.
     """
 
     name: str
@@ -68,7 +68,7 @@ class EvalSource(Protocol):
     scores_pairs: bool
     main: VectorOutput
     identity: Sequence[str]
-    tokens: int  # number of tokens that the source has read for vectors; 0 if unknown
+    tokens: int  # number of tokens encoded so far; 0 if unknown
 
     def vectors(self, texts: Sequence[str], output: VectorOutput, *, is_query: bool) -> Sequence[Any]:
         """Return one vector for each text, of the kind `output`."""
@@ -77,7 +77,7 @@ class EvalSource(Protocol):
         """Return one score for each document. A higher score is better."""
 
     def sender(self) -> AbstractAsyncContextManager[Send]:
-        """Open a function that sends a request, also several at a time. It raises LoadFailure if the request fails."""
+        """Open a function that sends a request, and raises LoadFailure if the request fails. Calls may overlap."""
 
 
 @runtime_checkable
@@ -93,8 +93,8 @@ class FactSource(Protocol):
 
 
 class Sie:
-    """Source that is a model of an SIE cluster. `info`: the gateway's description of the loaded model.
-    `only_extracts`: the model has neither vectors nor scores.
+    """Model of an SIE cluster as a source. `info`: the gateway's description of the loaded model. `only_extracts`: the
+    model has neither vectors nor scores.
     """
 
     is_here = False
@@ -111,7 +111,7 @@ class Sie:
         self.scores_pairs = not outputs and "score" in self.info["tasks"]
         self.only_extracts = not outputs and not self.scores_pairs
         self.main = outputs[0] if outputs else DENSE
-        # the fingerprint is read from an answer of the model, because a gateway that has just started may lack it
+        # Read the fingerprint from a response of the model: a gateway that has just started may not have it.
         answer: Any = self.info
         if "text" in self.info["inputs"]:
             if self.only_extracts:
@@ -234,8 +234,8 @@ class Patterns:
 
 
 class SentenceTransformers:
-    """Source that runs sentence-transformers in this process, on the CPU in float32. It loads the weights that the
-    catalogue names for the model. If the catalogue lacks the model, it loads the weights of the hub.
+    """Source that runs sentence-transformers in this process, on the CPU in float32. The weights are those of
+    the catalogue's entry for the model, or those of the Hugging Face Hub if the catalogue has no such entry.
     """
 
     is_here = True
@@ -275,7 +275,7 @@ class SentenceTransformers:
 
     @asynccontextmanager
     async def sender(self) -> AsyncIterator[Send]:
-        turn = asyncio.Lock()  # one call at a time: each call of the library already uses all cores
+        turn = asyncio.Lock()  # no concurrent calls, because a single call of the library uses all cores
 
         async def send(request: LoadRequest) -> LoadReply:
             async with turn:
@@ -313,9 +313,7 @@ def catalogue_entry(model: str) -> ModelEntry | None:
 
 
 def _weights_of(model: str) -> str:
-    """Return the weights for sentence-transformers: the folder of the installed package that the entry names, the
-    entry's path, or a hub id.
-    """
+    """Return the folder or Hugging Face Hub id from which sentence-transformers loads the weights of a model."""
     from sie_store.weights.sources import package_folder
 
     entry = catalogue_entry(model)
@@ -332,8 +330,8 @@ _UNREADABLE = (*UNDECODABLE, TypeError, LookupError, AttributeError)
 
 
 def _append(body: bytearray, piece: bytes) -> None:
-    """Append a received piece to the body of an answer. Raises ValueError if the body gets longer than
-    MAX_ANSWER_BYTES: a server that is not SIE may send any amount.
+    """Append received bytes to the body of a response. Raises ValueError if the body gets longer than
+    MAX_ANSWER_BYTES, because a server may send a response of any size.
     """
     if len(body) + len(piece) > MAX_ANSWER_BYTES:
         raise ValueError(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
@@ -362,7 +360,7 @@ class ServerDialect:
 
 _OPENAI = ServerDialect(
     "/embeddings",
-    # these servers refuse an empty text, so a space is sent
+    # replace an empty text by a space, because these servers refuse an empty text
     lambda model, texts: {"model": model, "input": [text or " " for text in texts], "encoding_format": "float"},
     lambda body: [item["embedding"] for item in sorted(body["data"], key=lambda item: item["index"])],
     lambda model, query, documents: {"model": model, "query": query, "documents": list(documents)},
@@ -392,7 +390,7 @@ class ServerSource:
     ) -> None:
         self.name = name
         self.scores_pairs = scores_pairs
-        # empty, so that answers are not cached: the server's model may change between two evaluations
+        # Empty, so that responses are not cached: the server's model may change between two evaluations.
         self.identity: Sequence[str] = ()
         self._client, self._dialect, self._model = client, dialect, model
         self.tokens = 0

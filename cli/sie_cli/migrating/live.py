@@ -3,8 +3,8 @@
 check ──► embed ──► quality ──► flip (store, then alias) ──► rows that were written meanwhile
                                  back, clean-up
 
-A scan embeds the rows that have no vector of their present text. Clients may write rows during a scan, so scans are
-repeated until a scan embeds only few rows. A side is the old or the new model, with its vectors.
+A scan embeds the rows that have no vector of their present text. Clients may write rows during a scan, so the command
+repeats the scan until a scan embeds only few rows. A side is the old or the new model with the vectors of this model.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from sie_store.sinks.sink import PATIENCE, Output, SparseRow
 LiveUntil = Literal["check", "embed", "flip", "back", "clean-up"]
 LIVE_STEPS = ("check", "embed", "quality", "flip")
 SINKS = "SIE_JOBS_SINKS"
-IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # few tries for the first connection: the URL may be wrong
-# Number of rows that are encoded and written at a time. A command that was killed encodes at most this number of rows
-# again. 32 multivectors of 512 tokens with 1,024 numbers are 64 MiB.
+IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # first connection: fails early, because the URL may be wrong
+# Number of rows per encode request and per write to the database. If a user restarts a killed command, the command
+# encodes at most this number of rows again. 32 multivectors of 512 tokens with 1,024 numbers are 64 MiB.
 EMBED_ROWS: dict[Output, int] = {"dense": 1_000, "sparse": 1_000, "multivector": 32}
 NEIGHBOURS = 10
-SEARCHES = 8  # limit for the concurrent searches when the models are compared
+SEARCHES = 8  # largest number of concurrent searches
 FEW_ROWS, FEW_SHARE = 100, 0.001  # the last scan embeds at most 100 rows, or 0.1 % of all if that is more
 MAX_SCANS = 20
-GAP_IDS, GAP_ID_CHARS = 20, 100  # limits for the ids of rows without a vector: their number, and their length
+GAP_IDS, GAP_ID_CHARS = 20, 100  # a report lists at most 20 ids of 100 characters
 PROGRESS_S = 10.0
 DRAIN_S = 5.0  # seconds in which clients may still write vectors that they computed before the switch
 
@@ -79,7 +79,7 @@ class LivePlan:
 
 @dataclass(frozen=True)
 class LiveModel:
-    """Model of one side of the migration, with its fingerprint. `widths`: output -> width of its vectors."""
+    """Model of one side of the migration, with its fingerprint. `widths`: output name -> width of the vectors."""
 
     name: str
     widths: Mapping[str, int]
@@ -115,7 +115,7 @@ class Scan:
 
     @property
     def gaps_text(self) -> str:
-        """Text with the number of rows without a vector for each reason, and the ids of these rows."""
+        """Text with the number of rows without a vector by reason, and the first GAP_IDS ids of these rows."""
         reasons = "; ".join(f"{counted(count, 'row')}: {reason}" for reason, count in self.gaps.most_common())
         more = ", …" if self.gaps.total() > len(self.gap_ids) else ""
         return f"{reasons} (ids {', '.join(self.gap_ids)}{more})"
@@ -257,9 +257,8 @@ class LiveMigration:
             self._aliases.flip(alias, plan.model, dry_run=True)
 
     async def _switch(self, steps: _LiveSteps, alias: Present, state: LiveState, side: Side) -> Present:
-        """Let searches use the vectors of `side`. Return the alias, which is read again before the switch. Raises
-        CommandRefused like `catch_up`, and if the config service would refuse to change the alias. In these cases the
-        index is unchanged.
+        """Let searches use the vectors of `side`. Return the current alias. Raises CommandRefused before the switch if
+        `catch_up` fails or the config service would refuse to change the alias.
         """
         if state.in_use != side:
             await steps.catch_up(side, is_last=True)
@@ -271,7 +270,7 @@ class LiveMigration:
 
     @contextlib.contextmanager
     def _alias_follows(self, model: str) -> Iterator[None]:
-        """Open a context for the change of the alias. Its errors also say that the searches are already switched."""
+        """Add to an error of the alias change that searches already use the vectors of `model`."""
         plan = self._plan
         try:
             yield
@@ -294,8 +293,8 @@ class LiveMigration:
         plan, report = self._plan, self._report
         report.begin("flip")
         is_back = state.in_use == "old" and alias.target != plan.model
-        # If the alias named the new model until its last change, an earlier --step back may have been killed before its
-        # last scans, so this command continues.
+        # If the last change of the alias replaced the new model, an earlier --step back may have been killed before its
+        # last scans. This command then repeats the scans.
         if is_back and not (state.is_begun and last_former_target(alias.history) == plan.model):
             raise CommandRefused(
                 f"{plan.alias} names {alias.target} and {plan.collection} uses the vectors of that model: there is "
@@ -322,7 +321,7 @@ class LiveMigration:
 
 @dataclass
 class _LiveSteps:
-    """Steps of a migration at an open collection. `_models`: the model of each side."""
+    """Steps of a migration of an open collection. `_models`: side -> model."""
 
     _encoder: SIEAsyncClient
     _live: LiveCollection
@@ -341,8 +340,8 @@ class _LiveSteps:
         await self._live.build_indexes()
 
     async def catch_up(self, side: Side, *, is_last: bool = False) -> None:
-        """Scan until a scan embeds only few rows. Raises CommandRefused if MAX_SCANS scans do not suffice. `is_last`:
-        raises CommandRefused also if rows have no vector and the plan does not accept this.
+        """Repeat the scan until a scan embeds only few rows. Raises CommandRefused after MAX_SCANS scans. If `is_last`,
+        also raises CommandRefused if rows have no vector and the plan does not accept gaps.
         """
         start_s, embedded, name = time.monotonic(), 0, self._models[side].name
         few = max(FEW_ROWS, int(self._state.rows * FEW_SHARE))
@@ -374,7 +373,7 @@ class _LiveSteps:
             )
 
     async def settle(self, side: Side) -> None:
-        """Embed the rows that clients have written while the index and the alias were switched."""
+        """Embed the rows that clients wrote while this command switched the index and the alias."""
         embedded = (await self._scan(side)).embedded
         await asyncio.sleep(DRAIN_S)
         scan = await self._scan(side)
@@ -404,8 +403,8 @@ class _LiveSteps:
         )
 
     async def compare(self) -> None:
-        """Compare the nearest neighbours of each query by the vectors of both models. Raises CommandRefused if there
-        are too few rows with a text, or if the neighbours agree too little and the plan does not accept this.
+        """Search each query with the old and with the new vectors, and compare the results. Raises CommandRefused if
+        too few rows have a text, or if the recall is below `min_agreement` and the plan does not accept this.
         """
         plan, report = self._plan, self._report
         report.begin("quality")
@@ -441,7 +440,7 @@ class _LiveSteps:
         report.report_step(f"{below}, accepted by --yes")
 
     async def _queries(self) -> tuple[list[str], list[str]]:
-        """Return texts to search for, and the id of each text's row. The ids are empty if the user gave the queries."""
+        """Return the query texts, and the id of each text's row. An id is empty if the user wrote the query."""
         if self._plan.queries:
             return list(self._plan.queries), [""] * len(self._plan.queries)
         texts: dict[str, str] = {}
@@ -451,8 +450,8 @@ class _LiveSteps:
         return list(texts), list(texts.values())
 
     async def _neighbours(self, side: Side, texts: list[str], ids: list[str]) -> list[list[str] | None]:
-        """Return the ids of the nearest rows of each text; None for a text that the model refuses. `ids`: id of the row
-        that each text is from, which is left out.
+        """Return the ids of the nearest rows of each text, or None if the model refuses the text. `ids`: id of the row
+        of each text. The results of a text do not contain the row of this text.
         """
         bound = asyncio.Semaphore(SEARCHES)
 
@@ -496,16 +495,14 @@ class _LiveSteps:
         return scan
 
     async def _leave_out(self, side: Side, rows: Sequence[tuple[LiveRow, str]], scan: Scan) -> None:
-        """Count rows that get no vector, by reason. If searches do not use this side, remove the vectors of the rows'
-        earlier texts.
-        """
+        """Count rows that get no vector, by reason. If searches use the other side, remove the outdated vectors."""
         for row, reason in rows:
             scan.add_gap(row.id, reason)
         if rows:
             await self._live.write(side, [row for row, _ in rows], None)
 
     async def _embed(self, side: Side, rows: Sequence[tuple[LiveRow, str]], scan: Scan) -> None:
-        """Encode the texts of rows and write their vectors. Rows whose text the model refuses are counted as gaps."""
+        """Encode the texts of rows and write their vectors. If the model refuses a text, count its row as a gap."""
         model = self._models[side]
         results = await self._encoded(side, [text for _, text in rows])
         done, vectors, refused = [], [], []
@@ -524,13 +521,13 @@ class _LiveSteps:
             scan.add_embedded(len(done))
 
     def _vector(self, result: Any) -> Vector | None:
-        """Return the vector of a result; None if the model refuses the text."""
+        """Return the vector of a result, or None if the model refused the text."""
         vector: Vector | dict[str, Any] | None = result.get(self._state.output)
         return SparseRow.from_arrays(vector["indices"], vector["values"]) if isinstance(vector, dict) else vector
 
     async def _encoded(self, side: Side, texts: list[str], *, is_query: bool = False) -> Sequence[Any]:
-        """Encode texts with the model of a side. Raises CommandRefused if the model has changed since the check: its
-        vectors would not be comparable with the stored vectors.
+        """Encode texts with the model of a side. Raises CommandRefused if the model's fingerprint has changed since the
+        check: vectors of two fingerprints are not comparable.
         """
         model = self._models[side]
         results = await self._encoder.encode(

@@ -1,4 +1,4 @@
-"""Migration of an alias to another model, in steps. A repeated migration skips the steps that are already done.
+"""Migration of an alias to another model, in steps. A repeated command skips the steps that are already done.
 
 MigrationPlan ──► check ──► quality ──► embed ──► shadow ──► flip ──► report
 
@@ -48,9 +48,9 @@ from sie_contracts.errors import UNDECODABLE
 from sie_contracts.models.entries import VECTORS
 
 PROBE = "A text that shows whether the model answers."
-LOOK_S = 0.5  # seconds between two requests for the shadow's measurements, or for the gateways' revisions
-FOLLOW_S = 10.0  # seconds to wait until every gateway uses the alias's new target
-FAILED_ROWS = 5  # number of failed rows that are printed as examples
+LOOK_S = 0.5  # seconds between two polls of the shadow's measurements or of the gateways' revisions
+FOLLOW_S = 10.0  # longest wait for all gateways to use a new revision of the alias
+FAILED_ROWS = 5  # largest number of failed rows to print
 _Number = Annotated[int, Meta(ge=0)]
 _Moment = Annotated[datetime, Meta(tz=True)]
 
@@ -81,9 +81,9 @@ class _ModelFields(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class MigrationPlan:
-    """User's request for a migration. Before the flip, the new model is a shadow: it gets copies of a share of the
-    alias's requests, for `shadow_s` seconds or until `shadow_copies` copies are done. `accepts`: continue even if the
-    models agree little or the job could not encode some rows.
+    """User's request for a migration. Before the flip, the gateway sends copies of a share of the alias's requests to
+    the new model (the shadow) for `shadow_s` seconds, or until the new model has encoded `shadow_copies` copies.
+    `accepts`: continue despite low agreement or rows that the job could not encode.
     """
 
     alias: str
@@ -114,7 +114,7 @@ class MigrationPlan:
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """Result of the step check. `key`: identifies this migration. `seed`: seed of the random sample of the corpus."""
+    """Result of the step check. `key`: id of this migration. `seed`: seed of the random sample of the corpus."""
 
     alias: Present
     key: str
@@ -141,7 +141,7 @@ class MigrationReport:
 
 @dataclass
 class Migration:
-    """Run of a migration. `_clients`: a client for each gateway; the first client is for the gateway at `_url`. `_err`:
+    """Run of a migration. `_clients`: one client for each gateway, first the client of the gateway at `_url`. `_err`:
     print progress to standard error.
     """
 
@@ -157,7 +157,7 @@ class Migration:
         return self._clients[0]
 
     def run(self) -> None:
-        """Run the remaining steps up to `plan.until`. Raises CommandRefused and SIEError."""
+        """Run the remaining steps up to the step `plan.until`. Raises CommandRefused and SIEError."""
         plan, report = self._plan, self._report
         alias = self._aliases.read(plan.alias)
         if alias.target == plan.model:
@@ -220,7 +220,7 @@ class Migration:
             report.report_step("the widths differ: the new vectors need another collection than the present one")
         self._aliases.flip(alias, plan.model, dry_run=True)
         digest = asyncio.run(plan.corpus.digest()) if plan.sample or not plan.corpus.is_url else ""
-        # a local file is identified by its digest alone, so it may be moved
+        # The key contains only the digest of a local file, so a user may move the file between two commands.
         source = plan.corpus.source if plan.corpus.is_url else ""
         key = key_of(plan.alias, plan.model, digest, {**plan.options, "source": source})
         earlier = Earlier.load(self._client, key)
@@ -371,7 +371,7 @@ def check_encoder(client: SIEClient, name: str) -> None:
 
 
 def vector_widths(client: SIEClient, name: str) -> dict[str, int]:
-    """Return the widths of the vectors that a model makes of texts. Raises CommandRefused, SIEError."""
+    """Return output name -> width of the vectors that a model makes of texts. Raises CommandRefused, SIEError."""
     info = _described(client.get_model(name))
     if info.alias is not None:
         raise CommandRefused(f"{name} is an alias: name a model instead (`sie models show {name}` shows its models)")
@@ -385,7 +385,7 @@ def vector_widths(client: SIEClient, name: str) -> dict[str, int]:
 
 
 def probe(client: SIEClient, name: str, output: str = "dense") -> tuple[int, str]:
-    """Encode a test text. Return the width of its dense vector (0 for another output), and the model's fingerprint.
+    """Encode a test text. Return the width of its dense vector (0 for another output) and the model's fingerprint.
     Raises CommandRefused, SIEError.
     """
     (result,) = client.encode(name, [PROBE], output_types=[output], on_item_error="fail")
@@ -408,7 +408,7 @@ def _described(info: dict[str, Any]) -> _ModelFields:
 
 
 def merged(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the measurements of several gateways: counts are added, means are weighted by the number of done copies."""
+    """Merge the measurements of gateways: add the counts, and weight the means by the number of encoded copies."""
     copies = Counter[str]()
     for measured in figures:
         copies.update(measured.get("copies", {}))
@@ -437,7 +437,7 @@ def shadow_line(figures: dict[str, Any]) -> str:
 
 
 def back(aliases: Aliases, alias: Present, echo: Callable[[str], None]) -> dict[str, Any]:
-    """Restore the target that the alias had before its last flip. Return the new target and the revisions, for --json.
+    """Restore the target that the alias had before its last flip. Return the target and the revisions for --json.
     Raises CommandRefused.
     """
     name, previous = alias.name, before_flip(alias.history)
@@ -455,9 +455,9 @@ STEPS: tuple[Step, ...] = ("check", "quality", "embed", "shadow", "flip")
 
 @dataclass(frozen=True)
 class MigrationState:
-    """State of a migration in the cluster. `shadow`: the alias's current shadow; empty if it has no shadow. `shadow_s`:
-    seconds since the shadow was set. `is_submitted`: the job over the corpus exists. `is_embedded`: this job encoded
-    every row, and the output folder, if the user named a folder, has the job's files.
+    """State of a migration in the cluster. `shadow`: the alias's shadow model, or empty. `shadow_s`: seconds since
+    the shadow was set. `is_submitted`: the job over the corpus exists. `is_embedded`: this job encoded every row, and
+    the output folder (if the user named a folder) has the job's files.
     """
 
     shadow: str = ""
@@ -467,7 +467,7 @@ class MigrationState:
 
 
 def remaining_steps(state: MigrationState, model: str, until: Step, shadow_s: float) -> tuple[Step, ...]:
-    """Return the remaining steps in order. `check` is always among them, because its earlier result may be outdated."""
+    """Return the remaining steps in order. `check` always remains, because an earlier check may be outdated."""
     done: set[Step] = set()
     if state.is_submitted:
         done.add("quality")
@@ -484,20 +484,20 @@ def key_of(alias: str, model: str, digest: str, request: dict[str, Any]) -> str:
     return hashlib.sha256(parts).hexdigest()[:32]
 
 
-KEY = "migration"  # key in the metadata of the job over the corpus
+KEY = "migration"  # name in the job's metadata; the value is the key of the migration
 LOST = ("failed", "cancelled", "expired")
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """Jobs in the cluster. `jobs`: jobs of this migration, newest first. `other_jobs`: all other jobs."""
+    """Jobs in the cluster. `jobs`: jobs of this migration, newest first. `other_jobs`: jobs of other requests."""
 
     jobs: Sequence[Job]
     other_jobs: Sequence[JobInfo]
 
     @classmethod
     def load(cls, client: SIEClient, key: str) -> Earlier:
-        """Read the jobs. `key` identifies the migration. Raises SIEError."""
+        """Read the jobs. `key`: id of the migration. Raises SIEError."""
         jobs = list(client.jobs.list())
         own = [job for job in jobs if job.info.request_map("metadata").get(KEY) == key]
         ids = {job.id for job in own}
@@ -509,8 +509,8 @@ class Earlier:
         return next((job for job in self.jobs if job.state not in LOST), None)
 
     def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
-        """Submit the job over the corpus. The idempotency key contains the id of this migration's newest job, so that
-        the same command submits a new job after a failed job.
+        """Submit the job over the corpus. The idempotency key contains the id of this migration's newest job:
+        otherwise a repeated command would return the failed job and submit no new job.
         """
         before = self.jobs[0].id if self.jobs else ""
         return client.jobs.submit(
@@ -524,7 +524,7 @@ def is_answered(info: JobInfo) -> bool:
 
 
 def has_files(folder: Path, job: str) -> bool:
-    """Return whether a folder has all files of a job. Only the manifest is read, because it is written last. Raises
+    """Return whether a folder has all files of a job: whether its manifest, the last file to be written, exists. Raises
     CommandRefused if the folder has the files of another job.
     """
     try:
@@ -539,7 +539,7 @@ def has_files(folder: Path, job: str) -> bool:
 
 
 def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fingerprint: str) -> None:
-    """Raise CommandRefused if a job of another model wrote to `output`: an index must not mix vectors of two models."""
+    """Raise CommandRefused if a job of another model wrote to `output`, because vectors of two models must not mix."""
     for info in jobs:
         theirs = info.request_map("output")
         is_same = (info.fingerprint or fingerprint) == fingerprint and (bool(info.fingerprint) or info.model == model)
@@ -581,7 +581,7 @@ class _TargetFields(Struct, frozen=True):
 
 
 class _AliasFields(Struct, frozen=True):
-    """Document of a model or an alias. `alias`: the targets of an alias; None for a model."""
+    """Document of a model or an alias. `alias`: targets of the alias, or None for a model."""
 
     alias: tuple[_TargetFields | str, ...] | None = None
     shadow: _TargetFields | str | None = None
@@ -606,7 +606,7 @@ class _WrittenRevision(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Present:
-    """Current state of an alias that has exactly one target. `history`: its revisions, the newest first."""
+    """Current state of an alias with exactly one target. `history`: revisions of the alias, newest first."""
 
     name: str
     target: str
@@ -624,8 +624,8 @@ class Aliases:
 
     def read(self, name: str) -> Present:
         """Read an alias. Raises CommandRefused for a model, or for an alias of several models."""
-        # The history is read before the document. If the alias changes between the two reads, the revision from the
-        # history is outdated, and the config service refuses a write with this revision.
+        # The history is read before the document: if the alias changes between the two reads, the revision from the
+        # history is outdated, and the config service refuses a write based on this revision.
         history = self._service.read(path_of(name, "/history"), _RevisionList).body.revisions
         document: _AliasFields = self._service.read(path_of(name), _AliasFields).body
         if document.alias is None:
@@ -652,8 +652,8 @@ class Aliases:
         return present
 
     def shadow(self, alias: Present, model: str, share: float) -> int:
-        """Set a model as the shadow: it gets copies of `share` (0 to 1) of the requests. Return the revision. Raises
-        CommandRefused.
+        """Set the shadow model: gateways send copies of `share` (0 to 1) of the requests to this model. Return the
+        revision. Raises CommandRefused.
         """
         return self._written(alias, "PATCH", "", {"shadow": {"model": model, "share": share}})
 
@@ -662,7 +662,7 @@ class Aliases:
         return self._written(alias, "PATCH", "", {"alias": [{"model": model}], "shadow": None}, dry_run=dry_run)
 
     def move(self, alias: Present, model: str, report: MigrationReport) -> None:
-        """Flip the alias to a model, wait until every gateway uses it, and report this. Raises CommandRefused."""
+        """Flip the alias, wait until every gateway uses the new target, and report the flip. Raises CommandRefused."""
         revision = self.flip(alias, model)
         waiting = self.wait_for_gateways(alias.name)
         where = f"; not yet at {', '.join(waiting)}" if waiting else ""
@@ -677,15 +677,15 @@ class Aliases:
         return self._written(alias, "POST", "/rollback", {"revision": revision}, dry_run=dry_run)
 
     def _written(self, alias: Present, method: str, suffix: str, body: dict[str, Any], *, dry_run: bool = False) -> int:
-        """Write a change and return the new revision. Raises CommandRefused, also if `alias` is an old revision."""
+        """Write a change and return the new revision. Raises CommandRefused, for example if `alias` is outdated."""
         how = dataclasses.replace(self._write, if_match=alias.revision, dry_run=dry_run)
         path, data = path_of(alias.name, suffix), msgspec.json.encode(body)
         written: _WrittenRevision = self._service.write(method, path, data, how=how, body_type=_WrittenRevision).body
         return written.revision
 
     def wait_for_gateways(self, name: str) -> list[str]:
-        """Wait until every gateway has the newest revision, at most FOLLOW_S. Return the ids of the gateways that lack
-        it. Raises CommandRefused.
+        """Wait at most FOLLOW_S until every gateway has the newest revision. Return the ids of the gateways without
+        this revision. Raises CommandRefused.
         """
         end_s = time.monotonic() + FOLLOW_S
         while True:
@@ -705,20 +705,20 @@ def _touches(revision: AliasRevision, pattern: re.Pattern[str]) -> bool:
 
 
 def shadow_since_s(history: Sequence[AliasRevision]) -> float:
-    """Return the time of the shadow's last change, in seconds since 1970; if unknown, the oldest revision's time."""
+    """Return the Unix time (s) of the shadow's last change, or of the oldest revision if no change is stored."""
     start = next((revision for revision in history if _touches(revision, _SHADOW)), history[-1])
     return start.created_at.timestamp()
 
 
 def former_target(history: Sequence[AliasRevision]) -> str:
-    """Return the model that the alias named before the last change of its target. Raises CommandRefused."""
+    """Return the alias's target before the last change of its target. Raises CommandRefused if unknown."""
     if (model := last_former_target(history)) is None:
         raise CommandRefused("the history of the alias does not say which model it named before")
     return model
 
 
 def last_former_target(history: Sequence[AliasRevision]) -> str | None:
-    """Return the model that the alias named before the last change of its target; None if the history does not say."""
+    """Return the alias's target before the last change of its target, or None if the history does not contain it."""
     for change in (change for revision in history for change in revision.changes):
         if _TARGETS.match(change.path):
             target = change.before[0] if isinstance(change.before, list) and change.before else change.before
@@ -729,9 +729,9 @@ def last_former_target(history: Sequence[AliasRevision]) -> str | None:
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:
-    """Return the revision to restore in order to undo the last flip: the newest revision before the flip that changed
-    more than the shadow. Raises CommandRefused if the target was never changed, if its last change was a rollback, or
-    if no revision before this change is stored.
+    """Return the newest revision before the last flip that changed more than the shadow. Its restoration undoes the
+    flip. Raises CommandRefused if the target was never changed, if its last change was a rollback, or if no revision
+    before this change is stored.
     """
     flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]
     if not flips:

@@ -46,14 +46,14 @@ from sie_store.models_folder import in_use, place_of
 BROKER = "nats-server"
 READY_POLL_S = 0.1
 TELL_EVERY_S = 10.0
-REPEAT = 3  # while the start waits for a process, an unchanged status line is printed only every third time
+REPEAT = 3  # during the start, an unchanged status line is printed only every third time
 BROKER_POLL_S = 2.0
-ROOM_BYTES = 8 << 20  # the broker is restarted when a full disk has more free bytes than this
+ROOM_BYTES = 8 << 20  # free bytes on a full disk above which `sie serve` restarts the broker
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 # Seconds: the drain of a gateway (part of its grace period), and the grace periods of a gateway, of a sidecar or
 # adapter, and of the config service or broker. These five groups of processes are stopped one after the other.
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5
-# seconds; short, because the gateways have ended: a worker has only work of jobs, which continues after the next start
+# Seconds. The time is short, because the gateways have ended: only work of jobs is left, and jobs continue later.
 _WORKER_DRAIN_S = 1.5
 _logger = logging.getLogger("sie.serve")
 
@@ -90,12 +90,12 @@ class LocalCluster:
         self._readiness: dict[str, Probe] = {}
         # name -> probe that checks whether a gateway sees all workers; it runs after the probes of the processes
         self._visibility: dict[str, Probe] = {}
-        self._lacking = ""  # reason why a model of the command line cannot be served
+        self._lacking = ""  # reason why a model from the command line cannot be loaded; empty if none failed
         self._embedded: EmbeddedBroker | None = None
         self._admin_token = plan.settings.admin_token or Secret(secrets.token_urlsafe(32))
-        # lines about streams that the broker printed during its start
+        # lines of the broker's output about streams
         self._restores: deque[str] = deque(maxlen=1000)
-        self._metrics_urls: dict[str, list[str]] = {}  # gateway and worker -> addresses of their probes and metrics
+        self._metrics_urls: dict[str, list[str]] = {}  # "gateway" or "worker" -> URLs for probes and metrics
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -154,7 +154,7 @@ class LocalCluster:
         return int(tasks.failed)
 
     def _set_defaults(self) -> None:
-        """Set defaults that fit this machine better than the documented ones. Settings of the operator stay."""
+        """Set defaults that fit this machine better than the documented defaults. Keep the settings of the operator."""
         plan = self._plan
         device, _, _ = plan.settings.device.partition(",")  # all devices of a worker have the same type
         cpu = device == "cpu" or (
@@ -163,7 +163,7 @@ class LocalCluster:
         if cpu and not plan.settings.machine_profile and not plan.settings.gpu_type:
             self._flags["SIE_MACHINE_PROFILE"] = "cpu"
         elif cpu and "SIE_GPU_COUNT" not in self._environ.keys() | self._flags.keys():
-            # with 0 GPUs, the defaults for a CPU apply, also with a machine profile that the operator named
+            # 0 GPUs select the CPU defaults even if the operator named a machine profile
             self._flags["SIE_GPU_COUNT"] = "0"
         self._environ.setdefault("SIE_CONFIG_READ_TOKEN", secrets.token_urlsafe(24))
         self._environ["SIE_ADMIN_TOKEN"] = self._admin_token.reveal()
@@ -172,7 +172,7 @@ class LocalCluster:
                 self._flags.setdefault(name, value)
         if plan.settings.payload_store_url is None:
             payloads = private_folder(plan.data_dir / "payloads")
-            # remove the payloads of an earlier process: only its memory had references to them
+            # Remove the payloads of an earlier process. Only the memory of that process had references to them.
             if plan.standalone:
                 payloads /= "standalone"
                 shutil.rmtree(payloads, ignore_errors=True)
@@ -180,8 +180,8 @@ class LocalCluster:
             self._flags["SIE_PAYLOAD_STORE_URL"] = str(payloads)
 
     def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
-        """Return broker, config service, gateways, sidecars, adapters. In standalone mode, one process replaces all of
-        them except the adapters, and is returned as the gateway.
+        """Return broker, config service, gateways, sidecars, adapters. In standalone mode, the third list has the one
+        process that replaces broker, config service, gateways and sidecars.
         """
         plan, settings = self._plan, self._plan.settings
         workers = []
@@ -219,7 +219,7 @@ class LocalCluster:
             environ = environment.of_broker(self._environ, self._embedded.environ)
             broker = [Child(BROKER, self._embedded.argv, environ, _LAST_GRACE_S)]
         elif "SIE_NATS_URL" in self._flags:
-            # as an environment variable, not as a flag: the URL may contain a password, and process lists show flags
+            # Pass the URL in the environment: it may contain a password, and process lists show flags.
             self._environ["SIE_NATS_URL"] = self._flags.pop("SIE_NATS_URL")
         config: list[Child] = []
         if settings.config_service_url is None:
@@ -257,7 +257,7 @@ class LocalCluster:
         )
 
     def _url(self, port: int) -> str:
-        """Return the address at which programs on this machine reach a port of this run."""
+        """Return the URL of a port for programs on this machine."""
         return f"http://{_reachable(self._plan.host)}:{port}"
 
     def _urls(self, first_port: int, count: int) -> list[str]:
@@ -286,7 +286,7 @@ class LocalCluster:
         return Child(name, argv, environ, grace_s, self._plan.once)
 
     async def _until_ready(self, supervisor: Supervisor) -> None:
-        """Wait until all processes are ready. Stop `sie serve` if a model of the command line cannot be loaded."""
+        """Wait until all processes are ready. Stop `sie serve` if a model from the command line cannot be loaded."""
         started_s = last_reported_s = time.monotonic()
         last_line, repeats = "", 0
         waiting = {**self._readiness, **self._visibility}
@@ -310,7 +310,7 @@ class LocalCluster:
                         self._say("serve", f"{model.name}: {failed}; Ctrl-C ends this command", "WARNING")
                 if not waiting:
                     break
-                name = next(iter(waiting))  # report only this process, because the later ones usually wait for it
+                name = next(iter(waiting))  # report only the first process: later ones usually wait for it
                 line = f"waiting for {name}: {reasons[name]}"
                 if time.monotonic() - last_reported_s > TELL_EVERY_S:
                     last_reported_s = time.monotonic()
@@ -327,7 +327,7 @@ class LocalCluster:
         self._greet()
 
     def _tell_unread(self) -> None:
-        """Print and publish which stream the broker is still reading. With damaged files, the reading may never end."""
+        """Print and publish the stream that the broker still reads. If its files are damaged, this may never end."""
         if stream := unread_stream(self._restores):
             data_dir = shlex.quote(str(self._plan.data_dir))
             self._say(
@@ -338,7 +338,7 @@ class LocalCluster:
             self._publish_again(msgspec.structs.replace(self._access(), unread_stream=stream))
 
     def _publish_again(self, written: Access) -> None:
-        """Replace the published file. A failure, such as a full disk, is printed: the addresses did not change."""
+        """Replace the access file. If this fails, print a warning: the old file still has the right addresses."""
         try:
             access.publish(self._plan.data_dir, written)
         except OSError as error:
@@ -367,7 +367,7 @@ class LocalCluster:
 
     def _access(self) -> Access:
         plan, embedded, models = self._plan, self._embedded, Allowed(models_dir=self._plan.settings.models_dir)
-        # commands send the admin token below to `config_url`, so it never names a config service of the operator
+        # Commands send the admin token below to `config_url`, so omit the URL of another config service.
         is_ours = plan.settings.config_service_url is None
         return Access(
             gateway_url=",".join(self._urls(plan.port, plan.gateways)),
