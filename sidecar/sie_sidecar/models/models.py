@@ -391,8 +391,8 @@ class ModelStates:
         ]
 
     def busy(self, hosted: ModelState) -> list[ModelState]:
-        """Return the other models whose memory cannot be freed now, because they are in use, were in use just before, or
-        are being loaded.
+        """Return the other models whose memory cannot be freed now: they are in use, were in use just before, or are
+        being loaded.
         """
         return [
             state
