@@ -180,7 +180,7 @@ class Cluster:
 
     async def open_broker(self, name: str, url: str = "") -> NatsBroker:
         """Connect to the broker at `url`, or at the address in the settings if `url` is empty. Send the password only
-        to the address in the settings. The caller closes the connection. Raises SettingError, BrokerUnavailable.
+        to the address in the settings. The caller closes the connection. Raises SettingError if there is no address, BrokerUnavailable.
         """
         from sie_broker.nats import NatsBroker
 
@@ -209,7 +209,7 @@ class Cluster:
             finally:
                 await broker.close()
 
-        logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # the error text has all that the client logs
+        logging.getLogger("sie.broker").addHandler(logging.NullHandler())  # no log lines: the error has all information
         try:
             with refusing():
                 return asyncio.run(run())

@@ -490,7 +490,7 @@ LOST = ("failed", "cancelled", "expired")
 
 @dataclass(frozen=True)
 class Earlier:
-    """Jobs in the cluster. `jobs`: jobs of this migration, newest first. `other_jobs`: jobs of other requests."""
+    """Jobs in the cluster. `jobs`: jobs of this migration, newest first. `other_jobs`: all other jobs."""
 
     jobs: Sequence[Job]
     other_jobs: Sequence[JobInfo]

@@ -440,7 +440,7 @@ class Admission:
 
     def refuse_late(self, place: ModelQueue) -> None:
         """Refuse admitted requests whose responses would miss their deadlines. Their work leaves the queue before they
-        time out. This function checks at most once in LOOK_S seconds. While results of a batch still arrive,
+        time out. This function checks at most once in LOOK_S seconds. While results of a long batch still arrive,
         it does not check, because the missing results would count as work ahead.
         """
         now_s = self._clock()

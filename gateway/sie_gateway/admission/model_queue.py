@@ -10,7 +10,7 @@ n^2 / (n^2 + DOUBT), where n is the number of samples. Without samples, requests
 4. A refused client gets a turn (`turns`): a time to try again, for which the queue reserves space. A client without a
 turn is admitted if its response would be in time even after the work of all turns that are due before its deadline. It
 is also admitted if the workers would have too little work. If workers form each batch only when the device is free,
-the second rule is off, and only turns that are due before the request's batch is formed count.
+little work is no reason to admit, and only turns that are due before the request's batch is formed count.
 
 `Throughput` measures the speed at which work leaves the queue, and predicts the wait from this speed.
 
@@ -316,7 +316,8 @@ class Throughput:
 
         `budget_s`: time in which the request must be answered. If a batch takes more than AHEAD_SHARE of `budget_s`,
         workers form no further batch while that batch runs. Then the request waits for the running batches, which have
-        `running` of the `ahead` tokens, and for the batches that the remaining tokens fill.
+        `running` of the `ahead` tokens, and for the batches that the remaining tokens fill. Workers form no batch that would
+        take longer than its requests may wait, so batches that leave work in the queue do not become larger.
         """
         measured = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self.last_s)
@@ -452,8 +453,8 @@ class Entered:
 
 
 class ModelQueue:
-    """Queue of one model at one priority. `hosts`: workers that have the model loaded.
-    `residency`: name of the model, or name of the profile if the profile has weights of its own.
+    """Queue of one model at one priority. `hosts`: workers that have the model loaded; the admission looks them
+    up again after a heartbeat, or after a second. `residency`: name of the model, or name of the profile if the profile has weights of its own.
     """
 
     def __init__(self, lane: Lane, priority: Priority, residency: str, window: KeyWindow) -> None:
@@ -570,7 +571,7 @@ class ModelQueue:
             self._busy_s, self._stalled_until_s = math.inf, -math.inf
 
     def ended(self, ticket: Ticket) -> Entered | None:
-        """Remove a request that has ended and return its entry; None if unknown. A chunk in a running batch keeps
+        """Remove a request that has ended and return its entry; None if unknown. A chunk that may be in a running batch keeps
         the device busy, so `_gone` includes its cost until the next result.
         """
         entered = self.entered.get(ticket)
@@ -603,7 +604,7 @@ class ModelQueue:
         self.turns.peer_announced(now_s, queued.turns, queued.claimed)
 
     def news(self, now_s: float, count: int) -> QueuedWork | None:
-        """Return the announcement for other gateways, with at most `count` retry times; None if nothing is new."""
+        """Return the announcement for other gateways, with at most `count` retry times; None if it would be empty."""
         turns, claimed = self.turns.news(now_s, count)
         if not self.window.cost and not turns and not claimed:
             return None

@@ -7,7 +7,7 @@ into the queue. This module does no I/O and reads no clock.
 A lane is a pool, a machine profile and a bundle. The work in the queue has two bounds. A key may have at most its
 window, a number of tokens, in the queue of a lane and priority (`Shares`). All keys together have at most the work that
 the workers with the model accept (`bound`). The queue is first in, first out, so a new request of another key waits
-for all work in the queue. The second bound limits this wait, because the window of one key is several times the work at
+for all work in the queue. The first bound alone does not limit this wait enough, because the window of one key is several times the work at
 the adapters. Work above the bounds waits in the gateway, where keys alternate by cost: deficit round robin
 (Shreedhar and Varghese, 1996).
 

@@ -28,9 +28,9 @@ from sie_contracts.wire.topology import Lane
 
 # states of a model, by precedence: if the reports of workers differ, the model has the earliest reported state
 STATES = ("loading", "unloading", "loaded", "failed", "available")
-LOADS = ("loading", "failed")  # states that `Fleet.model` also accepts from a worker that is not ready yet
+LOADS = ("loading", "failed")  # states of a model that also count if the worker is not ready yet
 ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
-NO_DISK_S = 0.5  # the same for an empty list, which is usual only at the start of a cluster
+NO_DISK_S = 0.5  # the same for an empty list, for example at the start of a cluster
 # Seconds by which the heartbeats of a live worker may be late if the NATS server of the worker or of this gateway
 # freezes: up to 15 s until the connection counts as lost (three pings), and the time to open a new one.
 LOST_S = 20.0
@@ -105,7 +105,7 @@ _NO_WORKERS = _LaneWorkers()
 
 class Fleet:
     """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy. After
-    ten times SIE_HEARTBEAT_TIMEOUT_MS the fleet removes the worker. After a silence of all workers, for example without
+    ten times SIE_HEARTBEAT_TIMEOUT_MS the fleet removes the worker. After a silence of all workers for SIE_HEARTBEAT_TIMEOUT_MS, for example without
     the broker, the time to removal begins again at the next heartbeat. Indexes by lane and by model keep the time of a
     look-up independent of the number of workers. The argument `residency` names a model with one set of load options:
     `model` or `model:profile`.
@@ -247,7 +247,7 @@ class Fleet:
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
     def is_lane_alive(self, lane: Lane) -> bool:
-        """Return True if a live worker may have messages of this lane. A worker is live until its next heartbeat is
+        """Return True if a live worker may have messages of this lane. A worker, ready or not, is live until its next heartbeat is
         LOST_S seconds overdue. A worker that has moved to another pool first finishes the messages of its earlier lane,
         so this lane stays alive for the same time after the last report of work. The result is also True for this time
         after a loss of the connection to the broker, because the gateway may have missed heartbeats.

@@ -1,5 +1,5 @@
 """Placement tables: for each lane (pool, machine profile and bundle), the workers that host each model. All gateways
-compute all tables. The first gateway writes a change of a table, and the others read the written table.
+compute all tables. The first gateway that writes a change wins, and the others read the written table.
 
     heartbeats, backlog, table ──Planner.step, each 0.5 s or at once for a model without a host──► changed table
     ──compare-and-set──► sidecars

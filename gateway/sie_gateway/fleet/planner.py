@@ -32,7 +32,7 @@ MIN_SPAN_S = 5.0
 FORGET_S = 3600.0  # seconds without work after which the planner drops a model that no worker has loaded
 UNKNOWN_LOAD_S = 10.0
 UNKNOWN_COST = 32.0  # tokens assumed per message, for a model whose messages this gateway has not published
-# largest number of models of a lane; above it, the planner drops the longest unused model that no worker has loaded
+# largest number of models of a lane; above it, the planner drops the longest unused of those that no worker has loaded
 MAX_MODELS = 10_000
 SLICE_S = 0.001
 # seconds of a pause that gives the interpreter lock to the event loop before the switch interval of Python ends
@@ -432,5 +432,5 @@ def holdings(of_model: Mapping[str, ModelStatus]) -> Holdings:
         elif status.state == "loading":
             loading.add(model)
         elif status.state == "failed" and status.error is not None and status.error.extras.get("error_class") == "OOM":
-            refused.add(model)  # other failures would occur on all workers
+            refused.add(model)  # another worker may have more memory; other failures would occur on all workers
     return Holdings(frozenset(loaded), frozenset(loading), frozenset(refused))

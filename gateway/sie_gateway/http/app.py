@@ -295,7 +295,7 @@ class Edge:
                     exc_info=error,
                     extra={"request_id": call.id},
                 )
-        except asyncio.CancelledError:  # at the end of the process; the HTTP server closes the connection
+        except asyncio.CancelledError:  # at the end of the process; the HTTP server answers or closes
             status = status if is_whole else InternalFailure.status
             raise
         finally:

@@ -58,7 +58,7 @@ class Attachments:
         self._watched[task] = Run(self, task, call)
 
     def ended(self, task: asyncio.Task[Any], error: BaseException | None, answer: EncodedReply | None = None) -> bool:
-        """Record the end of a run. Return True if the client that started the run has disconnected.
+        """Record the end of a run, watched or not. Return True if the client that started the run has disconnected.
         Raises ClientGone if the run was cancelled because no client joined it.
         """
         run = self._watched.pop(task, None)

@@ -1,5 +1,5 @@
-"""Shadow traffic: after the results of a request to an alias, the gateway sends a copy of some requests to a second
-model. The gateway measures the results of the copy, and discards them.
+"""Shadow traffic: the gateway copies a share of the requests of an alias to a second model, after the results of the
+requests have arrived. The gateway measures the results of a copy, and discards them.
 
     request answered ──► in the share? ──► allowed: few copies in flight, a lane without a queue, a known model
     ──► copy runs at priority bulk ──► results are compared, then discarded
@@ -7,7 +7,7 @@ model. The gateway measures the results of the copy, and discards them.
 
 A lane is a pool, a machine profile and a bundle. No request waits for a copy or is billed for it, and no client sees
 the failure of a copy. If no worker has loaded the second model, at most one copy at a time makes a worker
-load it. This requires a worker with memory for one more model of the usual size, so that it unloads no other model.
+load it. This requires a worker of the lane with memory for one more model of the usual size, so that it unloads no other model.
 """
 
 from __future__ import annotations
