@@ -60,8 +60,8 @@ _PARTS: Mapping[str, _ClusterPart] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """Addresses of a cluster's processes, and the credentials for them. `sources`: name of a setting -> source of
-    the value. `data_dir`: data directory of the `sie serve` to look for. `is_named`: the user named `data_dir`.
+    """Addresses of a cluster's processes, and the credentials for them. `sources`: name of a setting -> source of the
+    value. `data_dir`: data directory of the `sie serve` to look for. `is_named`: the user named `data_dir`.
     `admin_token`: SIE_ADMIN_TOKEN of the user. `settings.admin_token` may be the token of a `sie serve`.
     """
 

@@ -258,8 +258,8 @@ async def serve(
             await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, task=purpose)
         own = functools.partial(_own_streams, queue, placer, settings, record, jobs.bucket)
         owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, task="work streams"))
-        # The operating system accepts connections on the port, but the gateway does not read requests yet. So the
-        # first requests wait at most FIRST_ANSWER_S, and are not refused because the gateway is not ready.
+        # The operating system accepts connections on the port, but the gateway does not read requests yet. So the first
+        # requests wait at most FIRST_ANSWER_S, and are not refused because the gateway is not ready.
         loaded = asyncio.create_task(feed.first.wait())
         await asyncio.wait({owning, loaded}, timeout=FIRST_ANSWER_S)
         loaded.cancel()

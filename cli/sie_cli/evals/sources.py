@@ -234,8 +234,8 @@ class Patterns:
 
 
 class SentenceTransformers:
-    """Source that runs sentence-transformers in this process, on the CPU in float32. The weights are those of
-    the catalogue's entry for the model, or those of the Hugging Face Hub if the catalogue has no such entry.
+    """Source that runs sentence-transformers in this process, on the CPU in float32. The weights are those of the
+    catalogue's entry for the model, or those of the Hugging Face Hub if the catalogue has no such entry.
     """
 
     is_here = True
@@ -330,8 +330,8 @@ _UNREADABLE = (*UNDECODABLE, TypeError, LookupError, AttributeError)
 
 
 def _append(body: bytearray, piece: bytes) -> None:
-    """Append received bytes to the body of a response. Raises ValueError if the body gets longer than
-    MAX_ANSWER_BYTES, because a server may send a response of any size.
+    """Append received bytes to the body of a response. Raises ValueError if the body gets longer than MAX_ANSWER_BYTES,
+    because a server may send a response of any size.
     """
     if len(body) + len(piece) > MAX_ANSWER_BYTES:
         raise ValueError(f"its answer has more than {MAX_ANSWER_BYTES} bytes")

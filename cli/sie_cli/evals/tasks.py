@@ -59,8 +59,8 @@ class Similarity:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Documents and queries by id: texts, or ImagePath for images. `qrels`: query id -> document id -> relevance
-    (0: not relevant). Each query has a relevant document.
+    """Documents and queries by id: texts, or ImagePath for images. `qrels`: query id -> document id -> relevance (0:
+    not relevant). Each query has a relevant document.
     """
 
     name: str
@@ -175,10 +175,10 @@ def stsb_retrieval() -> Retrieval:
 
 
 def scipy_docs() -> Retrieval:
-    """Return a task to find long documents by their subject, from docstrings of scipy. A query is the first
-    paragraph of a docstring, and the relevant document is the rest of this docstring. A docstring is left out if the
-    rest has fewer than LEAST_WORDS words, if the first paragraph has at most two words, or if two docstrings have the
-    same first paragraph. Documents differ between versions of scipy.
+    """Return a task to find long documents by their subject, from docstrings of scipy. A query is the first paragraph
+    of a docstring, and the relevant document is the rest of this docstring. A docstring is left out if the rest has
+    fewer than LEAST_WORDS words, if the first paragraph has at most two words, or if two docstrings have the same first
+    paragraph. Documents differ between versions of scipy.
     """
     bodies: dict[str, dict[str, str]] = {}  # summary -> name of a document -> text
     for name, docstring in scipy_docstrings():

@@ -455,9 +455,9 @@ STEPS: tuple[Step, ...] = ("check", "quality", "embed", "shadow", "flip")
 
 @dataclass(frozen=True)
 class MigrationState:
-    """State of a migration in the cluster. `shadow`: the alias's shadow model, or empty. `shadow_s`: seconds since
-    the shadow was set. `is_submitted`: the job over the corpus exists. `is_embedded`: this job encoded every row, and
-    the output folder (if the user named a folder) has the job's files.
+    """State of a migration in the cluster. `shadow`: the alias's shadow model, or empty. `shadow_s`: seconds since the
+    shadow was set. `is_submitted`: the job over the corpus exists. `is_embedded`: this job encoded every row, and the
+    output folder (if the user named a folder) has the job's files.
     """
 
     shadow: str = ""
@@ -509,8 +509,8 @@ class Earlier:
         return next((job for job in self.jobs if job.state not in LOST), None)
 
     def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
-        """Submit the job over the corpus. The idempotency key contains the id of this migration's newest job:
-        otherwise a repeated command would return the failed job and submit no new job.
+        """Submit the job over the corpus. The idempotency key contains the id of this migration's newest job: otherwise
+        a repeated command would return the failed job and submit no new job.
         """
         before = self.jobs[0].id if self.jobs else ""
         return client.jobs.submit(

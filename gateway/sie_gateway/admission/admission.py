@@ -326,8 +326,8 @@ class Permits:
 
 class Admission:
     """Admission of requests into the queues of all models. Only the gateway's event loop uses it. Every method except
-    `run` returns without waiting. `residency`: name of the model, or name of the profile if the
-    profile has weights of its own.
+    `run` returns without waiting. `residency`: name of the model, or name of the profile if the profile has weights of
+    its own.
     """
 
     def __init__(
@@ -393,8 +393,8 @@ class Admission:
         """Raise QueueFull if the response to a request would be ready later than `budget_s` seconds from now.
 
         `cost`: estimated tokens of the request. `squares`: sum of the squared token counts of its sequences (attention
-        takes quadratic time). `client` returns a digest of the client and the request, which identifies
-        the client's next attempt; the digest is empty if the client is unknown.
+        takes quadratic time). `client` returns a digest of the client and the request, which identifies the client's
+        next attempt; the digest is empty if the client is unknown.
         """
         now_s = self._clock()
         place = self._place(lane, priority, residency)
@@ -440,8 +440,8 @@ class Admission:
 
     def refuse_late(self, place: ModelQueue) -> None:
         """Refuse admitted requests whose responses would miss their deadlines. Their work leaves the queue before they
-        time out. This function checks at most once in LOOK_S seconds. While results of a long batch still arrive,
-        it does not check, because the missing results would count as work ahead.
+        time out. This function checks at most once in LOOK_S seconds. While results of a long batch still arrive, it
+        does not check, because the missing results would count as work ahead.
         """
         now_s = self._clock()
         if now_s - place.shed_s <= LOOK_S or not place.drain.is_settled(now_s, LOOK_S):

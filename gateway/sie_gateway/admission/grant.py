@@ -73,8 +73,8 @@ class Quotas:
         """Subtract `cost` tokens from the bucket of `key`. `name`: field with the inputs, for errors.
 
         A full bucket accepts a cost above this gateway's 1/n of the quota, and its number of tokens falls below 0. So a
-        request within the quota of the installation can run. Raises RateLimited with the
-        time until the next try, and PayloadTooLarge if the cost is above the quota of one minute.
+        request within the quota of the installation can run. Raises RateLimited with the time until the next try, and
+        PayloadTooLarge if the cost is above the quota of one minute.
         """
         if cost > per_minute:
             message = (

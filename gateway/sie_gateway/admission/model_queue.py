@@ -72,12 +72,12 @@ GROWING = 1.25  # factor: batches still grow while the last batch is this many t
 
 
 class ExpectedWait(NamedTuple):
-    """Expected wait of a request, in seconds. `min_s`: wait if all earlier batches are full and take the usual
-    time. `likely_s`: `min_s` plus the time of one batch, which was formed before the request arrived. `formed_s`: time
-    until the request's batch is formed. It is finite only if workers form a batch only when the device is free; then
-    `likely_s` is `min_s` with the number of batches rounded up. `stalled_s`: time since the last result if this
-    time is unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown.
-    `batch_s`: time of one batch.
+    """Expected wait of a request, in seconds. `min_s`: wait if all earlier batches are full and take the usual time.
+    `likely_s`: `min_s` plus the time of one batch, which was formed before the request arrived. `formed_s`: time until
+    the request's batch is formed. It is finite only if workers form a batch only when the device is free; then
+    `likely_s` is `min_s` with the number of batches rounded up. `stalled_s`: time since the last result if this time is
+    unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown. `batch_s`: time
+    of one batch.
     """
 
     min_s: float = 0.0
@@ -420,8 +420,8 @@ class _PeerQueue(NamedTuple):
 class WaitRefusal(NamedTuple):
     """Refusal of a request because of its wait. `wait_s`: predicted wait, including the time of a stall, or the work of
     other clients' booked retry times if this work is the reason for the refusal. For a new request, the prediction is
-    multiplied by margin and weight. `turn_s`: seconds until the queue has space for this request.
-    `room`: limit on the summed cost of the clients whose retry times are within one second.
+    multiplied by margin and weight. `turn_s`: seconds until the queue has space for this request. `room`: limit on the
+    summed cost of the clients whose retry times are within one second.
     """
 
     wait_s: float
@@ -453,8 +453,9 @@ class Entered:
 
 
 class ModelQueue:
-    """Queue of one model at one priority. `hosts`: workers that have the model loaded; the admission looks them
-    up again after a heartbeat, or after a second. `residency`: name of the model, or name of the profile if the profile has weights of its own.
+    """Queue of one model at one priority. `hosts`: workers that have the model loaded; the admission looks them up
+    again after a heartbeat, or after a second. `residency`: name of the model, or name of the profile if the profile
+    has weights of its own.
     """
 
     def __init__(self, lane: Lane, priority: Priority, residency: str, window: KeyWindow) -> None:
@@ -800,8 +801,8 @@ class ModelQueue:
             yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
-        """Yield the requests that wait in this gateway, and the cost ahead of each. This cost assumes that all keys
-        get equal cost from the queue in the same time.
+        """Yield the requests that wait in this gateway, and the cost ahead of each. This cost assumes that all keys get
+        equal cost from the queue in the same time.
         """
         costs = self.window.waiting_costs()
         sizes = sorted(costs.values())
@@ -825,7 +826,7 @@ def _bunch_s(budget_s: float, batch_s: float) -> float:
 
 
 def _lanes(host: Heartbeat) -> int:
-    """Return the number of batches that a worker runs at the same time, computed from its credit. The credit of
-    a worker is two full batches for each batch that runs at the same time, plus `pipeline` full batches.
+    """Return the number of batches that a worker runs at the same time, computed from its credit. The credit of a
+    worker is two full batches for each batch that runs at the same time, plus `pipeline` full batches.
     """
     return max(1, round((host.credit_cost / host.batch_cost - host.pipeline) / 2)) if host.batch_cost else 1

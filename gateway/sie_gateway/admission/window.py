@@ -6,17 +6,17 @@ into the queue. This module does no I/O and reads no clock.
 
 A lane is a pool, a machine profile and a bundle. The work in the queue has two bounds. A key may have at most its
 window, a number of tokens, in the queue of a lane and priority (`Shares`). All keys together have at most the work that
-the workers with the model accept (`bound`). The queue is first in, first out, so a new request of another key waits
-for all work in the queue. The first bound alone does not limit this wait enough, because the window of one key is several times the work at
-the adapters. Work above the bounds waits in the gateway, where keys alternate by cost: deficit round robin
-(Shreedhar and Varghese, 1996).
+the workers with the model accept (`bound`). The queue is first in, first out, so a new request of another key waits for
+all work in the queue. The first bound alone does not limit this wait enough, because the window of one key is several
+times the work at the adapters. Work above the bounds waits in the gateway, where keys alternate by cost: deficit round
+robin (Shreedhar and Varghese, 1996).
 
 Within a key, first chunks of new requests alternate with further chunks of the oldest request. So a small request need
 not wait for the end of a large request, and large requests end one after the other.
 
-A key has one window for all models of a lane and priority. While the window is full, the models for which the
-key has waiting work alternate, one chunk each. Without this rule, a model with much work of the key would take all
-freed space, and the key's work for other models would wait for ever.
+A key has one window for all models of a lane and priority. While the window is full, the models for which the key has
+waiting work alternate, one chunk each. Without this rule, a model with much work of the key would take all freed space,
+and the key's work for other models would wait for ever.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def bound(
     let a batch take f seconds, plus b seconds for each of its tokens. The request waits for p batches of s tokens, and
     runs in the next one. These p + 1 batches may together take at most the time of p full batches of S tokens plus
     twice the fixed time f: (p + 1)(f + b s) <= p (f + b S) + 2 f. So the work in the queue, p s, is at most p / (p + 1)
-    times (p S + f / b), where f / b is `fixed_tokens`, and at most p S. If f is small, smaller batches lose
-    little. If f is large, batches stay full. The limit of messages is not reduced: the time of a batch with the largest
-    number of messages depends on this number, not on the tokens.
+    times (p S + f / b), where f / b is `fixed_tokens`, and at most p S. If f is small, smaller batches lose little. If
+    f is large, batches stay full. The limit of messages is not reduced: the time of a batch with the largest number of
+    messages depends on this number, not on the tokens.
 
     A fast device may run two batches while a result travels to this gateway and the next message to the worker. So the
     bound is at least ALONE_S or CONTESTED_S seconds of work. Without a host, the bound is `cold_tokens`, so that work
@@ -100,8 +100,8 @@ class Shares:
         self._seen_s[key] = now_s
 
     def contested(self, now_s: float) -> bool:
-        """Return True if more than one key had requests within REMEMBERED_S seconds, or has work in the queue. Drop
-        all other keys.
+        """Return True if more than one key had requests within REMEMBERED_S seconds, or has work in the queue. Drop all
+        other keys.
         """
         if len(self._seen_s) > 1:
             recent_s = now_s - REMEMBERED_S
@@ -235,8 +235,8 @@ class KeyWindow:
         flow.tokens += sum(ticket.tokens)
 
     def grant(self, most: QueueBound, key_limit: float) -> list[tuple[Ticket, int]]:
-        """Return permits for the next chunks, in order. If the queue has no space for the next chunk, smaller chunks
-        of other keys may get permits first, up to a total cost of `quantum`.
+        """Return permits for the next chunks, in order. If the queue has no space for the next chunk, smaller chunks of
+        other keys may get permits first, up to a total cost of `quantum`.
         """
         granted: list[tuple[Ticket, int]] = []
         ring, blocked, self._most = self._ring, 0, most

@@ -79,8 +79,8 @@ def segment(values: Mapping[bytes, RowAnswer]) -> bytes:
 
 class _KnownDigests(NamedTuple):
     """Digests of all segments, sorted. `high` and `low`: halves of each digest, as numbers in the machine's byte order,
-    because numpy sorts and searches numbers much faster than bytes. `segments`: number of the segment
-    of each digest. `rows`: number of the digest's value in this segment.
+    because numpy sorts and searches numbers much faster than bytes. `segments`: number of the segment of each digest.
+    `rows`: number of the digest's value in this segment.
     """
 
     high: NDArray[np.uint64]

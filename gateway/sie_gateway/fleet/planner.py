@@ -2,8 +2,8 @@
 step computes a new table from the heartbeats, the backlog and the last table.
 
 The demand for a model comes from the tokens per second that workers accept and from the messages in the stream; all
-gateways can see both. A waiting message counts as the mean tokens that this gateway measured, or as UNKNOWN_COST.
-The planner computes the demand for all models with arrays. Loops visit only changed models and workers.
+gateways can see both. A waiting message counts as the mean tokens that this gateway measured, or as UNKNOWN_COST. The
+planner computes the demand for all models with arrays. Loops visit only changed models and workers.
 """
 
 from __future__ import annotations

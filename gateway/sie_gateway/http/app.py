@@ -115,8 +115,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _with_cors(app: App, origins: Sequence[str]) -> App:
-    """Wrap `app` so that browsers let pages of these origins read its replies (https://fetch.spec.whatwg.org).
-    Browser credentials stay forbidden: a page sends its key in a header, and the gateway sets no cookies.
+    """Wrap `app` so that browsers let pages of these origins read its replies (https://fetch.spec.whatwg.org). Browser
+    credentials stay forbidden: a page sends its key in a header, and the gateway sets no cookies.
     """
     if not origins:
         return app

@@ -90,9 +90,9 @@ class Gate:
     def check(self, method: str, path: str, authorization: str) -> Grant:
         """Return the grant of a call that is allowed. The handshake of a websocket counts as a GET.
 
-        Raises Unauthenticated, PermissionDenied, and NotReady if the keys are not read yet. For a key with an
-        expiry time, NotReady also means that the broker's time is not read yet. An unknown path or method requires the
-        scope read. A caller with this scope gets NotFound for an unknown path, and HTTPException 405 with `Allow` for a
+        Raises Unauthenticated, PermissionDenied, and NotReady if the keys are not read yet. For a key with an expiry
+        time, NotReady also means that the broker's time is not read yet. An unknown path or method requires the scope
+        read. A caller with this scope gets NotFound for an unknown path, and HTTPException 405 with `Allow` for a
         method that this gateway does not serve.
         """
         match = TABLE.match(path)
@@ -141,8 +141,8 @@ class Gate:
         return None if key_record is None or self._keys.ended(key_record) else _grant_of(key_record)
 
     def watched(self, path: str, authorization: str, send: Send) -> Send:
-        """Wrap `send` of a websocket so that the credential is checked before each frame. If the credential is
-        not valid any more, a close (1008) replaces the next frame.
+        """Wrap `send` of a websocket so that the credential is checked before each frame. If the credential is not
+        valid any more, a close (1008) replaces the next frame.
         """
 
         async def checked(message: MutableMapping[str, Any]) -> None:

@@ -182,8 +182,8 @@ def _rows(entry: ModelEntry, run: RunOptions) -> int:
 
 
 def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, TextParts]:
-    """Return the TextParts of each text with chunks, by the index of its input. The model reads such a text
-    to its end, even beyond its largest number of tokens.
+    """Return the TextParts of each text with chunks, by the index of its input. The model reads such a text to its end,
+    even beyond its largest number of tokens.
     """
     parts = {}
     for index, item in enumerate(items):
@@ -255,8 +255,7 @@ async def check_pixels(items: Sequence[RequestItem], query: RequestItem | None, 
 
 
 def _check_reply(expected_bytes: int, name: str) -> None:
-    """Raise PayloadTooLarge for too large results. The gateway keeps all results in memory until it has sent its
-    reply.
+    """Raise PayloadTooLarge for too large results. The gateway keeps all results in memory until it has sent its reply.
     """
     if expected_bytes > MAX_RESULT_BYTES:
         limit = MAX_RESULT_BYTES >> 20

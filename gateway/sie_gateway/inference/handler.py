@@ -167,8 +167,8 @@ class Inference:
         """Handle a request of an inference route. Resolves a model in the path before reading the body, so that an
         unknown model costs no upload.
 
-        The request counts as in progress until its reply is sent, because its results occupy memory until that time.
-        To limit slow uploads, the budget of the request includes the time to read its body.
+        The request counts as in progress until its reply is sent, because its results occupy memory until that time. To
+        limit slow uploads, the budget of the request includes the time to read its body.
         """
         self._resolve(call, route)
         _check_headers(call.headers)

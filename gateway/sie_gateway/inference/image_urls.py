@@ -6,10 +6,10 @@
                                                                      at most MAX_BYTES, within MAX_S: a file ◄┘
 
 A client chooses the URL. So a fetch must not reach a service that only this gateway can reach, for example a service of
-the cluster or the metadata service of a cloud. The gateway resolves a host name once for each connection,
-and connects to the address that it has checked, so a later change in the DNS has no effect. It ignores the
-environment's proxy settings, because a proxy would resolve the name again. The fetch sends no header of the client's
-request. No error text repeats a URL, because a URL may contain a signature.
+the cluster or the metadata service of a cloud. The gateway resolves a host name once for each connection, and connects
+to the address that it has checked, so a later change in the DNS has no effect. It ignores the environment's proxy
+settings, because a proxy would resolve the name again. The fetch sends no header of the client's request. No error text
+repeats a URL, because a URL may contain a signature.
 """
 
 from __future__ import annotations
@@ -384,8 +384,8 @@ class _Public(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Connect to the host. Raises _Unfetched if the host has no address, or if one of its addresses is not
-        public. Raises httpcore.ConnectError if no address can be reached.
+        """Connect to the host. Raises _Unfetched if the host has no address, or if one of its addresses is not public.
+        Raises httpcore.ConnectError if no address can be reached.
         """
         resolution = asyncio.ensure_future(self._network.resolve(host, port))
         try:

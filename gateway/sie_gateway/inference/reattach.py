@@ -7,9 +7,8 @@ the same request arrives again in this time, its reply is the result of the run.
                              run and gets its reply (without a token: from the same address)
 
 Only a run whose client has disconnected can be joined. Two clients with the same request at the same time are two
-requests, each with its own work in the queue. A client that joins a run gets the bytes and headers of the run's
-reply. `Inference` watches a client only after its run has taken WATCH_AFTER_S, so
-short runs never reach this module.
+requests, each with its own work in the queue. A client that joins a run gets the bytes and headers of the run's reply.
+`Inference` watches a client only after its run has taken WATCH_AFTER_S, so short runs never reach this module.
 """
 
 from __future__ import annotations
@@ -87,8 +86,8 @@ class Attachments:
         self._bytes -= len(run.call.body)
 
     def close(self) -> None:
-        """Cancel the runs whose clients have disconnected. From now on, a disconnect cancels a run at once, because
-        its client tries again at another gateway.
+        """Cancel the runs whose clients have disconnected. From now on, a disconnect cancels a run at once, because its
+        client tries again at another gateway.
         """
         self._closed = True
         for run in [run for runs in self._away.values() for run in runs]:

@@ -255,8 +255,8 @@ def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
 
 
 def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
-    """Return one output in its msgpack form, as a view of the bytes of the result. A numpy array would take longer
-    to build than the rest of the reply.
+    """Return one output in its msgpack form, as a view of the bytes of the result. A numpy array would take longer to
+    build than the rest of the reply.
     """
     piece = outcome.outputs[name]
     size = math.prod(piece.shape) * int(piece.dtype[2:])
@@ -340,8 +340,8 @@ def encode_slots(
 def _outputs(
     entry: ModelEntry, run: RunOptions, read: Callable[[str], Any], array: Callable[[str], arrays.Array]
 ) -> dict[str, Any]:
-    """Return the requested outputs of one input or chunk. `read`: returns an output in the form for the reply's
-    format. `array`: returns an output as a numpy array.
+    """Return the requested outputs of one input or chunk. `read`: returns an output in the form for the reply's format.
+    `array`: returns an output as a numpy array.
     """
     token_dims = run.dimensions or entry.outputs.get("multivector", 0)
     dense_dims = run.muvera.width(token_dims) if run.muvera else run.dimensions or entry.outputs.get("dense", 0)

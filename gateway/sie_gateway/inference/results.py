@@ -6,8 +6,8 @@
     all chunks arrived ──► RequestResult: the outcome of each input, in order, usage, timing, errors, headers
 
 One subscription of the gateway receives the results of all requests. Each request has a result subject of its own. If
-the NATS client library drops a message because the subscription is slow, the subject names the request that has lost
-a result.
+the NATS client library drops a message because the subscription is slow, the subject names the request that has lost a
+result.
 """
 
 from __future__ import annotations
@@ -599,8 +599,8 @@ class ResultInbox:
         return verdict
 
     def _keep(self, part: Fragment, reply: str) -> Verdict | None:
-        """Store a part of a result and return the verdict to send to its sender. Return None if all parts
-        have arrived; then `_check` sends the verdict.
+        """Store a part of a result and return the verdict to send to its sender. Return None if all parts have arrived;
+        then `_check` sends the verdict.
         """
         collector = self._open.get(part.request)
         if collector is None:

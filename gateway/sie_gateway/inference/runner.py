@@ -49,9 +49,9 @@ _logger = logging.getLogger("sie.gateway.runner")
 
 
 class Runner:
-    """Runs requests through the queue. `load_hold_s`: seconds after which a request ends with an error if its model
-    is still loading, or if its lane (pool, machine profile and bundle) has no worker. `cached`: the cache of answers;
-    None if this gateway has none.
+    """Runs requests through the queue. `load_hold_s`: seconds after which a request ends with an error if its model is
+    still loading, or if its lane (pool, machine profile and bundle) has no worker. `cached`: the cache of answers; None
+    if this gateway has none.
     """
 
     def __init__(
@@ -217,8 +217,8 @@ class Runner:
 
 
 class _Sending:
-    """Publisher of the chunks of one request, in the order in which their permits are granted. `build` builds a
-    message at the time of its publish, because the message contains the remaining time budget.
+    """Publisher of the chunks of one request, in the order in which their permits are granted. `build` builds a message
+    at the time of its publish, because the message contains the remaining time budget.
     """
 
     def __init__(
@@ -295,8 +295,8 @@ def _builder(
     asker: str,
 ) -> Callable[[int], WorkItem]:
     """Return a function that builds the work item of a chunk from the chunk's number. The item's budget is the time
-    left until the request's deadline when the function is called. `asker`: name of the API key; empty if no
-    worker needs it.
+    left until the request's deadline when the function is called. `asker`: name of the API key; empty if no worker
+    needs it.
     """
     resolved = request.resolved
     deadline_s = call.received_s + call.budget_s

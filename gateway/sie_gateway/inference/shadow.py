@@ -6,8 +6,8 @@ requests have arrived. The gateway measures the results of a copy, and discards 
     not allowed ──► no copy: counted with the reason
 
 A lane is a pool, a machine profile and a bundle. No request waits for a copy or is billed for it, and no client sees
-the failure of a copy. If no worker has loaded the second model, at most one copy at a time makes a worker
-load it. This requires a worker of the lane with memory for one more model of the usual size, so that it unloads no other model.
+the failure of a copy. If no worker has loaded the second model, at most one copy at a time makes a worker load it. This
+requires a worker of the lane with memory for one more model of the usual size, so that it unloads no other model.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Mean:
 
 @dataclass
 class ShadowStatistics:
-    """Measurements of the shadow of one alias since the start of this gateway. Metrics are less exact: above a
-    certain number of aliases, all further aliases share one label.
+    """Measurements of the shadow of one alias since the start of this gateway. Metrics are less exact: above a certain
+    number of aliases, all further aliases share one label.
     """
 
     model: str
@@ -164,8 +164,8 @@ class Shadows:
     def _copy(
         self, call: Call, request: InferRequest, finished: RequestResult, alias: Alias, figures: ShadowStatistics
     ) -> None:
-        """Start a copy, or count the reason why the request is not copied. `figures` count the copy, even if the
-        alias gets another shadow model while the copy runs.
+        """Start a copy, or count the reason why the request is not copied. `figures` count the copy, even if the alias
+        gets another shadow model while the copy runs.
         """
         try:
             resolved = self._catalogue().resolve(figures.model, follow=False)
