@@ -316,8 +316,8 @@ class Throughput:
 
         `budget_s`: time in which the request must be answered. If a batch takes more than AHEAD_SHARE of `budget_s`,
         workers form no further batch while that batch runs. Then the request waits for the running batches, which have
-        `running` of the `ahead` tokens, and for the batches that the remaining tokens fill. Workers form no batch that would
-        take longer than its requests may wait, so batches that leave work in the queue do not become larger.
+        `running` of the `ahead` tokens, and for the batches that the remaining tokens fill. Workers form no batch that
+        would take longer than its requests may wait, so batches that leave work in the queue do not become larger.
         """
         measured = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self.last_s)
@@ -572,8 +572,8 @@ class ModelQueue:
             self._busy_s, self._stalled_until_s = math.inf, -math.inf
 
     def ended(self, ticket: Ticket) -> Entered | None:
-        """Remove a request that has ended and return its entry; None if unknown. A chunk that may be in a running batch keeps
-        the device busy, so `_gone` includes its cost until the next result.
+        """Remove a request that has ended and return its entry; None if unknown. A chunk that may be in a running batch
+        keeps the device busy, so `_gone` includes its cost until the next result.
         """
         entered = self.entered.get(ticket)
         if entered is None:

@@ -105,10 +105,10 @@ _NO_WORKERS = _LaneWorkers()
 
 class Fleet:
     """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy. After
-    ten times SIE_HEARTBEAT_TIMEOUT_MS the fleet removes the worker. After a silence of all workers for SIE_HEARTBEAT_TIMEOUT_MS, for example without
-    the broker, the time to removal begins again at the next heartbeat. Indexes by lane and by model keep the time of a
-    look-up independent of the number of workers. The argument `residency` names a model with one set of load options:
-    `model` or `model:profile`.
+    ten times SIE_HEARTBEAT_TIMEOUT_MS the fleet removes the worker. After a silence of all workers for
+    SIE_HEARTBEAT_TIMEOUT_MS, for example without the broker, the time to removal begins again at the next heartbeat.
+    Indexes by lane and by model keep the time of a look-up independent of the number of workers. The argument
+    `residency` names a model with one set of load options: `model` or `model:profile`.
     """
 
     def __init__(
@@ -247,10 +247,10 @@ class Fleet:
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
     def is_lane_alive(self, lane: Lane) -> bool:
-        """Return True if a live worker may have messages of this lane. A worker, ready or not, is live until its next heartbeat is
-        LOST_S seconds overdue. A worker that has moved to another pool first finishes the messages of its earlier lane,
-        so this lane stays alive for the same time after the last report of work. The result is also True for this time
-        after a loss of the connection to the broker, because the gateway may have missed heartbeats.
+        """Return True if a live worker may have messages of this lane. A worker, ready or not, is live until its next
+        heartbeat is LOST_S seconds overdue. A worker that has moved to another pool first finishes the messages of its
+        earlier lane, so this lane stays alive for the same time after the last report of work. The result is also True
+        for this time after a loss of the connection to the broker, because the gateway may have missed heartbeats.
         """
         now_s = self._clock()
         since_s = now_s - self._timeout_s - LOST_S

@@ -239,8 +239,7 @@ class SharedLimit:
     """Amount of a resource that API keys use, at most `total` together. A key is active if it uses some of the resource
     or was refused in the last REFUSED_S seconds. The share of a key is `total` divided by the number of active keys.
     Only keys below their share may use the last 1/RESERVED of `total`, so one key cannot use the whole resource. A
-    total below RESERVED has no such part. All
-    clients without an API key have the same key.
+    total below RESERVED has no such part. All clients without an API key have the same key.
     """
 
     def __init__(self, total: int) -> None:

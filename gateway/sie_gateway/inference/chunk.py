@@ -255,8 +255,7 @@ async def check_pixels(items: Sequence[RequestItem], query: RequestItem | None, 
 
 
 def _check_reply(expected_bytes: int, name: str) -> None:
-    """Raise PayloadTooLarge for too large results. The gateway keeps all results in memory until it has sent its reply.
-    """
+    """Raise PayloadTooLarge for too large results. The gateway keeps all results in memory until its reply is sent."""
     if expected_bytes > MAX_RESULT_BYTES:
         limit = MAX_RESULT_BYTES >> 20
         message = (
