@@ -430,7 +430,7 @@ class ModelStates:
         return first, max(asked_s + self._swap_after_s, self._turn_ends_s(first)) - self._clock()
 
     def _turn_ends_s(self, hosted: ModelState) -> float:
-        """Return the time from which a model may be closed. After its load, the model stays open for as long as the load
+        """Return the time from which a model may be closed. After its load, it stays open for as long as the load
         took, at most MAX_TURN_S, but at least `swap_after_s`. Otherwise models would be evicted before they run.
         """
         return hosted.loaded_s + max(self._swap_after_s, min(hosted.load_s, MAX_TURN_S))
