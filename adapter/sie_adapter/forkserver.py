@@ -1,5 +1,6 @@
 """Parent process of the adapters: does the imports, then forks one serving child process for each device. If a child
 dies, the parent forks a new child within milliseconds, or after a pause if the dead child lived for only a few seconds.
+The children of other devices continue.
 
     imports ──► fork ──► a child serves ──► it dies ──► fork again
                                 └──► all drained, one refuses its settings, or a signal to end ──► the parent ends
@@ -46,9 +47,9 @@ class ForkResult(NamedTuple):
 
 
 def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: None) -> ForkResult:
-    """Fork `count` child processes that serve, and fork a new child when a child dies. Do not
-    replace a child that drained (status 0). Replace no child after a child refused its settings, or after a signal to
-    end. In a child, return at once: the caller then serves. In the parent, return if no child runs and no fork is due.
+    """Fork `count` child processes that serve, and fork a new child when a child dies. Do not replace a child that
+    drained (status 0). Replace no child after a child refused its settings, or after a signal to end. In a child,
+    return at once: the caller then serves. In the parent, return when no child runs and no fork is due.
 
     If this process cannot fork and `count` is 1, return as in child 0: this process then serves. Before the fork of a
     new child, call `died` with the number of the dead child.

@@ -75,9 +75,9 @@ class _Watched:
 
 @dataclass
 class Reload:
-    """Watch of the folder of models. `signature`: state of its files when they were seeded. `workers`: reports
-    which gateways and workers lack a change; None to log nothing about them. `check`: raises
-    ValidationFailed for an entry that no worker could load; None to check nothing.
+    """Watch of the folder of models. `signature`: state of its files when they were seeded. `workers`: reports which
+    gateways and workers lack a change; None to log nothing about them. `check`: raises ValidationFailed for an entry
+    that no worker could load; None to check nothing.
     """
 
     store: CatalogueStore

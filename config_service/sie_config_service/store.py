@@ -1,5 +1,5 @@
-"""Catalogue in a key-value bucket. A replica has no other state, so any number of replicas may run. If two
-replicas write the same key, compare-and-set lets one write succeed.
+"""Catalogue in a key-value bucket. A replica has no other state, so any number of replicas may run. If two replicas
+write the same key, compare-and-set lets one write succeed.
 
     packaged folder + SIE_MODELS_DIR ──seed──► bucket ──► export, epoch
                      an operator ──── write ──►   └──► for each write of a model, one delta to each bundle concerned

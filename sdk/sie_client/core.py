@@ -293,7 +293,7 @@ _OPTIONS = frozenset(field.name for field in fields(Session)) - {"hedges", "warn
 
 
 def call(request: Send, session: Session, patience: Patience | None = None) -> Plan[Received]:
-    """Send a request again until an attempt succeeds, a retry is useless or not allowed, or no waiting time is left.
+    """Send a request until an attempt succeeds, a retry is useless or not allowed, or no waiting time is left.
     Raises the SIEError of the last attempt. Its `__cause__` is the exception of the HTTP client, or without such an
     exception, the error of the previous attempt.
     """
@@ -450,8 +450,8 @@ def json_call(
 
 
 def delete_call(path: str, session: Session, within_s: float = CONTROL_S, *, type: Any = Any) -> Plan[None]:
-    """Send a DELETE. Raises NotFoundError if the object does not exist. No error if an earlier attempt
-    got no response, because that attempt may have deleted the object.
+    """Send a DELETE. Raises NotFoundError if the object does not exist. No error if an earlier attempt got no
+    response, because that attempt may have deleted the object.
     """
     try:
         yield from json_call("DELETE", path, session, within_s=within_s, type=type)

@@ -113,8 +113,8 @@ class SeenJob(Calls[D]):
 
 
 def submitted(model: str, source: Any, options: Mapping[str, Any], session: Session) -> Plan[JobInfo]:
-    """Upload `source` if it is a local file, send `POST /v1/jobs` and return the job. Delete the uploaded
-    file if the server refuses the job (RequestError), or returns an older job with the same idempotency key. Raises
+    """Upload `source` if it is a local file, send `POST /v1/jobs` and return the job. Delete the uploaded file
+    if the server refuses the job (RequestError), or returns an older job with the same idempotency key. Raises
     TypeError for an unknown option.
     """
     names = JobOptions.__annotations__

@@ -1,5 +1,5 @@
-"""Plans (see `core`) for encode, score, extract and redact. A plan splits a list into parts, sends each
-part as one request, and joins the replies.
+"""Plans (see `core`) for encode, score, extract and redact. A plan splits a list into parts, sends each part as one
+request, and joins the replies.
 
     items ──part by part: files read, sizes summed──► requests, some at a time ──► replies ──► results in input order
 
@@ -294,8 +294,8 @@ def embed(
     model: str, texts: Iterable[Item | str], count: int | None, params: Mapping[str, Any], session: Session
 ) -> Plan[NDArray[Any]]:
     """Return the dense vectors of texts as the rows of one array, in input order. `count`: number of texts; None for an
-    iterator. Raises SIEError if any text fails, and InvalidInputError for `chunks` and for vectors with a scale or an
-    offset, because the array has only vectors.
+    iterator, which is read while earlier texts are sent. Raises SIEError if any text fails, and InvalidInputError for
+    `chunks` and for vectors with a scale or an offset, which have no place in the array.
     """
     session, params = session.for_call({**params, "output_types": ["dense"], "on_item_error": "fail"})
     _check_names("encode", params)

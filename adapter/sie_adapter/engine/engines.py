@@ -9,8 +9,8 @@ family, device, precision, LoRAs, installed packages ──► RULES, in order: 
                                                                                SIE_SGLANG_PYTHON is set
   torch       the packed path of `backbone`                                    everything
 
-The measurements behind the rules are in bench/results/engine.md. SGLang (enabled by SIE_SGLANG_PYTHON) was
-not measured. `backbone` rejects a selected engine if its states differ from those of the unchanged model.
+The measurements behind the rules are in bench/results/engine.md. SGLang (enabled by SIE_SGLANG_PYTHON) was not
+measured. `backbone` rejects a selected engine if its states differ from those of the unchanged transformers model.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def _encode_block(
 def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: int) -> Tensor:
     """Return the partition of each token in each repetition, int64 [tokens, repetitions].
 
-    Signs come from a product in float64 (float32 on MPS). The rounding of a float32 product depends on the
-    shape of the batch, so other items of the batch could move a token to another partition.
+    Signs come from a product in float64 (float32 on MPS). The rounding of a float32 product depends on the shape of
+    the batch, so other items of the batch could move a token to another partition.
     """
     repetitions, projections = parameters.num_repetitions, parameters.num_simhash_projections
     encoded = []

@@ -166,10 +166,10 @@ class Preparation:
 
 
 class Extractor(ABC, Generic[M]):
-    """Base of extraction families. The adapter, not the sidecar, tokenises the texts: `_make` tokenises on the
-    host, then `_extract` runs on the device. Each call has texts with equal options. `max_tokens`: limit for the tokens
-    of one sequence, labels included. `pass_tokens`: limits for the tokens of a pass, padding and labels included, on a
-    CPU and on other devices.
+    """Base of extraction families. The adapter, not the sidecar, tokenises the texts: `_make` tokenises on the host,
+    then `_extract` runs on the device. Each call has texts with equal options. `max_tokens`: limit for the tokens of
+    one sequence, labels included. `pass_tokens`: limits for the tokens of a pass, padding and labels included, on a CPU
+    and on other devices.
     """
 
     max_tokens: int

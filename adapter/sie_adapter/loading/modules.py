@@ -2,8 +2,8 @@
 
     modules.json ──► stock classes, in order ──► settings of each file ──► Modules
 
-`FIELDS` lists the accepted modules and their accepted settings. A load refuses any other setting and
-names it, so that no setting of a newer library is ignored without notice.
+`FIELDS` lists the accepted modules and their accepted settings. A load refuses any other setting and names it, so
+that no setting of a newer library is ignored without notice.
 
 Source: sentence-transformers 6.2 (base/model.py, base/modules, sentence_transformer/modules, sparse_encoder/modules).
 """
@@ -78,12 +78,12 @@ _LATE = ("MultiVectorMask", "HierarchicalTokenPooling")
 _LATE_LENGTHS = ("query_length", "document_length", "query_expansion")
 STATIC = "StaticEmbedding"
 _OF_TOKENS = frozenset({"Pooling", "SpladePooling", "MultiVectorMask", "HierarchicalTokenPooling", "LogitScore"})
-# arguments of from_pretrained that this adapter ignores: the catalogue entry or the adapter sets precision, device and
-# attention
+# arguments of from_pretrained that this adapter ignores: for speed, for the reading and the place of the weights, and
+# for the precision, which the catalogue entry decides
 _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
-_NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})  # ignored too: the adapter sets these itself
+_NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})  # further ignored arguments of from_pretrained
 _OUTPUTS = {  # task of a Transformer module -> the name of the model's output, and the feature that it becomes
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "fill-mask": ("logits", "token_embeddings"),
@@ -126,8 +126,8 @@ class Modules:
 
     `root`: the folder of modules.json. `folder`: the folder of the transformer and its tokenizer. `query_weights`:
     float32 [ids], the weight of each token id in a query; None if queries need a forward pass. `query_folder`: the
-    folder with the tokenizer of queries. `normalizes`: whether output vectors are scaled to length 1, by a
-    last Normalize module or by the setting `normalize` of a model2vec folder.
+    folder with the tokenizer of queries. `normalizes`: whether output vectors are scaled to length 1, by a last
+    Normalize module or by the setting `normalize` of a model2vec folder.
     """
 
     root: Path

@@ -323,8 +323,9 @@ class ResidentModels:
             )
 
     def _loaded_in_any_room(self, model: str, resolved: Resolved, permission: Permission) -> Resident:
-        """Load a model, and free memory and load again if memory runs out. If other loads ran at the same time, first
-        load again while no other load runs: otherwise two loads could evict each other's models for ever.
+        """Load a model, and free memory and load again if memory runs out: a load needs more memory than the loaded
+        model, for example for the copy of a mapped file. If other loads ran at the same time, first load again while no
+        other load runs: otherwise loads could evict each other's models for ever.
         """
         with self._loading.shared() as share:
             loaded = self._loaded_or_oom(model, resolved)

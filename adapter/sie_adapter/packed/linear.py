@@ -68,7 +68,8 @@ def block_linears(model: nn.Module) -> int:
     """Replace the linear layers of `model` on a CPU by layers with blocked weights, and return the number of replaced
     layers. No other references to the layers may exist. A layer is not replaced if its weight is tied to an embedding,
     or if its parent reads the weight. Kernels depend on shape and dtype, so the first layer of each shape and dtype is
-    checked: if its blocked results fail or differ by more than _RELATIVE_ERROR, no layer of this kind is replaced.
+    checked. If it cannot be blocked, or its blocked results differ by more than _RELATIVE_ERROR, no layer of this shape
+    and dtype is replaced.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [

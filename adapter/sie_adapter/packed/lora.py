@@ -31,8 +31,8 @@ from sie_store.folder_files import read_json
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Supported fields of adapter_config.json, and fields that only describe the training. A LoRA with any
-# other field is refused, because the field may change the output by more than the two matrices of a layer.
+# Supported fields of adapter_config.json, and fields that only describe the training. A LoRA with any other field is
+# refused, because the field may change the output in a way that the two matrices of a layer do not contain.
 _UNDERSTOOD = frozenset(
     {
         "task_type",

@@ -43,8 +43,8 @@ class MalformedBatch(Exception):
 
 class Shown(NamedTuple):
     """Image of a batch. `pixels`: the image, resized for the model, uint8 [rows, columns, 3]. `height`, `width`: size
-    of the submitted image, upright. `key`: identifies the image in the cache of image encoder outputs; an
-    empty key means that the output is not cached.
+    of the submitted image, upright. `key`: images with equal keys and sizes have equal outputs of a tower, and these
+    outputs may be cached. The output of an image with an empty key is not cached.
     """
 
     pixels: UInt8
@@ -80,8 +80,8 @@ class Items:
     """Token ids of a batch in item order. `lengths`: [items], `ids`: [sum of lengths].
 
     `types`: token types, [sum of lengths], None if all are 0. `visible`: the number of tokens of each item that are
-    attended to, counted from its first token, [items]; None if all tokens are attended to. `images`,
-    `sounds`: None if no item has images or sounds.
+    attended to, counted from its first token, [items]; None if all tokens are attended to. `images`, `sounds`:
+    None if no item has images or sounds.
     """
 
     lengths: Int64

@@ -44,7 +44,7 @@ class StreamFull(BrokerError):
 
 
 class PayloadTooBig(BrokerError):
-    """Error for a message that is larger, with its headers, than the broker's `max_payload`. The client drops it."""
+    """Error for a message that is larger, with its headers, than the broker's `max_payload`. It is not sent."""
 
 
 class NotPermitted(BrokerUnavailable):
@@ -236,7 +236,7 @@ class KeyValue(Protocol):
         """
 
     async def purge(self, within: str) -> None:
-        """Remove the keys below `within` and all traces of them. Watches and `since` do not report the removal."""
+        """Remove the keys below `within` without markers, so that watches and `since` do not report the removal."""
 
     async def epoch(self) -> str:
         """Return `created:last revision`, a text that changes with each write and if the bucket is created again."""
@@ -306,8 +306,8 @@ class Queue(Connection, Protocol):
     """Protocol for messages that are stored in streams and delivered at least once, for publishers and consumers."""
 
     async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
-        """Store a message in the stream of `subject`. Within the duplicate window, the stream
-        stores no second message with the same id. Raises StreamFull, PayloadTooBig, BrokerUnavailable.
+        """Store a message in the stream of `subject`. Within the duplicate window, the stream stores no second
+        message with the same id. Raises StreamFull, PayloadTooBig, BrokerUnavailable.
         """
 
     def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls: ...
@@ -340,8 +340,8 @@ class Queue(Connection, Protocol):
         """Return the names of all durable consumers of a stream."""
 
     async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
-        """Call `handler(name, exists)` when a consumer of the stream is created or deleted. The handler may
-        miss a change, because the broker does not store its notices.
+        """Call `handler(name, exists)` when a consumer of the stream is created or deleted. The handler may miss a
+        change, because the broker does not store its notices.
         """
 
 

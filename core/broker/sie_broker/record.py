@@ -132,8 +132,8 @@ class RecordBucket:
 
 
 class Record(Generic[T]):
-    """Reader and writer of the decoded values of a bucket. The record passes values and changes to
-    its owner. The owner stores the values.
+    """Reader and writer of the decoded values of a bucket. The record passes values and changes to its owner. The
+    owner stores the values.
 
     One task calls `follow` until it succeeds, and again whenever `is_stale` is True. Any task may call `change`.
     """

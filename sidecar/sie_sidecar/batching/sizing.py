@@ -117,7 +117,7 @@ class DeviceForecast:
 
 
 WINDOW = 128  # number of last answers from which the median is computed
-WINDOW_S = 10.0  # an older answer does not count in the median, seconds
+WINDOW_S = 10.0  # seconds; an older answer does not count in the median
 EVERY = 16  # number of answers after which the median is computed again, because a computation takes long
 
 

@@ -464,7 +464,7 @@ class Dispatch:
         flights, lora = [entry.work for entry in batch.entries], batch.key.lora
         hosted = flights[0].hosted
         if lora and hosted is not None and lora not in hosted.lora_digests and not in_turn:
-            # the adapter was lost after the LoRA was loaded: load it again: the fingerprint needs its digest
+            # the adapter was lost after the LoRA was loaded: load it again, because the fingerprint needs its digest
             self._device.end(sent)
             self._work.start(self._run_in_turn(batch), "lora")
             return True

@@ -60,7 +60,7 @@ class Isolate:
         self._metrics = metrics
         self._work = work
         # Work items that wait to run alone, at most as many as the credit allows. While a work item waits, its model
-        # may be evicted, because the next item may need the memory. The function in the entry ends this permission.
+        # may be evicted, because the next item may need the memory. The function in the entry forbids this again.
         self._suspects: deque[tuple[InFlight, Callable[[], None]]] = deque()
         self._news = asyncio.Event()
         self._slice_s = 0.0

@@ -28,7 +28,7 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Trouble
 
 POISON_DEATHS = 2
-# maximum number of marks in memory. A further mark replaces the oldest; the oldest mark's input then runs again
+# maximum number of marks in memory. A further mark replaces the oldest mark, whose input may then crash adapters again
 MAX_MARKS = 1 << 16
 WRITES_AT_ONCE = 256  # marks in one write; the broker accepts at most 1,000 in one batch
 PATIENCE_S = 2.0  # seconds to wait for the broker to store marks; then the worker goes on

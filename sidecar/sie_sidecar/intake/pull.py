@@ -92,7 +92,7 @@ class HostAssignment:
         self._was_up = False  # true if an adapter was connected when waiting for the first table began
         # timer that ends the wait for the first table; None if this worker does not wait
         self._first: asyncio.TimerHandle | None = None
-        # loaded models that an old table does not place here, and whose work waited in the last checks
+        # loaded models that an old table does not place here, and whose work waited in the last two checks
         self._waiting: frozenset[str] = frozenset()
         self._seen: frozenset[str] = frozenset()
         self._consumers: dict[str, set[str]] = {}  # name of a consumer -> models whose messages it may deliver
@@ -499,7 +499,8 @@ class WorkSource:
 
     async def serve(self, pool: str | None) -> None:
         """Pull only from this pool; pull nothing if None. The worker finishes the work that it has pulled. Raises
-        BrokerError if the pool has no stream or the broker fails. After an error, the worker pulls nothing.
+        BrokerError if the pool has no stream or the broker fails. After an error, the worker pulls nothing, and the
+        call may be repeated.
         """
         if pool == self.pool:
             return

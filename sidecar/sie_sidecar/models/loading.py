@@ -263,7 +263,7 @@ class Loading:
                         await (link.wait_connected() if past_gate else self._links.wait_connected())
             except ModelLoadFailed as error:
                 chosen = self.models.obtain(hosted.resolved, hosted.revision)
-                # the load failed on the chosen device too, so no device is left where the model may fit
+                # a refusal means that the load failed on the chosen device too: the model may fit on no other device
                 if chosen.refusal(time.monotonic()) is not None:
                     if error.extras.get("permanent") or not await self._is_another_back():
                         raise

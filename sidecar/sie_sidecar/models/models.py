@@ -60,7 +60,7 @@ State = Literal["available", "loading", "loaded", "unloading", "failed"]
 # only if the catalogue entry changes or an operator requests the load
 COOL_DOWN_S = {"OOM": 60.0}
 OTHER_COOL_DOWN_S = 30.0
-PASSING = ("OOM", "NETWORK")  # error classes after which a load is always tried again
+PASSING = ("OOM", "NETWORK")  # error classes that never become permanent: the load is always tried again
 PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
 # part of the device's memory that may be in use before models are evicted, if the adapter reports no threshold
 MEMORY_USED = 0.85
@@ -430,8 +430,8 @@ class ModelStates:
         return first, max(asked_s + self._swap_after_s, self._turn_ends_s(first)) - self._clock()
 
     def _turn_ends_s(self, hosted: ModelState) -> float:
-        """Return the time from which a model may be closed. After its load, the model stays open for as
-        long as the load took (`swap_after_s` to MAX_TURN_S), because it must run before another model evicts it.
+        """Return the time from which a model may be closed. After its load, it stays open for as long as the load
+        took, at most MAX_TURN_S, but at least `swap_after_s`. Otherwise models would be evicted before they run.
         """
         return hosted.loaded_s + max(self._swap_after_s, min(hosted.load_s, MAX_TURN_S))
 

@@ -110,7 +110,7 @@ class StoredAnswer(msgspec.Struct):
 
 
 class Refusal(BrokerError):
-    """Error code of the JetStream API for which `sie_broker` has no exception class. `number`: the code."""
+    """Error of the JetStream API whose code has no exception class in `sie_broker`. `number`: the code."""
 
     def __init__(self, act: str, error: ApiError) -> None:
         super().__init__(f"{act}: {error.description} ({error.err_code})")

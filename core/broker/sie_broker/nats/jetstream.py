@@ -260,8 +260,8 @@ class NatsPulls:
             self._by_index.pop(entry.index, None)
 
     def _renew(self, entry: _PullCredit) -> None:
-        # Each increase of the credit opens a separate small pull. To renew each small pull would cost 5 % of a core,
-        # with 200 idle consumers and a credit of 16. So this method waits until less than half of the credit is
+        # Each increase of the credit opens a separate small pull. To renew each small pull would cost 5 % of a core
+        # for 200 idle consumers with a credit of 16. So this method waits until less than half of the credit is
         # requested. One large pull then replaces the small pulls.
         if entry.open * 2 < entry.credit or not entry.open:
             self._consider(entry)

@@ -467,7 +467,7 @@ def _is_plain(field: Any) -> bool:
         or pyarrow.types.is_integer(type)
         or pyarrow.types.is_floating(type)
         or pyarrow.types.is_decimal(type)
-        # Python drops the nanoseconds of a time, so a write would take the stored time for a changed one
+        # Refuse nanoseconds: Python drops them, so a write would take the stored time for a changed one.
         or (pyarrow.types.is_temporal(type) and getattr(type, "unit", "") != "ns")
     )
 

@@ -94,9 +94,10 @@ class Push:
         )
 
     async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
-        """Return (manifest in the bucket, obstore's mode for its next write). This write fails if another pusher has
-        changed the manifest. The manifest is None if it is missing, or if `force` replaces it. Without `force`, raises
-        PushRefused if the manifest is invalid or its files differ from the files of this push.
+        """Return (manifest in the bucket, obstore's mode for the write of the manifest). This write fails if another
+        pusher has changed the manifest, unless the mode is "overwrite". The manifest is None if it is missing, or if
+        `force` replaces it. Without `force`, raises PushRefused if the manifest is invalid or its files differ from the
+        files of this push.
         """
         try:
             there, version = await self._bucket.manifest(self._manifest.repository, self._manifest.revision)
