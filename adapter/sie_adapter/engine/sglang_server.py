@@ -63,8 +63,8 @@ _KEPT = (
     "CUDA_HOME",
     "NVIDIA_VISIBLE_DEVICES",
 )
-# Python program that becomes SGLang by exec. The kernel kills this process when the adapter's thread that
-# started the process ends (prctl(2), which stays in force after exec).
+# Python program that becomes SGLang by exec. The kernel kills this process when the adapter's thread that started the
+# process ends (prctl(2), which stays in force after exec).
 _BOOT = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL);"
     " os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"

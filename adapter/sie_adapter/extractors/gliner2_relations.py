@@ -1,5 +1,5 @@
 """Relations of GLiNER2. In the package, each relation label is a task with the fields head and tail. The model
-predicts the number of pairs in a window, and scores all spans for each pair.
+predicts the number of pairs in a window, and scores all spans for each pair. `gliner_relations` uses the last step.
 
     logits [pairs, 2, words, widths] ──► the best span of each field ──► relations, over all windows of a text
 """
