@@ -126,7 +126,7 @@ class ModelLoras:
             with acting(pairs):
                 changed = self._run()
         if not torch.isfinite(changed).all():
-            raise lora_rejected(name, "the output of the model with this LoRA is not finite")
+            raise lora_rejected(name, "with this LoRA, the output is not finite")
         if torch.equal(plain, changed):
             raise lora_rejected(name, "it does not change the output of the model")
         with self._lock:
