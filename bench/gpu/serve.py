@@ -78,7 +78,7 @@ class Cluster:
         return bool(self.models)
 
     def counted(self) -> tuple[float, float, float]:
-        """Return the texts and batches of the worker so far, and the processor seconds of all processes."""
+        """Return the numbers of texts and batches of the worker, and the processor seconds of all processes."""
         text = httpx.get(f"http://127.0.0.1:{self._worker_port}/metrics", timeout=5, trust_env=False).text
         sums = dict.fromkeys(("sie_batch_size_sum", "sie_batch_size_count"), 0.0)
         for line in text.splitlines():

@@ -134,7 +134,7 @@ class _GenerationRow:
 
     @property
     def waits(self) -> bool:
-        """Return True if the row has left its slot and continues with another prompt."""
+        """Return True if the row has left its slot and waits to continue with another prompt."""
         return self.finish is None and self.error is None and not self.call.done.is_set()
 
 
