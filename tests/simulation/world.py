@@ -56,6 +56,7 @@ TRIES, AGAIN_S = 4, 1.0  # tries of a request that was refused, and the pause be
 AGAIN = ("QUEUE_UNAVAILABLE", "MODEL_LOAD_FAILED", "refused", "closed")
 START_S = 60.0  # until everything must be up
 SETTLE_S = 60.0  # after the last client, until nothing is left
+NOTICED_S = 4.0  # until a sidecar has noticed by its pings that an adapter is silent, has ended or answers again
 OPERATION_S = 40.0  # until a load or unload that an operator requests at rest has come true
 STOP_S = 40.0
 MAX_S = 600.0  # limit for the whole run, in virtual time
@@ -359,8 +360,7 @@ class World:
 
     def _was_well(self, scope: Scope, since_s: float) -> bool:
         process = self.process_of(scope)
-        # a sidecar notices only by its pings that an adapter is silent, or answers again
-        return process is not None and any(adapter.was_well_since(since_s - 4.0) for adapter in process.adapters)
+        return process is not None and any(adapter.was_well_since(since_s - NOTICED_S) for adapter in process.adapters)
 
     async def crash(self, process: Process) -> None:
         """Kill a process as SIGKILL does: no later action of its tasks has an effect."""
@@ -514,7 +514,9 @@ class World:
             return not any(
                 hosted.state == "loading" for worker in self.workers for hosted in worker.part.models
             ) and all(
-                adapter.was_well_since(self.loop.now_s - 4.0) for worker in self.workers for adapter in worker.adapters
+                adapter.was_well_since(self.loop.now_s - NOTICED_S)
+                for worker in self.workers
+                for adapter in worker.adapters
             )
 
         await self._until(is_settled, OPERATION_S, "the end of all loads and the return of all adapters")

@@ -166,26 +166,26 @@ def test_a_model_stays_between_the_chunks_of_a_request_until_its_turn_ends() -> 
     """The next chunk of a request comes when the chunk before it is answered, and another model waits for memory."""
     load_s, chunk_s, pause_s = 3.0, 0.2, 0.05
 
-    async def chunks_of_both() -> list[str]:
+    models: list[str] = []  # the model of each chunk, in the order of the ends of chunks
+
+    async def chunks_of_both() -> None:
         worker = Worker(1.0, load_s=load_s)
 
         async def request(hosted: ModelState) -> None:
             for _ in range(20):
-                loads.append(await worker.run(hosted, chunk_s))
+                models.append(await worker.run(hosted, chunk_s))
                 await asyncio.sleep(pause_s)
 
         await asyncio.gather(request(worker.a), request(worker.b))
-        return loads
 
-    loads: list[str] = []
     loop = VirtualLoop()
     try:
-        order = loop.run_until_complete(chunks_of_both())
+        loop.run_until_complete(chunks_of_both())
     finally:
         loop.close()
     in_turn = load_s / (chunk_s + pause_s)  # a turn is as long as a load
-    swaps = sum(model != following for model, following in itertools.pairwise(order))
-    assert len(order) == 40
+    swaps = sum(model != following for model, following in itertools.pairwise(models))
+    assert len(models) == 40
     assert swaps <= 40 / in_turn
 
 

@@ -394,20 +394,19 @@ class ModelStates:
         """Return the other models whose memory cannot be freed now: they are in use, were in use just before, or are
         being loaded.
         """
+        states = (state for state in self._hosted.values() if state is not hosted)
         return [
             state
-            for state in self._hosted.values()
-            if state is not hosted
-            and (
-                state.arriving
-                or (state.state == "loaded" and not (state.is_quiet and self.until_evictable_s(state) <= 0))
-            )
+            for state in states
+            if state.arriving or (state.state == "loaded" and self.until_evictable_s(state) > 0)
         ]
 
     def until_evictable_s(self, hosted: ModelState) -> float:
-        """Return the seconds for which a load must not evict a model without work, because its next chunk may be on its
-        way (NEXT_CHUNK_S). 0 or less if the model is closed to new work, was not used since its load, or had its turn.
+        """Return the seconds until a load may evict a loaded model: `math.inf` while a work item needs the model. Then
+        NEXT_CHUNK_S, or 0 if the model is closed to new work, was not used since its load, or had its turn.
         """
+        if not hosted.is_quiet:
+            return math.inf
         if not hosted.is_open or hosted.used_s <= hosted.loaded_s:
             return 0.0
         return min(hosted.used_s + NEXT_CHUNK_S, self._turn_ends_s(hosted)) - self._clock()
@@ -740,10 +739,11 @@ class Hosting(ModelStates):
                     extra={"model": closed.name},
                 )
                 continue
-            waits_s = [self.until_evictable_s(state) for state in had_work if state.is_quiet]
+            # 0 or less: a model that is being loaded, which ends the wait by `_look_again`
+            waits_s = [wait_s for state in had_work if (wait_s := self.until_evictable_s(state)) > 0]
+            limit_s = min([*waits_s, math.inf if due_s is None else due_s])
             # at least a millisecond, because a timer may fire a rounding error too early
-            limits_s = [max(0.001, wait_s) for wait_s in waits_s if wait_s > 0] + ([] if due_s is None else [due_s])
-            await self._until_quiet(asked_s, min(limits_s, default=None))
+            await self._until_quiet(asked_s, None if limit_s == math.inf else max(0.001, limit_s))
         return closed
 
     async def _until_quiet(self, asked_s: float, timeout_s: float | None) -> None:
