@@ -49,6 +49,20 @@ def test_no_object_sets_the_attributes_of_another() -> None:
     assert set(SET_ELSEWHERE) - names == set(), "is set no more"
 
 
+def test_no_except_star_clause_raises() -> None:
+    """Before Python 3.11.4, an error that such a clause raises becomes part of an ExceptionGroup."""
+    raising = [
+        f"{module.name}:{clause.lineno}"
+        for package in measure.PACKAGES
+        for module in measure.modules(package)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.TryStar)
+        for clause in node.handlers
+        if any(isinstance(part, ast.Raise) for part in ast.walk(clause))
+    ]
+    assert raising == [], "use sie_runtime.process.task_group"
+
+
 @pytest.mark.parametrize("package", measure.PACKAGES)
 def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
     assert measure.circles(measure.imports(measure.modules(package))) == []

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
@@ -151,9 +151,18 @@ def _uncaught(origin: str, kind: type[BaseException], error: BaseException | Non
 
 async def wait_set(event: asyncio.Event, seconds: float | None) -> bool:
     """Wait until `event` is set, at most `seconds` (None: without a limit). Returns whether it is set."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
+    task = asyncio.current_task()
+    assert task is not None, "asyncio.timeout needs a task"
+    cancels = task.cancelling()
+    try:
+        async with asyncio.timeout(seconds) as limit:
             await event.wait()
+    except TimeoutError:
+        pass
+    # If the task was cancelled before this call, asyncio.timeout raises this error at its end before Python 3.11.4.
+    except asyncio.CancelledError:
+        if not limit.expired() or task.cancelling() > cancels:
+            raise
     return event.is_set()
 
 
@@ -295,6 +304,20 @@ class Trouble:
             self.met(error)
         else:
             self.passed()
+
+
+@contextlib.asynccontextmanager
+async def task_group(*expected: type[Exception]) -> AsyncIterator[asyncio.TaskGroup]:
+    """Open a TaskGroup. If all errors of its tasks have a type of `expected`, raise the first error alone. It is not
+    raised in an `except*` clause, because Python before 3.11.4 would raise an ExceptionGroup of it.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except ExceptionGroup as group:
+        if all(isinstance(error, expected) for error in group.exceptions):
+            raise group.exceptions[0] from group
+        raise
 
 
 class Tasks:

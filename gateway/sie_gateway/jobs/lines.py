@@ -27,6 +27,7 @@ from sie_gateway.jobs.envelope import BadLine, BatchCut, BatchRow, LineRequest
 from sie_gateway.jobs.files import FileDescription
 from sie_gateway.jobs.run import JobRun, ShardBroken
 from sie_gateway.jobs.storage import JobStorage
+from sie_runtime.process import task_group
 from sie_store.datasets.answers import most_frequent
 
 if TYPE_CHECKING:
@@ -75,14 +76,11 @@ class BatchJob:
             return await asyncio.to_thread(_record, number, span, data)
         requests = await asyncio.to_thread(envelope.requests_of, await self._text(span), span)
         rows = self._rows.setdefault(number, {})
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for place, line in requests:
-                    # an earlier attempt ran the lines in `rows`, but the store failed
-                    if place not in rows:
-                        tasks.create_task(self._line(number, place, line))
-        except* (SIEError, Halted) as errors:
-            raise errors.exceptions[0] from errors
+        async with task_group(SIEError, Halted) as tasks:
+            for place, line in requests:
+                # an earlier attempt ran the lines in `rows`, but the store failed
+                if place not in rows:
+                    tasks.create_task(self._line(number, place, line))
         record = await self._stored(number, span, [rows[place] for place, _ in requests])
         del self._rows[number]
         return record

@@ -34,7 +34,7 @@ from sie_gateway.jobs import pace
 from sie_gateway.jobs.client import Halted
 from sie_gateway.jobs.ledger import JobLedger
 from sie_gateway.jobs.pace import JobPace
-from sie_runtime.process import cancel_all
+from sie_runtime.process import cancel_all, task_group
 from sie_store.datasets.answers import most_frequent
 from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
 
@@ -335,12 +335,9 @@ class JobRun:
             await self._isolated(work, plan, numbers[:SHARDS_AT_ONCE], done)
             del numbers[:SHARDS_AT_ONCE]
         waiting = iter(numbers)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(SHARDS_AT_ONCE):
-                    tasks.create_task(self._answer(work, plan, waiting, done))
-        except* (SIEError, Halted, BrokerError) as errors:
-            raise errors.exceptions[0] from errors
+        async with task_group(SIEError, Halted, BrokerError) as tasks:
+            for _ in range(SHARDS_AT_ONCE):
+                tasks.create_task(self._answer(work, plan, waiting, done))
 
     async def _isolated(self, work: JobWork, plan: Plan, numbers: list[int], done: dict[int, ShardRecord]) -> None:
         """Run the shards that may have killed a leader one after the other, then reset the count of deaths. Write the

@@ -20,6 +20,7 @@ from sie_gateway.inference.chunk_fields import MAX_TEXT
 from sie_gateway.inference.reply import Placed, array_of, chunks_missing
 from sie_gateway.inference.results import PlannedRequest
 from sie_gateway.jobs.client import Halted, JobClient
+from sie_runtime.process import task_group
 from sie_store.datasets.answers import RowAnswer
 
 MODEL_CHANGED = "MODEL_CHANGED"
@@ -124,12 +125,9 @@ class RowValues:
             on_done(places, values)
 
         groups = await asyncio.to_thread(grouped, inputs)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for places in groups:
-                    tasks.create_task(compute_group(places))
-        except* (SIEError, Halted) as errors:
-            raise errors.exceptions[0] from errors
+        async with task_group(SIEError, Halted) as tasks:
+            for places in groups:
+                tasks.create_task(compute_group(places))
         return [value for value in answers if value is not None]
 
     async def _compute(self, inputs: Sequence[ModelInput]) -> list[RowAnswer]:
