@@ -12,8 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-import phonenumbers
-
 Range = tuple[int, int]  # start and end of a value, in code points
 # returns how many characters of a candidate belong to the value; 0 if the candidate is no value of this kind
 Check = Callable[[str], int]
@@ -119,6 +117,8 @@ def _checked(expression: str, check: Check) -> Finder:
 
 def _phone_numbers(text: str, region: str) -> Iterator[Range]:
     """Yield the ranges of valid phone numbers: international numbers, and national numbers of the region."""
+    import phonenumbers  # its tables need 4 MB, so only a process that redacts texts imports it
+
     matches = phonenumbers.PhoneNumberMatcher(
         text, region or None, leniency=phonenumbers.Leniency.VALID, max_tries=len(text) + 1
     )
@@ -162,6 +162,8 @@ def pattern_of(kind: str) -> str:
 
 def is_region(region: str) -> bool:
     """Return True if a region (two upper-case letters) has phone numbers."""
+    import phonenumbers
+
     return region in phonenumbers.SUPPORTED_REGIONS
 
 

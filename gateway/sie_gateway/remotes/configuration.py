@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 import httpx
 import msgspec
 
-from sie_contracts import yaml_text
 from sie_contracts.schema_faults import fault_line
 from sie_contracts.settings import SettingError
 from sie_contracts.url_names import quoted
@@ -39,6 +38,8 @@ class _RemotesDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_remotes(value: str) -> tuple[RemoteServer, ...]:
     """Return the remote servers. `value`: the path of a YAML file, or a JSON document. Raises SettingError."""
+    from sie_contracts import yaml_text  # needs 2 MB, so only a gateway with remote servers imports it
+
     path, raw = "the document", value.encode()
     try:
         if not value.startswith("{"):

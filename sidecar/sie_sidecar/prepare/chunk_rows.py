@@ -22,7 +22,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from sie_contracts import chunker
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.ipc import ChunkedRows
 from sie_contracts.wire.messages import Input, RunOptions, TextChunks
@@ -120,6 +119,8 @@ class _TextTokens:
         if chunks.rule is None:
             spans = _read_spans(chunks, text)
         else:
+            from sie_contracts import chunker  # its libraries need 8 MB, so only a process that cuts texts imports them
+
             by_rule = chunker.spans(text, self.ends, chunks.rule)
             if len(by_rule) > MAX_CHUNKS:
                 message = f"the rule makes {len(by_rule)} chunks of this text, at most {MAX_CHUNKS} are allowed"
