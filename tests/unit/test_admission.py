@@ -27,7 +27,7 @@ from sie_contracts.wire import heartbeats, ipc, messages, topology
 from sie_contracts.wire.heartbeats import AnswerErasure, Heartbeat, ModelStatus
 from sie_contracts.wire.messages import BatchNote, Ok, WorkResult
 from sie_contracts.wire.topology import Lane
-from sie_gateway.admission.admission import Admission, Peers, mean_cost
+from sie_gateway.admission.admission import MAX_WAITING_BYTES, Admission, Peers, Permits, mean_cost
 from sie_gateway.admission.grant import Grant
 from sie_gateway.fleet.demand import ColdStarts, DemandRecords
 from sie_gateway.fleet.lanes import LOST_S, MAX_LANES, Fleet
@@ -276,6 +276,25 @@ def test_a_key_whose_work_for_one_model_fills_its_window_gets_work_for_another_i
         permits.result_arrived(WorkResult("r", chunk, "ghost", ()))
         turns.append((len(permits.pop()), len(other_permits.pop())))
     assert turns == [(4 + 1, 0), (0, 1), (1, 0), (0, 1), (1, 0), (1, 0)]
+
+
+def test_waiting_inputs_of_one_key_leave_memory_to_other_keys() -> None:
+    """No worker has the model, so most chunks wait. Their bytes are free again when their requests end."""
+    settings = settings_of(SIE_CHUNK_COST="100")
+    admission = Admission(settings, Mock(), Fleet(Mock(), settings), Backlog(Mock(), ()), Metrics())
+
+    def enter(key: str, sixteenths: int) -> Permits:
+        return admission.enter(key, LANE, "bulk", "toy/one", [100] * 20, sixteenths * (MAX_WAITING_BYTES >> 4))
+
+    waiting = [enter("bulk", 13)]
+    with pytest.raises(QueueFull, match="256 MiB are allowed, shared by the active keys"):
+        enter("other", 4)
+    with pytest.raises(QueueFull, match="208 of them of this client's key"):
+        enter("bulk", 2)
+    waiting.append(enter("other", 3))
+    for permits in waiting:
+        permits.close()
+    assert admission.occupied() == (0, 0, 0)
 
 
 async def test_a_request_whose_publishing_fails_ends_with_the_error_and_frees_its_permits(cluster: InProcess) -> None:

@@ -52,13 +52,13 @@ def part(
 def test_parts_are_kept_once_and_in_any_order() -> None:
     fragments = Fragments()
     assert [fragments.add(part(index), 0.0).missing for index in (2, 0, 2, 0)] == [2, 1, 1, 1]
-    held = fragments.held_bytes
+    held = fragments.held.used
     whole = fragments.add(part(1), 0.0)
     assert (whole.missing, len(fragments._all)) == (0, 1)
     assert [len(piece or b"") for piece in whole.parts] == [1000] * 3
-    assert fragments.held_bytes > held
+    assert fragments.held.used > held
     fragments.drop(whole)
-    assert (fragments.held_bytes, len(fragments._all)) == (0, 0)
+    assert (fragments.held.used, len(fragments._all)) == (0, 0)
 
 
 def test_two_attempts_at_a_chunk_do_not_mix() -> None:
@@ -80,7 +80,21 @@ def test_one_request_cannot_fill_the_gateway_and_all_of_them_neither() -> None:
         fragments.add(part(1, 9, request="third"), 0.0)
     for request in ("r", "other", "third"):
         fragments.drop_request(request)
-    assert (fragments.held_bytes, len(fragments._all)) == (0, 0)
+    assert (fragments.held.used, len(fragments._all)) == (0, 0)
+
+
+def test_incomplete_results_of_one_key_leave_memory_to_other_keys() -> None:
+    fragments = Fragments(max_bytes=16_000)
+    for index in range(13):
+        fragments.add(part(index, 20), 0.0, "bulk")
+    with pytest.raises(InboxFull):
+        fragments.add(part(0, 2, request="large", size=3_000), 0.0, "other")
+    with pytest.raises(InboxFull, match="of them of this client's key"):
+        fragments.add(part(13, 20), 0.0, "bulk")
+    fragments.add(part(0, 2, request="other"), 0.0, "other")
+    for request in ("r", "large", "other"):
+        fragments.drop_request(request)
+    assert (fragments.held.used, fragments.held.used_by) == (0, {})
 
 
 def test_parts_that_are_announced_and_do_not_come_are_limited_too() -> None:
@@ -91,7 +105,7 @@ def test_parts_that_are_announced_and_do_not_come_are_limited_too() -> None:
     with pytest.raises(InboxFull, match="one request"):
         fragments.add(part(0, 1 << 16, digest="third", size=1), 0.0)
     fragments.drop_request("r")
-    assert (fragments.held_bytes, len(fragments._all)) == (0, 0)
+    assert (fragments.held.used, len(fragments._all)) == (0, 0)
 
 
 def test_what_had_no_part_for_long_gives_its_room_and_is_then_incomplete() -> None:
@@ -121,7 +135,7 @@ def test_parts_of_another_size_begin_anew() -> None:
     fragments = Fragments()
     fragments.add(part(0, 3), 0.0)
     again = fragments.add(part(1, 5), 0.0)
-    assert (again.missing, fragments.held_bytes, len(fragments._all)) == (4, again.held_bytes, 1)
+    assert (again.missing, fragments.held.used, len(fragments._all)) == (4, again.held_bytes, 1)
 
 
 def test_the_end_of_a_check_drops_no_parts_of_another_split() -> None:
@@ -133,7 +147,7 @@ def test_the_end_of_a_check_drops_no_parts_of_another_split() -> None:
     fragments.drop(checked)
     assert len(fragments._all) == 1
     fragments.drop_request("r")
-    assert (fragments.held_bytes, len(fragments._all)) == (0, 0)
+    assert (fragments.held.used, len(fragments._all)) == (0, 0)
 
 
 @pytest.mark.parametrize(

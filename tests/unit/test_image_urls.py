@@ -48,9 +48,9 @@ def urls_of(server: ImageServer, *hosts: str, **options: Any) -> tuple[ImageUrls
 async def fetched(urls: ImageUrls, *items: RequestItem, within_s: float = 30.0) -> list[RequestItem]:
     urls.check(items, None)
     async with urls.fetched(items, asyncio.get_running_loop().time() + within_s) as fetched_items:
-        assert urls.held_bytes or any(fetched_item.unfit for fetched_item in fetched_items)
+        assert urls.held.used or any(fetched_item.unfit for fetched_item in fetched_items)
         copies = list(fetched_items)
-    assert urls.held_bytes == 0
+    assert urls.held.used == 0
     return copies
 
 
@@ -448,16 +448,33 @@ async def test_a_request_has_bounds_of_urls_and_bytes(server: ImageServer, monke
     with pytest.raises(PayloadTooLarge, match="more than 4000 bytes in all") as large:
         await fetched(urls, many[0])
     assert (large.value.param, large.value.extras) == ("items", {"limit": 4000})
-    assert urls.held_bytes == 0
+    assert urls.held.used == 0
     monkeypatch.setattr(image_urls, "MAX_REQUEST_BYTES", 5000)
     assert len((await fetched(urls, many[0]))[0].images) == 50
     with pytest.raises(PayloadTooLarge):  # each use counts, as if the client had sent the file
         await fetched(urls, many[0], item(f"{AT}/1"))
-    monkeypatch.setattr(image_urls, "MAX_HELD_BYTES", 4000)
+    urls.held.total = 4000
     async with urls.fetched([item(f"{AT}/1")], asyncio.get_running_loop().time() + 10):
         with pytest.raises(QueueFull):
             await fetched(urls, item(*(f"{AT}/{number}" for number in range(50))))
-    assert urls.held_bytes == 0
+    assert urls.held.used == 0
+
+
+async def test_images_of_one_key_leave_memory_to_other_keys(server: ImageServer) -> None:
+    urls, _, _ = urls_of(server)
+    urls.held.total = 8000
+    server.answers |= {"/large": answer(bytes(6900)), "/small": answer(bytes(500))}
+    until_s = asyncio.get_running_loop().time() + 10
+    async with urls.fetched([item(f"{AT}/large")], until_s, "bulk"):
+        with pytest.raises(QueueFull):
+            async with urls.fetched([item(f"{AT}/large")], until_s, "other"):
+                pass
+        with pytest.raises(QueueFull):
+            async with urls.fetched([item(f"{AT}/small")], until_s, "bulk"):
+                pass
+        async with urls.fetched([item(f"{AT}/small")], until_s, "other"):
+            assert urls.held.used_by == {"bulk": 6900, "other": 500}
+    assert urls.held.used == 0
 
 
 async def test_tls_verifies_the_name_of_the_url_and_not_the_address(tmp_path: Path) -> None:

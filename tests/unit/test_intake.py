@@ -17,9 +17,7 @@ from sie_gateway.inference.call import (
     FREE_BYTES,
     MAX_HELD_BYTES,
     PACE_BYTES_S,
-    REFUSED_S,
     BodyIntake,
-    SharedLimit,
     body_memory,
     bounded,
     check_length,
@@ -213,29 +211,6 @@ async def test_large_bodies_keep_a_pace_while_small_requests_are_in_progress(mon
     assert intake.small == 0
     await read_two()
     assert slept_s == []
-
-
-def test_a_key_that_uses_much_leaves_something_to_other_keys() -> None:
-    """The last eighth is for keys with less than their share. A refused key counts as active for a while."""
-    now_s, size = 0.0, 16
-    memory = SharedLimit(8 * size)
-
-    def fill(key: str) -> int:
-        before = memory.used_by[key]
-        while memory.accepts(key, 1, now_s):
-            memory.use(key, 1)
-        return memory.used_by[key] - before
-
-    assert fill("a") == 8 * size
-    assert fill("b") == 0
-    memory.use("a", -8 * size)
-    assert (fill("a"), fill("b"), fill("c")) == (7 * size, size, 0)
-    memory.use("a", -2 * size)
-    assert (fill("a"), fill("c"), fill("b")) == (size, size, 0)
-    for key in ("a", "b", "c"):
-        memory.use(key, -memory.used_by[key])
-    now_s = REFUSED_S + 1
-    assert (fill("a"), memory.used_by) == (8 * size, {"a": 8 * size})
 
 
 async def test_a_body_of_a_key_that_has_its_share_is_refused_beside_other_keys() -> None:

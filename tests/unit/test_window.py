@@ -14,7 +14,16 @@ from msgspec import structs
 
 from sie_contracts.models.costs import BatchTimes
 from sie_contracts.wire.heartbeats import Heartbeat
-from sie_gateway.admission.window import REMEMBERED_S, KeyWindow, QueueBound, Shares, Ticket, bound
+from sie_gateway.admission.window import (
+    REFUSED_S,
+    REMEMBERED_S,
+    KeyWindow,
+    QueueBound,
+    SharedLimit,
+    Shares,
+    Ticket,
+    bound,
+)
 
 QUANTUM = 4096
 BATCH = 16_384  # tokens of a batch
@@ -444,3 +453,26 @@ def test_a_backlog_of_one_key_costs_another_two_batches_and_the_device_nothing(b
     if solo["rate"][0] * seconds < 0.95 * len(large) * QUANTUM:  # else the backlog ended before the simulation
         lost = 1 - both["rate"][0] / solo["rate"][0]
         assert lost <= 0.1
+
+
+def test_a_key_that_uses_much_leaves_something_to_other_keys() -> None:
+    """The last eighth is for keys with less than their share. A refused key counts as active for a while."""
+    now_s, size = 0.0, 16
+    memory = SharedLimit(8 * size)
+
+    def fill(key: str) -> int:
+        before = memory.used_by[key]
+        while memory.accepts(key, 1, now_s):
+            memory.use(key, 1)
+        return memory.used_by[key] - before
+
+    assert fill("a") == 8 * size
+    assert fill("b") == 0
+    memory.use("a", -8 * size)
+    assert (fill("a"), fill("b"), fill("c")) == (7 * size, size, 0)
+    memory.use("a", -2 * size)
+    assert (fill("a"), fill("c"), fill("b")) == (size, size, 0)
+    for key in ("a", "b", "c"):
+        memory.use(key, -memory.used_by[key])
+    now_s = REFUSED_S + 1
+    assert (fill("a"), memory.used_by) == (8 * size, {"a": 8 * size})

@@ -45,7 +45,7 @@ from sie_contracts.wire.heartbeats import AnswerErasure, GatewayBeat, LaneTraffi
 from sie_contracts.wire.messages import PRIORITIES, Priority, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.model_queue import LOOK_S, Entered, ModelQueue, WaitRefusal
-from sie_gateway.admission.window import KeyWindow, Shares, Ticket, bound
+from sie_gateway.admission.window import KeyWindow, SharedLimit, Shares, Ticket, bound
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.backlog import Backlog
@@ -283,7 +283,7 @@ class Permits:
         self.on_refused: Callable[[QueueFull], None] | None = None
         self._granted: list[int] = []
         self._wake: asyncio.Event | None = None
-        self.size_bytes = size_bytes  # bytes of the inputs; part of `Admission._waiting_bytes` while chunks wait
+        self.size_bytes = size_bytes  # bytes of the inputs; part of `Admission._waiting` while chunks wait
         self.is_cold = not place.hosts
 
     @property
@@ -358,7 +358,7 @@ class Admission:
         self._queueing: dict[Ticket, Permits] = {}  # open requests that wait for a permit
         # queues in which requests wait for a permit, in the order in which they began to wait; the values are unused
         self._crowded: dict[ModelQueue, None] = {}
-        self._waiting_bytes = 0
+        self._waiting = SharedLimit(MAX_WAITING_BYTES)  # bytes of inputs whose chunks wait for a permit
         fleet.listeners.append(self.pump)
 
     async def run(self, stop: Stop) -> None:
@@ -523,7 +523,8 @@ class Admission:
         `squares`: for each chunk, the sum of the squared token counts of its rows.
 
         Raises QueueFull if the inputs of this request and the inputs that wait in this gateway have together more than
-        MAX_WAITING_BYTES. The limit is off while no inputs wait, and for one chunk that gets a permit at once.
+        MAX_WAITING_BYTES, or if the inputs of this key have more than the key's share (`SharedLimit`). The limit is off
+        while no inputs wait, and for one chunk that gets a permit at once.
         """
         now_s = self._clock()
         place = self._place(lane, priority, residency)
@@ -535,11 +536,9 @@ class Admission:
         entered = Entered(ticket, now_s, budget_s, client, request, place.scale)
         permits = Permits(self, place, entered, costs, size_bytes, self._clock)
         is_small = len(costs) == 1 and window.fits_now(ticket, place.bound, self._key_limit(place))
-        if not is_small and self._waiting_bytes and self._waiting_bytes + size_bytes > MAX_WAITING_BYTES:
-            message = (
-                f"{self._waiting_bytes >> 20} MiB of inputs wait in this gateway, at most {MAX_WAITING_BYTES >> 20} are"
-                " allowed"
-            )
+        waiting = self._waiting
+        if not is_small and waiting.used and not waiting.accepts(key, size_bytes, now_s):
+            message = f"the inputs that wait in this gateway have {waiting.usage(key)}"
             wait = place.wait(now_s, window.ahead(key, 0.0), 0.0)
             retry_s = place.turns.book(now_s, client(), entered.cost, wait.likely_s)
             self._count_refusal(place, "gateway_full")
@@ -554,7 +553,7 @@ class Admission:
         window.join(ticket)
         self._queueing[ticket] = permits
         self._crowded[place] = None
-        self._waiting_bytes += size_bytes
+        waiting.use(key, size_bytes)
         self._pump(place)
         return permits
 
@@ -616,7 +615,7 @@ class Admission:
             place.queued(ticket, chunk, now_s)
             self._queueing[ticket].grant(chunk)
         for ticket in {ticket for ticket, _ in granted if not ticket.waiting}:
-            self._waiting_bytes -= self._queueing.pop(ticket).size_bytes
+            self._waiting.use(ticket.key, -self._queueing.pop(ticket).size_bytes)
         if not place.window.is_waiting:
             self._crowded.pop(place, None)
         return bool(granted)
@@ -640,7 +639,7 @@ class Admission:
             while len(self._gone) > MAX_GONE:
                 del self._gone[next(iter(self._gone))]
         if self._queueing.pop(ticket, None) is not None:
-            self._waiting_bytes -= permits.size_bytes
+            self._waiting.use(ticket.key, -permits.size_bytes)
         if ticket.held or ticket.waiting:
             permits.place.window.leave(ticket)
             self.freed(permits.place, is_result=False)
@@ -660,4 +659,4 @@ class Admission:
         for a permit. All three are zero if no request is open.
         """
         windows = [place.window for place in self._places.values()]
-        return sum(window.tokens for window in windows), sum(window.items for window in windows), self._waiting_bytes
+        return sum(window.tokens for window in windows), sum(window.items for window in windows), self._waiting.used

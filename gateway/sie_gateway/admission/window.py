@@ -17,12 +17,14 @@ not wait for the end of a large request, and large requests end one after the ot
 A key has one window for all models of a lane and priority. While the window is full, the models for which the key has
 waiting work alternate, one chunk each. Without this rule, a model with much work of the key would take all freed space,
 and the key's work for other models would wait for ever.
+
+`SharedLimit` limits how much of the gateway's memory, and how many of its requests in progress, each key has.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,6 +34,8 @@ REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two keys ha
 # Smallest limit on the work in the queue, in seconds of work: ALONE_S with one key, CONTESTED_S with several. With less
 # work, a fast device would end a batch before the next message comes.
 ALONE_S, CONTESTED_S = 0.03, 0.01
+RESERVED = 8  # only keys below their share of a resource may use its last 1/RESERVED
+REFUSED_S = 10.0  # seconds for which a key counts as active after a refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,3 +370,41 @@ class KeyWindow:
             del windows[self]
             if not windows:
                 del self.shares.waiting[flow.key]
+
+
+class SharedLimit:
+    """Amount of a resource that API keys use, at most `total` together. A key is active if it uses some of the resource
+    or was refused in the last REFUSED_S seconds. The share of a key is `total` divided by the number of active keys.
+    Only keys below their share may use the last 1/RESERVED of `total`, so one key cannot use the whole resource. A
+    total below RESERVED has no such part. All clients without an API key have the same key.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.used = 0
+        self.used_by: Counter[str] = Counter()
+        self._refused_s: dict[str, float] = {}  # by key: time of its last refusal
+
+    def accepts(self, key: str, more: int, now_s: float) -> bool:
+        """Return True if a key may use `more` in addition. A refused key counts as active for REFUSED_S seconds."""
+        left = self.total - self.used - more
+        if left >= self.total // RESERVED:
+            return True
+        self._refused_s = {other: at_s for other, at_s in self._refused_s.items() if at_s > now_s - REFUSED_S}
+        active = len({key, *self.used_by, *self._refused_s})
+        if left >= 0 and self.used_by[key] * active < self.total:
+            return True
+        self._refused_s[key] = now_s
+        return False
+
+    def use(self, key: str, more: int) -> None:
+        """Add `more` to the amount that a key uses. A negative `more` releases an amount."""
+        self.used += more
+        self.used_by[key] += more
+        if not self.used_by[key]:
+            del self.used_by[key]
+
+    def usage(self, key: str) -> str:
+        """Return a text for an error about bytes: how many MiB all keys use, how many `key` uses, and the total."""
+        used, own, total = self.used >> 20, self.used_by[key] >> 20, self.total >> 20
+        return f"{used} MiB, {own} of them of this client's key; {total} MiB are allowed, shared by the active keys"

@@ -16,7 +16,6 @@ import asyncio
 import hashlib
 import io
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,6 +33,7 @@ from sie_contracts.settings import Settings
 from sie_contracts.wire.messages import Operation, Priority, RunOptions
 from sie_contracts.wire.trace_context import NONE, Context
 from sie_gateway.admission.grant import ANYBODY, Charge, Grant
+from sie_gateway.admission.window import SharedLimit
 from sie_gateway.inference import body as bodies
 from sie_runtime import control_group
 from sie_runtime.http.asgi import Body, Receive
@@ -219,8 +219,6 @@ class EntryChanged(Exception):
         self.entry = entry
 
 
-RESERVED = 8  # only keys below their share of a resource may use its last 1/RESERVED
-REFUSED_S = 10.0  # seconds for which a key counts as active after a refusal
 MAX_HELD_BYTES = 1 << 30
 # copies of each byte of a body while its request runs: the received body, the decoded values, the queue messages
 COPIES = 3
@@ -233,39 +231,6 @@ PACE_BYTES_S = 128 << 20
 PACE_STEP_S = 0.002
 CONTROL_BYTES = 1 << 20  # largest number of bytes in the body of a route without inference
 CONTROL_S = 30.0
-
-
-class SharedLimit:
-    """Amount of a resource that API keys use, at most `total` together. A key is active if it uses some of the resource
-    or was refused in the last REFUSED_S seconds. The share of a key is `total` divided by the number of active keys.
-    Only keys below their share may use the last 1/RESERVED of `total`, so one key cannot use the whole resource. A
-    total below RESERVED has no such part. All clients without an API key have the same key.
-    """
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.used = 0
-        self.used_by: Counter[str] = Counter()
-        self._refused_s: dict[str, float] = {}  # by key: time of its last refusal
-
-    def accepts(self, key: str, more: int, now_s: float) -> bool:
-        """Return True if a key may use `more` in addition. A refused key counts as active for REFUSED_S seconds."""
-        left = self.total - self.used - more
-        if left >= self.total // RESERVED:
-            return True
-        self._refused_s = {other: at_s for other, at_s in self._refused_s.items() if at_s > now_s - REFUSED_S}
-        active = len({key, *self.used_by, *self._refused_s})
-        if left >= 0 and self.used_by[key] * active < self.total:
-            return True
-        self._refused_s[key] = now_s
-        return False
-
-    def use(self, key: str, more: int) -> None:
-        """Add `more` to the amount that a key uses. A negative `more` releases an amount."""
-        self.used += more
-        self.used_by[key] += more
-        if not self.used_by[key]:
-            del self.used_by[key]
 
 
 def body_memory(settings: Settings) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from sie_contracts.errors import UNDECODABLE
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Fragment, WorkResult
+from sie_gateway.admission.window import SharedLimit
 
 MAX_HELD_BYTES = 512 << 20  # largest number of bytes of all incomplete results
 MAX_REQUEST_BYTES = 256 << 20  # largest number of bytes of the incomplete results of one request
@@ -29,9 +30,10 @@ class InboxFull(Exception):
 @dataclass
 class Assembly:
     """Encoded result of which some parts have arrived. Each attempt at a chunk has a result with its own digest, and so
-    its own assembly.
+    its own assembly. `owner`: API key of the request.
     """
 
+    owner: str
     request: str
     chunk: int
     digest: str
@@ -48,24 +50,29 @@ class Assembly:
 
 @dataclass
 class Fragments:
-    """All incomplete results of a gateway. `held_bytes`: bytes of memory of these results. `now_s` of the methods is
-    the time of any monotonic clock.
+    """All incomplete results of a gateway. `held`: bytes of these results. `now_s` of the methods is the time of any
+    monotonic clock.
 
-    The bytes of each request, and of all requests together, are limited. Before a new assembly, and at a limit, this
-    class drops assemblies that have received no part for `silence_s` seconds. If a worker then sends the last part of a
-    dropped assembly, the reply says that parts are missing, and the worker sends all parts again.
+    The bytes of each request, of each API key, and of all requests together, are limited. Before a new assembly, and
+    at a limit, this class drops assemblies that have received no part for `silence_s` seconds. If a worker then sends
+    the last part of a dropped assembly, the reply says that parts are missing, and the worker sends all parts again.
     """
 
     max_bytes: int = MAX_HELD_BYTES
     max_request_bytes: int = MAX_REQUEST_BYTES
     silence_s: float = MAX_SILENCE_S
-    held_bytes: int = 0
+    held: SharedLimit = field(init=False)
     # assemblies in the order of their last part, the oldest first
     _all: dict[tuple[str, int, str], Assembly] = field(default_factory=dict)
     _requests: dict[str, set[tuple[str, int, str]]] = field(default_factory=dict)
 
-    def add(self, part: Fragment, now_s: float) -> Assembly:
-        """Store a part once, and return its assembly. Raises InboxFull, and ValueError for an invalid part."""
+    def __post_init__(self) -> None:
+        self.held = SharedLimit(self.max_bytes)
+
+    def add(self, part: Fragment, now_s: float, owner: str = "") -> Assembly:
+        """Store a part once, and return its assembly. Raises InboxFull, and ValueError for an invalid part. `owner`:
+        API key of the request.
+        """
         if not (0 <= part.index < part.count <= MAX_PARTS and part.data):
             raise ValueError(f"part {part.index} of {part.count} with {len(part.data)} bytes is not valid")
         key = (part.request, part.chunk, part.digest)
@@ -77,7 +84,7 @@ class Fragments:
             assembly = None
         if assembly is None:
             self._expire(now_s)
-            assembly = Assembly(part.request, part.chunk, part.digest, [None] * part.count, now_s, part.count)
+            assembly = Assembly(owner, part.request, part.chunk, part.digest, [None] * part.count, now_s, part.count)
             self._requests.setdefault(part.request, set()).add(key)
         self._all[key] = assembly
         assembly.touched_s = now_s
@@ -88,17 +95,17 @@ class Fragments:
             assembly.parts[part.index] = part.data
             assembly.missing -= 1
             assembly.held_bytes += size
-            self.held_bytes += size
+            self.held.use(assembly.owner, size)
         return assembly
 
     def _find_room(self, keep: Assembly, size: int, now_s: float) -> None:
         held = sum(self._all[key].held_bytes for key in self._requests[keep.request])
         if held + size > self.max_request_bytes:
             raise InboxFull(f"parts of the results of one request exceed {self.max_request_bytes >> 20} MiB")
-        if self.held_bytes + size > self.max_bytes:
+        if not self.held.accepts(keep.owner, size, now_s):
             self._expire(now_s)
-        if self.held_bytes + size > self.max_bytes:
-            raise InboxFull(f"incomplete results occupy {self.held_bytes >> 20} MiB in this gateway")
+            if not self.held.accepts(keep.owner, size, now_s):
+                raise InboxFull(f"the incomplete results in this gateway have {self.held.usage(keep.owner)}")
 
     def _expire(self, now_s: float) -> None:
         while self._all:
@@ -111,7 +118,7 @@ class Fragments:
         if self._all.get(assembly.key) is not assembly:
             return
         del self._all[assembly.key]
-        self.held_bytes -= assembly.held_bytes
+        self.held.use(assembly.owner, -assembly.held_bytes)
         keys = self._requests[assembly.request]
         keys.discard(assembly.key)
         if not keys:

@@ -39,6 +39,7 @@ from sie_contracts.wire.messages import Operation, Priority
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.model_queue import AnswerPace
+from sie_gateway.admission.window import SharedLimit
 from sie_gateway.fleet.capabilities import CAN, Able, any_model
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.route_kinds import GatewayRoute
@@ -49,7 +50,6 @@ from sie_gateway.inference.call import (
     EncodedReply,
     EntryChanged,
     InferRequest,
-    SharedLimit,
     cache_mode,
     decode_body,
     route_key,

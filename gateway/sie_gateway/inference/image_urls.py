@@ -32,6 +32,7 @@ import msgspec
 
 import sie_contracts
 from sie_contracts.errors import ErrorInfo, InvalidInput, PayloadTooLarge, QueueFull
+from sie_gateway.admission.window import SharedLimit
 from sie_gateway.inference.images import EXPECTED, Link
 from sie_runtime.http.protocol import matches, parts
 
@@ -171,7 +172,7 @@ class ImageUrls:
         self._slots = asyncio.Semaphore(AT_ONCE)
         # by API key with a running request: slots of the key, so that slow servers of one key cannot occupy all slots
         self._key_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self.held_bytes = 0
+        self.held = SharedLimit(MAX_HELD_BYTES)  # bytes of the fetched images of running requests
 
     def check(self, items: Sequence[RequestItem], query: RequestItem | None) -> None:
         """Raise InvalidInput for URLs that may not be fetched, and for too many URLs."""
@@ -196,21 +197,19 @@ class ImageUrls:
     ) -> AsyncIterator[list[RequestItem]]:
         """Yield the items with files in place of their URLs. If the fetch of a URL failed, the item's `unfit` has the
         reason. `until_s`: deadline on the event loop's clock. `key`: API key of the request. `name`: field with the
-        inputs, for errors. The files count in `held_bytes` until the context ends. Raises PayloadTooLarge, QueueFull.
+        inputs, for errors. The files count in `held` until the context ends. Raises PayloadTooLarge, QueueFull.
         """
         own_bytes = 0
 
         def count_bytes(more: int) -> None:
             nonlocal own_bytes
+            _check_total(own_bytes + more, name)
+            held = self.held
+            if held.used > own_bytes and not held.accepts(key, more, asyncio.get_running_loop().time()):
+                message = f"the images from URLs in this gateway have {held.usage(key)}: try again later"
+                raise QueueFull(message, retry_after_s=2)
             own_bytes += more
-            self.held_bytes += more
-            _check_total(own_bytes, name)
-            if self.held_bytes > MAX_HELD_BYTES and self.held_bytes > own_bytes:
-                held, most = self.held_bytes >> 20, MAX_HELD_BYTES >> 20
-                raise QueueFull(
-                    f"images from URLs occupy {held} of at most {most} MiB in this gateway: try again later",
-                    retry_after_s=2,
-                )
+            held.use(key, more)
 
         key_slots = self._key_slots.setdefault(key, asyncio.Semaphore(AT_ONCE_OF_A_KEY))
         turns = asyncio.Semaphore(AT_ONCE_OF_A_REQUEST), key_slots, self._slots
@@ -227,7 +226,7 @@ class ImageUrls:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
-            self.held_bytes -= own_bytes
+            self.held.use(key, -own_bytes)
 
     async def _turn(
         self, url: str, until_s: float, take: Callable[[int], None], turns: tuple[asyncio.Semaphore, ...]

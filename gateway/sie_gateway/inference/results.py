@@ -440,8 +440,9 @@ _logger = logging.getLogger("sie.gateway.inbox")
 class OutcomeCollector:
     """Outcomes of one request, by chunk. The first result of each chunk counts; further results are ignored."""
 
-    def __init__(self, request: str, chunks: int, pool: str = "") -> None:
+    def __init__(self, request: str, chunks: int, pool: str = "", key: str = "") -> None:
         self.request = request
+        self.key = key  # API key of the request
         self.pool = pool
         self.results: list[WorkResult | None] = [None] * chunks
         self.missing = chunks
@@ -530,20 +531,20 @@ class ResultInbox:
         """Return the subject to which results of this request are sent."""
         return f"{self.subject}.{request}"
 
-    def open(self, request: str, chunks: int, pool: str = "") -> OutcomeCollector:
-        collector = self._open[request] = OutcomeCollector(request, chunks, pool)
+    def open(self, request: str, chunks: int, pool: str = "", key: str = "") -> OutcomeCollector:
+        collector = self._open[request] = OutcomeCollector(request, chunks, pool, key)
         return collector
 
     def close(self, collector: OutcomeCollector) -> None:
         self._open.pop(collector.request, None)
-        if self._fragments.held_bytes:
+        if self._fragments.held.used:
             self._fragments.drop_request(collector.request)
         collector.close()
 
     @property
     def unfinished_bytes(self) -> int:
         """Return the bytes that parts of incomplete results occupy."""
-        return self._fragments.held_bytes
+        return self._fragments.held.used
 
     def fail_pool(self, pool: str, error: SIEError) -> None:
         for collector in list(self._open.values()):
@@ -608,7 +609,7 @@ class ResultInbox:
         if not collector.awaits(part.chunk):
             return "duplicate"
         try:
-            assembly = self._fragments.add(part, time.monotonic())
+            assembly = self._fragments.add(part, time.monotonic(), collector.key)
         except ValueError as error:
             return self._unreadable(part.request, error)
         except InboxFull as error:

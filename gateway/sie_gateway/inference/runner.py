@@ -157,7 +157,7 @@ class Runner:
         try:
             if permits.is_cold:
                 self._cold.requested(lane)
-            collector = self._inbox.open(call.work_id, len(chunks), lane.pool)
+            collector = self._inbox.open(call.work_id, len(chunks), lane.pool, call.key)
             try:
                 collector.on_taken = _result_listener(permits, collector, resolved.entry, chunks, on_chunk)
                 permits.on_refused = collector.fail

@@ -78,7 +78,8 @@ class WorkIntake:
         now_s = time.monotonic()
         self._metrics.deliveries.labels("true" if delivery.delivered > 1 else "false").inc()
         if (lease_in_hand := self._leases.adopt(delivery)) is not None:
-            _logger.info(
+            # not INFO: after a restart of the broker, every work item in flight here is delivered again
+            _logger.debug(
                 "a work item in flight here was delivered again (delivery %d): its lease had ended and is renewed",
                 lease_in_hand.delivery.delivered,
             )
