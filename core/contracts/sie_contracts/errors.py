@@ -183,7 +183,7 @@ class ValidationFailed(SIEError):
 
 
 def faulty(loc: str, message: str, line: int | None = None) -> ValidationFailed:
-    """Return the error for one field of a document: `loc`, a path such as `$.weights`; `line`: its line, if known."""
+    """Return the error for one field of a document. `loc`: path, such as `$.weights`. `line`: line of the field."""
     place = {} if line is None else {"line": line}
     where = loc if line is None else f"{loc} (line {line})"
     return ValidationFailed(

@@ -35,8 +35,8 @@ class Size(NamedTuple):
 
 
 class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Steps that prepare an upright RGB image. Each kind of recipe uses the fields in its line below, which are at
-    least 1.
+    """Steps that prepare an upright RGB image. Each kind of recipe uses the fields in its line below; these fields are
+    at least 1.
 
         squash   height width                    resize to that size; the aspect ratio is lost
         crop     height width shorter            resize the shorter edge to `shorter`; then take the middle
@@ -108,8 +108,8 @@ class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
     `after`. If `count` is 0, `token` is repeated once for each block of the image. With `tiles`, `token` is repeated
     `count` times for each tile, and `before` is only for an image of one tile.
 
-    If `beside_text` is false, an input has one image, these ids are its whole row, and its text is not read. If it is
-    true, the ids of all images of the input are put before its text.
+    If `beside_text` is false, an input has one image, these ids are the whole row of the input, and the model does not
+    read a text. If true, the ids of all images of the input are put before the text.
     """
 
     token: int
@@ -200,7 +200,7 @@ def has_one_size(recipe: Recipe) -> bool:
 
 
 def max_tiles(recipe: Recipe) -> int:
-    """Return the largest number of rows, and of columns, of tiles that one image can have."""
+    """Return the largest number of rows of tiles that an image can have. The number of columns has the same limit."""
     # `_tiles` rounds the second edge up to an even number, which may exceed `longest` if the image is a square
     return math.ceil((recipe.longest + recipe.longest % 2) / recipe.multiple)
 
@@ -359,8 +359,8 @@ _COMMON = {
 
 
 def from_processor(config: Mapping[str, Any]) -> Recipe:
-    """Return the recipe for a checkpoint's preprocessor_config.json. It results in the same uint8 pixels as the image
-    processor that the file names. Raises UnknownProcessor.
+    """Return the recipe for a checkpoint's preprocessor_config.json. The recipe results in the same uint8 pixels as the
+    image processor that the file names. Raises UnknownProcessor.
     """
     settings = _completed(config)
     if not settings["do_resize"]:

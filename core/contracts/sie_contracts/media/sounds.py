@@ -104,8 +104,8 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def shape(self) -> Shape:
-        """Return the smallest shape of the features of a sound: the shape of a full window. If sounds are not filled
-        up, it is the shape of two frames, because the features of one frame have no variance.
+        """Return the smallest shape of the features of a sound: the shape of a full window, or of two frames if sounds
+        are not filled up, because the features of one frame have no variance.
         """
         return self._shape_of(2 * self.hop if self.filling == "none" else self.window)
 
@@ -165,9 +165,9 @@ FUSED_BINS = 64
 
 
 def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
-    """Return the recipe for a checkpoint's preprocessor_config.json. `positions` determines the cost of a sound. It is
-    the number of positions that the model uses for one window; for a model without a window, it is the number of frames
-    for one position. Raises UnknownExtractor.
+    """Return the recipe for a checkpoint's preprocessor_config.json. `positions` determines the cost of a sound: the
+    number of positions of the model for one window, or for a model without a window, the number of frames for one
+    position. Raises UnknownExtractor.
     """
     name = str(config.get("feature_extractor_type") or "not named")
     if name not in _EXTRACTORS:

@@ -62,7 +62,7 @@ class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def heaviest(self) -> Target:
-        """Return the target with the largest weight; of several, the first. Requests without a key use this target."""
+        """Return the target with the largest weight, or the first of equals. Requests without a key use this target."""
         return max(self.alias, key=lambda target: target.weight)
 
 
@@ -74,7 +74,7 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
     """Check a document from YAML or JSON and return the alias. Raises ValidationFailed for the first faulty field; its
     `errors` have the path of this field. The id is not checked here.
 
-    A model name alone is the short form of a target without a weight, and of a shadow of all requests.
+    Instead of a target, the name of a model is allowed: its weight is 1. As a shadow, it gets copies of all requests.
     """
     if both := sorted(raw.keys() & _OF_MODELS):
         message = (

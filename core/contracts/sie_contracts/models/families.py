@@ -47,7 +47,7 @@ class Family:
     # weights may be in pytorch_model.bin, which is read by torch's loader for plain tensors
     has_pickled_weights: bool = False
     names_backbones: bool = False  # `config_file` names hub repositories of backbones, whose files are downloaded too
-    files: tuple[str, ...] = ()  # patterns of the files that a load reads; empty: the same as for most families
+    files: tuple[str, ...] = ()  # patterns of the files that a load reads; empty: the default patterns
     reads_scales: bool = False  # an output schema may have integers with bounds, among which the model chooses
     # pip extra of sie-cluster that the family needs; a bundle's `built-in` does not include such a family
     extra: str = ""

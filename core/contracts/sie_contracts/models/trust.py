@@ -24,8 +24,8 @@ from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import ModelEntry
 
 USUAL = "./models"
-# maximum number of files below a path; each is checked for links out of the allowed folders, and a path with more files
-# is refused
+# maximum number of files below a path, because each is checked for links out of the allowed folders; a claim of a path
+# with more files is refused
 MAX_FILES = 10_000
 
 
