@@ -61,7 +61,6 @@ class SIEError(Exception):
         _BY_CODE[cls.code] = cls
 
     def info(self) -> ErrorInfo:
-        """Return the error as an ErrorInfo, the form in which processes send it to each other."""
         return ErrorInfo(self.code, self.message, self.reason, self.param, self.retry_after_s, self.extras)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Keys of inputs. The sidecar refuses an input whose key is that of an input that has crashed adapter processes. A key
+"""Keys of inputs. If an input has crashed adapter processes, the sidecar refuses later inputs with the same key. A key
 is a digest of all data on which the result of an input depends, so the key does not reveal the text.
 """
 

@@ -133,7 +133,7 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @staticmethod
     def from_processor(config: Mapping[str, Any]) -> Normalisation:
-        """Return the conversion of a preprocessor_config.json. Raises UnknownProcessor."""
+        """Return the conversion that a preprocessor_config.json describes. Raises UnknownProcessor."""
         settings = _completed(config)
         rescale = float(settings["rescale_factor"]) if settings["do_rescale"] else 1.0
         if not settings["do_normalize"]:
@@ -148,7 +148,8 @@ def check(recipe: Recipe, size: Size) -> None:
         raise fault("undecodable", f"the image is {width} x {height} pixels, expected at least 1 x 1")
     if height * width > MAX_DECODED_PIXELS:
         raise fault(
-            "too_large", f"the image has {height * width} pixels ({width} x {height}), at most {MAX_DECODED_PIXELS}"
+            "too_large",
+            f"the image has {height * width} pixels ({width} x {height}), at most {MAX_DECODED_PIXELS} are read",
         )
     if max(size) > MAX_ASPECT * min(size):
         raise fault(
@@ -157,13 +158,13 @@ def check(recipe: Recipe, size: Size) -> None:
     for step in resizes(recipe, size):
         if min(step) < 1:
             raise fault(
-                "aspect", f"the image is {width} x {height} pixels: at the model's size, one edge would have no pixel"
+                "aspect", f"the image is {width} x {height} pixels, too narrow to resize: one edge would have no pixel"
             )
         if step.height * step.width > MAX_RESIZED_PIXELS:
             raise fault(
                 "too_large",
-                f"the image of {width} x {height} pixels becomes {step.width} x {step.height} on the way to the "
-                f"model's size, expected at most {MAX_RESIZED_PIXELS} pixels",
+                f"the image of {width} x {height} pixels would be resized to {step.width} x {step.height} pixels, "
+                f"expected at most {MAX_RESIZED_PIXELS} pixels",
             )
 
 
@@ -195,7 +196,6 @@ def tiles_of(recipe: Recipe, size: Size) -> Size:
 
 
 def has_one_size(recipe: Recipe) -> bool:
-    """Return whether the model reads all images at the same size."""
     return recipe.kind in ("squash", "crop", "page")
 
 
@@ -212,7 +212,7 @@ def max_blocks(recipe: Recipe) -> int:
         return 1 if rows == 1 else rows**2 + 1
     if recipe.kind != "blocks":
         return 0
-    # blocks in one row may have more pixels than `max_pixels`, because each edge has at least one block
+    # an image with one row of blocks may have more than `max_pixels` pixels, because no edge is shorter than a block
     in_a_row = math.isqrt(MAX_ASPECT * recipe.max_pixels) // recipe.multiple
     return max(recipe.max_pixels // recipe.multiple**2, in_a_row)
 
@@ -309,8 +309,8 @@ def _page(recipe: Recipe, size: Size) -> tuple[Size, ...]:
 
 
 def _tiles(recipe: Recipe, size: Size) -> tuple[Size, ...]:
-    """Return two sizes: first with `longest` as the longer edge, then with both edges raised to multiples.
-    Idefics3ImageProcessorPil rounds in the same way.
+    """Return two sizes: first with `longest` as the longer edge, then with both edges raised to multiples of
+    `multiple`. Idefics3ImageProcessorPil rounds in the same way.
     """
     ratio, longest = size.width / size.height, recipe.longest
     is_wide = size.width >= size.height

@@ -140,7 +140,9 @@ def check(header: SoundHeader, from_s: float | None = None) -> None:
         raise fault("too_large", f"the sound lasts {header.seconds:.1f} s, at most {most_s} s are read")
     samples = channels * (frames if from_s is None else min(frames, MAX_SECONDS * rate))
     if samples > MAX_SAMPLES:
-        raise fault("too_large", f"the sound has {samples} samples in {channels} channels, at most {MAX_SAMPLES}")
+        raise fault(
+            "too_large", f"the sound has {samples} samples in {channels} channels, at most {MAX_SAMPLES} are read"
+        )
     if from_s is not None and from_s >= header.seconds:
         raise fault("undecodable", f"the sound lasts {header.seconds:.1f} s, the part to read begins at {from_s:.1f} s")
 

@@ -138,7 +138,7 @@ class Catalogue:
 
     def near(self, name: str, able: Callable[[ModelEntry], bool] = lambda _: True) -> list[str]:
         """Return the ids of models and aliases that are most similar to `name`, best first. `name` may lack the
-        organisation. Models for which `able` returns False are left out, and so are their aliases.
+        organisation. Only models for which `able` returns True, and aliases of such models, are returned.
         """
 
         def keep(name: str) -> bool:
@@ -305,7 +305,7 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """Return the fingerprint of a profile's answers: `loaded`, hashed with `run` if the profile has own run options."""
+    """Return the fingerprint of a profile: `loaded`, that of the model, hashed with the profile's own run options."""
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:
         return loaded

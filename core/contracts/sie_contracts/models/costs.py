@@ -53,7 +53,7 @@ def text_cost(tokens: float, squares: float, crossover: int) -> float:
 # While a batch runs, the next batch is formed in advance only if its predicted time is at most this share of a
 # request's time budget.
 AHEAD_SHARE = 0.25
-# a line through the measured times is fitted only if variance of batch sizes / square of the mean size is above this
+# a line through the measured times is fitted only if the variance of batch sizes / (mean size)² is above this
 _MIN_SPREAD = 0.02
 # a measured time is an outlier if it is this many times above or below the range that earlier batches make possible
 _IMPOSSIBLE = 2.0
@@ -78,7 +78,7 @@ class BatchTimes:
     def __init__(self, memory: int = 100) -> None:
         self._keep = 1 - 1 / memory
         self._n = self._x = self._y = self._xx = self._xy = 0.0
-        self._odd = 1.0  # factor by which the last result was outside its expected range; 1.0 if it was inside
+        self._odd = 1.0  # factor by which the last time was outside its expected range; 1.0 if it was inside
         # number of tokens that take as long as the fixed part of a batch; None before the first line is fitted
         self._fixed: float | None = None
 

@@ -126,10 +126,10 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Default values of request parameters, for a model or a profile. None means inherited. `pooling`: one of POOLINGS,
-    or several joined by `+`, whose vectors are concatenated; empty means the pooling in the model's files.
-    `dimensions`: the Matryoshka widths. `truncate`: the end at which a text that is too long is cut; NONE means that
-    the text is refused. An empty `instruction` means that instructions in requests are ignored.
+    """Default values of request parameters, for a model or a profile. None: the value is inherited. `pooling`: one of
+    POOLINGS, or several joined by `+`, whose vectors are concatenated; empty means the pooling in the model's files.
+    `dimensions`: the Matryoshka widths. `truncate`: the end (END or START) at which a text that is too long is cut;
+    NONE makes such a text an error. An empty `instruction` means that instructions in requests are ignored.
 
     `parameters`: options that not every family has, such as `threshold` or `score_mode`. A profile overrides them key
     by key.
@@ -213,8 +213,8 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 # At the first conversion to a struct, msgspec reads the types of its fields. If two threads do this at the same time,
-# the process ends with SIGSEGV (msgspec 0.22). An adapter converts entries on several threads, so this is done at
-# import.
+# the process ends with SIGSEGV (msgspec 0.22). An adapter converts entries on several threads, so the types are read
+# here, at import.
 msgspec.json.Decoder(ModelEntry)
 
 
@@ -239,7 +239,7 @@ def poolings(name: str) -> tuple[Pooling, ...] | None:
 
 
 def templates(entry: ModelEntry) -> dict[str, str]:
-    """Return the templates of an entry that a request may name, by name."""
+    """Return name -> template, for the templates of an entry that a request may name."""
     return {name: template for name, template in entry.prompts.items() if name != "default_instruction"}
 
 

@@ -73,7 +73,7 @@ class Layout:
         # index of a model -> its demand divided by its number of hosts, in workers (1.0 keeps one worker busy)
         self._share = np.zeros(_FIRST_MODELS)
         self.having: dict[str, set[str]] = {}  # model -> workers that have loaded it or are loading it
-        self.loading: set[str] = set()  # workers that are loading any model
+        self.loading: set[str] = set()  # workers that are loading at least one model
         self.indices: dict[str, int] = {}  # model -> its index in the arrays; index 0 is unused
         self.names = [""]  # index of a model -> its name
         self._pause = pause
@@ -120,7 +120,7 @@ class Layout:
         return changed
 
     def drop_worker(self, name: str) -> set[str]:
-        """Remove a worker that is no longer live. Return the models whose state on it has changed."""
+        """Remove a worker that is no longer live. Return the models that it had loaded, was loading or had refused."""
         changed = self.set_worker(name, Holdings(), 0)
         worker = self.workers.pop(name)
         del self._hosts[worker.index]
@@ -133,7 +133,7 @@ class Layout:
         return changed
 
     def set_model(self, model: str, count: int) -> None:
-        """Set the number of hosts that a model needs, at least 1. An unknown model is added."""
+        """Set the number of hosts that a model needs, at least 1. If the model is unknown, add it."""
         row = self.rows.get(model)
         if row is None:
             index = self._free_models.pop() if self._free_models else len(self.rows) + 1
@@ -171,7 +171,7 @@ class Layout:
         return len(self._target_counts)
 
     def settle(self, demand: NDArray[np.float64]) -> dict[str, tuple[str, ...]]:
-        """Place the models whose inputs have changed. Return the new hosts of each model whose hosts changed.
+        """Place the models whose inputs have changed. Return model -> new hosts, for each model whose hosts changed.
 
         `demand`: float64, shape (size,), by index of the model, in workers (1.0 keeps one worker busy).
         """

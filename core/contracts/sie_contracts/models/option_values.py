@@ -32,7 +32,7 @@ MAX_OWN_BYTES = 64 << 10
 _MUVERA_NUMBERS = {
     "num_repetitions": (1, 128),
     "num_simhash_projections": (0, 10),
-    # at most 1,024 values per token and repetition: more would need too much memory for long texts
+    # at most 1,024 values for each token in each repetition: more would need too much memory for long texts
     "projection_dim": (1, 1024),
     "final_projection_dim": (1, MAX_WIDTH),
     "seed": (0, (1 << 53) - 1),  # largest whole number that every JSON reader represents exactly
@@ -178,7 +178,7 @@ def any_value(path: str, value: Any) -> Any:
 
 def muvera_parameters(path: str, value: Mapping[str, Any], defaults: Muvera) -> Muvera:
     """Return `defaults`, overridden by the keys of `value`. Null keeps the default; for the two projection sizes, null
-    means no projection. Raises InvalidInput, also for an encoding that is too wide for token vectors of width 1.
+    means no projection. Raises InvalidInput, also if an encoding of token vectors of width 1 would be too wide.
     """
     changes: dict[str, int | bool | None] = {}
     for name, own in value.items():

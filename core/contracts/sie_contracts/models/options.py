@@ -78,8 +78,7 @@ _EVERYWHERE = frozenset(
         "doc_template",
     }
 )
-# parameters that do not change the fingerprint of a result (digest of all settings that change its numbers), with
-# reasons
+# parameters that do not change the fingerprint (digest of all settings that change a result's numbers), with reasons
 NEUTRAL: Mapping[str, str] = {
     "profile": "the fingerprint is that of the profile which was chosen",
     "lora_id": "the fingerprint covers the files of a LoRA, whatever name it has",
@@ -122,7 +121,7 @@ class _Parameters:
     def __init__(self, body: Mapping[str, Any], side: Side) -> None:
         params = _mapping(body, "params", "params")
         self._side = side
-        # if several levels have a parameter, the first of these levels counts
+        # a parameter in several levels has the value of the first of these levels
         self.levels: list[tuple[str, Mapping[str, Any]]] = [
             ("params.", params),
             ("", body),
@@ -178,7 +177,7 @@ class _Parameters:
                     yield prefix + shown, suggestion
 
     def foreign(self) -> frozenset[str]:
-        """Return the parameter names that no route knows. They may be options of a family from another package."""
+        """Return the names that are not in _KNOWN. They may be options of a family from another package."""
         return frozenset(str(name) for _, level in self.levels for name in level) - _KNOWN
 
 
@@ -248,8 +247,10 @@ def run_options(
     unused = list(itertools.islice(request.unused(used, lacking), MAX_WARNINGS))
     if unused and strict:
         path, suggestion = unused[0]
-        raise InvalidInput.at(path, f"no such option of {entry.id} here{suggestion}", reason="unknown_option")
-    warnings = tuple(f"{path}: ignored, no such option of {entry.id} here{suggestion}" for path, suggestion in unused)
+        raise InvalidInput.at(path, f"no such option of {entry.id} on this route{suggestion}", reason="unknown_option")
+    warnings = tuple(
+        f"{path}: ignored, no such option of {entry.id} on this route{suggestion}" for path, suggestion in unused
+    )
     if operation == "encode" and _is_prompted_unasked(entry, defaults, request):
         warnings += (
             f"prompt_name: texts have the document prompt of {entry.id}, since the request names none; set is_query, "
@@ -283,7 +284,7 @@ def altered(usual: RunOptions, **changes: Any) -> RunOptions:
 
 
 def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
-    """Return the template of the prompt `name`. Raises InvalidInput for an unknown name. `path`: path of the name."""
+    """Return the template of the prompt `name`. Raises InvalidInput for the field `path` if the name is unknown."""
     prompts = templates(entry)
     if not isinstance(name, str) or name not in prompts:
         expected = f"{entry.id} has no prompts"
@@ -489,7 +490,7 @@ def _check_encodable(path: str, value: object) -> None:
 
 
 def _check_bounds(entry: ModelEntry) -> None:
-    """Raise InvalidInput for an input that no request can have, and for a width, length or bound that no model has."""
+    """Raise InvalidInput for an unknown kind of input, and for a width, length or number of pixels out of range."""
     for place, name in enumerate(entry.inputs or ("",)):
         if name not in INPUTS:
             raise InvalidInput.at(f"$.inputs[{place}]", f"expected one of {', '.join(INPUTS)}")
@@ -503,7 +504,7 @@ def _check_bounds(entry: ModelEntry) -> None:
 
 
 def _check_defaults(entry: ModelEntry, run: RunDefaults, path: str) -> None:
-    """Raise InvalidInput for a faulty default in `run`. The path of a parameter of the family begins with `params.`."""
+    """Raise InvalidInput for a faulty default in `run`. For a parameter of the family, the path is `params.NAME`."""
     if entry.head.muvera:
         muvera_parameters("$.head.muvera", entry.head.muvera, Muvera())
     is_muvera = _muvera(entry, RunDefaults(), f"{path}.muvera", run.muvera) is not None

@@ -66,7 +66,7 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Return the labels of the values in results: `path.choice`, or `path.true` and `path.false` for a boolean."""
+        """Return the names of the labels in results: `path.choice`, or for a boolean `path.true` and `path.false`."""
         path = ".".join(self.path)
         return tuple(f"{path}.{name}" for name in (("true", "false") if self.is_boolean else self.labels))
 
@@ -106,7 +106,6 @@ SchemaPart = Decision | TextRecord
 
 
 def parts_of(parameters: Mapping[str, Any]) -> tuple[SchemaPart, ...]:
-    """Return the parts of a schema in the parameters of a run."""
     return msgspec.convert(parameters.get(PARTS, ()), tuple[SchemaPart, ...])
 
 
@@ -157,7 +156,7 @@ class _SchemaNode(msgspec.Struct):
 
 
 class _SchemaReader:
-    """Reader of a schema. It reads the properties, and one level of objects below them."""
+    """Conversion of a JSON Schema to parts. The schema may have properties, and one level of objects below them."""
 
     def __init__(self, path: str, root: dict[str, Any], model: str, *, finds_spans: bool, reads_scales: bool) -> None:
         self._path, self._root, self._model, self._finds_spans = path, root, model, finds_spans
@@ -212,7 +211,7 @@ class _SchemaReader:
             labels, values = _choices(f"{inner.path}.enum", _enum(inner.schema))
             return Decision(path, labels, values, description, is_many=node is not inner)
         if node is not inner:
-            raise InvalidInput.at(inner.path, f"a list of {inner.kind}s has no meaning for a text")
+            raise InvalidInput.at(inner.path, f"expected one {inner.kind}, got a list of {inner.kind}s")
         if inner.kind == "integer":
             levels = _levels(inner)
             return Decision(path, tuple(map(str, levels)), tuple(levels), description, is_scale=True)
@@ -232,7 +231,7 @@ class _SchemaReader:
             return TextField(name, "choice", labels=labels, values=values, **common)
         if inner.kind == "boolean":
             if is_list:
-                raise InvalidInput.at(inner.path, "a list of booleans has no meaning for a text")
+                raise InvalidInput.at(inner.path, "expected one boolean, got a list of booleans")
             return TextField(name, "choice", labels=YES_NO, values=(True, False), **common)
         limits: dict[str, Any] = {
             field: number(f"{inner.path}.{keyword}", inner.schema[keyword])
@@ -278,7 +277,7 @@ class _SchemaReader:
             else:
                 break
         else:
-            raise InvalidInput.at(path, f"at most {MAX_REFERENCES} references may lead to a part of a schema")
+            raise InvalidInput.at(path, f"expected at most {MAX_REFERENCES} references ($ref) in a chain, got more")
         kind, own_null = _kind(path, schema)
         _check_keywords(path, schema, _KEYWORDS[kind])
         if kind != "object" and (not isinstance(description, str) or len(description) > MAX_DESCRIPTION):
@@ -381,7 +380,7 @@ def _check_name(path: str, name: Any) -> None:
 
 def _check_count(path: str, count: int) -> None:
     if count > MAX_FIELDS:
-        raise InvalidInput.at(path, f"too many: at most {MAX_FIELDS} are allowed")
+        raise InvalidInput.at(path, f"expected at most {MAX_FIELDS} entries, got more")
 
 
 def _check_choices(path: str, parts: tuple[SchemaPart, ...] | list[Decision]) -> None:

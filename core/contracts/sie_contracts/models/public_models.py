@@ -287,7 +287,7 @@ class _Translator:
             kind = _GLINER_RELATIONS
         if kind is None:
             raise faulty(
-                loc, f"no family here does what {name[:80]} does; `sie models inspect` says which one fits a folder"
+                loc, f"no family here does what {name[:80]} does; `sie models inspect` says which family fits a folder"
             )
         if not kind.is_complete and kind.family != self._present.get("family"):
             raise faulty(

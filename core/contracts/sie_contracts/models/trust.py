@@ -98,7 +98,7 @@ class Allowed:
 
 
 class Trust:
-    """Rules about which entries may be used. A claim is allowed by the settings of this process, or if one of the
+    """Check of entries by their claims. A claim is allowed if the settings of this process allow it, or if one of the
     operator's own entries (`own`: the packaged entries and the entries of the models folder) has the same claim.
     """
 

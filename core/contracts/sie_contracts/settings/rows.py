@@ -11,7 +11,7 @@ from typing import Any, Literal
 from sie_contracts.settings.values import SECRETIVE, Kind, Parse, password
 
 Mode = Literal["queue", "standalone"]
-# part of a URL before the host: the scheme, then the user name and password, which may have an @ too
+# part of a URL before the host: the scheme, the user name and the password; a password may contain an @
 _CREDENTIALS = re.compile(r"^([^/?#@]*//)?[^/?#]*@")
 COMPONENTS = ("gateway", "config", "sidecar", "adapter")
 
