@@ -69,9 +69,9 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> lis
 
 
 def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: int) -> int:
-    """Return the end of a chunk. Possible cuts have `least` to `most` tokens before them. The end is the last possible
-    cut of the highest level with a possible cut. If no level has a possible cut, a grapheme is too long; then the end
-    is the first cut after this grapheme.
+    """Return the end of a chunk: the last possible cut of the highest level that has a possible cut. Possible cuts have
+    `least` to `most` tokens before them. If a grapheme is too long, no level has a possible cut; then the end is the
+    first cut after this grapheme.
     """
     for level, count in zip(places, counts, strict=True):
         index = int(np.searchsorted(count, most, side="right")) - 1
@@ -87,10 +87,10 @@ def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: i
 def _next_start(
     places: Sequence[Places], counts: Sequence[Places], chunk: tuple[int, int], end_count: int, rule: ChunkRule
 ) -> int:
-    """Return the start of the chunk after `chunk`. Possible cuts lie within the last `overlap_tokens` tokens of
-    `chunk`. The start is the earliest possible cut of the highest level with a possible cut. Without a possible cut,
-    the start is the end of `chunk`. A long overlap may leave too few tokens for the next chunk to reach the next cut of
-    the highest level. Then the overlap is shortened. `end_count`: number of tokens before the end of `chunk`.
+    """Return the start of the chunk after `chunk`: the earliest possible cut of the highest level that has a possible
+    cut, or the end of `chunk` if there is none. Possible cuts lie within the last `overlap_tokens` tokens of `chunk`.
+    The overlap is shortened if it would keep the next chunk from reaching the next cut of the highest level.
+    `end_count`: number of tokens before the end of `chunk`.
     """
     start, end = chunk
     from_count = end_count - rule.overlap_tokens

@@ -3,8 +3,8 @@ recipe, the functions of this module compute image sizes; they open no file.
 
     header ──► check ──► decode ──► upright RGB ──► each size of `resizes`, in order ──► crop, pad or cut to `pixels_of`
 
-The sizes are equal, to the pixel, to those of the image processors of transformers 5.23 that use Pillow
-(`...ImageProcessorPil`). The last step, from uint8 to the model's numbers (`Normalisation`), is done on the device.
+The functions compute the same sizes, to the pixel, as the image processors of transformers 5.23 that use Pillow
+(`...ImageProcessorPil`). The device does the last step, from uint8 to the model's numbers (`Normalisation`).
 """
 
 from __future__ import annotations

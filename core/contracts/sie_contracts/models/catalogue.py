@@ -2,7 +2,7 @@
 
     "[bundle:/]model[@revision][:profile]" ──► Catalogue.resolve ──► Resolved (entry, profile, residency)
                                                    └ an alias: the API key, header or address of the client
-                                                     chooses one of its targets, which is resolved
+                                                     chooses a target of the alias, which is resolved
 
 The functions are pure and the data is immutable, so requests cannot affect each other. `options` interprets the
 parameters of a request for a resolved model.

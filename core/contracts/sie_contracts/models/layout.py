@@ -248,7 +248,7 @@ class Layout:
             row = self.rows[model]
             for worker in row.hosts[1:]:
                 use[worker.index] += self._share[row.index]
-        use[0] = 0.0  # index 0 is no worker: it has the demand of models without a host
+        use[0] = 0.0  # no worker has index 0; this entry is the demand of models without a host
         return np.round(use, 9)
 
     def _assign(self, row: _ModelHosts, hosts: list[HostWorker]) -> None:
