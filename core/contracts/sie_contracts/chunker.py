@@ -70,7 +70,7 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> lis
 
 def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: int) -> int:
     """Return the end of a chunk: the last possible cut of the highest level that has a possible cut. Possible cuts have
-    `least` to `most` tokens before them. If a grapheme is too long, no level has a possible cut; then the end is the
+    `least` to `most` tokens before them. If no level has a possible cut, a grapheme is too long; then the end is the
     first cut after this grapheme.
     """
     for level, count in zip(places, counts, strict=True):

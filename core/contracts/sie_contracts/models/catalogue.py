@@ -305,7 +305,7 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """Return the fingerprint of a profile: `loaded`, that of the model, hashed with the profile's own run options."""
+    """Return a profile's fingerprint: `loaded`, that of the model, hashed with `run` if the profile changes `run`."""
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:
         return loaded

@@ -66,7 +66,7 @@ class SettingRow:
             text = raw
         try:
             if self.secret:
-                text.encode()  # raises ValueError for bytes that are not UTF-8, because `matches` needs UTF-8
+                text.encode()  # ValueError for a text that is not UTF-8, which `Secret.matches` could not encode
             return self.parse(text)
         except ValueError as error:
             # a URL may contain a password, and the parser's message may repeat the URL, so the message is hidden too
