@@ -370,8 +370,8 @@ def test_unknown_options_are_named_and_strict_refuses_them(client: httpx.Client)
     body = {"items": ["a"], "params": {"normalise": True}}
     (warning,) = post(client, body).json()["warnings"]
     expected = (
-        "params.normalise: ignored, no such option of sentence-transformers/all-MiniLM-L6-v2 here; did you mean "
-        "`normalize`?"
+        "params.normalise: ignored, no such option of sentence-transformers/all-MiniLM-L6-v2 on this route; did you "
+        "mean `normalize`?"
     )
     assert warning == expected
     strict = post(client, body, **{"x-sie-strict": "true"})

@@ -716,7 +716,7 @@ def test_an_instruction_is_followed_by_a_model_that_reads_one_else_named(client:
     def ask(model: str, without: str = "", **headers: str) -> httpx.Response:
         return client.post(path, json={"model": model, **body, without: None}, headers=headers)
 
-    assert ask(CROSS).json()["warnings"] == [f"instruction: ignored, no such option of {CROSS} here"]
+    assert ask(CROSS).json()["warnings"] == [f"instruction: ignored, no such option of {CROSS} on this route"]
     assert ask(CROSS).json()["results"] == ask(CROSS, without="instruction").json()["results"]
     strict = ask(CROSS, **{"X-SIE-Strict": "true"})
     assert (strict.status_code, strict.json()["error"]["param"]) == (400, "instruction")

@@ -154,7 +154,7 @@ def test_a_folder_of_model_files_is_imported(served: Served, tmp_path: Path) -> 
         "    profiles.default.adapter_options.loadtime.compile: ignored, it has no counterpart",
         f"{tmp_path / 'other.yaml'}: rejected",
         "    profiles.default.adapter_path (line 8): no family here does what GLiFormerAdapter does; `sie models "
-        "inspect` says which one fits a folder",
+        "inspect` says which family fits a folder",
         "org/own: added",
         "dry run, nothing is stored: 2 rejected, 2 added",
     ]

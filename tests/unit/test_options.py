@@ -607,13 +607,15 @@ def test_an_option_of_another_family_is_a_warning() -> None:
     request_options = options(
         {"labels": ["x"], "options": {"hypothesis_template": "about {}"}}, "org/gliner", operation="extract"
     )
-    assert request_options.warnings == ("options.hypothesis_template: ignored, no such option of org/gliner here",)
+    assert request_options.warnings == (
+        "options.hypothesis_template: ignored, no such option of org/gliner on this route",
+    )
     assert "hypothesis_template" not in request_options.run.parameters
 
 
 def test_an_instruction_that_a_score_does_not_read_is_a_warning() -> None:
     request_options = options({"instruction": "find"}, "org/cross", operation="score")
-    assert request_options.warnings == ("instruction: ignored, no such option of org/cross here",)
+    assert request_options.warnings == ("instruction: ignored, no such option of org/cross on this route",)
     assert refused({"instruction": "find"}, "org/cross", operation="score", strict=True).reason == "unknown_option"
     assert options({"instruction": "find"}, "org/late", operation="score").warnings == ()
 
@@ -633,7 +635,7 @@ def test_a_profile_with_an_empty_instruction_takes_none_of_a_request(body: dict[
     assert request_options.run == run_options(resolved, {})[1].run
     assert request_options.run.prefix == ""
     (warning,) = request_options.warnings
-    assert warning.endswith("instruction: ignored, no such option of org/plain here")
+    assert warning.endswith("instruction: ignored, no such option of org/plain on this route")
     with pytest.raises(InvalidInput) as caught:
         run_options(resolved, body, strict=True)
     assert caught.value.reason == "unknown_option"
@@ -641,7 +643,7 @@ def test_a_profile_with_an_empty_instruction_takes_none_of_a_request(body: dict[
 
 def test_a_schema_is_a_warning_of_a_model_that_takes_none() -> None:
     body = {"labels": ["x"], "params": {"output_schema": {"type": "object"}}}
-    warning = "params.output_schema: ignored, no such option of org/gliner here"
+    warning = "params.output_schema: ignored, no such option of org/gliner on this route"
     assert options(body, "org/gliner", operation="extract").warnings == (warning,)
     error = refused(body, "org/gliner", operation="extract", strict=True)
     assert (error.reason, error.param) == ("unknown_option", "params.output_schema")
@@ -650,7 +652,9 @@ def test_a_schema_is_a_warning_of_a_model_that_takes_none() -> None:
 @pytest.mark.parametrize("none", [{}, {"relation_labels": None}, {"relation_labels": []}])
 def test_a_threshold_of_relations_without_their_labels_is_a_warning(none: dict[str, Any]) -> None:
     body = {"labels": ["x"], "params": {**none, "relation_threshold": 0.9}}
-    warning = "params.relation_threshold: ignored, no such option of org/relations here; it needs relation_labels"
+    warning = (
+        "params.relation_threshold: ignored, no such option of org/relations on this route; it needs relation_labels"
+    )
     assert options(body, "org/relations", operation="extract").warnings == (warning,)
     error = refused(body, "org/relations", operation="extract", strict=True)
     assert (error.reason, error.param) == ("unknown_option", "params.relation_threshold")
@@ -825,7 +829,7 @@ def test_placeholders_in_an_instruction_are_text(instruction: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_unknown_option_is_a_warning_or_strictly_an_error(level: str) -> None:
     body = {"is_query": False} | at(level, "temperature", 0.5)
-    assert options(body).warnings == (f"{level}temperature: ignored, no such option of org/rich here",)
+    assert options(body).warnings == (f"{level}temperature: ignored, no such option of org/rich on this route",)
     error = refused(body, strict=True)
     assert (error.reason, error.param) == ("unknown_option", f"{level}temperature")
 

@@ -213,7 +213,7 @@ def test_groups_are_decisions() -> None:
         (of({"a": {"type": "string", "pattern": "x"}}), ".properties.a.pattern", "not supported"),
         (of({"a": {"type": "string", "format": "date"}}), ".properties.a.format", "not supported"),
         (of({"a": {"type": "array"}}), ".properties.a.items", "a JSON Schema"),
-        (of({"a": {"type": "array", "items": {"type": "boolean"}}}), ".properties.a.items", "no meaning"),
+        (of({"a": {"type": "array", "items": {"type": "boolean"}}}), ".properties.a.items", "expected one boolean"),
         (of({"a": {"type": "integer", "minimum": "1"}}), ".properties.a.minimum", "finite number"),
         (of({"a": {"enum": []}}), ".properties.a.enum", "at least one"),
         (of({"a": {"enum": ["1", 1]}}), ".properties.a.enum", "twice"),
@@ -340,7 +340,7 @@ def test_labels_of_decisions_follow_those_of_a_request_where_each_has_a_row() ->
 @pytest.mark.parametrize("name", ["output_schema", "label_groups", "label_thresholds"])
 @pytest.mark.parametrize("model", ["gliner", "tags"])
 def test_a_family_without_schemas_warns(model: str, name: str) -> None:
-    warning = f"params.{name}: ignored, no such option of org/{model} here"
+    warning = f"params.{name}: ignored, no such option of org/{model} on this route"
     assert run(model, labels=["x"], **{name: {"a": {}}}).warnings == (warning,)
 
 

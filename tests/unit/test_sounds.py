@@ -155,7 +155,10 @@ FLAC = encoded(tone(0.2), "FLAC")
         (encoded(np.full(RATE, 3e38, np.float32), subtype="FLOAT"), "undecodable: the sound file has samples that are"),
         (encoded(tone(0.1, rate=900), rate=900), "900 samples a second, expected 1000 to 384000 Hz"),
         (claiming(RATE * 601), "too_large: the sound lasts 601.0 s, at most 600 s are read"),
-        (claiming(RATE * 500, channels=3), "too_large: the sound has 72000000 samples in 3 channels, at most 64000000"),
+        (
+            claiming(RATE * 500, channels=3),
+            "too_large: the sound has 72000000 samples in 3 channels, at most 64000000 are read",
+        ),
         (claiming(0), "does not say how long the sound is"),
         (b"ID3\x04\0\0\0\0\0\x0a" + bytes(10) + FLAC, "undecodable: "),
     ],

@@ -112,12 +112,12 @@ async def test_a_field_beside_the_items_is_a_warning_and_strictly_an_error(
     end = f"; it is {suggestion}" if " " in suggestion else f"; did you mean `{suggestion}`?" if suggestion else ""
     answer = await gateway.client.post(f"/v1/encode/{ONE}", json={"items": [{"text": "a", "note": 1}], **body})
     assert answer.status_code == 200, answer.text
-    assert answer.json()["warnings"] == [f"{path}: ignored, no such option of {ONE} here{end}"]
+    assert answer.json()["warnings"] == [f"{path}: ignored, no such option of {ONE} on this route{end}"]
     error = await refused(gateway, f"/v1/encode/{ONE}", {"items": ["a"], **body}, **{"x-sie-strict": "true"})
     assert (error["reason"], error["param"], error["message"]) == (
         "unknown_option",
         path,
-        f"{path}: no such option of {ONE} here{end}",
+        f"{path}: no such option of {ONE} on this route{end}",
     )
 
 

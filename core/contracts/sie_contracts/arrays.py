@@ -29,7 +29,7 @@ def pack(array: Array) -> dict[bytes, Any]:
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     if little.dtype.str not in EMITTED:
         raise ValueError(f"dtype {array.dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")
-    # The encoder copies the bytes in both cases. A view saves a second copy, but a small array is copied faster.
+    # The encoder copies `data`. `tobytes` makes a further copy, but for a small array it is faster than a view.
     data = little.tobytes() if little.nbytes < VIEW_BYTES else little.reshape(-1).view(np.uint8).data
     return {b"nd": True, b"type": little.dtype.str, b"kind": b"", b"shape": list(array.shape), b"data": data}
 
@@ -131,7 +131,7 @@ def ext_hook(code: int, data: memoryview) -> dict[bytes, Any]:
     if code != NUMPY_EXT:
         raise ValueError(f"msgpack ext type {code} is not accepted")
     parts = bytes(data).split(b"|", 2)
-    # splitting at bars is safe: no dtype in _EXT_ACCEPTED contains a bar, although "|i1" does
+    # `split` is safe: a dtype such as |i1 contains a bar, but no dtype in _EXT_ACCEPTED does
     if len(parts) != 3:
         raise ValueError("array ext: expected `dtype|shape|data`")
     name, shape, raw = parts

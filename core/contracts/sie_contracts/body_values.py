@@ -32,8 +32,8 @@ class Malformed(ValueError):
 
 def of_json(data: bytes) -> int:
     """Return the number of values and keys inside a JSON body. The number may be too high, because the fast count
-    includes the marks `{[,:` inside strings. If it exceeds a limit, a slower count omits these marks. Raises Malformed
-    for too many values.
+    includes the marks `{[,:` inside strings. If the fast count exceeds a limit, a slower count omits these marks.
+    Raises Malformed for too many values.
     """
     pieces = (data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES))
     try:
@@ -105,7 +105,7 @@ def of_msgpack(data: bytes) -> int:
     for too many values, and for nesting deeper than MAX_NESTING.
     """
     values = containers = at = 0
-    # `left`: number of values still to read in the innermost list or map; `outer`: the same for each enclosing one
+    # `left`: number of values still to read in the innermost list or map; `outer`: these numbers for all enclosing ones
     left, outer = 1, list[int]()
     end = len(data)
     while True:
@@ -123,7 +123,7 @@ def of_msgpack(data: bytes) -> int:
             at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "big") + (first in _EXTENSIONS)
         else:
             count, begin = _children(data, first, at)
-            # the body is incomplete, or this byte begins no value: the decoder refuses the body
+            # the decoder refuses this body: the body is incomplete, or no value begins with this byte
             if count > end - begin:
                 return values
             values += count + 1

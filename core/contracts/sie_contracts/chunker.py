@@ -1,5 +1,5 @@
-"""Split a text into chunks by a rule. A chunk ends at the end of a paragraph or a sentence, if the rule names this
-boundary and its limits on tokens permit this. A span is the first and the end code point of a chunk.
+"""Split a text into chunks by a rule. A chunk ends at a boundary that the rule names (paragraph or sentence), if the
+token limits of the rule permit this. A span is the first and the end code point of a chunk.
 
     text ──► blocks of Markdown, sentences, words ──► places by level ──► greedy: the last place that fits ──► spans
 
@@ -35,7 +35,7 @@ _WIDE_SPACE = re.compile(r"[^\S\x00-\x7f]")  # white space outside of ASCII
 _WORD_START = re.compile(r"(?<=\s)(?=\S)")
 _GRAPHEME = regex.compile(r"\X")
 # numbers of code points in a call of sentencex: the first call gets _PIECE; if no sentence ends within this text, a
-# second call gets _LONGEST_PIECE. The numbers are small, because the time of a call grows with their square
+# second call gets _LONGEST_PIECE. Both are small, because the time of a call grows with the square of the number
 _PIECE, _LONGEST_PIECE = 512, 2048
 _TABLE = re.compile(r"(?m)^(?: {0,3}\|.*(?:\r\n?|\n|\Z))+")
 
@@ -69,9 +69,9 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> lis
 
 
 def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: int) -> int:
-    """Return the end of a chunk. Possible cuts have `least` to `most` tokens before them. The end is the last possible
-    cut of the highest level with a possible cut. If no level has a possible cut, a grapheme is too long; then the end
-    is the first cut after this grapheme.
+    """Return the end of a chunk: the last possible cut of the highest level that has a possible cut. Possible cuts have
+    `least` to `most` tokens before them. If no level has a possible cut, a grapheme is too long; then the end is the
+    first cut after this grapheme.
     """
     for level, count in zip(places, counts, strict=True):
         index = int(np.searchsorted(count, most, side="right")) - 1
@@ -87,10 +87,10 @@ def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: i
 def _next_start(
     places: Sequence[Places], counts: Sequence[Places], chunk: tuple[int, int], end_count: int, rule: ChunkRule
 ) -> int:
-    """Return the start of the chunk after `chunk`. Possible cuts lie within the last `overlap_tokens` tokens of
-    `chunk`. The start is the earliest possible cut of the highest level with a possible cut. Without a possible cut, it
-    is the end of `chunk`. A long overlap may leave too few tokens for the next chunk to reach the next cut of the
-    highest level. Then the overlap is shortened. `end_count`: number of tokens before the end of `chunk`.
+    """Return the start of the chunk after `chunk`: the earliest possible cut of the highest level that has a possible
+    cut, or the end of `chunk` if there is none. Possible cuts lie within the last `overlap_tokens` tokens of `chunk`.
+    The overlap is shortened if it would keep the next chunk from reaching the next cut of the highest level.
+    `end_count`: number of tokens before the end of `chunk`.
     """
     start, end = chunk
     from_count = end_count - rule.overlap_tokens
@@ -126,7 +126,7 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
     starts = np.array([0, *(match.end() for match in _LINE_END.finditer(text)), len(text)])
     # true at each position where the end of a sentence is not a cut, for example inside a code block
     whole = np.zeros(len(text) + 1, bool)
-    heading: int | None = None  # start of the heading before this block
+    heading: int | None = None  # start of a heading that is directly before this block
     for token in _markdown().parse(text):
         if token.map is None:
             continue
@@ -135,7 +135,7 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
             _add_lines(starts, first, stop, levels, whole)
         if token.level == 0:
             levels[PARAGRAPH if heading is None else LINE].add(first)
-            # no sentence ends between a heading and the next block, so they stay in one chunk if a better cut exists
+            # a sentence end between a heading and the next block is no cut, so both stay in one chunk if possible
             if heading is not None:
                 whole[heading + 1 : first + 1] = True
             heading = first if token.type == "heading_open" else None

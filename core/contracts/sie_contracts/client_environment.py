@@ -10,12 +10,12 @@ NAMES = frozenset({BASE_URL, API_KEY})
 
 
 def base_url() -> str | None:
-    """Return the address of the gateway in SIE_BASE_URL; None if SIE_BASE_URL is not set."""
+    """Return the address of the gateway in SIE_BASE_URL; None if the variable is unset or empty."""
     return _value(BASE_URL)
 
 
 def api_key() -> str | None:
-    """Return the client's key: SIE_API_KEY, or SIE_AUTH_TOKEN if that is not set; None without these variables."""
+    """Return the client's key: SIE_API_KEY, or SIE_AUTH_TOKEN if SIE_API_KEY is empty or unset; None if both are."""
     return _value(API_KEY) or _value("SIE_AUTH_TOKEN")
 
 

@@ -61,7 +61,6 @@ class SIEError(Exception):
         _BY_CODE[cls.code] = cls
 
     def info(self) -> ErrorInfo:
-        """Return the error as an ErrorInfo, the form in which processes send it to each other."""
         return ErrorInfo(self.code, self.message, self.reason, self.param, self.retry_after_s, self.extras)
 
     @staticmethod
@@ -183,7 +182,7 @@ class ValidationFailed(SIEError):
 
 
 def faulty(loc: str, message: str, line: int | None = None) -> ValidationFailed:
-    """Return the error for one field of a document: `loc`, a path such as `$.weights`; `line`: its line, if known."""
+    """Return the error for one field of a document. `loc`: path, such as `$.weights`. `line`: line of the field."""
     place = {} if line is None else {"line": line}
     where = loc if line is None else f"{loc} (line {line})"
     return ValidationFailed(

@@ -1,5 +1,5 @@
-"""Keys of inputs. By its key, the sidecar recognises and refuses an input that has crashed adapter processes. A key is
-a digest of all data on which the result of an input depends, so the key does not reveal the text.
+"""Keys of inputs. If an input has crashed adapter processes, the sidecar refuses later inputs with the same key. A key
+is a digest of all data on which the result of an input depends, so the key does not reveal the text.
 """
 
 from __future__ import annotations

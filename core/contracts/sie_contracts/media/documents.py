@@ -16,7 +16,7 @@ BYTES_PER_TOKEN = 64
 
 
 class DocumentFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file as the client sent it. `format`: the client's name of its format, used if the content does not show it."""
+    """A file as the client sent it. `format`: the format that the client named, used if `data` does not show one."""
 
     data: bytes
     format: str = ""

@@ -3,8 +3,8 @@ recipe, the functions of this module compute image sizes; they open no file.
 
     header ──► check ──► decode ──► upright RGB ──► each size of `resizes`, in order ──► crop, pad or cut to `pixels_of`
 
-The sizes are equal, to the pixel, to those of the image processors of transformers 5.23 that use Pillow
-(`...ImageProcessorPil`). The last step, from uint8 to the model's numbers (`Normalisation`), is done on the device.
+The functions compute the same sizes, to the pixel, as the image processors of transformers 5.23 that use Pillow
+(`...ImageProcessorPil`). The device does the last step, from uint8 to the model's numbers (`Normalisation`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Size(NamedTuple):
 
 
 class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Steps that prepare an upright RGB image. Each kind of recipe uses the fields in its line below, which are at
-    least 1.
+    """Steps that prepare an upright RGB image. Each kind of recipe uses the fields in its line below; these fields are
+    at least 1.
 
         squash   height width                    resize to that size; the aspect ratio is lost
         crop     height width shorter            resize the shorter edge to `shorter`; then take the middle
@@ -108,8 +108,8 @@ class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
     `after`. If `count` is 0, `token` is repeated once for each block of the image. With `tiles`, `token` is repeated
     `count` times for each tile, and `before` is only for an image of one tile.
 
-    If `beside_text` is false, an input has one image, these ids are its whole row, and its text is not read. If it is
-    true, the ids of all images of the input are put before its text.
+    If `beside_text` is false, an input has one image, these ids are the whole row of the input, and the model does not
+    read a text. If true, the ids of all images of the input are put before the text.
     """
 
     token: int
@@ -133,7 +133,7 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @staticmethod
     def from_processor(config: Mapping[str, Any]) -> Normalisation:
-        """Return the conversion of a preprocessor_config.json. Raises UnknownProcessor."""
+        """Return the conversion that a preprocessor_config.json describes. Raises UnknownProcessor."""
         settings = _completed(config)
         rescale = float(settings["rescale_factor"]) if settings["do_rescale"] else 1.0
         if not settings["do_normalize"]:
@@ -148,7 +148,8 @@ def check(recipe: Recipe, size: Size) -> None:
         raise fault("undecodable", f"the image is {width} x {height} pixels, expected at least 1 x 1")
     if height * width > MAX_DECODED_PIXELS:
         raise fault(
-            "too_large", f"the image has {height * width} pixels ({width} x {height}), at most {MAX_DECODED_PIXELS}"
+            "too_large",
+            f"the image has {height * width} pixels ({width} x {height}), at most {MAX_DECODED_PIXELS} are read",
         )
     if max(size) > MAX_ASPECT * min(size):
         raise fault(
@@ -157,13 +158,13 @@ def check(recipe: Recipe, size: Size) -> None:
     for step in resizes(recipe, size):
         if min(step) < 1:
             raise fault(
-                "aspect", f"the image is {width} x {height} pixels: at the model's size, one edge would have no pixel"
+                "aspect", f"the image is {width} x {height} pixels, too narrow to resize: one edge would have no pixel"
             )
         if step.height * step.width > MAX_RESIZED_PIXELS:
             raise fault(
                 "too_large",
-                f"the image of {width} x {height} pixels becomes {step.width} x {step.height} on the way to the "
-                f"model's size, expected at most {MAX_RESIZED_PIXELS} pixels",
+                f"the image of {width} x {height} pixels would be resized to {step.width} x {step.height} pixels, "
+                f"expected at most {MAX_RESIZED_PIXELS} pixels",
             )
 
 
@@ -195,12 +196,11 @@ def tiles_of(recipe: Recipe, size: Size) -> Size:
 
 
 def has_one_size(recipe: Recipe) -> bool:
-    """Return whether the model reads all images at the same size."""
     return recipe.kind in ("squash", "crop", "page")
 
 
 def max_tiles(recipe: Recipe) -> int:
-    """Return the largest number of rows, and of columns, of tiles that one image can have."""
+    """Return the largest number of rows of tiles that an image can have. The number of columns has the same limit."""
     # `_tiles` rounds the second edge up to an even number, which may exceed `longest` if the image is a square
     return math.ceil((recipe.longest + recipe.longest % 2) / recipe.multiple)
 
@@ -212,7 +212,7 @@ def max_blocks(recipe: Recipe) -> int:
         return 1 if rows == 1 else rows**2 + 1
     if recipe.kind != "blocks":
         return 0
-    # blocks in one row may have more pixels than `max_pixels`, because each edge has at least one block
+    # an image with one row of blocks may have more than `max_pixels` pixels, because no edge is shorter than a block
     in_a_row = math.isqrt(MAX_ASPECT * recipe.max_pixels) // recipe.multiple
     return max(recipe.max_pixels // recipe.multiple**2, in_a_row)
 
@@ -309,8 +309,8 @@ def _page(recipe: Recipe, size: Size) -> tuple[Size, ...]:
 
 
 def _tiles(recipe: Recipe, size: Size) -> tuple[Size, ...]:
-    """Return two sizes: first with `longest` as the longer edge, then with both edges raised to multiples.
-    Idefics3ImageProcessorPil rounds in the same way.
+    """Return two sizes: first with `longest` as the longer edge, then with both edges raised to multiples of
+    `multiple`. Idefics3ImageProcessorPil rounds in the same way.
     """
     ratio, longest = size.width / size.height, recipe.longest
     is_wide = size.width >= size.height
@@ -359,8 +359,8 @@ _COMMON = {
 
 
 def from_processor(config: Mapping[str, Any]) -> Recipe:
-    """Return the recipe for a checkpoint's preprocessor_config.json. It results in the same uint8 pixels as the image
-    processor that the file names. Raises UnknownProcessor.
+    """Return the recipe for a checkpoint's preprocessor_config.json. The recipe results in the same uint8 pixels as the
+    image processor that the file names. Raises UnknownProcessor.
     """
     settings = _completed(config)
     if not settings["do_resize"]:

@@ -104,8 +104,8 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def shape(self) -> Shape:
-        """Return the smallest shape of the features of a sound: the shape of a full window. If sounds are not filled
-        up, it is the shape of two frames, because the features of one frame have no variance.
+        """Return the smallest shape of the features of a sound: the shape of a full window, or of two frames if sounds
+        are not filled up, because the features of one frame have no variance.
         """
         return self._shape_of(2 * self.hop if self.filling == "none" else self.window)
 
@@ -140,7 +140,9 @@ def check(header: SoundHeader, from_s: float | None = None) -> None:
         raise fault("too_large", f"the sound lasts {header.seconds:.1f} s, at most {most_s} s are read")
     samples = channels * (frames if from_s is None else min(frames, MAX_SECONDS * rate))
     if samples > MAX_SAMPLES:
-        raise fault("too_large", f"the sound has {samples} samples in {channels} channels, at most {MAX_SAMPLES}")
+        raise fault(
+            "too_large", f"the sound has {samples} samples in {channels} channels, at most {MAX_SAMPLES} are read"
+        )
     if from_s is not None and from_s >= header.seconds:
         raise fault("undecodable", f"the sound lasts {header.seconds:.1f} s, the part to read begins at {from_s:.1f} s")
 
@@ -165,9 +167,9 @@ FUSED_BINS = 64
 
 
 def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
-    """Return the recipe for a checkpoint's preprocessor_config.json. `positions` determines the cost of a sound. It is
-    the number of positions that the model uses for one window; for a model without a window, it is the number of frames
-    for one position. Raises UnknownExtractor.
+    """Return the recipe for a checkpoint's preprocessor_config.json. `positions` determines the cost of a sound: the
+    number of positions of the model for one window, or for a model without a window, the number of frames for one
+    position. Raises UnknownExtractor.
     """
     name = str(config.get("feature_extractor_type") or "not named")
     if name not in _EXTRACTORS:

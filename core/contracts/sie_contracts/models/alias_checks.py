@@ -33,11 +33,12 @@ def resolve_all(catalogue: Catalogue, spec: str) -> tuple[Resolved, ...]:
 
 
 def check(alias: Alias, catalogue: Catalogue) -> None:
-    """Check an alias against a catalogue: no model and no other alias has its id, its targets and its shadow exist, the
-    shadow has a task of the first target, and the results of the targets can be mixed (in one index, for example).
+    """Check an alias against a catalogue. Neither a model nor another alias may have its id. Its targets and its shadow
+    must exist, the shadow must have a task of the first target, and the results of the targets must be mixable (in one
+    index, for example).
 
-    Raises ValidationFailed, which names the field and the fix. The vectors of two encoders can be mixed only if their
-    entries prove that the encoders compute the same numbers (`Resolved.numbers`). `force` skips only this check.
+    Raises ValidationFailed, which names field and fix. Vectors of two encoders can be mixed only if their entries prove
+    that both compute the same numbers (`Resolved.numbers`). `force` skips only the check for mixing.
     """
     folded = alias.id.casefold()
     if model_id := next((model for model in catalogue.entries if model.casefold() == folded), None):
@@ -103,7 +104,7 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
 
 
 def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:
-    """Return `Resolved.numbers` by profile that a request may name. The key "" is for requests without a profile."""
+    """Return profile -> `Resolved.numbers` for all profiles that a request may name; "" means that it names none."""
     names = resolved.entry.profiles if resolved.profile == "default" else ()
     return {
         "": resolved.numbers,
@@ -116,11 +117,11 @@ def _verbs(resolved: Resolved) -> str:
 
 
 def changes_vectors(before: Alias, after: Alias, catalogue: Catalogue) -> bool:
-    """Return whether vectors of the alias `after` may differ in kind from vectors of the alias `before`."""
+    """Return whether the targets of alias `after` may compute other vectors than the targets of alias `before`."""
     try:
         former = {_target(catalogue, before, target.model, "$").numbers for target in before.alias}
         targets = [_target(catalogue, after, target.model, "$") for target in after.alias]
-    except ValidationFailed:  # a target of the old alias no longer exists, so its vectors cannot be compared
+    except ValidationFailed:  # a target no longer exists, so its vectors cannot be compared
         return True
     return any(
         "encode" in target.entry.tasks and (not target.numbers or {target.numbers} != former) for target in targets

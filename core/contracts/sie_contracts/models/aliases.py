@@ -7,8 +7,8 @@ request, and the check of a document.
                                                                         dropped
 
 An alias is a document of the catalogue, like a model: it is written, stored, rolled back, exported and broadcast in the
-same way. Its id differs from all ids of models. A target names a model by its id, and perhaps a revision and a profile.
-A target never names an alias.
+same way. The id of an alias differs from all ids of models. A target names a model by id, and perhaps by revision and
+profile. A target never names an alias.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _OF_MODELS = frozenset({"weights", "family", "outputs", "max_tokens"})
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A target of an alias: a model with a `weight`. Its share of the request keys is its weight divided by the sum of
-    all weights. `model` has the form `id[@revision][:profile]`.
+    """A target of an alias: a model with a `weight`. The share of the request keys that use this target is its weight
+    divided by the sum of all weights. `model` has the form `id[@revision][:profile]`.
     """
 
     model: str
@@ -62,7 +62,7 @@ class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def heaviest(self) -> Target:
-        """Return the target with the largest weight; of several, the first. Requests without a key use this target."""
+        """Return the target with the largest weight, or the first of equals. Requests without a key use this target."""
         return max(self.alias, key=lambda target: target.weight)
 
 
@@ -74,7 +74,7 @@ def parse_alias(raw: Mapping[str, Any]) -> Alias:
     """Check a document from YAML or JSON and return the alias. Raises ValidationFailed for the first faulty field; its
     `errors` have the path of this field. The id is not checked here.
 
-    A model name alone is the short form of a target without a weight, and of a shadow of all requests.
+    A string in place of a target is a model with weight 1; a string in place of a shadow is a model with share 1.
     """
     if both := sorted(raw.keys() & _OF_MODELS):
         message = (

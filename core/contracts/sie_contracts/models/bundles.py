@@ -43,9 +43,8 @@ class BundleEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 def parse_bundle(raw: object) -> BundleEntry:
-    """Check a document from YAML or JSON and return the bundle. `built-in` in `families` is replaced by the names of
-    the built-in families. Raises ValidationFailed for the first faulty field; its `errors` have the path of this
-    field.
+    """Check a document from YAML or JSON and return the bundle. The names of the built-in families replace `built-in`
+    in `families`. Raises ValidationFailed for the first faulty field; its `errors` have the path of this field.
     """
     try:
         bundle = msgspec.convert(raw, BundleEntry)
@@ -68,16 +67,14 @@ def ordered(bundles: Mapping[str, BundleEntry]) -> list[BundleEntry]:
 
 
 def serving(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, ...]:
-    """Return the bundles that can serve a model of `family`, the preferred first; only `named` if it is not empty."""
+    """Return the bundles that can serve `family`, the preferred first. `named`: only this bundle, if not empty."""
     if not bundles:  # the catalogue of a process that serves one model has no bundles
         return (named or DEFAULT,)
     return tuple(bundle.id for bundle in ordered(bundles) if bundle.serves(family) and named in ("", bundle.id))
 
 
 def lacking(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, str]:
-    """Return why no bundle can serve a model: the path of the wrong field, and a sentence with the fault and the
-    possible names.
-    """
+    """Return (path of the wrong field, fault with the possible names) for a model that no bundle can serve."""
     able = [bundle.id for bundle in ordered(bundles) if bundle.serves(family)]
     families_of_bundles = "; ".join(
         f"{bundle.id} has {', '.join(bundle.families) or 'every family'}" for bundle in ordered(bundles)

@@ -2,7 +2,7 @@
 
     "[bundle:/]model[@revision][:profile]" ──► Catalogue.resolve ──► Resolved (entry, profile, residency)
                                                    └ an alias: the API key, header or address of the client
-                                                     chooses one of its targets, which is resolved
+                                                     chooses a target of the alias, which is resolved
 
 The functions are pure and the data is immutable, so requests cannot affect each other. `options` interprets the
 parameters of a request for a resolved model.
@@ -75,8 +75,8 @@ class Resolved(msgspec.Struct, frozen=True):
 class Catalogue:
     """Immutable snapshot of the catalogue. A request uses one snapshot from start to end.
 
-    `revisions`: present revision of each model and alias, by id. `epoch`: version of the catalogue, in the form
-    `created:number`: creation time of the catalogue and number of its last write.
+    `revisions`: current revision of each model and alias, by id. `epoch`: version of the catalogue as `created:number`,
+    the creation time of the catalogue and the number of its last write.
     """
 
     entries: Mapping[str, ModelEntry] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Catalogue:
     bundles: Mapping[str, BundleEntry] = field(default_factory=dict)
     epoch: str = ""
     aliases: Mapping[str, Alias] = field(default_factory=dict)
-    # id -> number of the write that created the present revision: the number in the epoch after this write
+    # id -> number of the write that created the current revision; the epoch after this write ends with this number
     written: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -124,7 +124,7 @@ class Catalogue:
         return new
 
     def since(self, model: str) -> str:
-        """Return the epoch of the write that created a model's present revision; if unknown, the snapshot's epoch."""
+        """Return the epoch of the write that created a model's current revision, or the snapshot's epoch if unknown."""
         number = self.written.get(model)
         return self.epoch if number is None else f"{self.epoch.rpartition(':')[0]}:{number}"
 
@@ -133,12 +133,12 @@ class Catalogue:
         return NameIndex((*self.entries, *self.aliases))
 
     def find(self, name: str) -> ModelEntry | None:
-        """Return the entry with this id. If there is none, return the only entry whose id differs only in case."""
+        """Return the entry with this id, or the only entry whose id differs only in case; None if there is none."""
         return self.entries.get(name) or self.entries.get(self._names.same(name) or "")
 
     def near(self, name: str, able: Callable[[ModelEntry], bool] = lambda _: True) -> list[str]:
         """Return the ids of models and aliases that are most similar to `name`, best first. `name` may lack the
-        organisation. Models for which `able` returns False are left out, and so are their aliases.
+        organisation. Only models for which `able` returns True, and aliases of such models, are returned.
         """
 
         def keep(name: str) -> bool:
@@ -177,7 +177,7 @@ class Catalogue:
         return {}
 
     def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
-        """Return `resolved` with the bundle in the request, or with all bundles of the model. Raises BundleConflict."""
+        """Return `resolved` with `bundle`, or if this is empty with all bundles of the model. Raises BundleConflict."""
         if resolved.bundles and not bundle:
             return resolved
         entry, able = resolved.entry, self.bundles_of(resolved.entry)
@@ -194,7 +194,8 @@ class Catalogue:
         """Resolve `alias[@revision][:profile]`; None if the alias does not exist. Raises ModelNotFound, BundleConflict.
 
         A revision in the name must be the revision of the target's model. If the target names a profile, the name may
-        contain only this profile, or `default` with the same meaning. Otherwise any profile of the model is allowed.
+        contain only this profile, or `default`, which then means this profile. If the target names no profile, any
+        profile of the model is allowed.
         """
         name, _, revision = rest.partition("@")
         profile = ""
@@ -294,7 +295,7 @@ def _overlay(base: RunDefaults, layer: RunDefaults) -> RunDefaults:
 
 
 def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
-    """Override the options that `layer` sets. False means unset, so a profile can clear no flag except `causal`."""
+    """Return `base` overridden by the options that `layer` sets. False means unset, except as the value of `causal`."""
     if layer is None:
         return base
     layer_options = ((name, getattr(layer, name)) for name in LoadOptions.__struct_fields__)
@@ -304,7 +305,7 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """Return the fingerprint of a profile's answers: `loaded`, hashed with the profile's run options if they differ."""
+    """Return a profile's fingerprint: `loaded`, that of the model, hashed with `run` if the profile changes `run`."""
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:
         return loaded

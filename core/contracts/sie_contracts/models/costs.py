@@ -53,24 +53,24 @@ def text_cost(tokens: float, squares: float, crossover: int) -> float:
 # While a batch runs, the next batch is formed in advance only if its predicted time is at most this share of a
 # request's time budget.
 AHEAD_SHARE = 0.25
-# a line through the measured times is fitted only if variance of batch sizes / square of the mean size is above this
+# a line through the measured times is fitted only if the variance of batch sizes / (mean size)² is above this
 _MIN_SPREAD = 0.02
 # a measured time is an outlier if it is this many times above or below the range that earlier batches make possible
 _IMPOSSIBLE = 2.0
 # a measured time outside this range is also an outlier if it is this many times above or below the fitted line
 _UNLIKELY = 4.0
-# while only one batch size was measured, sizes up to this factor times the mean size have the mean time
+# while only one batch size was measured, batches of up to this many mean sizes are expected to take the mean time
 _GROWTH = 2.0
 
 
 class BatchTimes:
     """Estimate of the time of a batch: a fixed part, and a part for each token. A line is fitted by least squares to
-    about the last `memory` results.
+    about the last `memory` measured times.
 
     A device may suddenly become slower or faster, for example when its processor is throttled. For any values of the
-    two parts, a batch with n times as many tokens takes between 1 and n times as long. A result far outside this range
-    is an outlier. A single outlier is ignored, because it may be a stall. Two outliers in a row in the same direction
-    show that the speed of the device has changed: all earlier times are multiplied by the factor of the smaller change.
+    two parts, a batch with n times as many tokens takes between 1 and n times as long. A time far outside this range is
+    an outlier. A single outlier is ignored, because it may be a stall. Two outliers in a row in the same direction show
+    that the speed of the device has changed: all earlier times are multiplied by the factor of the smaller change.
     """
 
     __slots__ = ("_fixed", "_keep", "_n", "_odd", "_x", "_xx", "_xy", "_y")
@@ -78,7 +78,7 @@ class BatchTimes:
     def __init__(self, memory: int = 100) -> None:
         self._keep = 1 - 1 / memory
         self._n = self._x = self._y = self._xx = self._xy = 0.0
-        self._odd = 1.0  # factor by which the last result was outside its expected range; 1.0 if it was inside
+        self._odd = 1.0  # factor by which the last time was outside its expected range; 1.0 if it was inside
         # number of tokens that take as long as the fixed part of a batch; None before the first line is fitted
         self._fixed: float | None = None
 
@@ -118,7 +118,7 @@ class BatchTimes:
         return seconds / min_s if seconds * _IMPOSSIBLE < min_s else 1.0
 
     def line(self) -> tuple[float, float] | None:
-        """Return seconds of the fixed part, and seconds per token; None if all batches had about the same size."""
+        """Return (seconds of the fixed part, seconds per token); None if all batches had about the same size."""
         spread = self._n * self._xx - self._x * self._x
         if spread <= _MIN_SPREAD * self._x * self._x:
             return None
@@ -167,9 +167,9 @@ class BatchTimes:
         return max((1 - loss) * full * fixed / (fixed + loss * full), fixed * fixed / full)
 
     def seconds(self, tokens: float) -> float:
-        """Return the predicted time of a batch of `tokens`, in seconds. It is the mean time of the last batches,
-        corrected for the size by the slope of the line. Without a line, it is the mean time for sizes up to twice the
-        mean size, and grows in proportion to the tokens above that. It is 0 before the first measurement.
+        """Return the predicted time of a batch of `tokens`, in seconds; 0 before the first measurement. With a line,
+        the mean time of the last batches is corrected for the size by the slope of the line. Without a line, a batch of
+        up to twice the mean size takes the mean time, and the time of a larger batch is proportional to its tokens.
         """
         if not self._n:
             return 0.0
@@ -179,7 +179,7 @@ class BatchTimes:
         return mean_s if self._fixed == math.inf else mean_s * (self._fixed + tokens) / (self._fixed + mean)
 
     def tokens(self, seconds: float) -> float:
-        """Return the largest batch, in tokens, that takes at most `seconds`: 0 if none does, infinity if unmeasured."""
+        """Return the largest batch in tokens that takes at most `seconds`; 0 if none, infinity before a measurement."""
         if not self._n:
             return math.inf
         mean, mean_s = self._x / self._n, self._y / self._n

@@ -25,7 +25,7 @@ Engine = Literal["openvino", "sglang", "torch"]
 Pooling = Literal["cls", "mean", "last", "weighted", "max", "sqrt"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 # Poolings of a text that can be computed from the poolings of its parts. With another pooling, a chunk must lie within
-# one window of a long text.
+# one window, the tokens that the model reads at a time.
 JOINABLE_POOLINGS: tuple[Pooling, ...] = ("mean", "max")
 MAX_POOLINGS = 6  # maximum number of poolings that a model may combine, for example `cls+mean`
 # name of a pooling in a request -> pooling
@@ -33,7 +33,7 @@ POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "
 INPUTS = ("text", "image", "audio", "document")
 VECTORS = ("dense", "sparse", "multivector")
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
-# name of an output for clients -> task whose models have it; empty: the models whose entries list this name
+# output name for clients -> task whose models have this output; empty: `outputs` of the entry must have the name
 _LISTED = {
     "dense": "",
     "sparse": "",
@@ -57,7 +57,7 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     Weights of the hub have a fixed commit, which is the `revision` in replies. If no commit is known, `unpinned` must
     be true; then nothing is downloaded, and `path` or the only snapshot in the local cache is used. `digests`: SHA-256
-    of files, in hex. A load is refused if a file has another digest.
+    of files, in hex. A load fails if a file has another digest.
     """
 
     hub: str = ""
@@ -75,10 +75,10 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     `precision` int8 stores the weights of linear layers in 8 bits, only on a CPU. `causal` overrides the attention
     direction of the model's configuration. `append_eos`: the tokenizer adds its end token to every text. `min_pixels`
     and `max_pixels`: bounds for the size of images, instead of the bounds in preprocessor_config.json.
-    `accept_unproven`: load the model even if its numbers were not compared with its reference implementation, such as
-    sentence-transformers (`unproven`), or if its pooling or prompts differ from the model's files. Its stored reference
-    vectors (`golden`) are then not compared either. `engine`: the engine that computes the hidden states, instead of
-    the adapter's choice; a load is refused if this engine does not support the model.
+    `accept_unproven`: load the model even if its numbers were never compared with a reference implementation such as
+    sentence-transformers (`unproven`), or if the pooling or the prompts in the entry differ from the model's files. The
+    load then also skips the comparison with stored reference vectors (`golden`). `engine`: the engine that computes the
+    hidden states, instead of the adapter's choice; a load is refused if this engine does not support the model.
     """
 
     precision: Precision | None = None
@@ -126,10 +126,10 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Default values of request parameters, for a model or a profile. None means inherited. `pooling`: one of POOLINGS,
-    or several joined by `+`, whose vectors are concatenated; empty means the pooling in the model's files.
-    `dimensions`: the Matryoshka widths. `truncate`: the end at which a text that is too long is cut; NONE means that
-    the text is refused. An empty `instruction` means that instructions in requests are ignored.
+    """Default values of request parameters, for a model or a profile. None: the value is inherited. `pooling`: one of
+    POOLINGS, or several joined by `+`, whose vectors are concatenated; empty means the pooling in the model's files.
+    `dimensions`: the Matryoshka widths. `truncate`: the end (END or START) at which a text that is too long is cut;
+    NONE makes such a text an error. An empty `instruction` means that instructions in requests are ignored.
 
     `parameters`: options that not every family has, such as `threshold` or `score_mode`. A profile overrides them key
     by key.
@@ -171,8 +171,8 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     every bundle that has the family. `machine_profiles`: the only machine profiles whose workers may serve the model,
     the preferred one first, each including its spot variant (`l4` also allows `l4-spot`); empty means all.
 
-    `languages`: languages of its texts, or of the texts in its images and sounds: codes of ISO 639, `code` for source
-    code, or only `multilingual` for too many to list. Empty: not known, or the model reads no text.
+    `languages`: languages of the texts, or of the texts in images and sounds, that the model reads: codes of ISO 639,
+    `code` for source code, or only `multilingual` for too many to list. Empty: not known, or the model reads no text.
 
     `openai_token_encoding`: vocabulary of token ids in OpenAI requests: the model's own, or one of OpenAI's. Empty
     means cl100k_base, which OpenAI's clients use for models that they do not know. `unproven`: why the model's numbers
@@ -213,8 +213,8 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 # At the first conversion to a struct, msgspec reads the types of its fields. If two threads do this at the same time,
-# the process ends with SIGSEGV (msgspec 0.22). An adapter converts entries on several threads, so this is done at
-# import.
+# the process ends with SIGSEGV (msgspec 0.22). An adapter converts entries on several threads, so the types are read
+# here, at import.
 msgspec.json.Decoder(ModelEntry)
 
 
@@ -239,7 +239,7 @@ def poolings(name: str) -> tuple[Pooling, ...] | None:
 
 
 def templates(entry: ModelEntry) -> dict[str, str]:
-    """Return the templates of an entry that a request may name, by name."""
+    """Return name -> template, for the templates of an entry that a request may name."""
     return {name: template for name, template in entry.prompts.items() if name != "default_instruction"}
 
 

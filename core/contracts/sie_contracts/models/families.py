@@ -44,10 +44,10 @@ class Family:
     ends_instruction: bool = False  # a full stop is added to an instruction that ends without punctuation
     reads_first_token: bool = False  # the tokenizer must put a token before each text
     separates_pairs: bool = False  # the tokenizer must put a token between two texts
-    # weights may be in pytorch_model.bin, which is read by torch's loader for plain tensors
+    # weights may be in pytorch_model.bin, which torch.load reads with weights_only=True
     has_pickled_weights: bool = False
     names_backbones: bool = False  # `config_file` names hub repositories of backbones, whose files are downloaded too
-    files: tuple[str, ...] = ()  # patterns of the files that a load reads; empty: the same as for most families
+    files: tuple[str, ...] = ()  # patterns of the files that a load reads; empty: the default patterns
     reads_scales: bool = False  # an output schema may have integers with bounds, among which the model chooses
     # pip extra of sie-cluster that the family needs; a bundle's `built-in` does not include such a family
     extra: str = ""

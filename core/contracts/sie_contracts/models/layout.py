@@ -1,5 +1,5 @@
-"""Choice of the hosts (workers that should load a model) for all models of a lane (pool, machine profile and bundle).
-The table of hosts is kept from one planning step to the next. A step places only the models whose inputs have changed.
+"""Choice of the hosts (workers that should load a model) for all models of a lane (pool, machine profile and bundle). A
+`Layout` keeps the table of hosts between planning steps. A step places only the models whose inputs have changed.
 
     workers, number of hosts per model, previous table ──► changed models ──settle(demand)──► keep live hosts ─►
     adopt workers that have it loaded ─► fill up with free workers ─► relieve full and busy workers
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from sie_contracts.hosts import UNLIMITED, Holdings, HostWorker, Order, lot_of, pair
 
-HOT = 0.8  # planned use of a worker (share of its time, 0 to 1) above which a model is moved away from it
-# a model moves only if the higher planned use of the old and the new worker falls by at least this much
+HOT = 0.8  # planned use of a worker (share of its time, 0 to 1) above which a model is moved to another worker
+# minimum gain of a move: the larger planned use of the old and the new worker must fall by at least this much
 MOVE_GAIN = 0.1
 PAUSE_EVERY = 16  # number of models that are placed between two calls of `pause`
 _FIRST_MODELS = 64  # initial length of the arrays that are indexed by model; it doubles when needed
@@ -37,7 +37,7 @@ class _ModelHosts:
     before: tuple[str, ...] = ()  # hosts of the model in the stored table
 
     def table(self) -> tuple[str, ...]:
-        """Return the names of the hosts as the table stores them, hosts that have loaded the model first."""
+        """Return the hosts' names as stored: `leaving`, those that have loaded the model, then the others."""
         hosts = tuple(
             worker.name for worker in sorted(self.hosts, key=lambda worker: self.model not in worker.holdings.loaded)
         )
@@ -57,12 +57,12 @@ class Layout:
     workers that have loaded it or are loading it; models with the highest demand come first. Missing hosts are added,
     in the order (free slot, planned use, model already loaded, number of models, hash). A model that is not loaded
     moves away from a worker that has more models than slots, if another worker has a free slot. At most one model moves
-    away from a worker that is above HOT. A former host that has loaded the model stays in the table, before the new
-    hosts, until all new hosts have loaded the model.
+    away from a worker that is above HOT. A former host that has loaded the model stays in the table as the first host
+    until all new hosts have loaded the model.
 
-    So the loss of a worker moves only the models of this worker, except if other workers become too full or hot. If no
-    worker is above HOT, a step with equal inputs moves no model. To reduce the number of hosts, the caller passes a
-    shorter list to `set_before`.
+    So the loss of a worker moves only its models, except if other workers become too full or hot. If no worker is above
+    HOT, a step with equal inputs moves no model. To reduce the number of hosts, the caller passes a shorter list to
+    `set_before`.
     """
 
     def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
@@ -73,7 +73,7 @@ class Layout:
         # index of a model -> its demand divided by its number of hosts, in workers (1.0 keeps one worker busy)
         self._share = np.zeros(_FIRST_MODELS)
         self.having: dict[str, set[str]] = {}  # model -> workers that have loaded it or are loading it
-        self.loading: set[str] = set()  # workers that are loading any model
+        self.loading: set[str] = set()  # workers that are loading at least one model
         self.indices: dict[str, int] = {}  # model -> its index in the arrays; index 0 is unused
         self.names = [""]  # index of a model -> its name
         self._pause = pause
@@ -90,7 +90,7 @@ class Layout:
         self._order: Order | None = None  # order of workers for new hosts; None outside of `settle`
 
     def set_worker(self, name: str, holdings: Holdings, slots: int) -> set[str]:
-        """Set the state of a live worker. `slots`: number of models that the worker can load at a time; 0: no limit.
+        """Set the state of a live worker. `slots`: number of models that the worker can have loaded; 0: no limit.
 
         Return the models whose state on this worker (loaded, loading or refused) has changed.
         """
@@ -120,7 +120,7 @@ class Layout:
         return changed
 
     def drop_worker(self, name: str) -> set[str]:
-        """Remove a worker that is no longer live. Return the models whose state on it has changed."""
+        """Remove a worker that is no longer live. Return the models that it had loaded, was loading or had refused."""
         changed = self.set_worker(name, Holdings(), 0)
         worker = self.workers.pop(name)
         del self._hosts[worker.index]
@@ -133,7 +133,7 @@ class Layout:
         return changed
 
     def set_model(self, model: str, count: int) -> None:
-        """Set the number of hosts that a model needs, at least 1. An unknown model is added."""
+        """Set the number of hosts that a model needs, at least 1. If the model is unknown, add it."""
         row = self.rows.get(model)
         if row is None:
             index = self._free_models.pop() if self._free_models else len(self.rows) + 1
@@ -171,7 +171,7 @@ class Layout:
         return len(self._target_counts)
 
     def settle(self, demand: NDArray[np.float64]) -> dict[str, tuple[str, ...]]:
-        """Place the models whose inputs have changed. Return the new hosts of each model whose hosts changed.
+        """Place the models whose inputs have changed. Return model -> new hosts, for each model whose hosts changed.
 
         `demand`: float64, shape (size,), by index of the model, in workers (1.0 keeps one worker busy).
         """
@@ -241,14 +241,14 @@ class Layout:
         return min(row.target_count, len(self.workers))
 
     def _use(self) -> NDArray[np.float64]:
-        """Return the planned use by worker index. It is rounded, so the order of additions does not change it."""
+        """Return the planned use by worker index. Rounding makes the sums independent of the order of additions."""
         size = len(self.workers) + len(self._free_workers) + 1
         use = np.bincount(self._first, self._share, size)
         for model in self._several:
             row = self.rows[model]
             for worker in row.hosts[1:]:
                 use[worker.index] += self._share[row.index]
-        use[0] = 0.0  # index 0 is no worker: it has the demand of models without a host
+        use[0] = 0.0  # no worker has index 0; this entry is the demand of models without a host
         return np.round(use, 9)
 
     def _assign(self, row: _ModelHosts, hosts: list[HostWorker]) -> None:
@@ -316,8 +316,8 @@ class Layout:
 
     def _best(self, row: _ModelHosts, *, only_free: bool) -> HostWorker | None:
         """Return the next host for a model; None if no worker is left. The order is: free slot, low planned use, model
-        already loaded, few models; a hash decides between equal workers. Workers that refused the model come last; with
-        `only_free`, these and workers without a free slot are left out.
+        already loaded, few models; a hash decides between equal workers. Workers that refused the model come last. With
+        `only_free`, workers that refused the model and workers without a free slot are left out.
         """
         if self._order is None:
             self._order = Order(self.workers.values())
@@ -340,8 +340,8 @@ class Layout:
         return min(left, key=lambda worker: (worker.key, pair(lot, worker.lot), worker.name), default=None)
 
     def _relieve_full(self, demand: NDArray[np.float64], touched: set[str]) -> None:
-        """Move models away from workers with more models than slots, to workers with a free slot. Only models that the
-        worker has not loaded move, those with the lowest demand first.
+        """Move models away from workers with more models than slots, to workers with a free slot. A model that its
+        worker has loaded or is loading stays. Models with the lowest demand move first.
         """
         if not self._overfull:
             return
@@ -362,7 +362,7 @@ class Layout:
                     free_slots -= 1
 
     def _relieve_hot(self, touched: set[str]) -> None:
-        """Move one model from the busiest worker, if its planned use is above HOT and falls by at least MOVE_GAIN."""
+        """Move one model from the busiest worker if this worker is above HOT and the move gains at least MOVE_GAIN."""
         hot = min(self.workers.values(), key=lambda worker: (-worker.use, worker.name))
         if hot.use <= HOT or any(
             self.rows[model].leaving == hot.name for model in self._unsettled | touched if model in self.rows

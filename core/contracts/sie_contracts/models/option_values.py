@@ -32,7 +32,7 @@ MAX_OWN_BYTES = 64 << 10
 _MUVERA_NUMBERS = {
     "num_repetitions": (1, 128),
     "num_simhash_projections": (0, 10),
-    # at most 1,024 values per token and repetition: more would need too much memory for long texts
+    # at most 1,024 values for each token in each repetition: more would need too much memory for long texts
     "projection_dim": (1, 1024),
     "final_projection_dim": (1, MAX_WIDTH),
     "seed": (0, (1 << 53) - 1),  # largest whole number that every JSON reader represents exactly
@@ -118,8 +118,8 @@ def short_text(path: str, value: Any, expected: str) -> str:
 
 
 def examples(path: str, value: Any) -> list[dict[str, Any]]:
-    """Return example texts with their labels, which a classifier reads before the text to classify. The labels of an
-    example may be a map from each group to its label or labels. Such labels are returned as `group.label`.
+    """Return example texts with their labels, which a classifier reads before the text to classify. Labels of an
+    example that are a map (group -> label or labels) become a list of `group.label`.
     """
     if not isinstance(value, list) or len(value) > MAX_EXAMPLES:
         raise bad(path, value, f"a list of at most {MAX_EXAMPLES} maps with text and labels")
@@ -146,7 +146,6 @@ def examples(path: str, value: Any) -> list[dict[str, Any]]:
 
 
 def relation_labels(path: str, value: Any) -> list[str]:
-    """Return the labels of relations, in the order of the request."""
     if not isinstance(value, list) or len(value) > MAX_RELATION_LABELS:
         raise bad(path, value, f"a list of at most {MAX_RELATION_LABELS} strings")
     if not all(isinstance(label, str) and label.strip() for label in value):
@@ -155,7 +154,7 @@ def relation_labels(path: str, value: Any) -> list[str]:
 
 
 def label_thresholds(path: str, value: Any) -> dict[str, float]:
-    """Return the lowest score at which each label is reported. Other labels have the request's `threshold`."""
+    """Return label -> lowest score at which the label is reported. `threshold` applies to all other labels."""
     if not isinstance(value, dict):
         raise bad(path, value, "a map of labels, each with a number from 0 to 1")
     any_value(path, value)
@@ -178,8 +177,8 @@ def any_value(path: str, value: Any) -> Any:
 
 
 def muvera_parameters(path: str, value: Mapping[str, Any], defaults: Muvera) -> Muvera:
-    """Return `defaults`, overridden by the keys of `value`. A null value keeps the default; for the two projection
-    sizes, null means no projection. An encoding that is too wide even for token vectors of width 1 is refused.
+    """Return `defaults`, overridden by the keys of `value`. Null keeps the default; for the two projection sizes, null
+    means no projection. Raises InvalidInput, also if an encoding of token vectors of width 1 would be too wide.
     """
     changes: dict[str, int | bool | None] = {}
     for name, own in value.items():

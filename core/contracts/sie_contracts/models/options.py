@@ -1,4 +1,4 @@
-"""Options of a request: the parameters in the request override those of the profile, which override those of the model.
+"""Options of a request. Parameters of the request override options of the profile, which override those of the model.
 
     Resolved + parameters of the request ──► run_options ──► messages.RunOptions, which is part of the work message
 
@@ -55,7 +55,7 @@ MAX_LABELS = 1000
 MAX_SIZE = 1 << 31  # largest width, length or number of pixels in an entry
 _PIXELS = ("min_pixels", "max_pixels")
 MAX_WARNINGS = 20
-# maximum number of characters of a prompt with an instruction, because the prompt is added to each input
+# maximum number of characters of a prompt after its instruction is inserted; each input of the request gets the prompt
 MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
 Side = Literal["document", ""]
@@ -78,7 +78,7 @@ _EVERYWHERE = frozenset(
         "doc_template",
     }
 )
-# parameters that do not change the fingerprint of a result, each with the reason
+# parameters that do not change the fingerprint (digest of all settings that change a result's numbers), with reasons
 NEUTRAL: Mapping[str, str] = {
     "profile": "the fingerprint is that of the profile which was chosen",
     "lora_id": "the fingerprint covers the files of a LoRA, whatever name it has",
@@ -106,7 +106,7 @@ _USED: dict[str, frozenset[str]] = {
 }
 _TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
 _KNOWN = _TOP_LEVEL.union(*_USED.values())
-# all parameters that at least one model reads
+# all fields of a body that a route or at least one family reads
 FIELDS = _KNOWN.union(*(family.parameters for family in FAMILIES.values()))
 ITEM_FIELDS = frozenset(Item.__struct_fields__) - FIELDS
 _FIELD = re.compile(r"\{(query|document)\}")
@@ -114,14 +114,14 @@ _QUERY_KINDS = {"query", "search_query"}
 
 
 class _Parameters:
-    """Parameters of a request. A client may write them at four levels of the body. Null and [] mean that the parameter
-    is not set, except `prompt_name: null`, which means that no prompt is added.
+    """Parameters of a request. A client may write them at four levels of the body. Null and [] leave a parameter unset.
+    Exception: `prompt_name: null` means that no prompt is added.
     """
 
     def __init__(self, body: Mapping[str, Any], side: Side) -> None:
         params = _mapping(body, "params", "params")
         self._side = side
-        # if several levels have a parameter, the first of these levels counts
+        # a parameter in several levels has the value of the first of these levels
         self.levels: list[tuple[str, Mapping[str, Any]]] = [
             ("params.", params),
             ("", body),
@@ -143,13 +143,12 @@ class _Parameters:
         return any(name in self._found for name in names)
 
     def drop(self, *names: str) -> None:
-        """Remove the parameters `names`, as if the request did not have them."""
         for name in names:
             self._found.pop(name, None)
 
     def side(self, defaults: RunDefaults) -> Side | None:
-        """Return "document" if the route implies that its texts are the documents of a search, otherwise "". Return
-        None if the request or the profile names a prompt, or says whether the texts are queries.
+        """Return the side that the route implies: "document" if its texts are the documents of a search, otherwise "".
+        Return None if the request names a prompt, or if the request or the profile says whether the texts are queries.
         """
         is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
         return None if is_named else self._side
@@ -161,8 +160,8 @@ class _Parameters:
         return _Parameters({name: value for name, (_, value) in self._found.items() if name in names}, self._side)
 
     def unused(self, used: frozenset[str], lacking: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        """Yield (path, suggestion) for each parameter that has no effect for this model on this route. The suggestion
-        ends the message, or is empty. `lacking`: parameter without an effect -> the parameter that it needs.
+        """Yield (path, suggestion) for each parameter that has no effect for this model on this route. `suggestion`:
+        end of the message, or empty. `lacking`: parameter without an effect -> the parameter that must be set with it.
         """
         for prefix, level in self.levels:
             options = used if prefix.endswith("options.") else used | _TOP_LEVEL
@@ -178,7 +177,7 @@ class _Parameters:
                     yield prefix + shown, suggestion
 
     def foreign(self) -> frozenset[str]:
-        """Return the parameter names that no route knows. They may be options of a family from another package."""
+        """Return the names that are not in _KNOWN. They may be options of a family from another package."""
         return frozenset(str(name) for _, level in self.levels for name in level) - _KNOWN
 
 
@@ -211,8 +210,8 @@ def run_options(
     side: Side = "document",
 ) -> tuple[Resolved, RequestOptions]:
     """Merge the parameters of the request with those of the profile and the model, and check each one. `on_item_error`:
-    default of this parameter. `side`: "document" if the route implies that the texts are the documents of a search,
-    otherwise "". `strict`: refuse parameters that have no effect, instead of a warning.
+    value if no parameter sets it. `side`: "document" if the route implies that the texts are the documents of a search,
+    otherwise "". `strict`: raise InvalidInput for parameters without an effect, instead of a warning.
 
     Return `resolved` with the profile that the parameter `profile` names, and the merged options. Raises InvalidInput
     with the path of the parameter.
@@ -234,7 +233,7 @@ def run_options(
         used -= {"instruction", "default_instruction"}
         request.drop("instruction", "default_instruction")
     run = _merged(entry, defaults, request, operation, names)
-    # in families that need an instruction, the instruction is a query, and so an input like the text
+    # families that need an instruction read it as a query: an input, which does not change the fingerprint
     neutral = NEUTRAL.keys() | ({"instruction"} if families.row(entry.family).needs_instruction else set())
     if request.has_others(neutral):
         usual = _merged(entry, defaults, request.only(neutral - {"output_types"}), operation, names)
@@ -248,8 +247,10 @@ def run_options(
     unused = list(itertools.islice(request.unused(used, lacking), MAX_WARNINGS))
     if unused and strict:
         path, suggestion = unused[0]
-        raise InvalidInput.at(path, f"no such option of {entry.id} here{suggestion}", reason="unknown_option")
-    warnings = tuple(f"{path}: ignored, no such option of {entry.id} here{suggestion}" for path, suggestion in unused)
+        raise InvalidInput.at(path, f"no such option of {entry.id} on this route{suggestion}", reason="unknown_option")
+    warnings = tuple(
+        f"{path}: ignored, no such option of {entry.id} on this route{suggestion}" for path, suggestion in unused
+    )
     if operation == "encode" and _is_prompted_unasked(entry, defaults, request):
         warnings += (
             f"prompt_name: texts have the document prompt of {entry.id}, since the request names none; set is_query, "
@@ -274,7 +275,7 @@ def _merged(
 
 
 def altered(usual: RunOptions, **changes: Any) -> RunOptions:
-    """Return `usual` with some fields changed. If a value differs, `variant` and so the results' fingerprint differ."""
+    """Return `usual` with the changes. If a value differs, `variant` and the fingerprint of the results differ too."""
     differing = {name: value for name, value in changes.items() if value != getattr(usual, name)}
     if not differing:
         return usual
@@ -283,7 +284,7 @@ def altered(usual: RunOptions, **changes: Any) -> RunOptions:
 
 
 def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
-    """Return the template of the prompt `name`. `path`: its field in the request. Raises InvalidInput if unknown."""
+    """Return the template of the prompt `name`. Raises InvalidInput for the field `path` if the name is unknown."""
     prompts = templates(entry)
     if not isinstance(name, str) or name not in prompts:
         expected = f"{entry.id} has no prompts"
@@ -304,7 +305,7 @@ def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
 
 
 def counting(run: RunOptions) -> RunOptions:
-    """Return the options of a request that counts the tokens of text and prompt of `run` before truncation."""
+    """Return options for counting the tokens of a text before truncation, with the prompt of `run` around the text."""
     return RunOptions(outputs=(), prefix=run.prefix, suffix=run.suffix, parameters={"count": True})
 
 
@@ -358,7 +359,7 @@ def _score(
 ) -> dict[str, Any]:
     if entry.pair:
         instruction = _instruction(entry, defaults, request)
-        # without an instruction, pieces of the template that contain only the instruction are left out
+        # without an instruction, leave out pieces that have {instruction}, but neither {query} nor {document}
         pieces = [piece for piece in entry.pair if instruction or "{instruction}" not in piece or _FIELD.search(piece)]
         return {"outputs": (), "pieces": tuple(_cut(piece, instruction) for piece in pieces)}
     if not families.row(entry.family).gives_vectors:
@@ -410,8 +411,8 @@ def _extract(
 def _family_parameters(
     entry: ModelEntry, defaults: RunDefaults, request: _Parameters, names: frozenset[str]
 ) -> dict[str, Any]:
-    """Return the options of this family (`names`). Options in CHECKS have checked values; the family itself checks the
-    values of its other options.
+    """Return the options that the entry's family reads (`names`). Options in CHECKS are checked here. The family itself
+    checks the values of its other options.
     """
     parameters = dict(defaults.parameters or {})
     parameters.pop(output_schemas.PARTS, None)
@@ -434,7 +435,8 @@ def _schema_parts(
 ) -> tuple[output_schemas.SchemaPart, ...]:
     schema, groups = parameters.pop("output_schema", None), parameters.pop("label_groups", None)
     path, _ = request.get("label_groups")
-    if request.is_set("label_groups") != request.is_set("output_schema"):  # the request's option replaces the profile's
+    # if the request has only one of the two options, the profile's other option is ignored
+    if request.is_set("label_groups") != request.is_set("output_schema"):
         schema, groups = (schema, None) if request.is_set("output_schema") else (None, groups)
     if schema is not None and groups is not None:
         raise InvalidInput.at(path, "expected label_groups or output_schema, got both")
@@ -449,11 +451,11 @@ def _schema_parts(
 
 
 def parse_written(raw: object) -> ModelEntry | Alias:
-    """Check a document before it is written, with `parse_document`. Also check the inputs and bounds of a model, and
-    its default options by the rules for options of requests. Raises ValidationFailed; its `errors` have the path of the
+    """Check a document before it is written to the catalogue: its form, the inputs and bounds of a model, and its
+    default options by the rules for options of requests. Raises ValidationFailed; its `errors` have the path of the
     first fault.
 
-    Stored documents are checked only with `parse_document`: one faulty value must not make the whole catalogue invalid.
+    For stored documents, `parse_document` checks only the form: one faulty value must not make the catalogue invalid.
     """
     document = parse_document(raw)
     if not isinstance(document, ModelEntry):
@@ -488,7 +490,7 @@ def _check_encodable(path: str, value: object) -> None:
 
 
 def _check_bounds(entry: ModelEntry) -> None:
-    """Raise InvalidInput for an input that no request can have, and for a width, length or bound that no model has."""
+    """Raise InvalidInput for an unknown kind of input, and for a width, length or number of pixels out of range."""
     for place, name in enumerate(entry.inputs or ("",)):
         if name not in INPUTS:
             raise InvalidInput.at(f"$.inputs[{place}]", f"expected one of {', '.join(INPUTS)}")
@@ -502,7 +504,7 @@ def _check_bounds(entry: ModelEntry) -> None:
 
 
 def _check_defaults(entry: ModelEntry, run: RunDefaults, path: str) -> None:
-    """Raise InvalidInput for a faulty default in `run`. The path of a parameter of the family begins with `params.`."""
+    """Raise InvalidInput for a faulty default in `run`. For a parameter of the family, the path is `params.NAME`."""
     if entry.head.muvera:
         muvera_parameters("$.head.muvera", entry.head.muvera, Muvera())
     is_muvera = _muvera(entry, RunDefaults(), f"{path}.muvera", run.muvera) is not None
@@ -517,7 +519,7 @@ def _check_defaults(entry: ModelEntry, run: RunDefaults, path: str) -> None:
 
 
 def _cut(piece: str, instruction: str) -> tuple[str, ...]:
-    """Split a piece into literal text and field names, alternately. Braces in the instruction have no meaning."""
+    """Split a piece of `pair` into literal text and field names, alternately. Braces in the instruction are text."""
     parts = _FIELD.split(piece)
     return tuple(part if index % 2 else part.replace("{instruction}", instruction) for index, part in enumerate(parts))
 
@@ -638,7 +640,7 @@ def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *,
 
 
 def _is_prompted_unasked(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> bool:
-    """Return whether texts get a document prompt that neither the request nor the model's own library names."""
+    """Return whether texts get the prompt `document` though it is neither the default nor named in the request."""
     if request.side(defaults) != "document" or request.is_set("doc_template"):
         return False
     prompts = templates(entry)
@@ -654,8 +656,8 @@ def _prompt(
     is_query: bool,
     instructed: bool = True,
 ) -> tuple[str, str]:
-    """Return the prompt as (text before the input, text after it). It comes from the template in the request, otherwise
-    from `template`. If the template is only `{text}` and `instructed` is true, the instruction goes before the input.
+    """Return the prompt as (text before the input, text after it). A template in the request replaces `template`. If
+    the template is only `{text}` and `instructed` is true, the instruction goes before the input.
 
     The template is split at `{text}` before anything is inserted, so that braces in a client's text have no meaning.
     """

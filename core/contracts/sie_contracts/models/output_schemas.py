@@ -1,9 +1,9 @@
-"""Schemas of answers: `output_schema` and `label_groups` of an extraction become parts that a model answers one by one.
+"""Schemas of results: `output_schema` or `label_groups` of an extraction becomes parts, and the model fills each part.
 
     JSON Schema ──► references and null resolved ──► decisions: one choice, some choices, yes or no, a level of a scale
                                                  └─► records: values from the text, objects and lists of objects
 
-A model that scores labels answers a decision. A record needs a model that finds spans of the text. A fault raises
+A decision needs a model that scores labels. A record needs a model that finds spans of the text. A fault raises
 InvalidInput with the path of the faulty part of the schema.
 """
 
@@ -18,12 +18,12 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.models.option_values import any_value, bad, number
 from sie_contracts.wire.messages import RunOptions
 
-PARTS = "parts"  # parameter of a run that has the parts of its schema; requests and entries cannot set it
-MAX_FIELDS = 64  # maximum number of properties that have a value, summed over both levels of objects
+PARTS = "parts"  # key in `RunOptions.parameters` for the parts of a schema; requests and entries cannot set this key
+MAX_FIELDS = 64  # maximum number of properties of both levels of objects, not counting properties that are objects
 MAX_CHOICES = 1000  # maximum number of choices of a schema, over all properties
-MAX_NAME = 100  # maximum number of characters of a property, or of a choice
+MAX_NAME = 100  # maximum number of characters of a property's name, or of a choice
 MAX_DESCRIPTION = 1000
-MAX_LEVELS = 10  # maximum number of integers between the bounds of a scale
+MAX_LEVELS = 10  # maximum number of integers of a scale, including its two bounds
 MAX_REFERENCES = 8  # maximum length of the chain of references ($ref) that leads to one part
 YES_NO = ("yes", "no")  # labels of the values true and false, for a boolean property of an object
 
@@ -47,10 +47,10 @@ _KEYWORDS: Mapping[str, frozenset[str]] = {
 
 
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
-    """A choice among labels. `path`: the property that has the answer. `labels`: texts that the model scores. `values`:
-    the value of each label. A boolean has one label: a statement, which is true or false. `is_many`: any number of
-    labels may apply. `is_scale`: the labels are the levels of a scale, in ascending order. `question`: description of
-    the property.
+    """A choice among labels. `path`: names of the properties that lead to the result. `labels`: texts that the model
+    scores. `values`: the value of each label. A boolean has one label: a statement, which is true or false. `is_many`:
+    any number of labels may apply. `is_scale`: the labels are the levels of a scale, in ascending order. `question`:
+    description of the property.
     """
 
     path: tuple[str, ...]
@@ -66,15 +66,15 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Return the labels of the values in results: `path.choice`, or `path.true` and `path.false` for a boolean."""
+        """Return the names of the labels in results: `path.choice`, or for a boolean `path.true` and `path.false`."""
         path = ".".join(self.path)
         return tuple(f"{path}.{name}" for name in (("true", "false") if self.is_boolean else self.labels))
 
 
 class TextField(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A property whose value is a part of the text, or a choice for each object of a list. `labels` and `values`:
-    labels and values of the choice, as in `Decision`. Numbers are at least `minimum` and above `above`, at most
-    `maximum` and below `below`.
+    """A property whose value is a part of the text, or a choice inside an object that the model reads from the text.
+    `labels` and `values`: labels and values of the choice, as in `Decision`. Numbers are at least `minimum` and above
+    `above`, at most `maximum` and below `below`.
     """
 
     name: str
@@ -91,8 +91,8 @@ class TextField(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TextRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="record"):
-    """Properties that are read together. `path`: the property that has the object; empty for properties of the answer
-    itself. `is_many`: the property is a list of objects.
+    """Properties whose values the model reads from the text together. `path`: name of the property that has the object;
+    empty for properties at the top level. `is_many`: the property is a list of objects.
     """
 
     path: tuple[str, ...]
@@ -106,7 +106,6 @@ SchemaPart = Decision | TextRecord
 
 
 def parts_of(parameters: Mapping[str, Any]) -> tuple[SchemaPart, ...]:
-    """Return the parts of a schema in the parameters of a run."""
     return msgspec.convert(parameters.get(PARTS, ()), tuple[SchemaPart, ...])
 
 
@@ -131,9 +130,9 @@ def parts_of_groups(path: str, groups: Any, *, is_many: bool) -> tuple[SchemaPar
 def parts_of_schema(
     path: str, schema: Any, model: str, *, finds_spans: bool, reads_scales: bool = False
 ) -> tuple[SchemaPart, ...]:
-    """Return the parts of a JSON Schema. `finds_spans`: the model can take values from the text; otherwise parts with
-    such values are refused. `model`: name of the model for error messages. `reads_scales`: the model can choose among
-    the integers between two bounds.
+    """Return the parts of a JSON Schema. `finds_spans`: the model can take values from the text; if false, a property
+    with such a value raises InvalidInput. `model`: name of the model for error messages. `reads_scales`: the model can
+    choose among the integers between two bounds.
     """
     if not isinstance(schema, dict):
         raise bad(path, schema, "a JSON Schema of an object")
@@ -157,7 +156,7 @@ class _SchemaNode(msgspec.Struct):
 
 
 class _SchemaReader:
-    """Reader of a schema. It reads the properties, and one level of objects below them."""
+    """Conversion of a JSON Schema to parts. The schema may have properties, and one level of objects below them."""
 
     def __init__(self, path: str, root: dict[str, Any], model: str, *, finds_spans: bool, reads_scales: bool) -> None:
         self._path, self._root, self._model, self._finds_spans = path, root, model, finds_spans
@@ -212,7 +211,7 @@ class _SchemaReader:
             labels, values = _choices(f"{inner.path}.enum", _enum(inner.schema))
             return Decision(path, labels, values, description, is_many=node is not inner)
         if node is not inner:
-            raise InvalidInput.at(inner.path, f"a list of {inner.kind}s has no meaning for a text")
+            raise InvalidInput.at(inner.path, f"expected one {inner.kind}, got a list of {inner.kind}s")
         if inner.kind == "integer":
             levels = _levels(inner)
             return Decision(path, tuple(map(str, levels)), tuple(levels), description, is_scale=True)
@@ -232,7 +231,7 @@ class _SchemaReader:
             return TextField(name, "choice", labels=labels, values=values, **common)
         if inner.kind == "boolean":
             if is_list:
-                raise InvalidInput.at(inner.path, "a list of booleans has no meaning for a text")
+                raise InvalidInput.at(inner.path, "expected one boolean, got a list of booleans")
             return TextField(name, "choice", labels=YES_NO, values=(True, False), **common)
         limits: dict[str, Any] = {
             field: number(f"{inner.path}.{keyword}", inner.schema[keyword])
@@ -278,7 +277,7 @@ class _SchemaReader:
             else:
                 break
         else:
-            raise InvalidInput.at(path, f"at most {MAX_REFERENCES} references may lead to a part of a schema")
+            raise InvalidInput.at(path, f"expected at most {MAX_REFERENCES} references ($ref) in a chain, got more")
         kind, own_null = _kind(path, schema)
         _check_keywords(path, schema, _KEYWORDS[kind])
         if kind != "object" and (not isinstance(description, str) or len(description) > MAX_DESCRIPTION):
@@ -355,7 +354,7 @@ def _levels(node: _SchemaNode) -> range:
     # not `isinstance`, because a boolean is an instance of int too
     if type(least) is not int or type(most) is not int or len(_BOUNDS & set(node.schema)) > 2:
         raise InvalidInput.at(node.path, "expected an integer with minimum and maximum, which are integers")
-    count = most - least + 1  # `len` of a range fails if it is above 64 bits
+    count = most - least + 1  # `len` of a range raises OverflowError above sys.maxsize
     if not 1 <= count <= MAX_LEVELS:
         raise InvalidInput.at(node.path, f"got {count} levels from minimum to maximum, expected 1 to {MAX_LEVELS}")
     return range(least, most + 1)
@@ -381,7 +380,7 @@ def _check_name(path: str, name: Any) -> None:
 
 def _check_count(path: str, count: int) -> None:
     if count > MAX_FIELDS:
-        raise InvalidInput.at(path, f"too many: at most {MAX_FIELDS} are allowed")
+        raise InvalidInput.at(path, f"expected at most {MAX_FIELDS} entries, got more")
 
 
 def _check_choices(path: str, parts: tuple[SchemaPart, ...] | list[Decision]) -> None:

@@ -3,8 +3,8 @@
     a file with sie_id ──► translated ──► Translation: an entry, and the fields that have no counterpart
                                └ ValidationFailed: the field for which no family here has a counterpart
 
-A model file names a Python class of that project for each profile. The class determines the family here. Values that
-the file does not have are copied from this catalogue's entry of the same model.
+A model file names a Python class of that project for each profile. The class determines the family of the entry. Values
+that the file does not have are copied from this catalogue's entry of the same model.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from sie_contracts.names import located
 
 @dataclass(frozen=True)
 class _Kind:
-    """The family that replaces a class of the public server. `extracts`: its outputs for the task `extract`. `package`:
-    the Python package that is the model. `is_complete`: whether the file has all values that an entry needs; otherwise
-    the prompts are copied from this catalogue's entry.
+    """Family that replaces a class of the public server. `extracts`: outputs of the family for the task `extract`.
+    `package`: the Python package that contains the model; empty for a model with weights. `is_complete`: the file has
+    all values that an entry needs; if false, the prompts are copied from this catalogue's entry of the same model.
     """
 
     family: str
@@ -211,7 +211,7 @@ class Translation:
     ignored: tuple[str, ...] = ()
 
 
-# parts of an entry that one profile of a file determines (load, run, head, prompts, pair), and the ignored fields
+# part of an entry (load, run, head, prompts, pair) or `ignored` -> its fields, for one profile of a file
 _Draft = defaultdict[str, dict[str, Any]]
 
 
@@ -287,7 +287,7 @@ class _Translator:
             kind = _GLINER_RELATIONS
         if kind is None:
             raise faulty(
-                loc, f"no family here does what {name[:80]} does; `sie models inspect` says which one fits a folder"
+                loc, f"no family here does what {name[:80]} does; `sie models inspect` says which family fits a folder"
             )
         if not kind.is_complete and kind.family != self._present.get("family"):
             raise faulty(
@@ -298,8 +298,8 @@ class _Translator:
         return kind
 
     def _flat(self, name: str) -> _PublicProfile:
-        """Return a profile, completed from the profile that it extends. If the profile has options of a kind (loadtime
-        or runtime), they replace all inherited options of this kind. Raises ValidationFailed.
+        """Return a profile, completed from the profile that it extends. Options of a kind (loadtime or runtime) in the
+        profile replace all inherited options of this kind. Raises ValidationFailed for an unknown `extends`.
         """
         profile = self._model.profiles[name]
         parent = self._model.profiles.get(profile.extends or "")
@@ -376,8 +376,8 @@ class _Translator:
         return tokens
 
     def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
-        """Return the differences of a profile from the default profile. For a profile of another family, or of a class
-        without a family here, return None and add the profile to the ignored fields.
+        """Return the differences of a profile from the default profile. Return None if the profile has another family,
+        or a class for which no family exists; then the profile is added to the ignored fields.
         """
         try:
             variant = self._kind(name)

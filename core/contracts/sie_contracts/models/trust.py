@@ -24,8 +24,8 @@ from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import ModelEntry
 
 USUAL = "./models"
-# maximum number of files below a path; each is checked for links out of the allowed folders, and a path with more files
-# is refused
+# maximum number of files below a path, because each is checked for links out of the allowed folders; a claim of a path
+# with more files is refused
 MAX_FILES = 10_000
 
 
@@ -98,7 +98,7 @@ class Allowed:
 
 
 class Trust:
-    """Rules about which entries may be used. A claim is allowed by the settings of this process, or if one of the
+    """Check of entries by their claims. A claim is allowed if the settings of this process allow it, or if one of the
     operator's own entries (`own`: the packaged entries and the entries of the models folder) has the same claim.
     """
 

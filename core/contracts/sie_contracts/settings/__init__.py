@@ -127,10 +127,10 @@ class Settings(
 
 
 # Defaults for one machine profile, where measured values are better than the documented defaults. On a CPU, one thread
-# per core runs batches. SIE_MAX_BATCH_COST: a batch of 4,096 tokens takes such a thread about 0.2 s, and larger ones
+# per core runs batches. SIE_MAX_BATCH_COST: a batch of 4,096 tokens takes such a thread about 0.2 s, and a larger batch
 # would only make other batches wait longer. SIE_BATCHER_MAX_BATCH_REQUESTS: with the default of 12 short texts, the
-# fixed cost of a forward pass dominates. SIE_MAX_CONCURRENT_BATCHES: the default of 4 would leave cores idle, and the
-# number of threads and SIE_RUST_PIPELINE_DEPTH are limits too.
+# fixed cost of a forward pass dominates. SIE_MAX_CONCURRENT_BATCHES: the default of 4 would leave cores idle. The
+# number of threads and SIE_RUST_PIPELINE_DEPTH also limit the batches.
 MACHINE_PROFILE_DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "cpu": {
         "SIE_MAX_BATCH_COST": "4096",

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from sie_contracts.settings.values import SECRETIVE, Kind, Parse, password
 
 Mode = Literal["queue", "standalone"]
-# part of a URL before the host: the scheme, then the user name and password, which may have an @ too
+# part of a URL before the host: the scheme, the user name and the password; a password may contain an @
 _CREDENTIALS = re.compile(r"^([^/?#@]*//)?[^/?#]*@")
 COMPONENTS = ("gateway", "config", "sidecar", "adapter")
 
@@ -46,8 +46,8 @@ class SettingRow:
 
     @property
     def is_standard(self) -> bool:
-        """Return whether OpenTelemetry defines the variable. Such a variable may be set for many programs together, so
-        its specification requires that unsupported values are ignored with a warning.
+        """Return whether OpenTelemetry defines the variable. An operator may set such a variable for many programs
+        together, so OpenTelemetry requires that each program ignores unsupported values with a warning.
         """
         return self.name.startswith("OTEL_")
 
@@ -66,7 +66,7 @@ class SettingRow:
             text = raw
         try:
             if self.secret:
-                text.encode()  # refuse bytes that are not UTF-8: no secret could be compared with them
+                text.encode()  # ValueError for a text that is not UTF-8, which `Secret.matches` could not encode
             return self.parse(text)
         except ValueError as error:
             # a URL may contain a password, and the parser's message may repeat the URL, so the message is hidden too

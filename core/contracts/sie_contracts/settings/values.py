@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from sie_contracts.wire.topology import pool_name
 
 Parse = Callable[[str], Any]
-Kind = tuple[str, Parse]  # the words after "expected" in an error message; function that parses, or raises ValueError
+Kind = tuple[str, Parse]  # (words after "expected" in an error message, function that parses or raises ValueError)
 
 MAX_DEVICES = 16  # maximum number of devices of one worker
 
@@ -138,7 +138,7 @@ def _checked_list(check: Parse) -> Parse:
     return parse
 
 
-# an origin as browsers send it: scheme, host, port
+# an origin as browsers send it: scheme, host, and perhaps a port
 _ORIGIN = re.compile(r"https?://([a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:]+\])(:\d{1,5})?")
 _HOST = r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*(:\d{1,5})?|\[[0-9a-f:.]+\](:\d{1,5})?"
 
