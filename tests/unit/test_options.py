@@ -431,7 +431,9 @@ def test_a_lora_that_is_ambiguous_or_that_the_model_cannot_have_is_refused() -> 
         error = refused(merged(at(level, "lora", "a"), {"lora_id": "b"}))
         assert (error.reason, error.param) == ("lora_conflict", f"{level}lora")
     for spec, operation, extra in (("org/judge", "score", {}), ("org/gliner", "extract", {"labels": ["x"]})):
-        assert refused({"options": {"lora_id": "a"}, **extra}, spec, operation=operation).reason == "lora_unsupported"
+        for name in ("lora_id", "lora"):
+            error = refused({"options": {name: "a"}, **extra}, spec, operation=operation)
+            assert (error.reason, error.param) == ("lora_unsupported", f"options.{name}")
 
 
 @pytest.mark.parametrize("path", ["lora", "lora_id"])

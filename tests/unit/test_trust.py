@@ -417,6 +417,9 @@ async def test_no_route_tells_a_client_a_path_of_this_machine(adapter: Any, toy:
         ("/srv/a/: a folder", "…/a: a folder"),
         ("3 / 4", "3 / 4"),
         ("a path=/srv/x", "a path=…/x"),
+        ("weights:/srv/a/x is missing", "weights:…/x is missing"),
+        ("cache:~/a/x", "cache:…/x"),
+        ("nats://host:4222/a", "nats://host:4222/a"),
     ],
 )
 def test_paths_in_messages(text: str, shown: str) -> None:

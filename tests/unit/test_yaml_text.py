@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
+from sie_contracts import yaml_text
 from sie_contracts.yaml_text import NotYAML, load, load_with_node
 
 
@@ -20,6 +22,7 @@ from sie_contracts.yaml_text import NotYAML, load, load_with_node
         "x: 0x" + "f" * 5000,
         "0x" + "f" * 500 + ": x",
         "[" * 100 + "]" * 100,
+        "[" * 2000 + "]" * 2000,
         "[" * 200_000,
         "- " * 100 + "x",
         "a: &a [*a]",
@@ -27,7 +30,11 @@ from sie_contracts.yaml_text import NotYAML, load, load_with_node
         "a: 1\n---\nb: 2",
     ],
 )
-def test_a_text_that_is_not_accepted_is_one_kind_of_error(text: str) -> None:
+@pytest.mark.parametrize("loader", ["CSafeLoader", "SafeLoader"])
+def test_a_text_that_is_not_accepted_is_one_kind_of_error(
+    text: str, loader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(yaml_text, "_LOADER", getattr(yaml, loader))
     with pytest.raises(NotYAML):
         load(text)
 

@@ -10,8 +10,8 @@ import msgspec
 from sie_contracts.errors import ErrorInfo
 
 # An absolute path, or a path that begins with ~. It does not match a part of a name (org/model), of a URL
-# (s3://bucket/key) or of a phrase (and/or).
-_PATH = re.compile(r"(?<![\w.~:/…-])(?:file://|~)?/[^\s:;,'\"()\[\]{}<>|]+")
+# (s3://bucket/key) or of a phrase (and/or). After a colon, only `/` without a second `/` begins a path.
+_PATH = re.compile(r"(?<![\w.~/…-])(?:(?<!:)(?:file://|~)?/|(?<=:)~?/(?!/))[^\s:;,'\"()\[\]{}<>|]+")
 
 
 def without_paths(text: str) -> str:

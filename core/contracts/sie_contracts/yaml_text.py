@@ -57,6 +57,8 @@ def load_with_node(data: bytes | str) -> tuple[Any, yaml.Node | None]:
         raise NotYAML(f"not YAML: {error.problem}", mark.line + 1 if mark else None) from None
     except NotYAML:
         raise
+    except RecursionError:  # from PyYAML without libyaml
+        raise _too_deep(None) from None
     # PyYAML does not catch errors of Python's constructors: KeyError for !!bool, AttributeError for !!timestamp
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
         raise NotYAML(f"not YAML: {type(error).__name__}") from None

@@ -562,6 +562,7 @@ def _lora(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> str
     if first is not None and second is not None and first != second:
         raise InvalidInput.at(alias, "differs from lora_id: name one LoRA", reason="lora_conflict")
     name = text(path, first) or text(alias, second) or defaults.lora or ""
+    path = path if first or not second else alias
     if len(name) > MAX_LORA:
         raise InvalidInput.at(path, f"expected at most {MAX_LORA} characters, got {len(name)}")
     if name and not families.row(entry.family).takes_lora:
