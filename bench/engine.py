@@ -79,11 +79,11 @@ def tokenizer() -> Any:
 def texts_of(load: str, corpus: str) -> list[str]:
     rng = np.random.default_rng(0)
     if load == "short":
-        return [" ".join(rng.choice(WORDS, 6)) for _ in range(2560)]
+        return [" ".join(rng.choice(WORDS, 6)) for _ in range(4200)]
     if load == "single":
         return [" ".join(rng.choice(WORDS, 6)) for _ in range(100)]
     if load == "mix":
-        lengths = np.clip(rng.lognormal(np.log(87) - 0.32, 0.8, 300), 4, MAX_TOKENS).astype(int)
+        lengths = np.clip(rng.lognormal(np.log(87) - 0.32, 0.8, 420), 4, MAX_TOKENS).astype(int)
         return [" ".join(rng.choice(WORDS, length - 2)) for length in lengths]
     files = sorted(Path(corpus).rglob("*.json"))
     documents = [json.loads(file.read_text(encoding="utf-8", errors="replace")) for file in files]
@@ -103,6 +103,15 @@ def batched(ids: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
             batches.append([])
         batches[-1].append(text_ids)
     return batches
+
+
+def evenly(texts: list[str]) -> list[str]:
+    """Return the first texts, as many as fill an equal number of whole batches for each lane. A lane without a batch
+    would wait for the others at the end of each round; a server has further batches then.
+    """
+    batches = batched(ids_of(texts))[:-1]
+    count = len(batches) // CORES * CORES or len(batches)
+    return texts[: sum(map(len, batches[:count]))] or texts
 
 
 # A variant returns run(ids, texts) -> vectors [texts, 384] or None.
@@ -368,7 +377,8 @@ def work(name: str, corpus: str) -> None:
     """
     sys.stdout, out = sys.stderr, sys.stdout  # libraries print to sys.stdout
     run = made(name)
-    loads = {load: texts_of(load, corpus) for load in ("mix", "short", "single", *(("mail",) if corpus else ()))}
+    loads = {load: evenly(texts_of(load, corpus)) for load in ("mix", "short", *(("mail",) if corpus else ()))}
+    loads["single"] = texts_of("single", corpus)
     ids = {load: ids_of(texts) for load, texts in loads.items()}
     for load, texts in loads.items():
         run(ids[load][:40], texts[:40])
