@@ -4,15 +4,14 @@
                  file.{file} ─► FileRecord   facts of an uploaded file, whose bytes are in the payload store
     sie_shards   {job}.{number} ─► ShardRecord   answers to a part of the input, or the error of an unreadable part
 
-The leader of a job is the gateway that runs it. The leader splits the input into parts; the answers to one part are a
-shard. The leader writes the output of a shard to the store first, and the record of the shard after that. If it dies
-between the two writes, the next leader finds the output without a record. A part that cannot be read has a record and
-no output. Changes to the structs follow the rules of `wire.messages`: a new field has a default, and no field changes
-its type or meaning.
+The leader of a job is the gateway that runs the job. The leader splits the input into parts; the answers to one part
+are a shard. The leader writes the output of a shard to the store first, and then the record of the shard. If the leader
+dies between the two writes, the next leader finds the output without a record. A part that cannot be read has a record
+and no output. The rules for changes to the structs are in `wire.messages`.
 
-Every gateway has all records of `sie_jobs` in memory, and reads them before it is ready. So a record has at most
-MAX_RECORD_BYTES. The size of the client's request is checked when the job is submitted. `bounded` shortens the texts
-that are added while the job runs.
+Every gateway reads all records of `sie_jobs` into its memory before it is ready. So a record has at most
+MAX_RECORD_BYTES: `check_request` limits the client's request when the job is submitted, and `bounded` shortens the
+texts that are added while the job runs.
 """
 
 from __future__ import annotations
@@ -43,8 +42,9 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
     """A file in the payload store. `owner` is the key of the credential that created it. Times are seconds since 1970.
     With `expires_s` 0 the file does not expire.
 
-    The record is written before its object and removed after it, so that no object exists without a record. A file is
-    `writing` until its object is stored, and `removing` until its object is deleted; then it cannot be read.
+    A gateway writes the record before the object and removes the record after the object, so that no object exists
+    without a record. A file is `writing` until its object is stored, and `removing` from the start of its deletion.
+    Only a `ready` file can be read.
     """
 
     id: str
@@ -63,8 +63,8 @@ class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     byte offsets in a text format, or numbers of row groups in Parquet. For images, `source` is empty, and the rows are
     the first `rows` images of the folder whose names sort after `after`.
 
-    `tag`: entity tag of the object when the job was planned, or for images a digest of names and tags. If the tag has
-    changed since, reading the rows fails. `header`: first row of a CSV object, with the names of its columns.
+    `tag`: entity tag of the object when the job was planned, or for images a digest of names and tags. A later change
+    of the tag makes the read of the rows fail. `header`: first row of a CSV object, with the names of its columns.
     """
 
     source: str
@@ -236,7 +236,7 @@ def cut_text(text: str, most: int) -> str:
 
 
 def _cut_error(info: ErrorInfo | None) -> ErrorInfo | None:
-    """Return the error with shortened texts and without extras, which replies about jobs do not show."""
+    """Return the error with shortened texts. The extras are left out, because replies about jobs do not show them."""
     if info is None:
         return None
     code, reason, param = (cut_text(word, MAX_WORD_BYTES) for word in (info.code, info.reason, info.param))

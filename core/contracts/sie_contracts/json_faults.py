@@ -25,7 +25,7 @@ def fault_of(body: bytes, error: Exception) -> str:
     for mark, name in _MARKS.items():
         if body.startswith(mark):
             return f"the body begins with a byte order mark of {name}: send UTF-8 without one"
-    # the offset in a UnicodeDecodeError counts from the start of a string, so `_not_utf8` computes the offset
+    # the offset in the decoder's UnicodeDecodeError is within a string; `_not_utf8` computes the offset in the body
     if isinstance(error, UnicodeDecodeError):
         return f"the text is not valid UTF-8, {_place(body, _not_utf8(body))}"
     stopped = _AT.search(str(error))

@@ -42,8 +42,8 @@ class Dialect:
     codes: Mapping[str, str] = field(default_factory=dict)
 
     def spoken(self, error: SIEError) -> SIEError:
-        """Return `error` with these clients' code and status. If it has no reason, the replaced code becomes the
-        reason.
+        """Return `error` with these clients' code and status. The replaced code becomes the reason if `error` has
+        none.
         """
         code = self.codes.get(error.code, error.code) if error.retryable else error.code
         status = self.statuses.get(error.code)
@@ -60,7 +60,7 @@ class Dialect:
 
 NATIVE = Dialect()
 _FAILED = {"MODEL_LOAD_FAILED": 502}
-# These clients repeat RESOURCE_EXHAUSTED only three times. More repetitions are useless if some inputs always fail.
+# Clients repeat a request only three times after RESOURCE_EXHAUSTED: more repetitions are useless if inputs always fail
 _MIXED = {"ALL_ITEMS_FAILED": "RESOURCE_EXHAUSTED"}
 
 
@@ -93,9 +93,9 @@ def dialect_of(version: str) -> Dialect:
 
 
 def server_version(version: str) -> str:
-    """Return the version to send to a public SDK of version `version`: its own version, but at most SERVER_VERSION. If
-    `version` cannot be parsed, it is SERVER_VERSION. The SDK warns if the received version differs from its own version
-    by more than one minor version.
+    """Return the version to send to a public SDK of version `version`: the SDK's own version, but at most
+    SERVER_VERSION; SERVER_VERSION if `version` cannot be parsed. The SDK warns if the received version differs from its
+    own version by more than one minor version.
     """
     number = _parsed(version)
     if number is None:

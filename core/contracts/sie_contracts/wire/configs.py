@@ -5,9 +5,8 @@
                    ──replies of /v1/configs, also by gateways──► clients
 
 An epoch is the version of the whole catalogue: `created:number`, the creation time of the catalogue's bucket and the
-number of the last write. Changes to the structs follow the rules of `wire.messages`. The config service and every
-gateway build their replies to reads of `/v1/configs` with the functions here, so the replies are equal. `config_shape`
-builds the errors of these routes.
+number of the last write. The rules for changes to the structs are in `wire.messages`. The config service and the
+gateways use the functions of this module for replies to reads of `/v1/configs`, so their replies are equal.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from sie_contracts.wire.heartbeats import Heartbeat
 
 
 class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
-    """One write to the catalogue, which is already stored. `entry` is None if the write removed the model.
+    """A write to the catalogue that the config service has stored. `entry` is None if the write removed the model.
 
-    A reader whose catalogue has the epoch `previous` applies the delta. A reader that follows only one bundle may also
-    apply the delta at any epoch from `since` to `previous`. `since`: the epoch of the previous write that changed this
+    A gateway or sidecar applies the delta if its catalogue has the epoch `previous`. A reader of only one bundle may
+    also apply the delta at any epoch from `since` to `previous`. `since`: epoch of the previous write that changed this
     bundle; empty means `previous`.
     """
 
@@ -81,8 +80,8 @@ decode_delta = msgspec.msgpack.Decoder(ConfigDelta).decode
 
 
 def listed(model: str, document: Mapping[str, Any], source: str, note: str = "") -> dict[str, Any]:
-    """Return one row for the list of models. An alias has its targets in place of tasks and languages. `note`: the
-    reason why the model has this revision, if a program wrote it.
+    """Return one row for the list of models. The row of an alias has targets instead of tasks and languages. `note`:
+    the reason why the model has this revision, if a program wrote the revision.
     """
     row: dict[str, Any] = {"model_id": model, "profiles": ["default", *document.get("profiles", ())], "source": source}
     if is_alias(document):
@@ -150,8 +149,8 @@ def digest(facts: Any) -> str:
 
 
 def has_seen(epoch: str, required: str) -> bool:
-    """Return whether a reader at `epoch` has all writes up to the epoch `required`; False if the epochs are from
-    different buckets, so that they cannot be compared.
+    """Return whether a reader at `epoch` has all writes up to the epoch `required`; False for epochs of different
+    buckets, because they cannot be compared.
     """
     created, _, last = epoch.rpartition(":")
     required_created, _, required_last = required.rpartition(":")
@@ -170,11 +169,11 @@ def model_status(
     revision_at: Callable[[str], int | None],
     source: str,
 ) -> dict[str, Any]:
-    """Return which gateways (`gateways`: epoch by id) and which workers have the present revision of a model. `since`:
-    epoch of the write that created this revision.
+    """Return which gateways and workers have the present revision of a model. `gateways`: epoch of each gateway, by id.
+    `since`: epoch of the write that created this revision.
 
-    `bundles`: for each bundle that can serve the model, its hash and its workers; None for an alias, which workers do
-    not know. A bundle without workers counts as up to date, because a worker that starts reads the present catalogue.
+    `bundles`: for each bundle that can serve the model, its hash and its workers; None for an alias, because workers do
+    not know aliases. A bundle without workers is up to date, because a worker that starts reads the present catalogue.
     `revision_at` returns the model's revision at an epoch; None if this process does not know it.
     """
 
@@ -230,6 +229,6 @@ def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
 
 
 def config_shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
-    """Return the status and the body of an error. Older clients of this API read `detail.error`."""
+    """Return the HTTP status and the body of an error reply. Older clients of `/v1/configs` read `detail.error`."""
     body = envelope(error, request_id, error.extras.get("errors", errors))
     return error.status, {**body, "detail": {**body["detail"], "error": error.code.lower()}}

@@ -1,6 +1,6 @@
 """Values that gateways and workers store in key-value buckets of NATS, and the request for a new bucket or stream.
 
-Changes to these structs follow the rules of `wire.messages`. `sie_broker.record` reads and changes the values.
+The rules for changes to these structs are in `wire.messages`. `sie_broker.record` reads and writes the values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ class StreamRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="stream
     it to `version`. The owner computes the subjects from the name, so that no process can request a stream that stores
     messages of another process.
 
-    The sizes have the same meaning as in `topology.StreamSpec`. `removed_age_s` is only for a bucket.
+    The limits mean the same as in `topology.StreamSpec`. `removed_age_s`: for a bucket, seconds after which the broker
+    deletes the marker of a removed key.
     """
 
     name: str
@@ -30,8 +31,8 @@ class StreamRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="stream
 
 
 class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
-    """Demand for a lane (pool, machine profile and bundle) that has no ready worker. It is valid for a minute
-    (DEMAND_LIFE_S of the gateway) after `at_s`, by the broker's clock.
+    """Demand for a lane (pool, machine profile and bundle) that has no ready worker. The demand is valid for a minute
+    (DEMAND_LIFE_S of the gateway) after `at_s`, a time of the broker's clock.
     """
 
     at_s: float
@@ -102,7 +103,7 @@ class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"
 
 
 class RemoteReference(msgspec.Struct, frozen=True, omit_defaults=True, tag="remote-reference/1"):
-    """Vectors of a model's probe texts, computed by a worker. Vectors of remote servers are compared with them.
+    """Vectors that a worker computed for a model's probe texts. Gateways compare vectors of remote servers with these.
     `source`: digest of the model's entry and of the probe texts. `prompts`: prefix, suffix and side (true: query) of
     each prompt. `vectors`: float32 [prompts x texts, width]; with `has_long`, one more row for the long text.
     """

@@ -1,6 +1,6 @@
 """Names and settings of every subject, stream, consumer and bucket of the broker. Gateways create consumers. The owner
-of streams (`sie_broker.owner`) creates and updates streams; without an owner, gateways do. Other processes only check
-streams.
+of streams (`sie_broker.owner`) creates and updates streams; if no owner is connected, gateways do. Other processes only
+check streams.
 
 A lane is a pool, a machine profile and a bundle. Each pool has one work-queue stream. In this stream, each model has a
 durable consumer per machine profile, bundle and priority. When a stream has the maximum number of these consumers,
@@ -12,8 +12,8 @@ further models share consumers: a hash of the model's name chooses one of the SL
     sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.*        filter of the slot's consumer
 
 No two filters match the same subject: different names have different tokens, no token begins with `_s`, and the two
-forms differ in length. So messages of one model may use both forms at the same time. The subject alone determines the
-consumer (`consumer_of`). The id of a model is never decoded from a subject, but read from the message.
+forms differ in their number of tokens. So messages of one model may use both forms at the same time. The subject alone
+determines the consumer (`consumer_of`). Processes read the id of a model from the message, not from the subject.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ BUCKETS = frozenset(
         REMOTES_BUCKET,
     }
 )
-POISON_LIFETIME_S = 3600.0  # seconds after which the mark of an input that crashed an adapter expires
+POISON_LIFETIME_S = 3600.0  # seconds after which the record of an input that crashed an adapter expires
 DEAD_LETTER_BYTES = 256 << 20
 DEAD_LETTER_AGE_S = 14 * 86400.0
 HEALTH_SUBJECT = "sie.health"
@@ -74,12 +74,12 @@ _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234567
 _POOL = re.compile(r"[A-Za-z0-9_-]{1,63}")
 # largest length of a consumer's name: the broker uses the name with a prefix as a folder name of at most 255 bytes
 _MAX_NAME = 180
-# largest number of characters of a machine profile or bundle in a name, so that this part of a name is never cut
+# largest length of a machine profile or bundle in a consumer's name, so that _MAX_NAME shortens only the model's part
 _MAX_LABEL = 48
 _DIGEST = re.compile(r"_z[0-9a-f]{32}")
 
 SLOTS = 16  # number of shared consumers of each lane and priority
-OWN_CONSUMERS = 4096  # largest number of consumers that are not shared, of a stream without replicas
+OWN_CONSUMERS = 4096  # largest number of consumers that serve one model each, in a stream without replicas
 # The same number for a stream with replicas. It is lower, because each of these consumers is a Raft group, which sends
 # heartbeats and writes files even when it is idle.
 OWN_CONSUMERS_REPLICATED = 256
@@ -92,7 +92,7 @@ _MAX_CACHED = 256
 
 
 def token(name: str) -> str:
-    """Encode a name for use in a subject: letters, digits and `-` stay, other bytes of its UTF-8 become `_xx` in hex.
+    """Encode a name for use in a subject: letters, digits and `-` stay, and each other UTF-8 byte becomes `_xx` (hex).
     Different names have different tokens. Raises ValueError for an empty name.
     """
     if not name:
@@ -216,8 +216,8 @@ def dead_letter_stream(pool: str, *, replicas: int, queue_bytes: int = 4 * DEAD_
     """Return the settings of the stream for the dead letters of a pool: messages that workers gave up. The stream
     stores them in files for DEAD_LETTER_AGE_S seconds.
 
-    Its size is a quarter of the work queue's size, at most DEAD_LETTER_BYTES, because a broker reserves the whole size
-    at once and refuses a size for which it has no disk space.
+    The size of the stream is a quarter of the work queue's size, at most DEAD_LETTER_BYTES. The limit is low because a
+    broker reserves the whole size at once and refuses a size for which it has no disk space.
     """
     return StreamSpec(
         f"DEAD_{pool}",
@@ -246,7 +246,7 @@ def per_subject_limit(max_bytes: int) -> int:
 
 
 def own_consumers(replicas: int) -> int:
-    """Return how many consumers of a stream may belong to one model each. Further models share consumers."""
+    """Return how many models of a stream may have a consumer of their own. Further models share consumers."""
     return OWN_CONSUMERS_REPLICATED if replicas > 1 else OWN_CONSUMERS
 
 
