@@ -22,7 +22,7 @@ def format_of(name: str) -> InputFormat | None:
 
 
 def is_packed(name: str) -> bool:
-    """Return whether the name is the name of a compressed file or an archive. Jobs cannot read these."""
+    """Return whether `name` is the name of a compressed file or an archive, which jobs cannot read."""
     return name.lower().endswith(_PACKED)
 
 

@@ -27,7 +27,7 @@ from sie_store.datasets.answers import About, Array, Shard, kept_json, most_freq
 SUFFIX: dict[OutputFormat, str] = {"parquet": ".parquet", "jsonl": ".jsonl", "npy": ".npz"}
 MIN_DIGITS = 5
 ROWS, ABOUT = "rows.jsonl", "about.json"
-CODE_POINT_BYTES = 4  # bytes of a character in an array of texts
+CODE_POINT_BYTES = 4  # bytes of a character in a NumPy array of texts
 _PIECE_ROWS = 256
 # exceptions of the libraries for an object that is no part; RecursionError is a RuntimeError
 _FAULTS = (ValueError, OSError, EOFError, LookupError, RuntimeError, zipfile.BadZipFile, zlib.error)
@@ -44,8 +44,8 @@ def part_name(number: int, count: int, format: OutputFormat) -> str:
 
 
 def id_bytes(shard: Shard, format: OutputFormat) -> int:
-    """Return the number of bytes of the ids of a part in NumPy, where each id is as wide as the longest id; 0 for the
-    other formats.
+    """Return the number of bytes of the ids in a part of the format npy, in which each id is as wide as the longest id;
+    0 for the other formats.
     """
     return CODE_POINT_BYTES * max(map(len, shard.ids), default=0) * len(shard.ids) if format == "npy" else 0
 
@@ -58,8 +58,8 @@ def encode(shard: Shard, format: OutputFormat) -> bytes:
 
 
 def inspect(data: bytes, format: OutputFormat) -> About:
-    """Return the description in a part. In JSON Lines, `job`, `shard`, `model`, `reused` and `lines` have no value.
-    Raises PartFault.
+    """Return the description of the shard in a part. For JSON Lines, `job`, `shard`, `model`, `reused` and `lines` are
+    empty or 0, because the part does not have them. Raises PartFault.
     """
     try:
         if format == "parquet":

@@ -37,7 +37,7 @@ _Columns = Mapping[str, Any] | ErrorInfo
 @dataclass(frozen=True)
 class InputRow:
     """Row of the input. A row with a `fault` is not sent to a model. `chunks`, `file`: values of the columns for chunks
-    and documents, not checked yet. `page_starts`: position of the first code point and number of each page, if the text
+    and documents, not checked yet. `page_starts`: (position of the first code point, number) of each page if the text
     is the Markdown of a document; otherwise None.
     """
 
@@ -101,7 +101,7 @@ def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
             values += sizes.values_of(raw[name])
             if values > sizes.MAX_ROW_VALUES:
                 return _fault("too_large", f"column {name!r}: the row has more than {sizes.MAX_ROW_VALUES} values")
-        size.add(values - len(read), 0)  # `_RowMaker` counts the first value of each column
+        size.add(values - len(read), 0)  # `_RowMaker` counts one value for each column
         return {name: sizes.decoded(raw[name]) for name in read}
     except sizes.TooManyValues as error:
         return _fault("too_large", str(error))
@@ -214,7 +214,7 @@ def _image(value: Any, column: str) -> bytes:
                 if data := base64.b64decode(rest, validate=True):
                     return data
             except (binascii.Error, ValueError):
-                pass  # not base64: ColumnFault is raised below
+                pass  # the text is not base64, so the statement below raises ColumnFault
     raise ColumnFault(f"column {column!r} has no image file: expected bytes, a map with bytes, or base64")
 
 
@@ -232,8 +232,8 @@ async def _images(place: Place, span: RowSpan) -> list[InputRow]:
                 entry.source, fault=_fault("invalid_media", f"the image has more than {MAX_SPAN_BYTES} bytes")
             )
         try:
-            # The tag is not checked here, because some stores (Google's emulator) return other tags in responses than
-            # in listings. The tag in the listing was compared with the tag of the span above.
+            # This read does not check the tag, because some stores (Google's emulator) return other tags in responses
+            # than in listings. The comparison above has checked the tags of the listing.
             return InputRow(entry.source, images=(await whole(place, replace(entry, tag="")),))
         except InvalidInput as error:
             if error.reason == "not_allowed":

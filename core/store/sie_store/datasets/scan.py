@@ -1,10 +1,10 @@
-"""Finds the positions of rows in the bytes of JSON Lines and CSV. Values are not decoded, and only one piece of the
-object is in memory at a time.
+"""Find the positions of rows in the bytes of JSON Lines and CSV. The scan decodes no values, and has only one piece of
+the object in memory at a time.
 
     pieces of any size ──Scanner──► (start, end) of each row ──Cutter──► spans of rows
 
-A row ends at a line feed. In CSV (RFC 4180) the number of quotes before this line feed must be even. A line of only
-spaces, tabs and carriage returns is not a row.
+A row ends at a line feed; in CSV (RFC 4180), only at a line feed after an even number of quotes. A line of only spaces,
+tabs and carriage returns is not a row.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def rows_of(data: bytes, *, is_quoted: bool) -> list[bytes]:
 
 
 class Cut(NamedTuple):
-    """Rows `first` to before `first + rows` of an object. `start`, `end`: byte positions; in Parquet, row groups."""
+    """Rows `first` to before `first + rows` of an object. `start`, `end`: byte positions, or numbers of row groups in
+    Parquet.
+    """
 
     first: int
     rows: int

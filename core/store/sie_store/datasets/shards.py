@@ -1,5 +1,5 @@
-"""Writes parts, the files of a job's output. If several processes write a part, the first process succeeds, and the
-other processes use its part.
+"""Write parts, the files of a job's output. If several processes write the same part, the first process succeeds, and
+the other processes use the part of the first.
 
     shard ──encode──► bytes ──put, create only──┬─► written ──────────────────────► ShardRecord
                                                 └─► exists: read, inspected ──────► ShardRecord of the existing part
@@ -37,7 +37,7 @@ OWNER = ".sie-job"  # object in the output folder that contains the id of the jo
 
 
 class PartDamaged(StoreError):
-    """Error for an object that is no part but has the name of one. The job continues when the operator moves it."""
+    """Error for an object that has the name of a part but is no part. The job continues after an operator moves it."""
 
 
 async def claim(place: Place, owner: str) -> None:
