@@ -29,7 +29,7 @@ FileState = Literal["writing", "ready", "removing"]
 MAX_CODES = 20
 MAX_BROKEN = 20  # maximum number of unreadable parts of the input that a record names
 MAX_RECORD_BYTES = 64 << 10
-# maximum number of bytes of an error message, and of the name of an unreadable part with its error
+# maximum numbers of bytes: of an error message, and of the name and the error of an unreadable part
 MAX_MESSAGE_BYTES, MAX_BROKEN_BYTES = 2048, 512
 MAX_WORD_BYTES = 128  # maximum number of bytes of a code, a reason or a fingerprint
 # maximum number of bytes of a shard's `source`, an object's name with a range of rows; S3 allows names of 1024 bytes

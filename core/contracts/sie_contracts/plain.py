@@ -75,8 +75,8 @@ def _clean(error: Exception) -> str:
 
 
 def _check(root: Any, *, is_json: bool) -> None:
-    """Raise Malformed for values that are nested too deep, and in msgpack for wrong types of values and keys. The set
-    of the types in a list is tested, which takes a fifth of the time of a test of each value.
+    """Raise Malformed for values that are nested too deep, and in msgpack for wrong types of values and keys. It tests
+    the set of the types in a list, because a test of each value would take five times as long.
     """
     level: list[Any] = [[root]]
     for _ in range(MAX_NESTING + 1):
@@ -87,7 +87,7 @@ def _check(root: Any, *, is_json: bool) -> None:
             if not is_json:
                 if not kinds <= _PLAIN:
                     odd = next(iter(kinds - _PLAIN)).__name__
-                    raise Malformed(f"holds a value of the msgpack extension type {odd}, which is not accepted")
+                    raise Malformed(f"has a value of the msgpack extension type {odd}, which is not accepted")
                 if isinstance(parent, dict):
                     _name_by_text(parent)
                     values = parent.values()

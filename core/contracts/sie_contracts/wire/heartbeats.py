@@ -142,7 +142,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
 
     @property
     def lane(self) -> Lane:
-        """Return the lane that the worker serves now."""
+        """Return the lane (pool, machine profile and bundle) that the worker serves now."""
         return Lane(self.pool, self.machine_profile, self.bundle)
 
 
@@ -188,8 +188,8 @@ class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AnswerErasure(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Selection of cached answers that every gateway erases: answers that match all fields that are not empty. `key`:
-    name of an API key in metrics. `digest`: digest of an input.
+    """Selection of cached answers that every gateway erases. An answer is selected if it matches each field that is not
+    empty. `key`: name of an API key in metrics. `digest`: digest of an input.
     """
 
     model: str = ""

@@ -301,8 +301,8 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     `utilization_percent`: use of the device by all processes; None if it cannot be measured.
 
     `threshold_percent`: memory use above which models are evicted. `batches`: the last batches, newest last; None if
-    SIE_INSTRUMENTATION is off. `devices`: number of devices of this worker; each has its own adapter and socket
-    (`device_socket`).
+    SIE_INSTRUMENTATION is off. `devices`: number of devices of this worker; each device has its own adapter process and
+    socket (`device_socket`).
     """
 
     protocol: int

@@ -297,7 +297,7 @@ class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result/1"):
-    """Results of a chunk, one for each input, in order. `block`: the bytes of all arrays, to which slices refer."""
+    """Results of a work item, one for each input, in order. `block`: bytes of all arrays, to which slices refer."""
 
     request: str
     chunk: int

@@ -62,7 +62,7 @@ HEALTH_SUBJECT = "sie.health"
 GATEWAY_SUBJECT = "sie.gateway"
 ASSIGNED_SUBJECT = "sie.assigned"
 RESIDENCY_SUBJECT = "sie.residency"
-STREAMS_SUBJECT = "sie.streams"  # `streams_subject` appends a token to it
+STREAMS_SUBJECT = "sie.streams"  # prefix of the subjects of `streams_subject`
 CONFIG_SUBJECT = "sie.config.models"
 DEFAULT_POOL = "_default"
 DUPLICATE_WINDOW_S = 120.0
@@ -83,7 +83,7 @@ OWN_CONSUMERS = 4096  # largest number of consumers that serve one model each, i
 # The same number for a stream with replicas. It is lower, because each of these consumers is a Raft group, which sends
 # heartbeats and writes files even when it is idle.
 OWN_CONSUMERS_REPLICATED = 256
-# assumed size of a message in bytes: a chunk of SIE_CHUNK_COST tokens with four bytes per token
+# assumed size of a message in bytes: the inputs have SIE_CHUNK_COST tokens in total, with four bytes per token
 _USUAL_MESSAGE_BYTES = 16 << 10
 _MIN_RESERVATION_BYTES = 1 << 20
 _MIN_PER_SUBJECT = 4096  # lowest limit on waiting messages per subject, so that the messages of one request fit
@@ -285,7 +285,9 @@ def consumer_of(subject: str, ack_wait_s: float) -> ConsumerSpec:
     """Return the settings of the consumer that serves a subject of work. Raises ValueError for any other subject."""
     tokens = subject.split(".")
     if len(tokens) not in (7, 8) or tokens[:2] != ["sie", "work"] or (len(tokens) == 8) != tokens[6].startswith("_s"):
-        raise ValueError(f"{subject!r} is not a subject of work of a model or a slot")
+        raise ValueError(
+            f"{subject!r} is not a subject of work: expected sie.work.POOL.PROFILE.BUNDLE.PRIORITY[._sN].MODEL"
+        )
     pool, machine_profile, bundle, priority, last = tokens[2:7]
     head = f"{_prefix(machine_profile, bundle)}{priority}__"
     name = head + _bounded(last, _MAX_NAME - len(head))
@@ -308,9 +310,9 @@ def health_subject(worker: str) -> str:
 
 
 def assigned_subject(worker: str) -> str:
-    """Return the subject on which a worker is notified that its assignment to a pool may have changed. Gateways also
-    send requests to this subject, to test whether the worker is connected: the broker reports a subject without
-    subscriber at once.
+    """Return the subject on which gateways notify a worker that its assignment to a pool may have changed. Gateways
+    also send requests to this subject to test whether the worker is connected: if the subject has no subscriber, the
+    broker reports this at once.
     """
     return f"{ASSIGNED_SUBJECT}.{token(worker)}"
 
@@ -347,11 +349,11 @@ def part_key(lane_key: str, number: int) -> str:
 
 
 def lane_key_of(key: str) -> str:
-    """Return the key of the lane to which `key` belongs. `key` is the key of the lane or of a part of its value."""
+    """Return the key of a lane. `key`: key of the lane, or of a part of the lane's value."""
     return ".".join(key.split(".", 3)[:3])
 
 
 def part_number(lane_key: str, key: str) -> int | None:
-    """Return the number of the part with the key `key`; None if the key is not that of a part of this lane's value."""
+    """Return the number of the part with the key `key`; None if `key` is not the key of a part of this lane's value."""
     number = key.removeprefix(f"{lane_key}.p")
     return int(number) if number != key and number.isdecimal() else None

@@ -27,7 +27,7 @@ def is_packed(name: str) -> bool:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether jobs skip an object, because it is hidden, a folder, a manifest, or a marker file of another
+    """Return whether jobs skip the object `name`: a hidden object, a folder, a manifest, or a marker file of another
     program, such as _SUCCESS.
     """
     segments = name.split("/")

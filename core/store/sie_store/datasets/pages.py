@@ -22,12 +22,12 @@ MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header, which 
 MAX_EMPTY_PAGES = 1000  # largest number of pages without values in a column of a row group
 MAX_DEPTH = 8  # largest depth of nested structs and lists in a header or a footer
 MAX_FIELDS = 100  # largest number of fields in a struct; the largest struct of Parquet has about 20
-FIELDS_DEPTH = 2  # depth of the structs of a header whose fields are used
+FIELDS_DEPTH = 2  # `_ThriftReader.struct` returns only fields of structs at a depth below this number
 # largest number of values in the lists of a footer; each row group, and each column of a row group, counts as LARGE
 # values because it takes more memory
 MAX_FOOTER_VALUES, LARGE = 4_000_000, 20
 LARGE_DEPTH = 4  # a struct up to this depth counts as LARGE values; the columns of a row group are at this depth
-_NUMBER, _STRUCT = 5, 12  # kinds of values in Thrift
+_NUMBER, _STRUCT = 5, 12  # kinds of values in Thrift: a 32-bit number, a struct
 # fields of a page header: (number of the field, kind of its value)
 _TYPE, _DECODED, _COMPRESSED, _VALUES = (1, _NUMBER), (2, _NUMBER), (3, _NUMBER), (1, _NUMBER)
 _DATA_PAGE, _DATA_PAGE_V2 = (5, _STRUCT), (8, _STRUCT)

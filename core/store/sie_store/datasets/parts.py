@@ -34,11 +34,11 @@ _FAULTS = (ValueError, OSError, EOFError, LookupError, RuntimeError, zipfile.Bad
 
 
 class PartFault(ValueError):
-    """Error for bytes that are not a part of an output."""
+    """Error for bytes that are not a part (an output file of a job)."""
 
 
 def part_name(number: int, count: int, format: OutputFormat) -> str:
-    """Return the file name of part `number` (from 0) of `count` parts."""
+    """Return the name of the output file `number` (from 0) of `count` files."""
     digits = max(MIN_DIGITS, len(str(count - 1)))
     return f"part-{number:0{digits}d}{SUFFIX[format]}"
 

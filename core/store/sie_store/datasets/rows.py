@@ -126,7 +126,7 @@ def _fault(reason: str, message: str, param: str = "") -> ErrorInfo:
 
 
 class _RowMaker:
-    """Builds the rows of a span. It fills the templates of the job with the values of the columns."""
+    """Builder of the rows of a span (a range of rows): fills the job's templates with the values of the columns."""
 
     def __init__(self, span: RowSpan, source: JobInput) -> None:
         self._span, self._source = span, source

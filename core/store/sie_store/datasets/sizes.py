@@ -30,7 +30,7 @@ class TooManyValues(ValueError):
 
 
 class SpanSize:
-    """Counter of the memory that the rows of a span need."""
+    """Counter of the memory that the rows of a span (a range of rows) need."""
 
     def __init__(self, span: RowSpan) -> None:
         self._span = span
