@@ -77,9 +77,8 @@ def _not_utf8(body: bytes) -> int:
 
 
 def _lone_surrogate(body: bytes, stopped: int | None) -> int | None:
-    """Return the offset of the lone half of a surrogate pair. `stopped`: offset at which the decoder stopped; None if
-    the decoder reached the end of the body. Then only the last bytes are searched; if they contain no lone half, return
-    None.
+    """Return the offset of the lone half of a surrogate pair; None if there is none. `stopped`: offset at which the
+    decoder stopped; None if the decoder reached the end of the body. Then only the last bytes are searched.
     """
     if stopped is None:
         offsets = [half.start() for half in _HIGH.finditer(body, max(0, len(body) - 2 * _ESCAPE_BYTES))]

@@ -424,9 +424,8 @@ def _length(header: bytes | bytearray, cap: int) -> int:
 
 
 async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -> bytes:
-    """Return the body of the next frame. The wait for its first byte has no time limit; then the frame must be complete
-    within FRAME_TIMEOUT_S. Raises EOFError if the peer closed the connection between two frames, and FrameError for an
-    incomplete or too large frame.
+    """Return the body of the next frame. The first byte has no time limit; the rest must arrive within FRAME_TIMEOUT_S.
+    Raises EOFError if the peer closed the connection between two frames; FrameError for an incomplete or long frame.
     """
     try:
         first = await reader.readexactly(1)

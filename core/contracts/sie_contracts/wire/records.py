@@ -39,9 +39,9 @@ class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
 
 
 class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/1"):
-    """Placement table of a lane (pool, machine profile and bundle). `hosts`: by model id, the ids of the workers that
-    should load the model. `at_s`: time of the last planning step. `raised_s`: for each model, the time when its number
-    of workers was last raised. Times are by the broker's clock.
+    """Placement table of a lane (pool, machine profile and bundle). `hosts`: by model id, the workers that should load
+    the model. `at_s`: time of the last planning step. `raised_s`: for each model, the time when its number of workers
+    was last raised. Times are by the broker's clock.
 
     A large table is stored in parts. Then `parts` has the stamps of the parts, and `hosts` is empty.
     """

@@ -64,9 +64,8 @@ class RowAnswer:
 
 
 class RowChunk(NamedTuple):
-    """Chunk of a row's text. `chunk`: number of the chunk, from 0. `start`, `end`: positions in the text, in code
-    points. `row_tokens`: number of tokens of the whole row. `section`: page and heading at the start of the chunk; None
-    if the row has no document.
+    """Chunk of a row's text. `chunk`: number of the chunk. `start`, `end`: positions in the text, in code points.
+    `row_tokens`: tokens of the whole row. `section`: page and heading at its start; None if the row has no document.
     """
 
     chunk: int
@@ -140,9 +139,7 @@ class Shard:
 
 
 def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer], keep: Sequence[str] = ()) -> Shard:
-    """Return the shard of rows and their answers, with the input columns `keep`. Raises ValueError if the vectors of an
-    output differ in width or type.
-    """
+    """Return the shard of rows and their answers. Raises ValueError if an output's vectors differ in width or type."""
     lines = lines_of(rows, answers)
     chunks = [line.chunk for line in lines] if any(line.chunk is not None for line in lines) else []
     errors = [answer.error for answer in answers if answer.error is not None]

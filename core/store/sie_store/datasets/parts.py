@@ -44,9 +44,7 @@ def part_name(number: int, count: int, format: OutputFormat) -> str:
 
 
 def id_bytes(shard: Shard, format: OutputFormat) -> int:
-    """Return the number of bytes of the ids in a part of the format npy, in which each id is as wide as the longest id;
-    0 for the other formats.
-    """
+    """Return the bytes of the ids in a part of the format npy, where each id is as wide as the longest; otherwise 0."""
     return CODE_POINT_BYTES * max(map(len, shard.ids), default=0) * len(shard.ids) if format == "npy" else 0
 
 

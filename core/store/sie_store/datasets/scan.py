@@ -81,9 +81,7 @@ def rows_of(data: bytes, *, is_quoted: bool) -> list[bytes]:
 
 
 class Cut(NamedTuple):
-    """Rows `first` to before `first + rows` of an object. `start`, `end`: byte positions, or numbers of row groups in
-    Parquet.
-    """
+    """Rows `first` to before `first + rows` of an object. `start`, `end`: in Parquet, row groups; otherwise, bytes."""
 
     first: int
     rows: int

@@ -86,9 +86,7 @@ async def _has_parts(place: Place) -> bool:
 
 
 async def put_once(place: Place, name: str, data: bytes, format: OutputFormat) -> ShardRecord:
-    """Write a part (an output file of a job) if it does not exist, and return the record of the stored part. Raises
-    PartDamaged, StoreError.
-    """
+    """Write a part (output file) if it does not exist. Return the stored record. Raises PartDamaged, StoreError."""
     import obstore
 
     record = await asyncio.to_thread(_record, name, data, format)
