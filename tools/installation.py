@@ -7,8 +7,8 @@
     Linux without an NVIDIA GPU   VERSION+cpu, from the configured indexes and wheel folders, else from CPU_INDEX
     any other machine             from the configured indexes, whose builds for this machine have no CUDA
 
-If the environment variable TORCH_INDEX is set, it is the only index for torch, on every machine. If it is set to an
-empty text, torch comes from the configured indexes on every machine.
+If the environment variable TORCH_INDEX is set, its value is the only index for torch, on every machine. If the value is
+empty, torch comes from the configured indexes on every machine.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ other others another one ones something anything nothing whoever afresh anew
 VAGUE_VALUES = frozenset(_PARTICIPLES.split())
 VAGUE_FUNCTIONS = frozenset(["of", "take", "forget", "look", "tell", "say", "ask", "hear", "told", "heard", "given"])
 NO_SUBJECT = re.compile(r"^(What|Of|Who|Whom|That|Those|Which|Where|As|Else|None of|Nothing|Such)\b")
-# beginnings of docstrings that do not name the action of the function or its object
+# beginnings of docstrings that do not say what the function does, or with which object
 VAGUE_BEGINNING = re.compile(
     r"^(Forget|Note|Tell|Hear|Say|Return when|To be \w+ed|(\w+ )?(it|its|they|them|their))\b", re.I
 )
@@ -123,8 +123,8 @@ def _exceptions() -> set[str]:
 
 
 def imports(parsed_modules: Sequence[Module]) -> dict[str, set[str]]:
-    """Return for each module the modules of its package that it imports. An import of a package counts as an import of
-    its __init__ file only.
+    """Return, for each module, the modules of the same package that the module imports. An import of a package counts
+    as an import of its __init__ file only.
     """
     names = {module.name for module in parsed_modules}
     graph: dict[str, set[str]] = {}

@@ -37,7 +37,7 @@ class ReleaseError(Exception):
 
 
 def run(*command: str | Path, **environ: str) -> str:
-    """Run a command and return its standard output; the terminal shows its errors. Raise ReleaseError if it fails."""
+    """Return the output of a command; the terminal shows its errors. Raise ReleaseError if the command fails."""
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise ReleaseError(f"{' '.join(map(str, command))} ended with status {done.returncode}\n{done.stdout}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 UNLIMITED = 1 << 30
 _LOAD_STEPS = 10  # planned use is compared in tenths, so that small differences do not decide
-_NEAR = 16  # number of workers after a model's hash on the ring, of which the model takes one as its host; see `Order`
+_NEAR = 16  # a model chooses a host among this number of workers after the model's hash on the ring; see `Order`
 # order of workers: first those with a free slot, then by planned use in tenths, then by number of models
 Key = tuple[bool, int, int]
 

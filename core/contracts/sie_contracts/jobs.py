@@ -135,11 +135,11 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
 
     `owner`: key of the credential whose quota and permissions the job uses; `owner_name`: its name in metrics.
     `command`: the last command of the owner: run, pause or cancel. `leader`: the gateway that runs the job; empty if no
-    gateway runs it, or if it has ended. Only the leader writes the progress and the end of the job.
+    gateway runs the job, or if the job has ended. Only the leader writes the progress and the end of the job.
 
-    `done`, `failed`, `reused`, `tokens` and `codes` count the rows that are answered, including rows of shards that
-    have no record yet; a new leader runs the rows of these shards again. `is_planned`: the numbers of rows and shards
-    are known.
+    `done`, `failed`, `reused`, `tokens` and `codes` count the answered rows, including rows of shards (parts of the
+    output) without a record. A new leader runs the rows of these shards again. `is_planned`: the numbers of rows and
+    shards are known.
 
     `lost`: gateways that died as leader of the job, in order. `peak_done`: the highest value of `done` at the death of
     a leader. If `done` is above `peak_done` when a leader dies, the earlier leaders are removed from `lost`.

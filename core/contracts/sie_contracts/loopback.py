@@ -1,4 +1,4 @@
-"""Loopback addresses. Connections to them use no proxy, because a proxy on another machine would connect to itself.
+"""Rules for loopback addresses: connections use no proxy, because a proxy on another machine would connect to itself.
 
 a client of httpx    ──► client_options(url, transport)  used by SIEClient and by the commands of `sie`
 a process of `sie`   ──► bypass_proxies(environ)         called once, for other libraries and for child processes
@@ -75,8 +75,8 @@ def client_options(url: str, transport: Callable[..., object], **options: Any) -
 
 
 def verification(url: str) -> ssl.SSLContext | bool:
-    """Return the option `verify` of an httpx client for the server at `url`. For http:// it is a context without CA
-    certificates, because loading them takes 30 ms of CPU time. A TLS connection with this context fails.
+    """Return the option `verify` of an httpx client for the server at `url`. For http://, return a context without
+    certificates, because loading certificates takes 30 ms of CPU time. A TLS connection with this context fails.
     """
     import ssl
 

@@ -32,8 +32,8 @@ class Dialect:
 
     `holds`: whether a request waits in the gateway while its model is loaded. The public SDKs repeat requests
     themselves, so the gateway answers them at once. `on_item_error`: default of this parameter. `statuses`: HTTP status
-    by error code, where it differs from that of NATIVE. `codes`: error code to send instead of a retryable code. Most
-    of the replaced codes are unknown to these clients, which do not retry after an unknown code.
+    by error code, where the status differs from that of NATIVE. `codes`: error code to send instead of a retryable
+    code. Most of the replaced codes are unknown to these clients, which do not retry after an unknown code.
     """
 
     holds: bool = True

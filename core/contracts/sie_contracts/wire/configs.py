@@ -95,14 +95,14 @@ def listed(model: str, document: Mapping[str, Any], source: str, note: str = "")
 
 
 def bundle_of(bundles: Mapping[str, BundleEntry], name: str) -> dict[str, Any]:
-    """Return the bundle `name` as a JSON-like document. Raises NotFound."""
+    """Return the body of the reply with the bundle `name`. Raises NotFound."""
     if name not in bundles:
         raise NotFound(f"no bundle named {name[:100]!r}; there are {', '.join(sorted(bundles))}", param="id")
     return msgspec.structs.asdict(bundles[name])
 
 
 def bundle_list(bundles: Mapping[str, BundleEntry]) -> dict[str, Any]:
-    """Return all bundles as a JSON-like document, with the preferred bundle first."""
+    """Return the body of the reply with all bundles, the preferred bundle first."""
     rows = map(msgspec.structs.asdict, bundling.ordered(bundles))
     return {"bundles": [{"bundle_id": row.pop("id"), **row} for row in rows]}
 
@@ -144,7 +144,7 @@ def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
 
 
 def digest(facts: Any) -> str:
-    """Return a hash of JSON-like data as 16 hex digits. Equal data have equal hashes."""
+    """Return a hash of data that JSON can encode, as 16 hex digits. Equal data have equal hashes."""
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]
 
 
@@ -174,7 +174,7 @@ def model_status(
 
     `bundles`: for each bundle that can serve the model, its hash and its workers; None for an alias, because workers do
     not know aliases. A bundle without workers is up to date, because a worker that starts reads the present catalogue.
-    `revision_at` returns the model's revision at an epoch; None if this process does not know it.
+    `revision_at` returns the model's revision at an epoch; None if this process does not know the revision.
     """
 
     def reader(name: str, reader_epoch: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class ServedPrecision(msgspec.Struct, frozen=True, omit_defaults=True):
     """Precision in which a loaded model computes (`served`). `requested`: precision that the model's entry or profile
-    sets, otherwise the worker's default. `reason`: why `served` differs from `requested`; empty if they are equal.
+    sets, otherwise the worker's default. `reason`: why `served` differs from `requested`; empty if both are equal.
     """
 
     served: str
@@ -43,7 +43,7 @@ class ServedEngine(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ServedLora(msgspec.Struct, frozen=True, omit_defaults=True):
-    """LoRA of a loaded model. `digest`: digest of its files, which may change under the same name."""
+    """LoRA of a loaded model. `digest`: digest of the LoRA's files, which may change under the same name."""
 
     name: str
     digest: str
@@ -104,9 +104,9 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     announced). `batch_cost`: largest number of tokens in a batch. `pipeline`: largest number of batches at the adapter.
 
     `pool`: pool from which the worker takes work now. `own_pool`: pool to which the worker belongs, if gateways may
-    assign it to another pool; empty if it always serves `pool`. `clock_ahead_s`: wall clock of the worker minus the
-    broker's clock (None: unknown). `listens`: the worker subscribes to its assignment subject; if this subject has no
-    subscriber, the worker is not connected. `on_disk`: ids of models whose weights are on its disk, at most ON_DISK.
+    assign it to another pool; empty if the worker always serves `pool`. `clock_ahead_s`: wall clock of the worker minus
+    the broker's clock (None: unknown). `listens`: the worker subscribes to its assignment subject; if this subject has
+    no subscriber, the worker is not connected. `on_disk`: ids of models whose weights are on its disk, at most ON_DISK.
     `device`: names of its devices, separated by commas. `devices`: state of each device; empty for one device. With
     several devices, the other fields about memory and capacity are sums.
     """
@@ -169,11 +169,11 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
-    """Work that one gateway sent for one model and one priority of a lane. `residency`: name of the model with one set
-    of load options.
+    """Work that one gateway sent for one model, at one priority of a lane (pool, machine profile and bundle).
+    `residency`: name of the model with one set of load options.
 
     `tokens`: tokens of this gateway's messages in the queue. `rate`: tokens of these messages that workers take per
-    second (0: unknown). `turns`: new promises to clients. `claimed`: clients that used the promise to them.
+    second (0: unknown). `turns`: new promises to refused clients. `claimed`: clients that have used such a promise.
     """
 
     pool: str
@@ -198,8 +198,8 @@ class AnswerErasure(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/1"):
-    """State of a gateway. The gateway sends it to all gateways every second, and five times per second while `queued`
-    is not empty.
+    """State of a gateway. The gateway sends this state to all gateways every second, and five times per second while
+    `queued` is not empty.
 
     `traffic`: by lane and priority, with keys `pool.machine profile.bundle.priority`. `qps`: recent number of answered
     inference requests per second. `config_epoch`: epoch of the catalogue that the gateway uses. `queued`: work of the

@@ -43,7 +43,7 @@ _HEADER = struct.Struct(">I")
 
 
 def device_socket(path: str, number: int) -> str:
-    """Return the socket path of the adapter for device `number` of a worker; for device 0 it is `path` itself."""
+    """Return the socket path of the adapter for device `number` of a worker; for device 0, return `path` itself."""
     return f"{path}.{number}" if number else path
 
 
@@ -277,7 +277,7 @@ class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
     `requested_precision`: precision that the model's entry or profile sets, otherwise the default. `precision_reason`:
     why `precision` differs from `requested_precision`; empty if both are equal. `crossover_tokens`: length of a text at
     which attention takes as long as the rest of the model (see `costs`); 0 if the time is proportional to the tokens,
-    or if the length is unknown. `engine`: engine that computes hidden states; `engine_reason`: why it was chosen.
+    or if the length is unknown. `engine`: engine that computes hidden states; `engine_reason`: reason of this choice.
     """
 
     model: str

@@ -100,7 +100,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     `tokens`: ids of the model's own tokenizer, instead of a text. `pair`: second text of a pair to classify. `vectors`:
     multivector of the text, for a score or a MUVERA encoding; if it is set, the text is not read. `images`: image files
     as the client sent them, after base64 is decoded. `mentions`: entities, for a model that finds relations between
-    them. `audio` and `document`: a sound or document file as the client sent it.
+    entities. `audio` and `document`: a sound or document file as the client sent it.
 
     Upgrade workers before gateways, because an older worker ignores fields that it does not know. If it ignores
     `vectors`, `images`, `audio` or `document`, it reads an empty text. If it ignores `chunks`, it encodes a whole text.
@@ -135,7 +135,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def least_bytes(self) -> int:
-        """Return a lower bound of the input's size in a message, in bytes. It is fast, because it encodes no text."""
+        """Return a lower bound of the input's size in a message, in bytes. No text is encoded, so this is fast."""
         size = len(self.text or "") + len(self.pair or "") + sum(map(len, self.images))
         size += len(self.chunks.spans) if self.chunks else 0
         return size + len(self.audio) + (len(self.document.data) if self.document else 0)
@@ -149,8 +149,8 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     `document`). `dimensions` and `max_tokens`: 0 means the model's own value. `document_tokens`: largest number of
     tokens that are read of a document to score; 0: as many as fit. `parameters`: options that not every family or
     operation reads, with their JSON types. `variant`: digest of the options that differ from those of the profile;
-    empty if none differs. The fingerprint of the result includes it. `sound_from_s`: read only the part of a sound that
-    begins at this second, at most MAX_SECONDS long; None: read the whole sound, and refuse one above MAX_SECONDS.
+    empty if none differs. The result's fingerprint includes this digest. `sound_from_s`: read only the part of a sound
+    that begins at this second, at most MAX_SECONDS long; None: read the whole sound, and refuse one above MAX_SECONDS.
     """
 
     outputs: tuple[str, ...] = ("dense",)
@@ -189,7 +189,7 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
 
     If a chunk is too large for a message, its inputs and query are in the payload store, under the key `payload`;
     `count` is then the number of inputs. `asker`: name of the client's credential in metrics. A worker reuses computed
-    data of an image only for requests with the same `asker`; if `asker` is empty, the worker does not reuse them.
+    data of an image only for requests with the same `asker`; if `asker` is empty, the worker reuses no data.
     """
 
     request: str
@@ -224,7 +224,7 @@ class Payload(msgspec.Struct, frozen=True, omit_defaults=True, tag="payload/1"):
 
 
 class ArraySlice(msgspec.Struct, frozen=True, array_like=True):
-    """Position of an array in the block of bytes that is sent with it. `dtype` is a numpy dtype, for example `<f4`."""
+    """Position of an array in the `block` of the same message. `dtype` is a numpy dtype, for example `<f4`."""
 
     dtype: str
     shape: tuple[int, ...]

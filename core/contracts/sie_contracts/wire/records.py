@@ -71,7 +71,7 @@ class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     minimum_worker_count: int = 0
     ttl_seconds: int = 1200
     gpu_caps: dict[str, int] = {}
-    pinned_models: tuple[str, ...] = ()  # models that its workers load before the first request
+    pinned_models: tuple[str, ...] = ()  # models that the reservation's workers load before the first request
 
 
 class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -105,8 +105,8 @@ class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"
 
 class RemoteReference(msgspec.Struct, frozen=True, omit_defaults=True, tag="remote-reference/1"):
     """Vectors that a worker computed for a model's probe texts. Gateways compare vectors of remote servers with these.
-    `source`: digest of the model's entry and of the probe texts. `prompts`: prefix, suffix and side (true: query) of
-    each prompt. `vectors`: float32 [prompts x texts, width]; with `has_long`, one more row for the long text.
+    `source`: digest of the model's entry and of the probe texts. `prompts`: (prefix, suffix, whether it is for queries)
+    of each prompt. `vectors`: float32 [prompts x texts, width]; with `has_long`, one more row for the long text.
     """
 
     source: str

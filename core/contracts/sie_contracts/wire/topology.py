@@ -27,7 +27,7 @@ from typing import Literal
 TOPOLOGY_VERSION = 3
 
 CATALOGUE_BUCKET = "sie_catalogue"
-# bucket with a second copy of the catalogue documents that clients wrote over the API, because no file contains them
+# bucket with a second copy of the catalogue documents that clients wrote over the API: no file has these documents
 CATALOGUE_COPY_BUCKET = "sie_catalogue_copy"
 PLACEMENT_BUCKET = "sie_placement"
 POISON_BUCKET = "sie_poison"
@@ -178,7 +178,7 @@ class Lane:
         return f"{self.pool}.{self.machine_profile}.{self.bundle}"
 
     def consumer_prefix(self) -> str:
-        """Return the prefix of the names of all consumers of this lane. No other consumer's name begins with it."""
+        """Return the prefix of the names of all consumers of this lane. No other consumer's name has this prefix."""
         return _prefix(token(self.machine_profile), token(self.bundle))
 
 
@@ -199,7 +199,7 @@ def work_stream(
 
 def reservation_bytes(queue_bytes: int) -> int:
     """Return the size of a reservation's stream: a sixteenth of `queue_bytes`, the size of a pool's stream, but at
-    least 1 MiB. It is small because a broker reserves the whole size at once, and there may be 64 reservations.
+    least 1 MiB. This size is small because a broker reserves the whole size at once, and there may be 64 reservations.
     """
     return max(_MIN_RESERVATION_BYTES, queue_bytes // 16)
 
@@ -214,7 +214,7 @@ def pool_of(subject: str) -> str:
 
 def dead_letter_stream(pool: str, *, replicas: int, queue_bytes: int = 4 * DEAD_LETTER_BYTES) -> StreamSpec:
     """Return the settings of the stream for the dead letters of a pool: messages that workers gave up. The stream
-    stores them in files for DEAD_LETTER_AGE_S seconds.
+    stores these messages in files for DEAD_LETTER_AGE_S seconds.
 
     The size of the stream is a quarter of the work queue's size, at most DEAD_LETTER_BYTES. The limit is low because a
     broker reserves the whole size at once and refuses a size for which it has no disk space.

@@ -65,7 +65,7 @@ class RowAnswer:
 
 class RowChunk(NamedTuple):
     """Chunk of a row's text. `chunk`: number of the chunk. `start`, `end`: positions in the text, in code points.
-    `row_tokens`: tokens of the whole row. `section`: page and heading at its start; None if the row has no document.
+    `row_tokens`: tokens of the whole row. `section`: page and heading at `start`; None if the row has no document.
     """
 
     chunk: int
@@ -214,7 +214,7 @@ def _numbers(answers: Sequence[RowAnswer], value: Callable[[RowAnswer], Any]) ->
 def _stacked(answers: Sequence[RowAnswer]) -> Array:
     arrays = [answer.arrays["dense"] for answer in answers if answer.error is None]
     if len({(array.shape, array.dtype) for array in arrays}) != 1:
-        raise ValueError("dense: vectors of one shard have different widths or types")
+        raise ValueError("dense: vectors of one output file have different widths or types")
     vectors = np.zeros((len(answers), arrays[0].size), arrays[0].dtype)
     vectors[[answer.error is None for answer in answers]] = arrays
     return vectors
@@ -223,5 +223,5 @@ def _stacked(answers: Sequence[RowAnswer]) -> Array:
 def _ragged(answers: Sequence[RowAnswer], name: str) -> list[Array | None]:
     arrays = [None if answer.error is not None else answer.arrays.get(name) for answer in answers]
     if len({(array.shape[1:], array.dtype) for array in arrays if array is not None}) > 1:
-        raise ValueError(f"{name}: vectors of one shard have different widths or types")
+        raise ValueError(f"{name}: vectors of one output file have different widths or types")
     return arrays

@@ -278,7 +278,7 @@ def _batches(
 
     pyarrow copies a value of a dictionary for each row, so a batch has fewer rows if dictionaries are large. If a batch
     would have too few rows, pyarrow returns texts as dictionary arrays (indices into distinct values). Such an array
-    has the values of all earlier rows of the row group, so it is not used in all cases.
+    has the values of all earlier rows of the row group, so dictionary arrays are not used in all cases.
     """
     columns, schema = chunks.values(), file.schema
     rows = max(1, file.metadata.row_group(number).num_rows)

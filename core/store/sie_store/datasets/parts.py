@@ -69,7 +69,7 @@ def inspect(data: bytes, format: OutputFormat) -> About:
     except PartFault:
         raise
     except _FAULTS as error:
-        raise PartFault(f"the object is no part in the format {format}") from error
+        raise PartFault(f"the object is not an output file of a job in the format {format}") from error
 
 
 def _lines(shard: Shard, *, has_arrays: bool) -> Iterator[bytes]:
@@ -134,7 +134,7 @@ def outcomes(data: bytes, format: OutputFormat) -> list[Outcome]:
             lines = [_line.decode(line) for line in io.BytesIO(data)]
         return [Outcome(line.id, line.of_row, line.error) for line in lines if line.begins_row]
     except _FAULTS as error:
-        raise PartFault(f"the object is no part in the format {format}") from error
+        raise PartFault(f"the object is not an output file of a job in the format {format}") from error
 
 
 class _Line(msgspec.Struct):

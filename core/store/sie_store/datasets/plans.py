@@ -299,7 +299,7 @@ class _JsonSample(NamedTuple):
         names_of_columns: dict[str, None] = {}
         most = 0
         for line in lines[:SAMPLE_ROWS]:
-            # an invalid row is skipped here; the job reports it when it reads the row
+            # an invalid row is skipped here; the job reports the error when it reads this row
             with contextlib.suppress(*UNDECODABLE):
                 row = sizes.columns_of(line)
                 names_of_columns |= dict.fromkeys(row)

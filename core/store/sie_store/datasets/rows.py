@@ -107,7 +107,7 @@ def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
         return _fault("too_large", str(error))
     except msgspec.ValidationError:
         return _fault("malformed", "the line is no JSON object")
-    except UNDECODABLE:  # the decoder's message may quote the row, so it is left out
+    except UNDECODABLE:  # the decoder's message may quote the row, so the message is left out
         return _fault("malformed", "the line is no valid JSON")
 
 

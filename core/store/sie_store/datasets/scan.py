@@ -113,7 +113,7 @@ class Cutter:
                 yield from self.end()
 
     def end(self) -> Iterator[Cut]:
-        """Yield the last span, if it has any row."""
+        """Yield the last span (a range of rows), if any rows are left."""
         if self._rows:
             yield Cut(self._first, self._rows, self._start, self._end)
         self._first += self._rows

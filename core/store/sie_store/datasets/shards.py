@@ -37,7 +37,7 @@ OWNER = ".sie-job"  # object in the output folder that contains the id of the jo
 
 
 class PartDamaged(StoreError):
-    """Error for an object that has the name of a part but is no part. The job continues after an operator moves it."""
+    """Error for an object with the name of a part, but other content. The job continues after an operator moves it."""
 
 
 async def claim(place: Place, owner: str) -> None:

@@ -73,8 +73,8 @@ def decoded(value: msgspec.Raw) -> Any:
     """Decode one JSON value of a column. Raises an exception of `errors.UNDECODABLE`."""
     if values_of(value) <= SPARE_LEVELS:
         return msgspec.json.decode(value)
-    # The value is encoded again later, when less of the stack is free. If it can be decoded inside SPARE_LEVELS lists,
-    # enough of the stack is free for the later encoding.
+    # The value is encoded again later, when less of the stack is free. If the value can be decoded inside SPARE_LEVELS
+    # lists, enough of the stack is free for the later encoding.
     whole = msgspec.json.decode(b"[" * SPARE_LEVELS + bytes(value) + b"]" * SPARE_LEVELS)
     for _ in range(SPARE_LEVELS):
         (whole,) = whole
