@@ -98,7 +98,7 @@ class Again(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan/1"):
     """Plan of a job, stored as one object in the payload store: the numbered parts of the input (`spans`), and the
     objects that cannot be read. `again`: for a retry, the rows of each part that run again. `repeated`: lines of a
-    batch whose id was used by an earlier line.
+    batch that repeat the id of an earlier line.
     """
 
     spans: tuple[RowSpan, ...]

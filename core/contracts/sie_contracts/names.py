@@ -18,7 +18,7 @@ ALL_COMPARED = 150
 # ends when the pieces have occurred this many times in the ids.
 _MAX_PLACES = 2000
 _PIECE = 3  # number of letters of a piece
-_LONG = 20  # number of letters from which on only some pieces of a name are looked up
+_LONG = 20  # from this number of letters on, only some pieces of a name are looked up
 _LONGEST = 256  # number of letters that are compared; the rest of a longer name is ignored
 # lowest similarity of a suggestion of `did_you_mean` (1: equal); one or two letters may be wrong, missing or exchanged
 _LIKE = 0.7

@@ -55,7 +55,7 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     recently accepted for the model. `fetched`: progress of the download of the weights. `crossover_tokens`: length of a
     text at which attention takes as long as the rest of the model (see `costs`; 0: unknown). `image_tokens`: largest
     cost of an image, in tokens; `image_vectors`: number of token vectors of an image (0: unknown, or none). `revision`:
-    revision of the entry to which `state` belongs. `loaded_revision`: revision of the entry with which the model was
+    revision of the catalogue entry to which `state` belongs. `loaded_revision`: revision with which the model was
     last loaded (0: never loaded, or unknown). `loras`: the loaded LoRAs, at most REPORTED_LORAS.
     """
 

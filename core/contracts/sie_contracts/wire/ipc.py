@@ -131,10 +131,10 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
     have several images. `writes`: the model generates an answer, token by token or in separate processes, in parallel
     to batches of other models. Such a batch may take minutes, occupies no thread of the device, and ends when no client
     waits for it. `empty`: text for an input that has neither a text nor images. `sounds`: recipe for the sound of an
-    input; None: not allowed. `documents`: limits for the document of an input with layout raw, whose file is sent
-    unchanged; None: not allowed. `chunks`: a text may have chunks. `pooling`: how dense vectors are pooled; empty if
-    texts have no chunks or the model has no dense vectors. `questions`: if above 0, a model with layout raw reads each
-    text once for each question (`questions_of`), with this number of additional tokens.
+    input; None: not allowed. `documents`: limits for the document file of an input with layout raw, which the sidecar
+    sends unchanged; None: not allowed. `chunks`: a text may have chunks. `pooling`: how dense vectors are pooled; empty
+    if texts have no chunks or the model has no dense vectors. `questions`: if above 0, a model with layout raw reads
+    each text once for each question (`questions_of`), with this number of additional tokens.
     """
 
     layout: Layout = "text"
@@ -260,7 +260,7 @@ class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Reply to a Ping. `busy_s`: age of the running batch in seconds, 0 if no batch runs. If the device hangs, `busy_s`
     keeps growing.
 
-    `dropped`: models that were evicted. `fetching`: progress of downloads of weights to this node, by model id.
+    `dropped`: models that the adapter has evicted. `fetching`: progress of weight downloads to this node, by model id.
     """
 
     pid: int
@@ -327,7 +327,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     so that the sidecar needs no files of the model.
 
     `max_tokens` includes special tokens. `rows`: how inputs become rows, for each operation of the model. `dropped`:
-    models that were evicted.
+    models that the adapter has evicted.
     """
 
     loaded: LoadedModel
@@ -352,9 +352,9 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     consecutive slices.
 
     `inference_ms`: time of the forward pass. `postprocess_ms`: time of the computations after the forward pass and of
-    the copy to the host. `padding`: number of padding tokens that were computed. `preprocess_ms`: time of tokenising,
-    if the family tokenises in the adapter. `dropped`: models that were evicted. `engine`: engine that computed the
-    hidden states.
+    the copy to the host. `padding`: number of computed padding tokens. `preprocess_ms`: time of tokenising,
+    if the family tokenises in the adapter. `dropped`: models that the adapter has evicted. `engine`: engine that
+    computed the hidden states.
     """
 
     batch: str
@@ -376,7 +376,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 class Refused(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Reply to a request that failed as a whole. `batch`: id of the batch, if the request was a RunBatch. `dropped`:
-    models that were evicted although the request failed.
+    models that the adapter has evicted although the request failed.
     """
 
     error: ErrorInfo

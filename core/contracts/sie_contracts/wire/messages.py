@@ -85,8 +85,8 @@ class ChunkRule(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class TextChunks(msgspec.Struct, frozen=True, omit_defaults=True):
     """Chunks of a text, each of which gets its own vectors. They are either computed by `rule` or listed in `spans`,
-    int32 [chunks, 2]: first and end code point. With `context`, the whole text is encoded, and each vector is pooled
-    from the tokens of its chunk; without it, each chunk is encoded alone.
+    int32 [chunks, 2]: first and end code point. With `context`, the worker encodes the whole text, and pools each
+    vector from the tokens of one chunk; without `context`, it encodes each chunk alone.
     """
 
     rule: ChunkRule | None = None
@@ -147,8 +147,8 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     `prefix` and `suffix`: prompt around a text. `query_prefix` and `query_suffix`: prompt around the query of a score.
     `pieces`: template of a pair, for models that have one; each piece alternates literal text and a field (`query` or
     `document`). `dimensions` and `max_tokens`: 0 means the model's own value. `document_tokens`: largest number of
-    tokens that are read of a document to score; 0: as many as fit. `parameters`: options that not every family or
-    operation reads, with their JSON types. `variant`: digest of the options that differ from those of the profile;
+    tokens that the model reads of a document to score; 0: as many as fit. `parameters`: options that not every family
+    or operation reads, with their JSON types. `variant`: digest of the options that differ from those of the profile;
     empty if none differs. The result's fingerprint includes this digest. `sound_from_s`: read only the part of a sound
     that begins at this second, at most MAX_SECONDS long; None: read the whole sound, and refuse one above MAX_SECONDS.
     """
@@ -184,8 +184,8 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     `reply`: subject on which the gateway receives the result; the worker sends the result as a NATS request, and the
     gateway confirms it. `budget_ms`: time for the work, counted from the broker's timestamp of the message. `endpoint`:
     name of the route in the worker's metrics; empty: the operation's name. `traceparent` and `tracestate`: trace
-    context of the request. `revision`: revision of the weights. `config_revision`: revision of the model's entry
-    (0: not checked).
+    context of the request. `revision`: revision of the weights. `config_revision`: revision of the model's entry in
+    the catalogue (0: not checked).
 
     If a chunk is too large for a message, its inputs and query are in the payload store, under the key `payload`;
     `count` is then the number of inputs. `asker`: name of the client's credential in metrics. A worker reuses computed

@@ -1,4 +1,4 @@
-"""Check whether another user can write to a folder from which code or data are read."""
+"""Check whether another user can write to a folder from which SIE reads code or data."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ _MAX_NAME = 180
 _MAX_LABEL = 48
 _DIGEST = re.compile(r"_z[0-9a-f]{32}")
 
-SLOTS = 16  # number of shared consumers of each lane and priority
+SLOTS = 16  # number of shared consumers of each priority of a lane (pool, machine profile and bundle)
 OWN_CONSUMERS = 4096  # largest number of consumers that serve one model each, in a stream without replicas
 # The same number for a stream with replicas. It is lower, because each of these consumers is a Raft group, which sends
 # heartbeats and writes files even when it is idle.
@@ -131,11 +131,11 @@ def stream_name(pool: str) -> str:
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """Settings of a stream. With retention `workqueue`, a message is removed when it is acknowledged, and a full stream
+    """Settings of a stream. With retention `workqueue`, the broker removes an acknowledged message, and a full stream
     refuses new messages. With retention `limits`, messages stay, and a full stream drops the oldest ones.
 
     `max_per_subject`: largest number of waiting messages of one subject (0: no limit). A subject belongs to one model,
-    lane and priority. The broker drops all messages above a new, lower limit. So the limit is lowered only while no
+    lane and priority. The broker drops all messages above a new, lower limit. So SIE lowers the limit only while no
     subject has more than half of the new limit.
     """
 
@@ -333,13 +333,13 @@ def gateway_subject(gateway: str) -> str:
 
 @functools.lru_cache(1024)
 def lane_filter(lane: Lane, priority: str = "") -> str:
-    """Return the filter for all work subjects of a lane, or only for those with the priority `priority`."""
+    """Return the filter for the work subjects of a lane (pool, machine profile and bundle) or of one priority of it."""
     return f"{_lane_subject(lane, priority)}.>" if priority else f"sie.work.{lane_key(lane)}.>"
 
 
 @functools.lru_cache(1024)
 def lane_key(lane: Lane) -> str:
-    """Return the key of a lane's value in a key-value bucket."""
+    """Return the key of a lane (pool, machine profile and bundle) in a key-value bucket."""
     return f"{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}"
 
 

@@ -246,7 +246,7 @@ def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Itera
 
 
 def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size: SpanSize) -> Iterator[dict[str, Any]]:
-    """Yield the columns `names` of the rows of a span. Blocks. Raises InvalidInput, StoreError."""
+    """Yield the columns `names` of each row of a span (a range of rows). Blocks. Raises InvalidInput, StoreError."""
     source = _PageFile(place, entry)
     with _opened(source, entry) as file, _reading(entry.source):
         present = [name for name in names if name in file.schema_arrow.names]

@@ -49,15 +49,15 @@ def id_bytes(shard: Shard, format: OutputFormat) -> int:
 
 
 def encode(shard: Shard, format: OutputFormat) -> bytes:
-    """Encode a shard as a file. All processes of one version of SIE return the same bytes for a shard."""
+    """Encode a shard (answers to a range of rows). Processes of one version of SIE return the same bytes for it."""
     if format == "parquet":
         return tables.encode(shard)
     return b"".join(_lines(shard, has_arrays=True)) if format == "jsonl" else _npz(shard)
 
 
 def inspect(data: bytes, format: OutputFormat) -> About:
-    """Return the description of the shard in a part. For JSON Lines, `job`, `shard`, `model`, `reused` and `lines` are
-    empty or 0, because the part does not have them. Raises PartFault.
+    """Return the shard's description in an output file. For JSON Lines, `job`, `shard`, `model`, `reused` and `lines`
+    are empty or 0, because the file does not have them. Raises PartFault.
     """
     try:
         if format == "parquet":

@@ -95,7 +95,7 @@ class Place:
 
 
 def _check_segments(url: str, where: StoreUrl, param: str) -> None:
-    # The client's own text is checked, because `where` has the resolved path, from which each `..` is removed.
+    # The path in `where` is resolved and has no `..`, so the client's own text is checked.
     written = url if where.scheme == "file" and not url.lower().startswith("file:") else unquote(urlsplit(url).path)
     if _CONTROL.search(written):
         raise InvalidInput.at(param, "control characters and \\ are not allowed", reason="not_allowed")

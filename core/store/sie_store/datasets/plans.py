@@ -35,7 +35,7 @@ from sie_store.object_stores import within
 
 # largest number of objects that a job reads below a folder: the job sorts their names in memory
 MAX_OBJECTS = 1_000_000
-MAX_SPANS = 100_000  # largest number of spans of a job, because a record of each span is in memory
+MAX_SPANS = 100_000  # largest number of spans (ranges of rows) of a job, because each has a record in memory
 TOO_MANY = "too_many_items"  # reason in the error for too many objects or spans
 MAX_HEADER_BYTES = 64 << 10  # largest number of bytes of the first row of a CSV object
 SPAN_BYTES = 32 << 20  # largest number of bytes of text in a span, except if a single row has more

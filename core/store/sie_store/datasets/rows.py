@@ -54,8 +54,8 @@ class InputRow:
 
 
 async def read(place: Place, span: RowSpan, source: JobInput) -> list[InputRow]:
-    """Return the `span.rows` rows of a span, in order. Raises InvalidInput (reasons input_missing, input_changed,
-    malformed, too_large, not_allowed), StoreError.
+    """Return the `span.rows` rows of a span (a range of rows of an object), in order. Raises InvalidInput (reasons
+    input_missing, input_changed, malformed, too_large, not_allowed), StoreError.
     """
     if span.format == "images":
         return await _images(place, span)

@@ -56,7 +56,7 @@ def encode(shard: Shard) -> bytes:
 
 
 def inspect(data: bytes) -> About:
-    """Return the description of the shard in a part. Raises ValueError, OSError."""
+    """Return the shard's description in an output file. Raises ValueError, OSError."""
     import pyarrow as pa
     from pyarrow import parquet
 
