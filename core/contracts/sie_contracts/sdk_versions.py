@@ -42,7 +42,7 @@ class Dialect:
     codes: Mapping[str, str] = field(default_factory=dict)
 
     def spoken(self, error: SIEError) -> SIEError:
-        """Return `error` with these clients' code and status. An error without a reason gets the old code as reason."""
+        """Return `error` with these clients' code and status. A replaced code becomes the reason if there is none."""
         code = self.codes.get(error.code, error.code) if error.retryable else error.code
         status = self.statuses.get(error.code)
         if code == error.code and status is None:

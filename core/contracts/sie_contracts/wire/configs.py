@@ -173,8 +173,8 @@ def model_status(
     `since`: epoch of the write that created this revision.
 
     `bundles`: for each bundle that can serve the model, its hash and its workers; None for an alias, because workers do
-    not know aliases. A bundle without workers is up to date, because a worker that starts reads the present catalogue.
-    `revision_at` returns the model's revision at an epoch; None if this process does not know the revision.
+    not know aliases. A bundle without workers counts as up to date, because a worker that starts reads the present
+    catalogue. `revision_at` returns the model's revision at an epoch; None if this process does not know the revision.
     """
 
     def reader(name: str, reader_epoch: str) -> dict[str, Any]:

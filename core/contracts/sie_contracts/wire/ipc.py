@@ -443,7 +443,7 @@ async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -
 
 def receive_frame(connection: socket.socket, cap: int = MAX_FRAME_BYTES) -> bytearray:
     """Return the body of the next frame from a blocking socket, like `read_frame`, but FRAME_TIMEOUT_S limits each read
-    of the socket. The buffer grows with the bytes that arrive; it is not allocated from the length in the header.
+    after the first byte. The buffer grows with the bytes that arrive, not with the length in the header.
     """
     connection.settimeout(None)
     header = bytearray(connection.recv(4))

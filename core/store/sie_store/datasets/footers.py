@@ -343,7 +343,7 @@ def _values(array: Array) -> int:
 
 
 def _decoded_bytes(array: Array) -> int:
-    """Return the bytes of an array's values. In a dictionary array, the value counts for each of its indices."""
+    """Return the bytes of an array's values. A value of a dictionary array counts once for each index."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

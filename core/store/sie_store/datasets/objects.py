@@ -93,8 +93,8 @@ async def pieces(place: Place, entry: ObjectEntry, start: int, end: int) -> Asyn
         except ObjectMissing as error:
             raise missing(entry.source) from error
         except StoreError as error:
-            # Stores report different errors if the object has become shorter than the range. So the tags show whether
-            # the object has changed.
+            # Stores report different errors if the object has become shorter than the range, so only
+            # the tags show that the object has changed.
             if (now := await find(place, entry.source)).tag != (tag or now.tag):
                 raise changed(entry.source) from error
             tries += 1

@@ -162,7 +162,7 @@ async def _listed(
         if most is None and len(objects) > limit:
             raise InvalidInput.at("input.url", f"the folder has more than {limit} objects", reason=TOO_MANY)
         if most is not None and len(objects) >= limit + LISTED_AT_ONCE:
-            # A bucket lists objects in the order of names, so its listing can stop here. A disk has no such order.
+            # A bucket lists objects in the order of names, so its listing can stop here. A disk lists in no order.
             objects = heapq.nsmallest(limit, objects, key=_name)
             if place.root is None:
                 break

@@ -86,7 +86,7 @@ async def _has_parts(place: Place) -> bool:
 
 
 async def put_once(place: Place, name: str, data: bytes, format: OutputFormat) -> ShardRecord:
-    """Write a part (output file) if it does not exist. Return the stored record. Raises PartDamaged, StoreError."""
+    """Write a part (output file) if none exists. Return the stored part's record. Raises PartDamaged, StoreError."""
     import obstore
 
     record = await asyncio.to_thread(_record, name, data, format)

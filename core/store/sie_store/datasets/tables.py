@@ -92,7 +92,7 @@ def _chunk_columns(chunks: list[RowChunk | None]) -> dict[str, pa.Array]:
 
 def _inferred(values: list[Any]) -> pa.Array:
     """Return an array whose type Arrow infers from the values. The array has JSON texts if the values have several
-    types, or a type for which `_is_flat` is False. If all values are None, the array has the type null.
+    types, or a type for which `_is_flat` is False. If all values are None, readers accept the type null everywhere.
     """
     import pyarrow as pa
 

@@ -119,7 +119,7 @@ def reads_images(source: JobInput) -> bool:
 
 
 def check(source: JobInput, operation: str) -> None:
-    """Raise InvalidInput if the input lacks a field that the operation needs, or has a field that is not read."""
+    """Raise InvalidInput for a missing field that the operation needs, and for a field that the operation ignores."""
     if bool(source.file) == bool(source.url):
         raise InvalidInput("input: expected exactly one of file and url", param="input")
     parsed = templates(source)
