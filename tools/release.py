@@ -45,7 +45,7 @@ def run(*command: str | Path, **environ: str) -> str:
 
 
 def checked_version(*, dirty: bool) -> str:
-    """Return the version. Raise ReleaseError if a file has another one, or without `dirty` for uncommitted changes."""
+    """Return the version. Raise ReleaseError if a file has another version, or uncommitted changes without `dirty`."""
     release_version = version.current()
     if wrong := [
         f"{place} has {copy_version}" for place, copy_version in version.found() if copy_version != release_version

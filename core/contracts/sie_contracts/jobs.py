@@ -108,13 +108,13 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan/1"):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Return the number of rows to answer in each part."""
+        """Return the number of rows to run in each part of the input."""
         return tuple(span.rows for span in self.again or self.spans)
 
 
 class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard/1"):
-    """Record of a shard: the answers to one part of the input, with the `name` and SHA-256 of the output file. With an
-    `error`, the part could not be read and there is no file.
+    """Record of a shard (the answers to one part of the input), with the `name` and SHA-256 of the output file. If
+    `error` is set, the part could not be read, and no file exists.
     """
 
     name: str
@@ -133,9 +133,9 @@ class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard/1"
 class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     """A job. A job of SIE has a `request`; a batch of OpenAI has a `batch`.
 
-    `owner`: key of the credential whose quota and permissions the job uses; `owner_name`: its name in metrics.
-    `command`: the last command of the owner: run, pause or cancel. `leader`: the gateway that runs the job; empty if no
-    gateway runs the job, or if the job has ended. Only the leader writes the progress and the end of the job.
+    `owner`: key of the credential whose quota and permissions the job uses; `owner_name`: the credential's name in
+    metrics. `command`: the last command of the owner: run, pause or cancel. `leader`: the gateway that runs the job;
+    empty if no gateway runs the job, or if the job has ended. Only the leader writes progress and end of the job.
 
     `done`, `failed`, `reused`, `tokens` and `codes` count the answered rows, including rows of shards (parts of the
     output) without a record. A new leader runs the rows of these shards again. `is_planned`: the numbers of rows and
@@ -202,8 +202,8 @@ encode = msgspec.msgpack.encode
 
 
 def bounded(record: T) -> T:
-    """Return the record with its texts cut to their limits. Texts that the client sent are not cut. Raises ValueError
-    if the record is still larger than MAX_RECORD_BYTES.
+    """Return the record with its texts cut to their limits, except the client's texts. Raises ValueError if the record
+    is still larger than MAX_RECORD_BYTES.
     """
     cut = record
     if isinstance(record, JobRecord):

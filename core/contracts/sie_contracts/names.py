@@ -61,7 +61,7 @@ def _kinds(types: str) -> str:
 
 
 class NameIndex:
-    """Index of ids for the search by similar names. Its tables are built at the first search."""
+    """Index of ids for the search by similar names. The first search builds its tables."""
 
     def __init__(self, ids: Iterable[str]) -> None:
         self._ids = ids

@@ -425,7 +425,7 @@ def _length(header: bytes | bytearray, cap: int) -> int:
 
 async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -> bytes:
     """Return the body of the next frame. The first byte has no time limit; the rest must arrive within FRAME_TIMEOUT_S.
-    Raises EOFError if the peer closed the connection between two frames; FrameError for an incomplete or long frame.
+    Raises EOFError if the peer closed the connection between frames; FrameError for an incomplete or too long frame.
     """
     try:
         first = await reader.readexactly(1)

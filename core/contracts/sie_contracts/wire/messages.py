@@ -84,7 +84,7 @@ class ChunkRule(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TextChunks(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Chunks of a text, each of which gets its own vectors. They are either computed by `rule` or listed in `spans`,
+    """Chunks of a text, each of which gets its own vectors. Either `rule` computes the chunks, or `spans` lists them,
     int32 [chunks, 2]: first and end code point. With `context`, the worker encodes the whole text, and pools each
     vector from the tokens of one chunk; without `context`, it encodes each chunk alone.
     """
@@ -349,7 +349,7 @@ class Residency(msgspec.Struct, frozen=True, omit_defaults=True, tag="residency/
 class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm/1"):
     """Reply of a gateway to a result.
 
-    `taken`: the result was accepted. `duplicate`: a result for the same chunk was accepted before. `unknown`: the
+    `taken`: the result was accepted. `duplicate`: a result for the same work item was accepted before. `unknown`: the
     gateway does not have the request any more. `part`: the fragment was stored, and other fragments are missing.
     """
 

@@ -44,7 +44,7 @@ def part_name(number: int, count: int, format: OutputFormat) -> str:
 
 
 def id_bytes(shard: Shard, format: OutputFormat) -> int:
-    """Return the bytes of the ids in a part of the format npy, where each id is as wide as the longest; otherwise 0."""
+    """Return the bytes of the ids in a part of the format npy, where each id is as wide as the longest; else 0."""
     return CODE_POINT_BYTES * max(map(len, shard.ids), default=0) * len(shard.ids) if format == "npy" else 0
 
 
@@ -110,7 +110,7 @@ def _arrays(shard: Shard, at: int) -> dict[str, Any]:
 
 
 def _exact(array: Array) -> Array:
-    """Convert float16 to float64, so that JSON has its exact value."""
+    """Convert float16 to float64, so that JSON has the exact value."""
     return np.ascontiguousarray(array, np.float64 if array.dtype == np.float16 else None)
 
 
@@ -155,7 +155,7 @@ class _Line(msgspec.Struct):
 
     @property
     def of_row(self) -> int:
-        """Return the tokens of the whole row."""
+        """Return the number of tokens of the whole row."""
         return self.tokens if self.row_tokens is None else self.row_tokens
 
 

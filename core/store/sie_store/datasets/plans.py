@@ -132,7 +132,7 @@ def _is_input(name: str, input_format: InputFormat | None) -> bool:
 
 
 async def images(place: Place, after: str = "", most: int | None = None) -> list[ObjectEntry]:
-    """Return the images below a folder with a name after `after`, sorted by name; with `most`, only so many."""
+    """Return the images below a folder with a name after `after`, sorted by name, at most `most` images."""
     return await place.patience.repeated(lambda: _listed(place, lambda name: format_of(name) == "images", after, most))
 
 
@@ -247,7 +247,7 @@ def check_file(path: Path, source: JobInput) -> None:
 
 
 def _needed(names: dict[str, str]) -> dict[str, str]:
-    """Return the columns that each JSON row must have: the columns of the job that are not only copied."""
+    """Return the columns that each JSON row must have: the columns that the job does not only copy."""
     return {name: param for name, param in names.items() if param != "input.keep"}
 
 

@@ -81,7 +81,7 @@ def rows_of(data: bytes, *, is_quoted: bool) -> list[bytes]:
 
 
 class Cut(NamedTuple):
-    """Rows `first` to before `first + rows` of an object. `start`, `end`: in Parquet, row groups; otherwise, bytes."""
+    """Rows `first` to before `first + rows` of an object. `start`, `end`: row groups in Parquet, else bytes."""
 
     first: int
     rows: int

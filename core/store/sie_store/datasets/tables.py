@@ -92,7 +92,8 @@ def _chunk_columns(chunks: list[RowChunk | None]) -> dict[str, pa.Array]:
 
 def _inferred(values: list[Any]) -> pa.Array:
     """Return an array whose type Arrow infers from the values. The array has JSON texts if the values have several
-    types, or a type for which `_is_flat` is False. If all values are None, readers accept the type null everywhere.
+    types, or a type for which `_is_flat` is False. If all values are None, the type is null, which every reader
+    accepts.
     """
     import pyarrow as pa
 
