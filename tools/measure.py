@@ -156,7 +156,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def reused_classes() -> dict[str, list[str]]:
-    """Return each name of several classes, with module and line of each class. Leading underscores do not count."""
+    """Return the names of more than one class, with module and line of each class. Leading underscores do not count."""
     places = defaultdict(list)
     for package in PACKAGES:
         for module in modules(package):
