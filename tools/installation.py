@@ -5,10 +5,10 @@
     machine                       build of torch
     with an NVIDIA GPU            from the indexes that pip is configured for; on Linux this build has CUDA
     Linux without an NVIDIA GPU   VERSION+cpu, from the configured indexes and wheel folders, else from CPU_INDEX
-    any other                     from the configured indexes; their builds for it have no CUDA
+    any other machine             from the configured indexes, whose builds for this machine have no CUDA
 
-The environment variable TORCH_INDEX names the only index for torch, on every machine. If it is set to an empty text,
-torch comes from the configured indexes in any case.
+If the environment variable TORCH_INDEX is set, its value is the only index for torch, on every machine. If the value is
+empty, torch comes from the configured indexes on every machine.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ ROOT = Path(__file__).parents[1]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LOG = "install.log"
 TICK_S = 1.0
-# pip's message; the second form appears if pip's configured constraints name torch too
+# pip's messages if no index has this build of torch; pip prints the second one if its constraints also name torch
 _ABSENT = re.compile(
     r"No matching distribution found for torch\b|no matching distributions available for your environment:\s+torch\b"
 )
 
 
 class StepFailed(Exception):
-    """Raised if a step failed. Its text says what the user can do."""
+    """Error for a step that failed. The message says what the user can do."""
 
 
 def has_gpu() -> bool:
-    """Return True if there is an NVIDIA GPU: a device file, or in WSL an entry in the list of nvidia-smi."""
+    """Return whether the machine has an NVIDIA GPU: a device file, or (in WSL) an entry in the list of nvidia-smi."""
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return True
     try:
@@ -75,7 +75,7 @@ class Installer:
             self._install_torch(f"torch {version}+cpu of {CPU_INDEX}", named, CPU_INDEX)
 
     def _install_torch(self, title: str, named: str, index: str = "") -> None:
-        """Install one build of torch without its dependencies. The next step installs these with constraints.txt."""
+        """Install one build of torch. The next step installs the dependencies of torch, with constraints.txt."""
         source = ["--index-url", index, "--retries", "2", "--timeout", "30"] if index else []
         try:
             self.run(title, "--no-deps", *source, named)
@@ -89,7 +89,7 @@ class Installer:
             raise
 
     def run(self, title: str, *arguments: str) -> None:
-        """Run one `pip install`, and print a line with its duration. Raise StepFailed if it fails."""
+        """Run one `pip install`, and print a line with its duration. Raise StepFailed if pip fails."""
         options = ["--disable-pip-version-check", "--no-compile", "--progress-bar", "off"]
         started_s = time.monotonic()
         is_terminal = sys.stdout.isatty()

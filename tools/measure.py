@@ -3,8 +3,8 @@
     python tools/measure.py          a table, and the first findings of each kind
     python tools/measure.py --all    every finding
 
-A circle is a set of modules of one package. Each of them imports every other one, directly or through further modules.
-Imports within functions and under TYPE_CHECKING count.
+A circle is a set of modules of one package, in which each module imports every other module, directly or through
+further modules. Imports within functions and under TYPE_CHECKING count.
 """
 
 import argparse
@@ -41,7 +41,7 @@ other others another one ones something anything nothing whoever afresh anew
 VAGUE_VALUES = frozenset(_PARTICIPLES.split())
 VAGUE_FUNCTIONS = frozenset(["of", "take", "forget", "look", "tell", "say", "ask", "hear", "told", "heard", "given"])
 NO_SUBJECT = re.compile(r"^(What|Of|Who|Whom|That|Those|Which|Where|As|Else|None of|Nothing|Such)\b")
-# beginnings of docstrings that do not say what the function does, or to what
+# beginnings of docstrings that do not say what the function does, or to which object
 VAGUE_BEGINNING = re.compile(
     r"^(Forget|Note|Tell|Hear|Say|Return when|To be \w+ed|(\w+ )?(it|its|they|them|their))\b", re.I
 )
@@ -123,8 +123,8 @@ def _exceptions() -> set[str]:
 
 
 def imports(parsed_modules: Sequence[Module]) -> dict[str, set[str]]:
-    """Return for each module the modules of its package that it imports. An import of a package counts as an import of
-    its __init__ file only.
+    """Return, for each module, the modules of the same package that the module imports. An import of a package counts
+    as an import of its __init__ file only.
     """
     names = {module.name for module in parsed_modules}
     graph: dict[str, set[str]] = {}
@@ -141,7 +141,7 @@ def imports(parsed_modules: Sequence[Module]) -> dict[str, set[str]]:
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return the circles of imports. One import of each found circle is removed, and the search goes on."""
+    """Return the circles of imports. The search removes one import of each circle from a copy of the graph."""
     graph = {name: set(used) for name, used in graph.items()}
     cycles = []
     while True:
@@ -156,7 +156,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def reused_classes() -> dict[str, list[str]]:
-    """Return the classes with the same name, by name: module and line of each. A leading underscore is ignored."""
+    """Return the names of more than one class, with module and line of each class. Leading underscores do not count."""
     places = defaultdict(list)
     for package in PACKAGES:
         for module in modules(package):
@@ -171,7 +171,7 @@ def within_a_package(places: Sequence[str]) -> bool:
 
 
 def vague_names(module: Module) -> Iterator[str]:
-    """Yield values and functions whose name is a participle or pronoun. In each function, a name is counted once."""
+    """Yield the functions, arguments and assigned variables whose name is a participle or pronoun."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if node.name.strip("_") in VAGUE_FUNCTIONS | VAGUE_VALUES:

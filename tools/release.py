@@ -7,8 +7,8 @@
         ├──────► bill of materials             CycloneDX, of the packages that the wheel needs with the extra `serve`
         └──────► SHA256SUMS                    of all these files
 
-Images remain in their builder, from which they are pushed. The script ends with a list of the parts that were not
-built. A checkout with uncommitted changes is refused, since nobody else could build the same files.
+Images stay in the store of their builder; push them from this store. The script ends with a list of the parts that were
+not built. It refuses a checkout with uncommitted changes, because nobody else could build the same files.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SUMS = "SHA256SUMS"
 
 
 class ReleaseError(Exception):
-    """Raised if a release cannot be built. Its text says what to change."""
+    """Error for a release that cannot be built. The message says what to change."""
 
 
 def run(*command: str | Path, **environ: str) -> str:
-    """Run a command and return its standard output; errors go to the terminal. Raise ReleaseError if it fails."""
+    """Return the output of a command; the terminal shows its errors. Raise ReleaseError if the command fails."""
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise ReleaseError(f"{' '.join(map(str, command))} ended with status {done.returncode}\n{done.stdout}")
@@ -45,7 +45,7 @@ def run(*command: str | Path, **environ: str) -> str:
 
 
 def checked_version(*, dirty: bool) -> str:
-    """Return the version. Raise ReleaseError if a file has another one, or for uncommitted changes unless `dirty`."""
+    """Return the version. Raise ReleaseError if a file has another version, or uncommitted changes without `dirty`."""
     release_version = version.current()
     if wrong := [
         f"{place} has {copy_version}" for place, copy_version in version.found() if copy_version != release_version
@@ -60,7 +60,9 @@ def checked_version(*, dirty: bool) -> str:
 
 
 def distributions(out: Path) -> None:
-    """Build the source archive, from it the wheel (which proves that it is complete), and the alias package's wheel."""
+    """Build the source archive, the wheel, and the alias package's wheel. The first wheel is built from the archive, to
+    prove that no file is missing in the archive.
+    """
     at = run("git", "log", "-1", "--format=%ct").strip()
     build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", out)
     run(*build, ROOT, SOURCE_DATE_EPOCH=at)
@@ -77,7 +79,7 @@ def bill(out: Path, of: str) -> None:
 
 
 def images(out: Path, of: str) -> list[str]:
-    """Build the images by `make image-NAME` if a builder is installed. Return those not built, with the reason."""
+    """Build the images by `make image-NAME` if a builder is installed. Return the images not built, with the reason."""
     cuda = "image adapter-cuda: `make image-adapter-cuda` builds it, from NVIDIA's image with its compiler"
     if not os.environ.get("BUILDER") and not any(map(shutil.which, BUILDERS)):
         return [f"images {', '.join(IMAGES)}: none of {', '.join(BUILDERS)} is installed", cuda]

@@ -4,9 +4,9 @@
     python tools/request_path.py --list       also their names
     python tools/request_path.py --functions  also the functions in each file that are entered
 
-A broker, a gateway, a sidecar and an adapter run with the model of the package. Each of them records the files of the
-Python functions that it enters between two notices, in all threads. A file counts if each of several requests entered
-it, so that periodic work of a process (heartbeats, refreshes) does not count.
+A broker, a gateway, a sidecar and an adapter run with the model of the package. Each Python process records the
+functions that its threads enter between the messages `begin` and `end`. A file counts only if every request enters the
+file, so that periodic work of a process (heartbeats, refreshes) does not count.
 """
 
 import argparse
@@ -31,13 +31,11 @@ from zygote import RUN_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FILES = 60
-# number of requests. Only functions that every request enters count. Periodic work of a process does not occur during
-# all of 40 requests, even on a busy machine, so it does not count
+# number of requests: even on a busy machine, periodic work of a process does not run during every one of 40 requests
 REQUESTS = 40
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
-# code that runs at the start of each Python process that has this code's folder on PYTHONPATH, and of processes that it
-# forks
+# code that each process of SIE runs at its start, as `sitecustomize`, and each process that it forks
 TRACER = """
     import json, os, socket, sys, threading
 
@@ -73,13 +71,13 @@ TRACER = """
 """
 START_S = 150.0  # time limit in seconds for the start of SIE: recording functions makes imports several times slower
 ROLES = ("gateway", "sidecar", "adapter")
-# pairs: file, relative to the root of the repository, and qualified name of a function in it
+# pairs (file relative to the root of the repository, qualified name of a function in this file)
 Functions = set[tuple[str, str]]
 
 
 def notify(address: Path, word: str) -> list[tuple[str, str]]:
-    """Send `word` ("begin" or "end") to a process that records the functions it calls. Return the functions recorded so
-    far; none if the process has ended.
+    """Send `word` to a process that records its functions. Return the (file, function) pairs that the process recorded
+    since "begin" if `word` is "end"; an empty list for "begin", and if the process has ended.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         try:
@@ -105,7 +103,7 @@ def encode(url: str) -> httpx.Response:
 
 
 def trace_request(folder: Path, url: str) -> dict[str, Functions]:
-    """Return by process the functions of the product that one request enters."""
+    """Return, for each process, the functions of the product that one request enters."""
     for address in folder.iterdir():
         notify(address, "begin")
     reply = encode(url)
@@ -118,7 +116,7 @@ def trace_request(folder: Path, url: str) -> dict[str, Functions]:
 
 
 def functions_of_encode() -> dict[str, Mapping[str, list[str]]]:
-    """Return by process and file the functions that every one of REQUESTS requests enters."""
+    """Return, for each process and file, the functions that every one of REQUESTS requests enters."""
     with tempfile.TemporaryDirectory() as name:
         folder, code = Path(name, "s"), Path(name, "code")
         folder.mkdir()

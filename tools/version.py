@@ -1,9 +1,9 @@
-"""Version of SIE. pyproject.toml defines it; this script copies it to the other files.
+"""Version of SIE. pyproject.toml defines the version; this script copies it to other files.
 
     python tools/version.py            print the version; status 1, and a line for each file with another version
     python tools/version.py 0.2.0      write this version to all files
 
-COPIES lists the files, with the text that stands before the version in each.
+COPIES lists these files, with a pattern for the text before the version.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = "pyproject.toml"
 _IMAGE = r"\bsie-(?:gateway|config|sidecar|adapter-cpu|adapter-cuda|\$image|\$name):"
-# pattern of paths -> regular expression for the text before a version in these files
+# glob of files -> regular expression for the text before a version in these files
 COPIES = {
     "core/contracts/sie_contracts/__init__.py": r'^__version__ = "',
     "sdk/alias/pyproject.toml": r'^version = "',
@@ -34,14 +34,14 @@ def current(root: Path = ROOT) -> str:
 
 
 def copies(root: Path = ROOT) -> Iterator[tuple[Path, re.Pattern[str]]]:
-    """Yield each file that has a copy of the version, and a pattern; its second group is the version."""
+    """Yield each file with copies of the version, and a pattern of a copy; group 2 of a match is the version."""
     for places, before in COPIES.items():
         for path in sorted(root.glob(places)):
             yield path, re.compile(f"({before})({_VERSION})", re.MULTILINE)
 
 
 def found(root: Path = ROOT) -> Iterator[tuple[str, str]]:
-    """Yield where each copy is (file:line), and the version there."""
+    """Yield the place (file:line) and the version of each copy."""
     for path, pattern in copies(root):
         text = path.read_text("utf-8")
         for match in pattern.finditer(text):
@@ -49,7 +49,7 @@ def found(root: Path = ROOT) -> Iterator[tuple[str, str]]:
 
 
 def write(version: str, root: Path = ROOT) -> None:
-    """Write the version to all files. Raise ValueError if it has another form than 0.2.0 or 0.2.0rc1."""
+    """Write the version to all files. Raise ValueError for a version of another form than 0.2.0 or 0.2.0rc1."""
     if not re.fullmatch(_VERSION, version):
         raise ValueError(f"{version}: expected a version such as 0.2.0 or 0.2.0rc1")
     source = root / SOURCE

@@ -1,4 +1,4 @@
-"""Type of a GPU, as in SIE_GPU_TYPE and in requests. It is derived from the product name that the driver reports."""
+"""Derive the type of a GPU, as in SIE_GPU_TYPE and in requests, from the product name that the driver reports."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Hosts of models: a host is a worker that should load a model. This module orders the workers of a lane (pool, machine
-profile and bundle) for the choice of hosts.
+"""Order the workers of a lane (pool, machine profile and bundle) for the choice of a model's hosts. A host is a worker
+that should load the model.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 UNLIMITED = 1 << 30
-_LOAD_STEPS = 10  # planned use is compared in tenths: workers whose use is in the same tenth count as equal
-_NEAR = 16  # a model is placed on one of this number of workers that follow it on the hash ring, see `Order`
+_LOAD_STEPS = 10  # planned use is compared in tenths, so that small differences do not decide
+_NEAR = 16  # a model chooses a host among this number of workers after the model's hash on the ring; see `Order`
 # order of workers: first those with a free slot, then by planned use in tenths, then by number of models
 Key = tuple[bool, int, int]
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """Models of one live worker. `refused`: models that did not fit into its memory, so that it refused them."""
+    """Models of one live worker. `refused`: models that the worker did not load, because they exceed its memory."""
 
     loaded: frozenset[str] = frozenset()
     loading: frozenset[str] = frozenset()
@@ -39,7 +39,7 @@ class HostWorker:
     index: int  # index of the worker in the arrays of `models.layout`
     lot: int  # hash of the name
     holdings: Holdings
-    slots: int  # number of models that the worker can load at a time
+    slots: int  # number of models that fit into the worker's memory together
     models: set[str] = field(default_factory=set)
     use: float = 0.0  # share of the worker's time, from 0 to 1, that the present plan uses
 

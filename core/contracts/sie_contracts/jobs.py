@@ -4,15 +4,14 @@
                  file.{file} ─► FileRecord   facts of an uploaded file, whose bytes are in the payload store
     sie_shards   {job}.{number} ─► ShardRecord   answers to a part of the input, or the error of an unreadable part
 
-The leader of a job is the gateway that runs it. The leader splits the input into parts; the answers to one part are a
-shard. The leader writes the output of a shard to the store first, and the record of the shard after that. If it dies
-between the two writes, the next leader finds the output without a record. A part that cannot be read has a record and
-no output. Changes to the structs follow the rules of `wire.messages`: a new field has a default, and no field changes
-its type or meaning.
+The leader of a job is the gateway that runs the job. The leader splits the input into parts; the answers to one part
+are a shard. The leader writes the output of a shard to the store first, and then the record of the shard. If the leader
+dies between the two writes, the next leader finds the output without a record. A part that cannot be read has a record
+and no output. The rules for changes to the structs are in `wire.messages`.
 
-Every gateway has all records of `sie_jobs` in memory, and reads them before it is ready. So a record has at most
-MAX_RECORD_BYTES. The size of the client's request is checked when the job is submitted. `bounded` shortens the texts
-that are added while the job runs.
+Every gateway reads all records of `sie_jobs` into its memory before it is ready. So a record has at most
+MAX_RECORD_BYTES: `check_request` limits the client's request when the job is submitted, and `bounded` shortens the
+texts that are added while the job runs.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ FileState = Literal["writing", "ready", "removing"]
 MAX_CODES = 20
 MAX_BROKEN = 20  # maximum number of unreadable parts of the input that a record names
 MAX_RECORD_BYTES = 64 << 10
-# maximum number of bytes of an error message, and of the name of an unreadable part with its error
+# maximum numbers of bytes: of an error message, and of the name and the error of an unreadable part
 MAX_MESSAGE_BYTES, MAX_BROKEN_BYTES = 2048, 512
 MAX_WORD_BYTES = 128  # maximum number of bytes of a code, a reason or a fingerprint
 # maximum number of bytes of a shard's `source`, an object's name with a range of rows; S3 allows names of 1024 bytes
@@ -43,8 +42,9 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
     """A file in the payload store. `owner` is the key of the credential that created it. Times are seconds since 1970.
     With `expires_s` 0 the file does not expire.
 
-    The record is written before its object and removed after it, so that no object exists without a record. A file is
-    `writing` until its object is stored, and `removing` until its object is deleted; then it cannot be read.
+    A gateway writes the record before the object and removes the record after the object, so that no object exists
+    without a record. A file is `writing` until its object is stored, and `removing` from the start of its deletion.
+    Only a `ready` file can be read.
     """
 
     id: str
@@ -63,8 +63,8 @@ class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     byte offsets in a text format, or numbers of row groups in Parquet. For images, `source` is empty, and the rows are
     the first `rows` images of the folder whose names sort after `after`.
 
-    `tag`: entity tag of the object when the job was planned, or for images a digest of names and tags. If the tag has
-    changed since, reading the rows fails. `header`: first row of a CSV object, with the names of its columns.
+    `tag`: entity tag of the object when the job was planned, or for images a digest of names and tags. A later change
+    of the tag makes the read of the rows fail. `header`: first row of a CSV object, with the names of its columns.
     """
 
     source: str
@@ -98,7 +98,7 @@ class Again(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan/1"):
     """Plan of a job, stored as one object in the payload store: the numbered parts of the input (`spans`), and the
     objects that cannot be read. `again`: for a retry, the rows of each part that run again. `repeated`: lines of a
-    batch whose id was used by an earlier line.
+    batch that repeat the id of an earlier line.
     """
 
     spans: tuple[RowSpan, ...]
@@ -108,13 +108,13 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan/1"):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Return the number of rows to answer in each part."""
+        """Return the number of rows to run in each part of the input."""
         return tuple(span.rows for span in self.again or self.spans)
 
 
 class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard/1"):
-    """Record of a shard: the answers to one part of the input, with the `name` and SHA-256 of the output file. With an
-    `error`, the part could not be read and there is no file.
+    """Record of a shard (the answers to one part of the input), with the `name` and SHA-256 of the output file. If
+    `error` is set, the part could not be read, and no file exists.
     """
 
     name: str
@@ -133,13 +133,13 @@ class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard/1"
 class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     """A job. A job of SIE has a `request`; a batch of OpenAI has a `batch`.
 
-    `owner`: key of the credential whose quota and permissions the job uses; `owner_name`: its name in metrics.
-    `command`: the last command of the owner: run, pause or cancel. `leader`: the gateway that runs the job; empty if no
-    gateway runs it, or if it has ended. Only the leader writes the progress and the end of the job.
+    `owner`: key of the credential whose quota and permissions the job uses; `owner_name`: the credential's name in
+    metrics. `command`: the last command of the owner: run, pause or cancel. `leader`: the gateway that runs the job;
+    empty if no gateway runs the job, or if the job has ended. Only the leader writes progress and end of the job.
 
-    `done`, `failed`, `reused`, `tokens` and `codes` count the rows that are answered, including rows of shards that
-    have no record yet; a new leader runs the rows of these shards again. `is_planned`: the numbers of rows and shards
-    are known.
+    `done`, `failed`, `reused`, `tokens` and `codes` count the answered rows, including rows of shards (parts of the
+    output) without a record. A new leader runs the rows of these shards again. `is_planned`: the numbers of rows and
+    shards are known.
 
     `lost`: gateways that died as leader of the job, in order. `peak_done`: the highest value of `done` at the death of
     a leader. If `done` is above `peak_done` when a leader dies, the earlier leaders are removed from `lost`.
@@ -202,8 +202,8 @@ encode = msgspec.msgpack.encode
 
 
 def bounded(record: T) -> T:
-    """Return the record with its texts cut to their limits. Texts that the client sent are not cut. Raises ValueError
-    if the record is still larger than MAX_RECORD_BYTES.
+    """Return the record with its texts cut to their limits, except the client's texts. Raises ValueError if the record
+    is still larger than MAX_RECORD_BYTES.
     """
     cut = record
     if isinstance(record, JobRecord):
@@ -236,7 +236,7 @@ def cut_text(text: str, most: int) -> str:
 
 
 def _cut_error(info: ErrorInfo | None) -> ErrorInfo | None:
-    """Return the error with shortened texts and without extras, which replies about jobs do not show."""
+    """Return the error with shortened texts. The extras are left out, because replies about jobs do not show them."""
     if info is None:
         return None
     code, reason, param = (cut_text(word, MAX_WORD_BYTES) for word in (info.code, info.reason, info.param))

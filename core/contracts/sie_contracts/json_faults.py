@@ -25,7 +25,7 @@ def fault_of(body: bytes, error: Exception) -> str:
     for mark, name in _MARKS.items():
         if body.startswith(mark):
             return f"the body begins with a byte order mark of {name}: send UTF-8 without one"
-    # the offset in a UnicodeDecodeError counts from the start of a string, so `_not_utf8` computes the offset
+    # the offset in the decoder's UnicodeDecodeError is within a string; `_not_utf8` computes the offset in the body
     if isinstance(error, UnicodeDecodeError):
         return f"the text is not valid UTF-8, {_place(body, _not_utf8(body))}"
     stopped = _AT.search(str(error))
@@ -77,9 +77,8 @@ def _not_utf8(body: bytes) -> int:
 
 
 def _lone_surrogate(body: bytes, stopped: int | None) -> int | None:
-    """Return the offset of the lone half of a surrogate pair. `stopped`: offset at which the decoder stopped; None if
-    the decoder reached the end of the body. Then only the last bytes are searched; if they contain no lone half, return
-    None.
+    """Return the offset of the lone half of a surrogate pair; None if there is none. `stopped`: offset at which the
+    decoder stopped; None if the decoder reached the end of the body. Then only the last bytes are searched.
     """
     if stopped is None:
         offsets = [half.start() for half in _HIGH.finditer(body, max(0, len(body) - 2 * _ESCAPE_BYTES))]

@@ -1,4 +1,4 @@
-"""Loopback addresses. Connections to them use no proxy, because a proxy on another machine would connect to itself.
+"""Rules for loopback addresses: connections use no proxy, because a proxy on another machine would connect to itself.
 
 a client of httpx    ──► client_options(url, transport)  used by SIEClient and by the commands of `sie`
 a process of `sie`   ──► bypass_proxies(environ)         called once, for other libraries and for child processes
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MAX_CAUSE = 200  # maximum number of characters of a cause in an error message
 
-# no networks such as 127.0.0.0/8: httpx and the standard library do not understand them in NO_PROXY
+# hosts for NO_PROXY, without networks such as 127.0.0.0/8: httpx and the standard library do not understand networks
 _HOSTS = ("localhost", "127.0.0.1", "::1")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ws_proxy", "wss_proxy", "grpc_proxy")
 # both names are set, because some libraries read only one name: gRPC reads only `no_proxy`
@@ -75,8 +75,8 @@ def client_options(url: str, transport: Callable[..., object], **options: Any) -
 
 
 def verification(url: str) -> ssl.SSLContext | bool:
-    """Return the option `verify` of an httpx client for the server at `url`. For http:// it is a context without
-    certificates, because loading them takes 30 ms of CPU time. With this context, every TLS connection fails.
+    """Return the option `verify` of an httpx client for the server at `url`. For http://, return a context without
+    certificates, because loading certificates takes 30 ms of CPU time. A TLS connection with this context fails.
     """
     import ssl
 

@@ -14,11 +14,11 @@ from itertools import accumulate
 # because one comparison takes up to 0.1 ms.
 MAX_COMPARED = 20
 ALL_COMPARED = 150
-# The most promising ids share the most pieces of three letters with the name. Rare pieces are looked up first. The
-# search ends when the pieces have occurred this many times in the ids.
+# The most promising ids share the most pieces of three letters with the name. The search looks up rare pieces first. It
+# ends when the pieces have occurred this many times in the ids.
 _MAX_PLACES = 2000
 _PIECE = 3  # number of letters of a piece
-_LONG = 20  # in a name of at least this number of letters, only some pieces are looked up
+_LONG = 20  # from this number of letters on, only some pieces of a name are looked up
 _LONGEST = 256  # number of letters that are compared; the rest of a longer name is ignored
 # lowest similarity of a suggestion of `did_you_mean` (1: equal); one or two letters may be wrong, missing or exchanged
 _LIKE = 0.7
@@ -61,7 +61,7 @@ def _kinds(types: str) -> str:
 
 
 class NameIndex:
-    """Index of ids for the search by similar names. Its tables are built at the first search."""
+    """Index of ids for the search by similar names. The first search builds its tables."""
 
     def __init__(self, ids: Iterable[str]) -> None:
         self._ids = ids
@@ -98,7 +98,7 @@ class NameIndex:
         return [self._folded[hit][-1] for hit in dict.fromkeys(hits)][:count]
 
     def _alike(self, folded: str) -> list[str]:
-        """Return the case-folded ids to compare with a name. Of many ids, use those with the most common pieces."""
+        """Return the case-folded ids to compare with a name: all ids, or those that share the most pieces with it."""
         text, lines, starts = self._lines
         if len(lines) <= ALL_COMPARED:
             return lines

@@ -1,4 +1,4 @@
-"""Removal of paths of this machine from messages to clients. Only the last part of a path stays."""
+"""Remove paths of this machine from messages to clients. Only the last part of each path stays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def without_paths(text: str) -> str:
 
 
 def public(error: ErrorInfo) -> ErrorInfo:
-    """Return the error without absolute paths in its message and in its extras that are texts."""
+    """Return the error without absolute paths in its message and in the text values of its extras."""
     extras: dict[str, Any] = {
         key: without_paths(value) if isinstance(value, str) else value for key, value in error.extras.items()
     }

@@ -2,9 +2,9 @@
 
     bytes ──count──► number of values ──from_json, from_msgpack──► plain value
 
-Each step may raise Malformed. An array is a map (see `arrays`), which the code that reads the field converts to an
-array. Timestamps and other extension types are refused. So the readers of a body get only the types above, and can
-compare and encode every value.
+Each step may raise Malformed. An array becomes a map (see `arrays`); the code that reads the field converts the map to
+an array. Timestamps and other msgpack extension types raise Malformed. So the readers of a body get only the types
+above, and can compare and encode every value.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from sie_contracts.body_values import MAX_NESTING
 from sie_contracts.body_values import Malformed as Malformed
 from sie_contracts.json_faults import fault_of
 
-SMALL_BYTES = 4096  # largest size in bytes of a body that is not counted, because it cannot contain too many values
+SMALL_BYTES = 4096  # the values of a body of at most this size are not counted: they cannot be too many
 _CONTAINERS = frozenset({dict, list})
 _PLAIN = frozenset({dict, list, str, int, float, bool, type(None), bytes})
 _TEXT_KEYS = frozenset({str})
 
 
 def count(data: bytes, *, msgpack: bool) -> int:
-    """Return an upper bound of the number of values inside a body; 0 for a body of at most SMALL_BYTES, which is not
-    counted. Raises Malformed for too many values, and in msgpack for nesting deeper than MAX_NESTING.
+    """Return an upper bound of the number of values inside a body; 0 for a body of at most SMALL_BYTES, whose values
+    are not counted. Raises Malformed for too many values, and in msgpack for nesting deeper than MAX_NESTING.
     """
     if len(data) <= SMALL_BYTES:
         return 0
@@ -75,8 +75,8 @@ def _clean(error: Exception) -> str:
 
 
 def _check(root: Any, *, is_json: bool) -> None:
-    """Raise Malformed for values that are nested too deep, and in msgpack for wrong types of values and keys. The types
-    of a list are compared as a set, which takes a fifth of the time of a test for each value.
+    """Raise Malformed for values that are nested too deep, and in msgpack for wrong types of values and keys. The
+    set of the types in a list is tested, because a test of each value would take five times as long.
     """
     level: list[Any] = [[root]]
     for _ in range(MAX_NESTING + 1):
@@ -87,7 +87,7 @@ def _check(root: Any, *, is_json: bool) -> None:
             if not is_json:
                 if not kinds <= _PLAIN:
                     odd = next(iter(kinds - _PLAIN)).__name__
-                    raise Malformed(f"holds a value of the msgpack extension type {odd}, which is not accepted")
+                    raise Malformed(f"has a value of the msgpack extension type {odd}, which is not accepted")
                 if isinstance(parent, dict):
                     _name_by_text(parent)
                     values = parent.values()

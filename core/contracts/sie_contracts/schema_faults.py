@@ -1,4 +1,5 @@
-"""Error texts that say how to correct a field. The type of the document supplies permitted values and similar names.
+"""Error texts that say how to correct a field of a document. The permitted values and the similar names in a text come
+from the type of the document.
 
 error of msgspec, type of the document ──► path of the field, "missing", "expected one of …", "did you mean …"
 """
@@ -23,15 +24,15 @@ _MAX_NAME = 64  # maximum number of characters of an unknown field's name in an 
 
 
 def invalid_input(kind: type, error: ValidationError) -> InvalidInput:
-    """Return the error for a request body that msgspec refused as a `kind`. Its `param` is the path of the field, or
-    `body` for a fault of the whole body.
+    """Return the error for a request body that msgspec cannot convert to the type `kind`. `param` of the error is the
+    path of the field, or `body` for a fault of the whole body.
     """
     path, text = _field_fault(kind, error)
     return InvalidInput.at(path or "body", text)
 
 
 def fault_line(kind: type, error: ValidationError) -> str:
-    """Return "path: fault" for a document that msgspec refused as a `kind`, or the fault of the whole document."""
+    """Return "path: fault" for a document that msgspec cannot convert to `kind`; "fault" if it has no path."""
     return ": ".join(filter(None, _field_fault(kind, error)))
 
 
@@ -59,8 +60,8 @@ def described(kind: type, loc: str, message: str) -> tuple[str, str]:
 
 
 def _instead(kind: type, name: str, names: list[str]) -> str:
-    """Suggest a field in place of the unknown field `name`: a similar field in `names` or elsewhere in the document, or
-    else the first _MAX_NAMES of `names`.
+    """Suggest a field in place of the unknown field `name`: a similar field in `names` or elsewhere in the document. If
+    there is none, list the first _MAX_NAMES of `names`.
     """
     if like := difflib.get_close_matches(name[:_MAX_NAME], names, 1, 0.6):
         return f"did you mean `{like[0]}`?"
@@ -106,8 +107,8 @@ def _names(node: inspect.Type | None) -> list[str]:
 
 
 def _node(node: Any, path: str) -> inspect.Type | None:
-    """Return the type of the field at a path; None if there is no such field. A dot may separate two keys or be part of
-    a key of a map, so both readings are tried.
+    """Return the type of the field at a path; None if there is no such field. A key of a map may contain dots, so each
+    dot or bracket in the rest of the path may end the key.
     """
     if not path:
         current: inspect.Type | None = node

@@ -32,8 +32,8 @@ class Dialect:
 
     `holds`: whether a request waits in the gateway while its model is loaded. The public SDKs repeat requests
     themselves, so the gateway answers them at once. `on_item_error`: default of this parameter. `statuses`: HTTP status
-    by error code, where it differs from that of NATIVE. `codes`: error code to send instead of a retryable code. Most
-    of the replaced codes are unknown to these clients, which do not retry after an unknown code.
+    by error code, where the status differs from that of NATIVE. `codes`: error code to send instead of a retryable
+    code. Most of the replaced codes are unknown to these clients, which do not retry after an unknown code.
     """
 
     holds: bool = True
@@ -42,9 +42,7 @@ class Dialect:
     codes: Mapping[str, str] = field(default_factory=dict)
 
     def spoken(self, error: SIEError) -> SIEError:
-        """Return `error` with these clients' code and status. If it has no reason, the replaced code becomes the
-        reason.
-        """
+        """Return `error` with these clients' code and status. A replaced code becomes the reason if there is none."""
         code = self.codes.get(error.code, error.code) if error.retryable else error.code
         status = self.statuses.get(error.code)
         if code == error.code and status is None:
@@ -60,7 +58,7 @@ class Dialect:
 
 NATIVE = Dialect()
 _FAILED = {"MODEL_LOAD_FAILED": 502}
-# These clients repeat RESOURCE_EXHAUSTED only three times. More repetitions are useless if some inputs always fail.
+# Clients repeat a request only three times after RESOURCE_EXHAUSTED: more repetitions are useless if inputs always fail
 _MIXED = {"ALL_ITEMS_FAILED": "RESOURCE_EXHAUSTED"}
 
 
@@ -93,9 +91,9 @@ def dialect_of(version: str) -> Dialect:
 
 
 def server_version(version: str) -> str:
-    """Return the version to send to a public SDK of version `version`: its own version, but at most SERVER_VERSION. If
-    `version` cannot be parsed, it is SERVER_VERSION. The SDK warns if the received version differs from its own version
-    by more than one minor version.
+    """Return the version to send to a public SDK of version `version`: the SDK's own version, but at most
+    SERVER_VERSION; SERVER_VERSION if `version` cannot be parsed. The SDK warns if the received version differs from its
+    own version by more than one minor version.
     """
     number = _parsed(version)
     if number is None:

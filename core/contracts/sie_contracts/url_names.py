@@ -10,8 +10,8 @@ _UNFIT = re.compile(r"[%\\?#\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def quoted(name: str, argument: str) -> str:
-    """Return `name`, escaped for the path of a URL. Raises ValueError if `name` is no text or could lead to another
-    route. The error message begins with `argument`.
+    """Return `name`, escaped for the path of a URL. Raises ValueError if `name` is no text or if a URL with it could
+    belong to another route. The error message begins with `argument`.
     """
     if not isinstance(name, str) or _UNFIT.search(name) or any(part in ("", ".", "..") for part in name.split("/")):
         raise ValueError(

@@ -9,9 +9,9 @@ import yaml
 MAX_DEPTH = 64
 # largest length of a whole number: 64 bits in binary have 67 characters, and Python prints at most 4,300 digits
 MAX_DIGITS = 100
-# maximum number of events of the YAML parser, which takes a third of a second for them; JSON may have more values
+# maximum number of events of the YAML parser, which needs a third of a second for this number
 MAX_EVENTS = 50_000
-# largest length of a text whose events are not counted: such a text cannot nest deep enough to overflow the C stack
+# largest length of a text whose events are not counted: its values cannot nest deep enough to overflow the C stack
 SMALL_BYTES = 4096
 # the C loader, which is ten times as fast, if this build of PyYAML has it
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -65,7 +65,7 @@ def load_with_node(data: bytes | str) -> tuple[Any, yaml.Node | None]:
 
 
 def _check_events(data: bytes | str) -> None:
-    """Raise NotYAML for too many levels or events, because PyYAML builds the tree by a C recursion without a limit."""
+    """Raise NotYAML for too many levels or events, because PyYAML builds the tree by unlimited recursion in C."""
     depth = 0
     for number, event in enumerate(yaml.parse(data, _LOADER)):
         line = event.start_mark.line + 1 if event.start_mark else None

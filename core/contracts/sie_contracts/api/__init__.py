@@ -1,4 +1,4 @@
-"""The public HTTP API: each body and each reply as a struct, from which the OpenAPI document is generated.
+"""Structs for the bodies and replies of the public HTTP API. The OpenAPI document is generated from these structs.
 
     shapes        types that several files share, and the schema of a field that accepts several types
     inference     encode, score, extract and redact

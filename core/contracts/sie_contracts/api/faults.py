@@ -1,5 +1,5 @@
-"""Errors over HTTP. The body has the same facts in several members, because clients of different families (OpenAI,
-Cohere, ...) read different members.
+"""Bodies of error replies. A body repeats its facts in several fields, because clients of different families (OpenAI,
+Cohere, ...) read different fields.
 """
 
 from __future__ import annotations

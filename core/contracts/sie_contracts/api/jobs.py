@@ -1,8 +1,8 @@
-"""Jobs over HTTP. A job runs one model on all rows of whole files. It runs in the background, and continues if a
-process ends or restarts.
+"""Bodies and replies of the routes for jobs. A job runs one model on all rows of whole files, in the background. It
+continues if a process ends or restarts.
 
-A job reads rows (JSON Lines, CSV, Parquet, or the images of a folder), runs one model, and writes one answer for each
-row. A manifest lists the files with the answers.
+A row is a line of JSON Lines or CSV, a row of Parquet, or an image of a folder. The job writes an answer for each row.
+A manifest lists the files with the answers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_SHARD_ROWS = 100_000
 MAX_METADATA = 16  # maximum number of entries of `metadata`; OpenAI has the same limit
 MAX_KEEP = 100  # maximum number of input columns that are copied to the output
 MAX_WINDOWS = 16
-# latest deadline, in seconds since 1970: the end of the year 9999. A later value is in milliseconds by mistake
+# latest deadline, in seconds since 1970: the end of the year 9999. A later value is probably in milliseconds
 LATEST_S = 253_402_300_799
 # maximum size of a job or batch request, in bytes: every gateway has the records of all requests in memory
 MAX_REQUEST_BYTES = 40 << 10

@@ -1,7 +1,7 @@
 """Frames (`u32 big-endian length + msgpack`) between a process and a child process that reads untrusted files.
 
 The child sends `Hello` when it is ready. The parent sends one job at a time and waits for the answer. A malicious file
-may have taken control of the child, so the parent checks the child's messages and executes none.
+may take control of the child, so the parent checks each message of the child and executes no code from it.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class ChildFrames(Generic[J, A]):
         self._answers: msgspec.msgpack.Decoder[A] = msgspec.msgpack.Decoder(answers)
 
     def frame(self, message: J | A) -> tuple[bytes, bytes]:
-        """Return a frame as (header, body). They are not joined, because this would copy the whole file."""
+        """Return a frame as (header, body). Joining header and body would copy the whole file."""
         body = _encode(message)
         return _HEADER.pack(len(body)), body
 
     def job(self, body: bytes | bytearray) -> J:
-        """Decode a job that the parent sent. Raises an error of UNDECODABLE."""
+        """Decode a job that the parent sent. Raises an exception of `errors.UNDECODABLE`."""
         return self._jobs.decode(body)
 
     def answer(self, body: bytes | bytearray) -> A:
-        """Decode an answer that the child sent. Raises an error of UNDECODABLE."""
+        """Decode an answer that the child sent. Raises an exception of `errors.UNDECODABLE`."""
         return self._answers.decode(body)

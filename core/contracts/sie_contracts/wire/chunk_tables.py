@@ -1,4 +1,4 @@
-"""Split the arrays of an input with chunks into the arrays of each chunk. `messages.Ok` describes the arrays."""
+"""Split the result of a text with chunks into the arrays of each chunk. `messages.Ok` describes these arrays."""
 
 from __future__ import annotations
 

@@ -5,9 +5,8 @@
                    ──replies of /v1/configs, also by gateways──► clients
 
 An epoch is the version of the whole catalogue: `created:number`, the creation time of the catalogue's bucket and the
-number of the last write. Changes to the structs follow the rules of `wire.messages`. The config service and every
-gateway build their replies to reads of `/v1/configs` with the functions here, so the replies are equal. `config_shape`
-builds the errors of these routes.
+number of the last write. The rules for changes to the structs are in `wire.messages`. The config service and the
+gateways use the functions of this module for replies to reads of `/v1/configs`, so their replies are equal.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from sie_contracts.wire.heartbeats import Heartbeat
 
 
 class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
-    """One write to the catalogue, which is already stored. `entry` is None if the write removed the model.
+    """A write to the catalogue that the config service has stored. `entry` is None if the write removed the model.
 
-    A reader whose catalogue has the epoch `previous` applies the delta. A reader that follows only one bundle may also
-    apply the delta at any epoch from `since` to `previous`. `since`: the epoch of the previous write that changed this
+    A gateway or sidecar applies the delta if its catalogue has the epoch `previous`. A reader of only one bundle may
+    also apply the delta at any epoch from `since` to `previous`. `since`: epoch of the previous write that changed this
     bundle; empty means `previous`.
     """
 
@@ -81,8 +80,8 @@ decode_delta = msgspec.msgpack.Decoder(ConfigDelta).decode
 
 
 def listed(model: str, document: Mapping[str, Any], source: str, note: str = "") -> dict[str, Any]:
-    """Return one row for the list of models. An alias has its targets in place of tasks and languages. `note`: the
-    reason why the model has this revision, if a program wrote it.
+    """Return one row for the list of models. The row of an alias has targets instead of tasks and languages. `note`:
+    the reason why the model has this revision, if a program wrote the revision.
     """
     row: dict[str, Any] = {"model_id": model, "profiles": ["default", *document.get("profiles", ())], "source": source}
     if is_alias(document):
@@ -96,14 +95,14 @@ def listed(model: str, document: Mapping[str, Any], source: str, note: str = "")
 
 
 def bundle_of(bundles: Mapping[str, BundleEntry], name: str) -> dict[str, Any]:
-    """Return the bundle `name` as a JSON-like document. Raises NotFound."""
+    """Return the body of the reply with the bundle `name`. Raises NotFound."""
     if name not in bundles:
         raise NotFound(f"no bundle named {name[:100]!r}; there are {', '.join(sorted(bundles))}", param="id")
     return msgspec.structs.asdict(bundles[name])
 
 
 def bundle_list(bundles: Mapping[str, BundleEntry]) -> dict[str, Any]:
-    """Return all bundles as a JSON-like document, with the preferred bundle first."""
+    """Return the body of the reply with all bundles, the preferred bundle first."""
     rows = map(msgspec.structs.asdict, bundling.ordered(bundles))
     return {"bundles": [{"bundle_id": row.pop("id"), **row} for row in rows]}
 
@@ -145,13 +144,13 @@ def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
 
 
 def digest(facts: Any) -> str:
-    """Return a hash of JSON-like data as 16 hex digits. Equal data have equal hashes."""
+    """Return a hash of data that JSON can encode, as 16 hex digits. Equal data have equal hashes."""
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]
 
 
 def has_seen(epoch: str, required: str) -> bool:
-    """Return whether a reader at `epoch` has all writes up to the epoch `required`; False if the epochs are from
-    different buckets, so that they cannot be compared.
+    """Return whether a reader at `epoch` has all writes up to the epoch `required`; False for epochs of different
+    buckets, because they cannot be compared.
     """
     created, _, last = epoch.rpartition(":")
     required_created, _, required_last = required.rpartition(":")
@@ -170,12 +169,12 @@ def model_status(
     revision_at: Callable[[str], int | None],
     source: str,
 ) -> dict[str, Any]:
-    """Return which gateways (`gateways`: epoch by id) and which workers have the present revision of a model. `since`:
-    epoch of the write that created this revision.
+    """Return which gateways and workers have the present revision of a model. `gateways`: epoch of each gateway, by id.
+    `since`: epoch of the write that created this revision.
 
-    `bundles`: for each bundle that can serve the model, its hash and its workers; None for an alias, which workers do
-    not know. A bundle without workers counts as up to date, because a worker that starts reads the present catalogue.
-    `revision_at` returns the model's revision at an epoch; None if this process does not know it.
+    `bundles`: for each bundle that can serve the model, its hash and its workers; None for an alias, because workers do
+    not know aliases. A bundle without workers counts as up to date, because a worker that starts reads the present
+    catalogue. `revision_at` returns the model's revision at an epoch; None if this process does not know the revision.
     """
 
     def reader(name: str, reader_epoch: str) -> dict[str, Any]:
@@ -230,6 +229,6 @@ def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
 
 
 def config_shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
-    """Return the status and the body of an error. Older clients of this API read `detail.error`."""
+    """Return the HTTP status and the body of an error reply. Older clients of `/v1/configs` read `detail.error`."""
     body = envelope(error, request_id, error.extras.get("errors", errors))
     return error.status, {**body, "detail": {**body["detail"], "error": error.code.lower()}}

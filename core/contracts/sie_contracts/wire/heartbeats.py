@@ -1,4 +1,4 @@
-"""Heartbeats of workers and gateways over NATS, with their state. Changes follow the rules of `wire.messages`."""
+"""Heartbeats that workers and gateways send over NATS. The rules for changes to the structs are in `wire.messages`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class ServedPrecision(msgspec.Struct, frozen=True, omit_defaults=True):
     """Precision in which a loaded model computes (`served`). `requested`: precision that the model's entry or profile
-    sets, otherwise the worker's default. `reason`: why `served` differs from `requested`; empty if they are equal.
+    sets, otherwise the worker's default. `reason`: why `served` differs from `requested`; empty if both are equal.
     """
 
     served: str
@@ -43,20 +43,20 @@ class ServedEngine(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ServedLora(msgspec.Struct, frozen=True, omit_defaults=True):
-    """LoRA of a loaded model. `digest`: digest of its files, which may change under the same name."""
+    """LoRA of a loaded model. `digest`: digest of the LoRA's files, which may change under the same name."""
 
     name: str
     digest: str
 
 
 class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """State of a model on a worker. `queued`: number of its work items on the worker. `load_s`: seconds of its last
-    load. `oldest_s`: age of its oldest work item in seconds. `cost_rate`: tokens per second that the worker recently
-    accepted for the model. `fetched`: progress of the download of its weights. `crossover_tokens`: length of a text at
-    which attention takes as long as everything else (see `costs`; 0: unknown). `image_tokens`: largest cost of an
-    image; `image_vectors`: number of token vectors of an image (0: unknown, or none). `revision`: revision of the entry
-    to which `state` belongs. `loaded_revision`: revision of the entry with which the model was last loaded (0: never
-    loaded, or unknown). `loras`: its loaded LoRAs, at most REPORTED_LORAS.
+    """State of a model on a worker. `queued`: number of the model's work items on the worker. `load_s`: seconds of the
+    last load. `oldest_s`: age of the oldest work item in seconds. `cost_rate`: tokens per second that the worker
+    recently accepted for the model. `fetched`: progress of the download of the weights. `crossover_tokens`: length of a
+    text at which attention takes as long as the rest of the model (see `costs`; 0: unknown). `image_tokens`: largest
+    cost of an image, in tokens; `image_vectors`: number of token vectors of an image (0: unknown, or none). `revision`:
+    revision of the catalogue entry to which `state` belongs. `loaded_revision`: revision with which the model was
+    last loaded (0: never loaded, or unknown). `loras`: the loaded LoRAs, at most REPORTED_LORAS.
     """
 
     model: str
@@ -81,8 +81,8 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DeviceBeat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """State of one device of a worker. `ready` is false while its adapter does not answer. `queue_depth`: number of
-    work items that run on the device or wait for it. `models`: models that are loaded on the device.
+    """State of one device of a worker. `ready` is false while the device's adapter process does not reply.
+    `queue_depth`: number of work items that run on the device or wait for it. `models`: models loaded on the device.
     """
 
     device: str
@@ -95,8 +95,8 @@ class DeviceBeat(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):
-    """State of a worker, which the worker sends regularly and after each change. `ready`: the worker can take work;
-    otherwise `unready` is the reason. `leaving`: the worker finishes its work items and pulls no more messages.
+    """State of a worker. The worker sends a heartbeat regularly and after each change. `ready`: the worker can take
+    work; if not, `unready` is the reason. `leaving`: the worker finishes its work items and pulls no more messages.
 
     Capacity: `slots`: number of models of usual size that fit into its memory (0: unknown). `rate`: tokens per second
     while the device is busy (0: not measured yet). `held_cost`: cost of the work items on the worker, in tokens.
@@ -104,11 +104,11 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     announced). `batch_cost`: largest number of tokens in a batch. `pipeline`: largest number of batches at the adapter.
 
     `pool`: pool from which the worker takes work now. `own_pool`: pool to which the worker belongs, if gateways may
-    assign it to another pool; empty if it always serves `pool`. `clock_ahead_s`: its wall clock minus the broker's
-    clock (None: unknown). `listens`: the worker subscribes to its assignment subject; if this subject has no
-    subscriber, the worker is not connected. `on_disk`: ids of models whose weights are on its disk, at most ON_DISK.
-    `device`: names of its devices, separated by commas. `devices`: state of each device, if there are several. Then the
-    other fields about memory and capacity are sums.
+    assign it to another pool; empty if the worker always serves `pool`. `clock_ahead_s`: wall clock of the worker minus
+    the broker's clock (None: unknown). `listens`: the worker subscribes to its assignment subject; if this subject has
+    no subscriber, the worker is not connected. `on_disk`: ids of models whose weights are on its disk, at most ON_DISK.
+    `device`: names of its devices, separated by commas. `devices`: state of each device; empty for one device. With
+    several devices, the other fields about memory and capacity are sums.
     """
 
     worker: Name
@@ -142,12 +142,12 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
 
     @property
     def lane(self) -> Lane:
-        """Return the lane that the worker serves now."""
+        """Return the lane (pool, machine profile and bundle) that the worker serves now."""
         return Lane(self.pool, self.machine_profile, self.bundle)
 
 
 class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
-    """Traffic of a gateway at one priority of a lane (pool, machine profile and bundle). `messages` and `tokens`:
+    """Traffic that a gateway sends to one priority of a lane (pool, machine profile and bundle). `messages`, `tokens`:
     numbers of published messages and tokens; both are halved each minute, so that older traffic counts less. `rate`:
     tokens per second. `waiting`: tokens that wait in the gateway for admission to the queue.
     """
@@ -159,8 +159,8 @@ class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """Promise to a client whose request was refused: if the client sends it again `due_s` seconds after this heartbeat,
-    the queue has space for its `cost` tokens. `client`: digest of the client's address, key and request.
+    """Promise to a client whose request was refused: if the client repeats the request `due_s` seconds after this
+    heartbeat, the queue has space for `cost` tokens. `client`: digest of the client's address, key and request.
     """
 
     client: bytes
@@ -169,12 +169,11 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
-    """Work of one model at one priority of a lane, sent by one gateway. `residency`: name of the model with
-    one set of load options.
+    """Work that one gateway sent for one model, at one priority of a lane (pool, machine profile and bundle).
+    `residency`: name of the model with one set of load options.
 
     `tokens`: tokens of this gateway's messages in the queue. `rate`: tokens of these messages that workers take per
-    second (0: unknown). `turns`: turns that were promised since the last heartbeat. `claimed`: clients that used their
-    turn.
+    second (0: unknown). `turns`: new promises to refused clients. `claimed`: clients that have used such a promise.
     """
 
     pool: str
@@ -189,8 +188,8 @@ class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AnswerErasure(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Selection of cached answers that every gateway erases: answers that match all fields that are not empty. `key`:
-    name of an API key in metrics. `digest`: digest of an input.
+    """Selection of cached answers that every gateway erases. An answer is selected if it matches each field that is not
+    empty. `key`: name of an API key in metrics. `digest`: digest of an input.
     """
 
     model: str = ""
@@ -199,13 +198,13 @@ class AnswerErasure(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/1"):
-    """State of a gateway, which it sends to all gateways each second, and five times per second while `queued` is not
-    empty.
+    """State of a gateway. The gateway sends this state to all gateways every second, and five times per second while
+    `queued` is not empty.
 
-    `traffic`: by lane and priority, with keys `pool.machine profile.bundle.priority`. `qps`: recent number of answered
-    inference requests per second. `config_epoch`: epoch of the catalogue that the gateway uses. `queued`: work of the
-    gateway in the queue; empty if there are no other gateways. `erasure`: cached answers that the receivers erase.
-    `erasures`: number of erasures that the gateway has sent, including `erasure`.
+    `traffic`: by lane and priority; the keys are `pool.machine profile.bundle.priority`. `qps`: recent number of
+    answered inference requests per second. `config_epoch`: epoch of the catalogue that the gateway uses. `queued`: work
+    of the gateway in the queue; empty if there are no other gateways. `erasure`: cached answers that the receivers
+    erase. `erasures`: number of erasures that the gateway has sent, including `erasure`.
     """
 
     gateway: str

@@ -1,15 +1,15 @@
 """Protocol between sidecar and adapter, over a Unix socket: frames of `u32 big-endian length + msgpack`.
 
-A batch connection has one request at a time. The sidecar sends a `RunBatch`. The adapter sends `BatchStarted` when it
-begins with the inputs, and `BatchDone` or `Refused` at the end. This connection also has the requests `EnsureReady` and
-`EnsureLora`, which last as long as the load, and a `Ping` that allows the adapter to evict models. The control
-connection has the short requests, also one at a time, so that a health check never waits behind a large frame or a
+A batch connection carries one request at a time. The sidecar sends a `RunBatch`. The adapter sends `BatchStarted` when
+it begins with the inputs, and `BatchDone` or `Refused` at the end. The sidecar uses the same connection for
+`EnsureReady` and `EnsureLora`, whose replies come after the load, and for a `Ping` that lets the adapter evict models.
+The control connection carries the short requests, one at a time. So a health check never waits for a large frame or a
 load.
 
 The sidecar decides which models may be evicted (unloaded to free memory), and in what order: `may_drop` of a request
-lists them. The adapter decides when it evicts them. It evicts the first listed model first, and lists the evicted
-models in `dropped` of its reply. The adapter does not remember `may_drop`: a model that the present request does not
-list stays loaded.
+lists these models. The adapter decides when to evict. It evicts the first listed model first, and lists the evicted
+models in `dropped` of its reply. `may_drop` is valid for one request: a model that the present request does not list
+stays loaded.
 
 Token ids, vectors of inputs, pixels, features and results are one block of bytes each. `lengths` and `ids` are
 little-endian int32, `features` are float32, `types` and `pixels` are uint8.
@@ -43,18 +43,16 @@ _HEADER = struct.Struct(">I")
 
 
 def device_socket(path: str, number: int) -> str:
-    """Return the socket path of the adapter for device `number` of a worker; for device 0 it is `path` itself."""
+    """Return the socket path of the adapter for device `number` of a worker; for device 0, return `path` itself."""
     return f"{path}.{number}" if number else path
 
 
 class FrameError(Exception):
-    """Error for a peer that closed the connection or stalled within a frame, or sent a message of another protocol, and
-    for a frame that is too large.
-    """
+    """Error for a frame that the peer did not complete, a frame that is too large, or a message of another protocol."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Health check. The reply is a Pong, from which a hanging device can be recognised.
+    """Health check. The reply is a Pong; its `busy_s` shows whether the device hangs.
 
     `may_drop`: models that may be evicted now if memory use is above the threshold.
     """
@@ -67,8 +65,8 @@ class Describe(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Load this model if it is not loaded, and use `entry` for it from now on. Loaded weights stay if they fit a
-    changed entry; otherwise the model is loaded again. The reply is Ready, or Refused. A load runs in parallel to
+    """Load this model if it is not loaded, and use `entry` for the model from now on. If the loaded weights do not fit
+    the new entry, the adapter loads the model again. The reply is Ready, or Refused. A load runs in parallel to
     inference.
 
     `entry`: the model's entry in the catalogue, because the adapter has no catalogue. `may_drop`: models that may be
@@ -82,8 +80,8 @@ class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class EnsureLora(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Load this LoRA for a model that is loaded. Nothing is done if the LoRA is loaded already. The reply is Done or
-    Refused. If the model is not loaded, Refused has the code MODEL_LOADING. A load runs in parallel to inference.
+    """Load this LoRA for a loaded model, if the LoRA is not loaded yet. The reply is Done or Refused. If the model is
+    not loaded, Refused has the code MODEL_LOADING. A load runs in parallel to inference.
 
     `lora`: a folder, or a hub repository as `name` or `name@commit`.
     """
@@ -125,18 +123,18 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
         hypotheses  a row (text, hypothesis) for each label of each input; the text is truncated
         spans       like text, with the texts and the offsets of each token in its text
         passages    a row (instruction, text) for each input, with offsets like spans; the text is truncated
-        raw         the texts are sent unchanged; the ids only count their cost
+        raw         the texts are sent unchanged; the ids only show the cost of the texts
 
     `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: width of the
     multivectors that an input may have instead of a text; 0: not allowed. `images`: recipe for the images of an input;
     None: not allowed. `image_tokens`: token ids that represent an image; None: images need no ids, and an input may
-    have several. `writes`: the model generates its answer, token by token or in processes of its own, in parallel to
-    batches of other models. Such a batch may take minutes, occupies no thread of the device, and ends when no client
+    have several images. `writes`: the model generates an answer, token by token or in separate processes, in parallel
+    to batches of other models. Such a batch may take minutes, occupies no thread of the device, and ends when no client
     waits for it. `empty`: text for an input that has neither a text nor images. `sounds`: recipe for the sound of an
-    input; None: not allowed. `documents`: limits for the document of an input with layout raw, whose file is sent
-    unchanged; None: not allowed. `chunks`: a text may have chunks. `pooling`: how dense vectors are pooled; empty if
-    texts have no chunks or the model has no dense vectors. `questions`: if above 0, a model with layout raw reads each
-    text once for each question (`questions_of`), with this number of additional tokens.
+    input; None: not allowed. `documents`: limits for the document file of an input with layout raw, which the sidecar
+    sends unchanged; None: not allowed. `chunks`: a text may have chunks. `pooling`: how dense vectors are pooled; empty
+    if texts have no chunks or the model has no dense vectors. `questions`: if above 0, a model with layout raw reads
+    each text once for each question (`questions_of`), with this number of additional tokens.
     """
 
     layout: Layout = "text"
@@ -175,8 +173,8 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
     results.
 
     A batch may have work items with different outputs. `inputs`: number of inputs, each with one result; -1: each row
-    is an input. `traceparent` and `tracestate`: trace context of the work item, if it is traced. `chunked`: if a text
-    has chunks, the rows of each input; otherwise empty, and all inputs have the same number of rows.
+    is an input. `traceparent` and `tracestate`: trace context of the work item, if it is traced. `chunked`: rows of
+    each input; empty if no text has chunks, because all inputs then have the same number of rows.
     """
 
     start: int
@@ -213,13 +211,13 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     Sounds: `sounds`: int32 [sounds, 4]: row of the sound, and the shape of its features. `features`: float32 [views,
     frames, bins] of each sound.
 
-    Only for the layout raw: `mentions` and `documents` of each row; each is empty if no row has any.
+    Only for the layout raw: `mentions` and `documents` of each row; each field is empty if no row has any.
 
     An empty `pooling` means the model's own pooling. Work items are in one batch only if model, revision, operation,
-    pooling and LoRA are equal. `fingerprint`: fingerprint of the loaded model for which the batch was built. If it
-    differs, the adapter refuses the batch as not loaded. Empty: no check. `traceparent` and `tracestate`: trace context
-    of the batch. `may_drop`: models that may be evicted if memory runs out, or if memory use is above the threshold
-    after the batch.
+    pooling and LoRA are equal. `fingerprint`: fingerprint of the loaded model for which the batch was built; empty: no
+    check. If the loaded model has another fingerprint, the adapter refuses the batch as not loaded. `traceparent` and
+    `tracestate`: trace context of the batch. `may_drop`: models that may be evicted if memory runs out, or if memory
+    use is above the threshold after the batch.
     """
 
     batch: str
@@ -249,20 +247,20 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Notice that no client waits for the batch on this connection any more. Only the batch has a reply, which is
-    Refused if the notice arrived in time. Only a batch of a model with `Rows.writes` is interrupted.
+    """Notice that no client waits for the batch on this connection any more. The notice has no reply. The reply to the
+    batch is Refused if the notice arrived in time. The adapter interrupts only batches of models with `Rows.writes`.
     """
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Finish the running batches, then exit with status 0. The reply, Done, is sent at once."""
+    """Finish the running batches, then exit with status 0. The adapter sends the reply, Done, at once."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Reply to a Ping. `busy_s`: age of the running batch in seconds, 0 if no batch runs. If the device hangs, `busy_s`
     keeps growing.
 
-    `dropped`: models that were evicted. `fetching`: progress of downloads of weights to this node, by model id.
+    `dropped`: models that the adapter has evicted. `fetching`: progress of weight downloads to this node, by model id.
     """
 
     pid: int
@@ -273,13 +271,13 @@ class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A loaded model, with the values that it has on this device. `idle_s`: seconds since its last use. `memory_bytes`:
-    bytes of its weights. `peak_bytes`: largest measured memory of its activations.
+    """A model that is loaded on this device. `idle_s`: seconds since its last use. `memory_bytes`: size of the weights.
+    `peak_bytes`: largest measured size of the activations.
 
     `requested_precision`: precision that the model's entry or profile sets, otherwise the default. `precision_reason`:
-    why `precision` differs from `requested_precision`; empty if it does not. `crossover_tokens`: length of a text at
-    which attention takes as long as everything else (see `costs`); 0 if the time is proportional to the tokens, or if
-    it is unknown. `engine`: engine that computes its hidden states; `engine_reason`: why this engine was chosen.
+    why `precision` differs from `requested_precision`; empty if both are equal. `crossover_tokens`: length of a text at
+    which attention takes as long as the rest of the model (see `costs`); 0 if the time is proportional to the tokens,
+    or if the length is unknown. `engine`: engine that computes hidden states; `engine_reason`: reason of this choice.
     """
 
     model: str
@@ -303,8 +301,8 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     `utilization_percent`: use of the device by all processes; None if it cannot be measured.
 
     `threshold_percent`: memory use above which models are evicted. `batches`: the last batches, newest last; None if
-    SIE_INSTRUMENTATION is off. `devices`: number of devices of this worker; each has its own adapter and socket
-    (`device_socket`).
+    SIE_INSTRUMENTATION is off. `devices`: number of devices of this worker; each device has its own adapter process and
+    socket (`device_socket`).
     """
 
     protocol: int
@@ -329,7 +327,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     so that the sidecar needs no files of the model.
 
     `max_tokens` includes special tokens. `rows`: how inputs become rows, for each operation of the model. `dropped`:
-    models that were evicted.
+    models that the adapter has evicted.
     """
 
     loaded: LoadedModel
@@ -354,9 +352,9 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     consecutive slices.
 
     `inference_ms`: time of the forward pass. `postprocess_ms`: time of the computations after the forward pass and of
-    the copy to the host. `padding`: number of padding tokens that were computed. `preprocess_ms`: time of tokenising,
-    if the family tokenises in the adapter. `dropped`: models that were evicted. `engine`: engine that computed the
-    hidden states.
+    the copy to the host. `padding`: number of computed padding tokens. `preprocess_ms`: time of tokenising,
+    if the family tokenises in the adapter. `dropped`: models that the adapter has evicted. `engine`: engine that
+    computed the hidden states.
     """
 
     batch: str
@@ -378,7 +376,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 class Refused(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Reply to a request that failed as a whole. `batch`: id of the batch, if the request was a RunBatch. `dropped`:
-    models that were evicted although the request failed.
+    models that the adapter has evicted although the request failed.
     """
 
     error: ErrorInfo
@@ -426,8 +424,8 @@ def _length(header: bytes | bytearray, cap: int) -> int:
 
 
 async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -> bytes:
-    """Return the body of the next frame. The wait for its first byte has no time limit; then the frame must be complete
-    within FRAME_TIMEOUT_S. Raises EOFError if the peer closed the connection between two frames, otherwise FrameError.
+    """Return the body of the next frame. The first byte has no time limit; the rest must arrive within FRAME_TIMEOUT_S.
+    Raises EOFError if the peer closed the connection between frames; FrameError for an incomplete or too long frame.
     """
     try:
         first = await reader.readexactly(1)
@@ -444,8 +442,8 @@ async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -
 
 
 def receive_frame(connection: socket.socket, cap: int = MAX_FRAME_BYTES) -> bytearray:
-    """Return the body of the next frame from a blocking socket, like `read_frame`, but FRAME_TIMEOUT_S limits the wait
-    for each piece of the frame. Memory is allocated only for bytes that have arrived, not for the stated length.
+    """Return the body of the next frame from a blocking socket, like `read_frame`, but FRAME_TIMEOUT_S limits each read
+    after the first byte. The buffer grows with the bytes that arrive, not with the length in the header.
     """
     connection.settimeout(None)
     header = bytearray(connection.recv(4))

@@ -31,7 +31,7 @@ TOKEN_ID_BYTES = 5  # upper bound of the size of one token id in a message, in b
 # upper bound of the size of one mention (an entity that the client marked) in a message, in bytes, without its label
 MENTION_BYTES = 16
 
-# number of characters that are encoded at a time, in less than 1 ms, so that other threads can run in between
+# Number of characters that one step encodes, in less than 1 ms. Other threads can run between two steps.
 PIECE_CHARS = 256 << 10
 
 
@@ -41,7 +41,7 @@ def utf8_pieces(text: str) -> Iterator[bytes]:
 
 
 def utf8_bytes(text: str) -> int:
-    """Return the number of UTF-8 bytes of a text, which is encoded in pieces. Raises UnicodeEncodeError."""
+    """Return the number of UTF-8 bytes of a text. Raises UnicodeEncodeError."""
     return len(text) if text.isascii() else sum(map(len, utf8_pieces(text)))
 
 
@@ -64,7 +64,7 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Mention(msgspec.Struct, frozen=True, array_like=True):
-    """A labelled range of a text, from code point `start` up to `end` - 1. The label comes from the client."""
+    """A range of a text that the client labelled, from code point `start` to code point `end` - 1."""
 
     label: str
     start: int
@@ -84,9 +84,9 @@ class ChunkRule(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TextChunks(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Chunks of a text, each of which gets its own vectors. They are either computed by `rule` or listed in `spans`,
-    int32 [chunks, 2]: first and end code point. With `context`, the whole text is encoded, and each vector is pooled
-    from the tokens of its chunk; without it, each chunk is encoded alone.
+    """Chunks of a text, each of which gets its own vectors. Either `rule` computes the chunks, or `spans` lists them,
+    int32 [chunks, 2]: first and end code point. With `context`, the worker encodes the whole text, and pools each
+    vector from the tokens of one chunk; without `context`, it encodes each chunk alone.
     """
 
     rule: ChunkRule | None = None
@@ -100,10 +100,10 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     `tokens`: ids of the model's own tokenizer, instead of a text. `pair`: second text of a pair to classify. `vectors`:
     multivector of the text, for a score or a MUVERA encoding; if it is set, the text is not read. `images`: image files
     as the client sent them, after base64 is decoded. `mentions`: entities, for a model that finds relations between
-    them. `audio` and `document`: a sound or document file as the client sent it.
+    entities. `audio` and `document`: a sound or document file as the client sent it.
 
-    Workers are upgraded before gateways, because an older worker ignores new fields: without `vectors`, `images`,
-    `audio` or `document` it reads an empty text, and without `chunks` it encodes the whole text.
+    Upgrade workers before gateways, because an older worker ignores fields that it does not know. If it ignores
+    `vectors`, `images`, `audio` or `document`, it reads an empty text. If it ignores `chunks`, it encodes a whole text.
     """
 
     text: str | None = None
@@ -135,7 +135,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def least_bytes(self) -> int:
-        """Return a lower bound of the number of bytes of the input in a message. It is fast: no text is encoded."""
+        """Return a lower bound of the input's size in a message, in bytes. No text is encoded, so this is fast."""
         size = len(self.text or "") + len(self.pair or "") + sum(map(len, self.images))
         size += len(self.chunks.spans) if self.chunks else 0
         return size + len(self.audio) + (len(self.document.data) if self.document else 0)
@@ -147,10 +147,10 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     `prefix` and `suffix`: prompt around a text. `query_prefix` and `query_suffix`: prompt around the query of a score.
     `pieces`: template of a pair, for models that have one; each piece alternates literal text and a field (`query` or
     `document`). `dimensions` and `max_tokens`: 0 means the model's own value. `document_tokens`: largest number of
-    tokens that are read of a document to score; 0: as many as fit. `parameters`: options that not every family or
-    operation reads, with their JSON types. `variant`: digest of the options that differ from those of the profile, or
-    empty; it is part of the fingerprint of the result. `sound_from_s`: read only the part of a sound that begins at
-    this second, at most `MAX_SECONDS` long; None: read the whole sound, and refuse a sound longer than MAX_SECONDS.
+    tokens that the model reads of a document to score; 0: as many as fit. `parameters`: options that not every family
+    or operation reads, with their JSON types. `variant`: digest of the options that differ from those of the profile;
+    empty if none differs. The result's fingerprint includes this digest. `sound_from_s`: read only the part of a sound
+    that begins at this second, at most MAX_SECONDS long; None: read the whole sound, and refuse one above MAX_SECONDS.
     """
 
     outputs: tuple[str, ...] = ("dense",)
@@ -184,12 +184,12 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
     `reply`: subject on which the gateway receives the result; the worker sends the result as a NATS request, and the
     gateway confirms it. `budget_ms`: time for the work, counted from the broker's timestamp of the message. `endpoint`:
     name of the route in the worker's metrics; empty: the operation's name. `traceparent` and `tracestate`: trace
-    context of the request. `revision`: revision of the weights. `config_revision`: revision of the model's entry
-    (0: not checked).
+    context of the request. `revision`: revision of the weights. `config_revision`: revision of the model's entry in
+    the catalogue (0: not checked).
 
     If a chunk is too large for a message, its inputs and query are in the payload store, under the key `payload`;
-    `count` is then the number of inputs. `asker`: name of the client's credential in metrics. A worker caches data of
-    an image only for requests with the same `asker`; if it is empty, nothing is cached.
+    `count` is then the number of inputs. `asker`: name of the client's credential in metrics. A worker reuses computed
+    data of an image only for requests with the same `asker`; if `asker` is empty, the worker reuses no data.
     """
 
     request: str
@@ -224,7 +224,7 @@ class Payload(msgspec.Struct, frozen=True, omit_defaults=True, tag="payload/1"):
 
 
 class ArraySlice(msgspec.Struct, frozen=True, array_like=True):
-    """Position of an array in the block of bytes that is sent with it. `dtype` is a numpy dtype, for example `<f4`."""
+    """Position of an array in the `block` of the same message. `dtype` is a numpy dtype, for example `<f4`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -297,7 +297,7 @@ class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result/1"):
-    """Results of a chunk, one for each input, in order. `block`: the bytes of all arrays, to which slices refer."""
+    """Results of a work item, one for each input, in order. `block`: bytes of all arrays, to which slices refer."""
 
     request: str
     chunk: int
@@ -337,9 +337,9 @@ ResidencyAction = Literal["load", "unload"]
 
 
 class Residency(msgspec.Struct, frozen=True, omit_defaults=True, tag="residency/1"):
-    """Request of an operator to the worker that receives it: load or unload a model. `model`: name of its
-    residency (a model with one set of load options), `model` or `model:profile`, as in heartbeats. If the message is
-    lost, nothing changes, and the operator sees this in the heartbeats.
+    """Request of an operator to one worker: load or unload a model. `model`: name of the residency (a model with one
+    set of load options), `model` or `model:profile`, as in heartbeats. If the message is lost, the heartbeats show that
+    the state of the model has not changed.
     """
 
     action: ResidencyAction
@@ -349,7 +349,7 @@ class Residency(msgspec.Struct, frozen=True, omit_defaults=True, tag="residency/
 class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm/1"):
     """Reply of a gateway to a result.
 
-    `taken`: the result was accepted. `duplicate`: a result for the same chunk was accepted before. `unknown`: the
+    `taken`: the result was accepted. `duplicate`: a result for the same work item was accepted before. `unknown`: the
     gateway does not have the request any more. `part`: the fragment was stored, and other fragments are missing.
     """
 
@@ -357,7 +357,7 @@ class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm
 
 
 class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
-    """A work item that workers gave up. `item`: the encoded WorkItem, so that it can be published again."""
+    """A work item that workers gave up. `item`: the encoded WorkItem, which an operator can publish again."""
 
     id: str
     subject: str
@@ -374,7 +374,7 @@ encode = _encoder.encode
 
 
 def encode_in_pieces(payload: Payload) -> bytes:
-    """Encode a payload, like `encode`. Long texts are encoded in pieces, so that other threads can run in between."""
+    """Encode a payload like `encode`, but long texts in pieces, so that other threads can run between two pieces."""
     query = None if payload.query is None else _in_pieces(payload.query)
     return encode(Payload(tuple(map(_in_pieces, payload.inputs)), query))
 
@@ -391,7 +391,7 @@ def _packed(text: str) -> msgspec.Raw:
     return msgspec.Raw(b"".join((b"\xdb", sum(map(len, pieces)).to_bytes(4, "big"), *pieces)))
 
 
-# each of these functions raises an error of UNDECODABLE for bytes that it cannot decode
+# each of these functions raises an exception of `errors.UNDECODABLE` for bytes that it cannot decode
 decode_work = msgspec.msgpack.Decoder(WorkItem).decode
 decode_result = msgspec.msgpack.Decoder(WorkResult).decode
 decode_result_or_fragment = msgspec.msgpack.Decoder(WorkResult | Fragment).decode

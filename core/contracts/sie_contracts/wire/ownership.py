@@ -1,4 +1,4 @@
-"""Check whether another user can write to a folder from which code or data are read."""
+"""Check whether another user can write to a folder from which SIE reads code or data."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 
 
 def distrusted(folder: Path) -> str:
-    """Return the reason why another user may have written to `folder`; empty if it belongs to this user or root, and
-    not every user can write there. The group of the folder may write there. Raises OSError for a folder that cannot be
-    examined.
+    """Return the reason why another user may have written to `folder`; empty if the folder belongs to this user or root
+    and not every user can write there. The folder's group may have write access. Raises OSError.
     """
     status = folder.stat()
     if is_open(folder):
@@ -21,7 +20,7 @@ def distrusted(folder: Path) -> str:
 
 
 def is_open(folder: Path) -> bool:
-    """Return whether every user can write to the folder. The mode of the folder is not enough: it often allows writes
-    although the folder is on a read-only file system, such as a mounted ConfigMap. Raises OSError.
+    """Return whether every user can write to the folder. The file system is checked too: on a read-only file system,
+    such as a mounted ConfigMap, the mode of a folder often allows writes. Raises OSError.
     """
     return bool(folder.stat().st_mode & stat.S_IWOTH) and not os.statvfs(folder).f_flag & os.ST_RDONLY

@@ -1,6 +1,6 @@
-"""Number of workers of a lane (pool, machine profile and bundle) that should load a model. It is computed from the
-tokens per second that arrive for the model (demand), the tokens per second that one worker computes (rate), and the age
-of the oldest waiting message.
+"""Compute how many workers of a lane (pool, machine profile and bundle) should load a model. The inputs are the tokens
+per second that arrive for the model (demand), the tokens per second that one worker computes (rate), and the age of the
+oldest waiting message.
 
     demand, rate, age ──replicas──► number of hosts per model ──► `layout`: choice of the workers
 
@@ -13,14 +13,14 @@ import math
 from dataclasses import dataclass
 
 USED = 0.7  # share of a worker's speed that the plan uses; the remaining 30 % are a reserve for bursts of requests
-# the number of hosts is lowered by one after this many seconds in which fewer hosts would be enough
+# seconds for which fewer hosts must be enough before the number of hosts is lowered by one
 LOWER_AFTER_S = 60.0
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Number of hosts of a model. `raised_s`: time when it was last raised. `below_s`: time since which fewer hosts
-    would be enough; None while all hosts are needed.
+    """Number of hosts of a model (`count`). `raised_s`: time when `count` was last raised. `below_s`: time since which
+    fewer hosts are enough; None while all hosts are needed.
     """
 
     count: int
@@ -46,10 +46,10 @@ def replicas(
     unknown. `age_s`: age of the model's oldest waiting work. `all_resident`: whether every host has loaded the model.
     `load_s`: duration of a load.
 
-    The model needs `demand` / (0.7 `rate`) hosts, at least 1 and at most `most`. If it has fewer, the number is raised
-    to this value at once. The number is raised by one more if work waits longer than `adopt_after_s` although all hosts
-    have loaded the model, and the last raise was more than `load_s` ago. The number is lowered by one after each 60 s
-    in which fewer hosts would be enough and no work waits longer than `adopt_after_s`.
+    The model needs `demand` / (0.7 `rate`) hosts, at least 1 and at most `most`. A smaller number is raised to this
+    value at once. The number is raised by one more if work waits longer than `adopt_after_s` although all hosts have
+    loaded the model, and if the last raise was more than `load_s` ago. The number is lowered by one after each 60 s in
+    which fewer hosts are enough and no work waits longer than `adopt_after_s`.
     """
     planned = USED * rate
     needed = 1

@@ -1,6 +1,6 @@
 """Values that gateways and workers store in key-value buckets of NATS, and the request for a new bucket or stream.
 
-Changes to these structs follow the rules of `wire.messages`. `sie_broker.record` reads and changes the values.
+The rules for changes to these structs are in `wire.messages`. `sie_broker.record` reads and writes the values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ class StreamRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="stream
     it to `version`. The owner computes the subjects from the name, so that no process can request a stream that stores
     messages of another process.
 
-    The sizes have the same meaning as in `topology.StreamSpec`. `removed_age_s` is only for a bucket.
+    The limits mean the same as in `topology.StreamSpec`. `removed_age_s`: for a bucket, seconds after which the broker
+    deletes the marker of a removed key.
     """
 
     name: str
@@ -30,16 +31,17 @@ class StreamRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="stream
 
 
 class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
-    """Demand for a lane (pool, machine profile and bundle) that has no ready worker. It is valid for a minute
-    (DEMAND_LIFE_S of the gateway) after `at_s`, by the broker's clock.
+    """Demand for a lane (pool, machine profile and bundle) that has no ready worker. The demand is valid for a minute
+    (DEMAND_LIFE_S of the gateway) after `at_s`, a time of the broker's clock.
     """
 
     at_s: float
 
 
 class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/1"):
-    """Ids of the workers that should load a model, by model id, for one lane. `at_s`: time of the last planning step.
-    `raised_s`: for each model, the time when its number of workers was last raised. Times are by the broker's clock.
+    """Placement table of a lane (pool, machine profile and bundle). `hosts`: by model id, the workers that should load
+    the model. `at_s`: time of the last planning step. `raised_s`: for each model, the time when its number of workers
+    was last raised. Times are by the broker's clock.
 
     A large table is stored in parts. Then `parts` has the stamps of the parts, and `hosts` is empty.
     """
@@ -59,8 +61,9 @@ class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placem
 
 
 class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Request for a reservation: number of GPUs by machine profile (`gpus`), and minimum number of workers in total
-    (`minimum_worker_count`). If `bundle` is set, only workers of this bundle count. The lease lasts `ttl_seconds`.
+    """Request for a reservation (a pool for its owner alone): number of GPUs by machine profile (`gpus`), and minimum
+    number of workers in total (`minimum_worker_count`). If `bundle` is set, only workers of this bundle count. The
+    lease lasts `ttl_seconds`.
     """
 
     name: str
@@ -69,7 +72,7 @@ class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     minimum_worker_count: int = 0
     ttl_seconds: int = 1200
     gpu_caps: dict[str, int] = {}
-    pinned_models: tuple[str, ...] = ()  # models that its workers load before the first request
+    pinned_models: tuple[str, ...] = ()  # models that the reservation's workers load before the first request
 
 
 class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -102,9 +105,9 @@ class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"
 
 
 class RemoteReference(msgspec.Struct, frozen=True, omit_defaults=True, tag="remote-reference/1"):
-    """Vectors of a model's probe texts, computed by a worker. Vectors of remote servers are compared with them.
-    `source`: digest of the model's entry and of the probe texts. `prompts`: prefix, suffix and side (true: query) of
-    each prompt. `vectors`: float32 [prompts x texts, width]; with `has_long`, one more row for the long text.
+    """Vectors that a worker computed for a model's probe texts. Gateways compare vectors of remote servers with these.
+    `source`: digest of the model's entry and of the probe texts. `prompts`: (prefix, suffix, whether it is for queries)
+    of each prompt. `vectors`: float32 [prompts x texts, width]; with `has_long`, one more row for the long text.
     """
 
     source: str

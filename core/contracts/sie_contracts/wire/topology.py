@@ -1,6 +1,6 @@
 """Names and settings of every subject, stream, consumer and bucket of the broker. Gateways create consumers. The owner
-of streams (`sie_broker.owner`) creates and updates streams; without an owner, gateways do. Other processes only check
-streams.
+of streams (`sie_broker.owner`) creates and updates streams; if no owner is connected, gateways do. Other processes only
+check streams.
 
 A lane is a pool, a machine profile and a bundle. Each pool has one work-queue stream. In this stream, each model has a
 durable consumer per machine profile, bundle and priority. When a stream has the maximum number of these consumers,
@@ -12,8 +12,8 @@ further models share consumers: a hash of the model's name chooses one of the SL
     sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.*        filter of the slot's consumer
 
 No two filters match the same subject: different names have different tokens, no token begins with `_s`, and the two
-forms differ in length. So messages of one model may use both forms at the same time. The subject alone determines the
-consumer (`consumer_of`). The id of a model is never decoded from a subject, but read from the message.
+forms differ in their number of tokens. So messages of one model may use both forms at the same time. The subject alone
+determines the consumer (`consumer_of`). Processes read the id of a model from the message, not from the subject.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Literal
 TOPOLOGY_VERSION = 3
 
 CATALOGUE_BUCKET = "sie_catalogue"
-# bucket with a second copy of the catalogue documents that clients wrote over the API, because no file contains them
+# bucket with a second copy of the catalogue documents that clients wrote over the API: no file has these documents
 CATALOGUE_COPY_BUCKET = "sie_catalogue_copy"
 PLACEMENT_BUCKET = "sie_placement"
 POISON_BUCKET = "sie_poison"
@@ -55,14 +55,14 @@ BUCKETS = frozenset(
         REMOTES_BUCKET,
     }
 )
-POISON_LIFETIME_S = 3600.0  # seconds after which the mark of an input that crashed an adapter expires
+POISON_LIFETIME_S = 3600.0  # seconds after which the record of an input that crashed an adapter expires
 DEAD_LETTER_BYTES = 256 << 20
 DEAD_LETTER_AGE_S = 14 * 86400.0
 HEALTH_SUBJECT = "sie.health"
 GATEWAY_SUBJECT = "sie.gateway"
 ASSIGNED_SUBJECT = "sie.assigned"
 RESIDENCY_SUBJECT = "sie.residency"
-STREAMS_SUBJECT = "sie.streams"  # `streams_subject` appends a token to it
+STREAMS_SUBJECT = "sie.streams"  # prefix of the subjects of `streams_subject`
 CONFIG_SUBJECT = "sie.config.models"
 DEFAULT_POOL = "_default"
 DUPLICATE_WINDOW_S = 120.0
@@ -74,16 +74,16 @@ _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234567
 _POOL = re.compile(r"[A-Za-z0-9_-]{1,63}")
 # largest length of a consumer's name: the broker uses the name with a prefix as a folder name of at most 255 bytes
 _MAX_NAME = 180
-# largest number of characters of a machine profile or bundle in a name, so that this part of a name is never cut
+# largest length of a machine profile or bundle in a consumer's name, so that _MAX_NAME shortens only the model's part
 _MAX_LABEL = 48
 _DIGEST = re.compile(r"_z[0-9a-f]{32}")
 
-SLOTS = 16  # number of shared consumers of each lane and priority
-OWN_CONSUMERS = 4096  # largest number of consumers that are not shared, of a stream without replicas
+SLOTS = 16  # number of shared consumers of each priority of a lane (pool, machine profile and bundle)
+OWN_CONSUMERS = 4096  # largest number of consumers that serve one model each, in a stream without replicas
 # The same number for a stream with replicas. It is lower, because each of these consumers is a Raft group, which sends
 # heartbeats and writes files even when it is idle.
 OWN_CONSUMERS_REPLICATED = 256
-# assumed size of a message in bytes: a chunk of SIE_CHUNK_COST tokens with four bytes per token
+# assumed size of a message in bytes: the inputs have SIE_CHUNK_COST tokens in total, with four bytes per token
 _USUAL_MESSAGE_BYTES = 16 << 10
 _MIN_RESERVATION_BYTES = 1 << 20
 _MIN_PER_SUBJECT = 4096  # lowest limit on waiting messages per subject, so that the messages of one request fit
@@ -92,7 +92,7 @@ _MAX_CACHED = 256
 
 
 def token(name: str) -> str:
-    """Encode a name for use in a subject: letters, digits and `-` stay, other bytes of its UTF-8 become `_xx` in hex.
+    """Encode a name for use in a subject: letters, digits and `-` stay, and each other UTF-8 byte becomes `_xx` (hex).
     Different names have different tokens. Raises ValueError for an empty name.
     """
     if not name:
@@ -131,11 +131,11 @@ def stream_name(pool: str) -> str:
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """Settings of a stream. With retention `workqueue`, a message is removed when it is acknowledged, and a full stream
+    """Settings of a stream. With retention `workqueue`, the broker removes an acknowledged message, and a full stream
     refuses new messages. With retention `limits`, messages stay, and a full stream drops the oldest ones.
 
     `max_per_subject`: largest number of waiting messages of one subject (0: no limit). A subject belongs to one model,
-    lane and priority. The broker drops all messages above a new, lower limit. So the limit is lowered only while no
+    lane and priority. The broker drops all messages above a new, lower limit. So SIE lowers the limit only while no
     subject has more than half of the new limit.
     """
 
@@ -178,7 +178,7 @@ class Lane:
         return f"{self.pool}.{self.machine_profile}.{self.bundle}"
 
     def consumer_prefix(self) -> str:
-        """Return the prefix of the names of all consumers of this lane. No other consumer's name begins with it."""
+        """Return the prefix of the names of all consumers of this lane. No other consumer's name has this prefix."""
         return _prefix(token(self.machine_profile), token(self.bundle))
 
 
@@ -199,7 +199,7 @@ def work_stream(
 
 def reservation_bytes(queue_bytes: int) -> int:
     """Return the size of a reservation's stream: a sixteenth of `queue_bytes`, the size of a pool's stream, but at
-    least 1 MiB. It is small because a broker reserves the whole size at once, and there may be 64 reservations.
+    least 1 MiB. This size is small because a broker reserves the whole size at once, and there may be 64 reservations.
     """
     return max(_MIN_RESERVATION_BYTES, queue_bytes // 16)
 
@@ -214,10 +214,10 @@ def pool_of(subject: str) -> str:
 
 def dead_letter_stream(pool: str, *, replicas: int, queue_bytes: int = 4 * DEAD_LETTER_BYTES) -> StreamSpec:
     """Return the settings of the stream for the dead letters of a pool: messages that workers gave up. The stream
-    stores them in files for DEAD_LETTER_AGE_S seconds.
+    stores these messages in files for DEAD_LETTER_AGE_S seconds.
 
-    Its size is a quarter of the work queue's size, at most DEAD_LETTER_BYTES, because a broker reserves the whole size
-    at once and refuses a size for which it has no disk space.
+    The size of the stream is a quarter of the work queue's size, at most DEAD_LETTER_BYTES. The limit is low because a
+    broker reserves the whole size at once and refuses a size for which it has no disk space.
     """
     return StreamSpec(
         f"DEAD_{pool}",
@@ -246,7 +246,7 @@ def per_subject_limit(max_bytes: int) -> int:
 
 
 def own_consumers(replicas: int) -> int:
-    """Return how many consumers of a stream may belong to one model each. Further models share consumers."""
+    """Return how many models of a stream may have a consumer of their own. Further models share consumers."""
     return OWN_CONSUMERS_REPLICATED if replicas > 1 else OWN_CONSUMERS
 
 
@@ -285,7 +285,9 @@ def consumer_of(subject: str, ack_wait_s: float) -> ConsumerSpec:
     """Return the settings of the consumer that serves a subject of work. Raises ValueError for any other subject."""
     tokens = subject.split(".")
     if len(tokens) not in (7, 8) or tokens[:2] != ["sie", "work"] or (len(tokens) == 8) != tokens[6].startswith("_s"):
-        raise ValueError(f"{subject!r} is not a subject of work of a model or a slot")
+        raise ValueError(
+            f"{subject!r} is not a subject of work: expected sie.work.POOL.PROFILE.BUNDLE.PRIORITY[._sN].MODEL"
+        )
     pool, machine_profile, bundle, priority, last = tokens[2:7]
     head = f"{_prefix(machine_profile, bundle)}{priority}__"
     name = head + _bounded(last, _MAX_NAME - len(head))
@@ -308,9 +310,9 @@ def health_subject(worker: str) -> str:
 
 
 def assigned_subject(worker: str) -> str:
-    """Return the subject on which a worker is notified that its assignment to a pool may have changed. Gateways also
-    send requests to this subject, to test whether the worker is connected: the broker reports a subject without
-    subscriber at once.
+    """Return the subject on which gateways notify a worker that its assignment to a pool may have changed. Gateways
+    also send requests to this subject to test whether the worker is connected: if the subject has no subscriber, the
+    broker reports this at once.
     """
     return f"{ASSIGNED_SUBJECT}.{token(worker)}"
 
@@ -331,13 +333,13 @@ def gateway_subject(gateway: str) -> str:
 
 @functools.lru_cache(1024)
 def lane_filter(lane: Lane, priority: str = "") -> str:
-    """Return the filter for all work subjects of a lane, or only for those with the priority `priority`."""
+    """Return the filter for the work subjects of a lane (pool, machine profile and bundle) or of one priority of it."""
     return f"{_lane_subject(lane, priority)}.>" if priority else f"sie.work.{lane_key(lane)}.>"
 
 
 @functools.lru_cache(1024)
 def lane_key(lane: Lane) -> str:
-    """Return the key of a lane's value in a key-value bucket."""
+    """Return the key of a lane (pool, machine profile and bundle) in a key-value bucket."""
     return f"{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}"
 
 
@@ -347,11 +349,11 @@ def part_key(lane_key: str, number: int) -> str:
 
 
 def lane_key_of(key: str) -> str:
-    """Return the key of the lane to which `key` belongs. `key` is the key of the lane or of a part of its value."""
+    """Return the key of a lane. `key`: key of the lane, or of a part of the lane's value."""
     return ".".join(key.split(".", 3)[:3])
 
 
 def part_number(lane_key: str, key: str) -> int | None:
-    """Return the number of the part with the key `key`; None if the key is not that of a part of this lane's value."""
+    """Return the number of the part with the key `key`; None if `key` is not the key of a part of this lane's value."""
     number = key.removeprefix(f"{lane_key}.p")
     return int(number) if number != key and number.isdecimal() else None

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Context(NamedTuple):
-    """Headers `traceparent` and `tracestate` for a span of another process. Both are empty if there is no trace."""
+    """Headers with which another process continues a trace. Both are empty if the request is not traced."""
 
     traceparent: str = ""
     tracestate: str = ""

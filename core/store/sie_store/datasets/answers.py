@@ -1,12 +1,13 @@
 """A shard in memory: the answers to the rows of a span (a range of rows), as columns. The output formats store these
 columns.
 
-The columns have the same names as in the API: `dense`, with `dense_scale` and `dense_offset` if it has integers,
+The columns have the same names as in the API: `dense`, with `dense_scale` and `dense_offset` for integer vectors,
 `sparse_indices` and `sparse_values`, `multivector` with scale and offset of each vector, `score`, and the lists of an
 extraction. A row with an error has no values in these columns.
 
-The output has one line for a row of the input. If the text of a row is split into chunks, the output has one line for
-each chunk, with the columns `chunk`, `start`, `end`, `text` and `row_tokens`, and for a document `page` and `heading`.
+The output has one line for each row of the input, or one line for each chunk if the text of the row is split into
+chunks. A line of a chunk has the columns `chunk`, `start`, `end`, `text` and `row_tokens`, and for a document `page`
+and `heading`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ OTHER = "OTHER"  # key for the sum of the counts of rare error codes
 
 
 class About(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Description of a shard: the job, the number of the shard, the model, and counts of its rows. `lines`: number of
-    its lines if rows have chunks; otherwise 0, because each row has one line.
+    """Description of a shard: the job, the number of the shard, the model, and counts of the shard's rows. `lines`:
+    number of lines of the output if rows have chunks; otherwise 0, because each row has one line.
     """
 
     job: str
@@ -50,7 +51,7 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class RowAnswer:
-    """Answer of a model to one row. `arrays`: by the names in `messages.Ok`, such as `dense`, `dense.scale` or
+    """Answer of a model to one row. `arrays`: arrays by name, as in `messages.Ok`, such as `dense`, `dense.scale` or
     `sparse.indices`, and `chunks` if the row has chunks.
     """
 
@@ -63,8 +64,8 @@ class RowAnswer:
 
 
 class RowChunk(NamedTuple):
-    """Chunk of a row's text. `chunk`: its number. `start`, `end`: positions in the text, in code points. `row_tokens`:
-    tokens of the whole row. `section`: page and heading where the chunk begins; None if the row has no document.
+    """Chunk of a row's text. `chunk`: number of the chunk. `start`, `end`: positions in the text, in code points.
+    `row_tokens`: tokens of the whole row. `section`: page and heading at `start`; None if the row has no document.
     """
 
     chunk: int
@@ -138,7 +139,7 @@ class Shard:
 
 
 def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer], keep: Sequence[str] = ()) -> Shard:
-    """Return the shard for rows and their answers. Raises ValueError if its vectors differ in width or type."""
+    """Return the shard of rows and their answers. Raises ValueError if an output's vectors differ in width or type."""
     lines = lines_of(rows, answers)
     chunks = [line.chunk for line in lines] if any(line.chunk is not None for line in lines) else []
     errors = [answer.error for answer in answers if answer.error is not None]
@@ -213,7 +214,7 @@ def _numbers(answers: Sequence[RowAnswer], value: Callable[[RowAnswer], Any]) ->
 def _stacked(answers: Sequence[RowAnswer]) -> Array:
     arrays = [answer.arrays["dense"] for answer in answers if answer.error is None]
     if len({(array.shape, array.dtype) for array in arrays}) != 1:
-        raise ValueError("dense: vectors of one shard have different widths or types")
+        raise ValueError("dense: vectors of one output file have different widths or types")
     vectors = np.zeros((len(answers), arrays[0].size), arrays[0].dtype)
     vectors[[answer.error is None for answer in answers]] = arrays
     return vectors
@@ -222,5 +223,5 @@ def _stacked(answers: Sequence[RowAnswer]) -> Array:
 def _ragged(answers: Sequence[RowAnswer], name: str) -> list[Array | None]:
     arrays = [None if answer.error is not None else answer.arrays.get(name) for answer in answers]
     if len({(array.shape[1:], array.dtype) for array in arrays if array is not None}) > 1:
-        raise ValueError(f"{name}: vectors of one shard have different widths or types")
+        raise ValueError(f"{name}: vectors of one output file have different widths or types")
     return arrays

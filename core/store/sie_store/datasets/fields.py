@@ -1,12 +1,12 @@
-"""Fields of one row of CSV (RFC 4180). Python's csv module is not used: its limit of 128 KiB for a field can only be
-changed for the whole process, and it accepts quotes that do not match.
+"""Split a row of CSV (RFC 4180) into its fields. Python's csv module is not suitable: its limit of 128 KiB for a field
+can only be changed for the whole process, and it accepts quotes that do not match.
 """
 
 from __future__ import annotations
 
 import re
 
-# Possessive repetitions (*+) need no memory for each quote, and never try a shorter field.
+# Possessive repetitions (*+) do not backtrack, so they need no memory for each quote.
 _FIELD = re.compile(r'(?:"([^"]*+(?:""[^"]*+)*+)"|([^"\r\n,]*+))(,|$)')
 
 

@@ -1,8 +1,8 @@
-"""Reads Parquet files. The footer of a file has the positions of its row groups and columns, so that only the needed
-columns and row groups of a span (a range of rows) are read.
+"""Read Parquet files. The footer of a file has the positions of its row groups and columns. So a job reads only the
+columns that it needs, and only the row groups of a span (a range of rows).
 
-A span has whole row groups, or a part of one row group. Its `start` and `end` are numbers of row groups; `first` is a
-row number in the whole file. The number of the first row of a group is computed from the footer.
+A span has whole row groups, or a part of one row group. `start` and `end` of a span are numbers of row groups; `first`
+is a row number in the whole file. The footer has the number of rows of each group.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES = 8 << 20  # bytes that are buffered while a column of a row group is read
 BATCH_ROWS = 1024
-MIN_BATCH_ROWS = 64  # number of rows in a batch below which reading takes much longer
-# Limit on the number of values of a list column in a row group, if a value has less than one byte on average. A row is
-# decoded as a whole, so without the limit one row of a small file could need any amount of memory.
+MIN_BATCH_ROWS = 64  # reading takes much longer with fewer rows in a batch
+# Largest number of values of a list column in a row group, if a value has less than one byte on average. A row is
+# decoded as a whole, so without this limit one row of a small file could need any amount of memory.
 MAX_DENSE_VALUES = 8_000_000
 MAX_FOOTER_BYTES = 64 << 20
-SMALL_FOOTER_BYTES = 128 << 10  # a footer of at most this size never needs much memory
+SMALL_FOOTER_BYTES = 128 << 10  # a footer of at most this size is not checked, because it cannot need much memory
 
 
 class ParquetGroup(NamedTuple):
-    """Row group. `size`: decoded bytes of the columns to read. `values`: number of values of these columns."""
+    """Row group. `size`: decoded bytes of the columns that the job reads. `values`: their number of values."""
 
     rows: int
     size: int
@@ -114,7 +114,7 @@ def malformed(source: str) -> InvalidInput:
 
 @contextlib.contextmanager
 def _reading(source: str) -> Iterator[None]:
-    """Convert the exceptions of pyarrow into InvalidInput. UnicodeDecodeError: the name of a column is not UTF-8."""
+    """Convert exceptions of pyarrow into InvalidInput. UnicodeDecodeError is for a column name that is not UTF-8."""
     import pyarrow as pa
 
     try:
@@ -160,10 +160,10 @@ def _parquet_file(file: RangeFile, **more: Any) -> ParquetFile:
 def _chunks(
     file: ParquetFile, place: Place, entry: ObjectEntry, numbers: Sequence[int], leaves: Collection[int]
 ) -> Iterator[list[ColumnChunkMetaData]]:
-    """Yield the metadata of the columns `leaves` of each of these row groups. Raises InvalidInput.
+    """Yield the metadata of the leaf columns `leaves`, for each row group in `numbers`. Raises InvalidInput.
 
-    pyarrow (26) ends the process if the metadata of an encrypted or malformed column is read. So this function
-    first starts a reader of the row group. For such metadata, the reader raises an exception before it requests a byte.
+    pyarrow (26) ends the process if it reads the metadata of an encrypted or malformed column. So this function first
+    starts a reader of the row group. The reader raises an exception for such metadata before it requests a byte.
     """
     from pyarrow.parquet import ParquetFile
 
@@ -177,8 +177,8 @@ def _chunks(
 
 
 def _leaves(schema: ParquetSchema, names: Collection[str]) -> dict[int, str]:
-    """Return the leaf columns in which a file stores the columns `names`: name of the column by leaf index.
-    The path of a leaf column is the column's name, alone or followed by a dot and further names.
+    """Return the leaf columns in which a file stores the columns `names`: name of the column by leaf index. The path of
+    a leaf column is the column's name, alone or followed by a dot and further names.
     """
     paths = [schema.column(at).path for at in range(len(schema))] if names else []
     below = {f"{name}.": name for name in names}
@@ -207,7 +207,7 @@ def footer(place: Place, entry: ObjectEntry, names: Collection[str]) -> Footer:
 
 
 def _check_dense(source: str, name: str, values: int, size: int) -> None:
-    """Raise InvalidInput if a list column repeats a value so often that one row may need any amount of memory."""
+    """Raise InvalidInput if a list column has so many values in few bytes that one row may fill the memory."""
     if values > max(MAX_DENSE_VALUES, size):
         raise InvalidInput(
             f"{source}: column {name[:64]!r} has {values} values in {size} bytes of a row group, "
@@ -218,8 +218,8 @@ def _check_dense(source: str, name: str, values: int, size: int) -> None:
 
 
 def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Iterator[Cut]:
-    """Yield spans of as many whole row groups as the limits allow. A group above the limits is split into equal numbers
-    of rows. Only the mean number of values per row is known, so the limit of values is half of the allowed number.
+    """Yield spans of as many whole row groups as the limits allow. A group above a limit is split into equal numbers of
+    rows. The limit of values is half of MAX_SPAN_VALUES, because only the mean number of values per row is known.
     """
     most = ParquetGroup(max_rows, max_bytes, MAX_SPAN_VALUES // 2)
     first = row = start = 0
@@ -246,7 +246,7 @@ def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Itera
 
 
 def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size: SpanSize) -> Iterator[dict[str, Any]]:
-    """Yield the columns `names` of the rows of a span. Blocks. Raises InvalidInput, StoreError."""
+    """Yield the columns `names` of each row of a span (a range of rows). Blocks. Raises InvalidInput, StoreError."""
     source = _PageFile(place, entry)
     with _opened(source, entry) as file, _reading(entry.source):
         present = [name for name in names if name in file.schema_arrow.names]
@@ -276,9 +276,9 @@ def _batches(
     """Yield the batches of a row group. The mean batch is within the limits of memory. `chunks`: metadata of the leaf
     columns to read, by index.
 
-    pyarrow copies a value of a dictionary for each row. So a batch has fewer rows if dictionaries are large.
-    If it would have too few rows, texts are read as dictionary arrays (indices into distinct values). Such an array has
-    the values of all earlier rows of the row group, so it is not used in all cases.
+    pyarrow copies a value of a dictionary for each row, so a batch has fewer rows if dictionaries are large. If a batch
+    would have too few rows, pyarrow returns texts as dictionary arrays (indices into distinct values). Such an array
+    has the values of all earlier rows of the row group, so dictionary arrays are not used in all cases.
     """
     columns, schema = chunks.values(), file.schema
     rows = max(1, file.metadata.row_group(number).num_rows)
@@ -290,7 +290,7 @@ def _batches(
     dictionaries = {
         at: source.dictionary_bytes(column)
         for at, column in chunks.items()
-        # values of other types have only a few bytes, so that their copies need little memory
+        # values of other types have only a few bytes, so copies of them need little memory
         if schema.column(at).physical_type.endswith("BYTE_ARRAY")
     }
     is_nested = any(size and schema.column(at).max_repetition_level > 0 for at, size in dictionaries.items())
@@ -332,7 +332,7 @@ def _objects(source: str, batch: RecordBatch) -> Iterator[dict[str, Any]]:
 
 
 def _values(array: Array) -> int:
-    """Return the number of Python objects that the values of an array become."""
+    """Return the number of Python objects that `to_pylist` creates for an array."""
     import pyarrow as pa
 
     if isinstance(array, pa.ExtensionArray):
@@ -343,7 +343,7 @@ def _values(array: Array) -> int:
 
 
 def _decoded_bytes(array: Array) -> int:
-    """Return the number of bytes of an array's values when a value replaces each dictionary index."""
+    """Return the bytes of an array's values. A value of a dictionary array counts once for each index."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

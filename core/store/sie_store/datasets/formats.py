@@ -22,12 +22,12 @@ def format_of(name: str) -> InputFormat | None:
 
 
 def is_packed(name: str) -> bool:
-    """Return whether the name is the name of a compressed file or an archive. Jobs cannot read these."""
+    """Return whether `name` is the name of a compressed file or an archive, which jobs cannot read."""
     return name.lower().endswith(_PACKED)
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether jobs skip an object, because it is hidden, a folder, a manifest, or a marker file of another
+    """Return whether jobs skip the object `name`: a hidden object, a folder, a manifest, or a marker file of another
     program, such as _SUCCESS.
     """
     segments = name.split("/")

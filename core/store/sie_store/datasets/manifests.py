@@ -1,4 +1,4 @@
-"""Manifest of a job's output. The job writes it last, so an output without a manifest is not complete."""
+"""Manifest of a job's output. The job writes the manifest last, so an output without a manifest is not complete."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Reads objects. All bytes are from one version of an object: if the object is replaced meanwhile, the read fails.
-`pieces` streams bytes, and requests them again after a failure. RangeFile reads at any position, for libraries that
-need a file.
+"""Read objects of a store. A read returns bytes of one version of an object, and fails if the object is replaced during
+the read. `pieces` streams bytes, and requests missing bytes again after a failure. RangeFile reads at any position, for
+libraries that need a file.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ObjectEntry:
 
 
 def tag_of(place: Place, meta: ObjectMeta) -> str:
-    """Return a tag that only this version of the object has: the digest of the Place or the ETag of the store. Size and
-    time are the tag in a store without ETags. They are also the tag on a disk, because obstore's ETag of a file has the
-    inode, which changes if the folder is copied.
+    """Return a tag that only this version of the object has: the digest of the Place, the ETag of the store, or (if the
+    store has no ETags) size and time. The tag of a file on a disk is size and time too, because obstore's ETag of a
+    file has the inode, which changes if the folder is copied.
     """
     own = None if place.root is not None else meta.get("e_tag")
     return place.digest or own or f"{meta['size']}-{meta['last_modified'].timestamp():.6f}"
@@ -68,8 +68,8 @@ async def find(place: Place, source: str) -> ObjectEntry:
 
 async def pieces(place: Place, entry: ObjectEntry, start: int, end: int) -> AsyncIterator[bytes]:
     """Yield the bytes from `start` to before `end` of the version with the tag of `entry`. If `entry` has no tag, all
-    bytes are of the version in the first response. After a failure, the missing bytes are requested again. Raises
-    InvalidInput (reasons input_missing, input_changed, not_allowed), StoreError.
+    bytes are of the version in the first response. After a failure, the function requests the missing bytes again.
+    Raises InvalidInput (reasons input_missing, input_changed, not_allowed), StoreError.
     """
     import obstore
 
@@ -93,13 +93,13 @@ async def pieces(place: Place, entry: ObjectEntry, start: int, end: int) -> Asyn
         except ObjectMissing as error:
             raise missing(entry.source) from error
         except StoreError as error:
-            # The object may have become shorter than the range. Stores report different errors for this, so the tags
-            # are compared.
+            # Stores report different errors if the object has become shorter than the range, so only
+            # the tags show that the object has changed.
             if (now := await find(place, entry.source)).tag != (tag or now.tag):
                 raise changed(entry.source) from error
             tries += 1
             await place.patience.pause(error, tries, "an input", start)
-    # The tags are compared again, because a program can overwrite a file on a disk during the read.
+    # A program can overwrite a file on a disk during the read, so the tags are compared again after the read.
     if place.root is not None and tag and (await find(place, entry.source)).tag != tag:
         raise changed(entry.source)
 
@@ -110,8 +110,8 @@ async def whole(place: Place, entry: ObjectEntry, start: int = 0, end: int | Non
 
 
 class RangeFile(io.RawIOBase):
-    """File object for an object in a store. Its methods block. A request reads at least READ_AHEAD_BYTES, so that later
-    small reads need no request. Raises StoreError and InvalidInput (reason `input_changed`).
+    """File object for an object in a store. Its methods block. A request to the store reads at least READ_AHEAD_BYTES,
+    so that later small reads need no request. Raises StoreError and InvalidInput (reason `input_changed`).
     """
 
     def __init__(self, place: Place, entry: ObjectEntry) -> None:

@@ -1,7 +1,7 @@
 """Outline of a document in Markdown: the positions at which its pages and its sections begin.
 
-A heading is a line that begins with one to six `#` and a space or tab, after at most three spaces, and that is not in a
-block of code between fences.
+A heading is a line that begins with at most three spaces, one to six `#`, and a space or tab. A line in a fenced block
+of code is no heading.
 """
 
 from __future__ import annotations

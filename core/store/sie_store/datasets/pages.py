@@ -1,10 +1,10 @@
-"""Bounds on the memory that the footer and the pages of a Parquet file need. A page of a few kilobytes may become
-gigabytes when it is decompressed. Before that, only the header of the page has the decoded size.
+"""Limit the memory that the footer and the pages of a Parquet file need. A page of a few kilobytes may become gigabytes
+when it is decompressed. Before the decompression, only the header of the page shows the decoded size.
 
     bytes that pyarrow reads ──► header of each page: its decoded and compressed bytes ──► sum for the pages of a batch
 
-A large page of images or of common texts is not refused, because only decoded bytes beyond the usual ratio count. The
-footer is bounded too: a column has at least three bytes in a footer, and takes more than a kilobyte when it is parsed.
+Large pages of images or of common texts are allowed, because only decoded bytes beyond the usual ratio count. The
+footer has limits too: a column needs only three bytes in a footer, but more than a kilobyte when it is parsed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ MAX_BATCH_BYTES = 2 * MAX_DECODED_BYTES
 MAX_HEADER_BYTES = 1 << 20  # largest number of bytes of a page's header, which may have statistics
 MAX_EMPTY_PAGES = 1000  # largest number of pages without values in a column of a row group
 MAX_DEPTH = 8  # largest depth of nested structs and lists in a header or a footer
-MAX_FIELDS = 100  # largest number of fields in a struct; Parquet's largest has about 20
-FIELDS_DEPTH = 2  # depth of the structs of a header whose fields are used
+MAX_FIELDS = 100  # largest number of fields in a struct; the largest struct of Parquet has about 20
+FIELDS_DEPTH = 2  # `_ThriftReader.struct` returns only fields of structs at a depth below this number
 # largest number of values in the lists of a footer; each row group, and each column of a row group, counts as LARGE
 # values because it takes more memory
 MAX_FOOTER_VALUES, LARGE = 4_000_000, 20
-LARGE_DEPTH = 4  # depth of the structs of columns in a footer
-_NUMBER, _STRUCT = 5, 12  # kinds of values in Thrift
-# fields of a header in Parquet's format: number and kind
+LARGE_DEPTH = 4  # a struct up to this depth counts as LARGE values; the columns of a row group are at this depth
+_NUMBER, _STRUCT = 5, 12  # kinds of values in Thrift: a 32-bit number, a struct
+# fields of a page header: (number of the field, kind of its value)
 _TYPE, _DECODED, _COMPRESSED, _VALUES = (1, _NUMBER), (2, _NUMBER), (3, _NUMBER), (1, _NUMBER)
 _DATA_PAGE, _DATA_PAGE_V2 = (5, _STRUCT), (8, _STRUCT)
-_DICTIONARY = 2  # type of a page
+_DICTIONARY = 2  # value of the field _TYPE in the header of a dictionary page
 Fields = dict[tuple[int, int], Any]
 
 
@@ -45,14 +45,14 @@ class FooterTooLarge(PageFault):
 
 class ChunkPages:
     """Pages of one column in one row group: the bytes from `start` to before `end` of a file, with `values` values.
-    `window`: mean number of values of the column in a batch. `bytes`: decoded bytes beyond RATIO in the last pages that
-    were read, counted for as many pages as one batch needs.
+    `window`: mean number of values of the column in a batch. `bytes`: decoded bytes beyond RATIO, summed over the last
+    pages that one batch may need.
     """
 
     def __init__(self, start: int, end: int, values: int, window: int) -> None:
         self._start, self._end, self._left, self._window = start, end, values, window
         self._next = start  # position of the next header
-        self._pages = deque[tuple[int, int]]()  # for each page that counts: its values, its share of `bytes`
+        self._pages = deque[tuple[int, int]]()  # (values, bytes beyond RATIO) of each page in the sum `bytes`
         self._values = self._empty = self.bytes = 0
 
     def note(self, at: int, data: bytes, fetch: Callable[[int, int], bytes]) -> None:
@@ -94,7 +94,7 @@ class ChunkPages:
 
 
 def dictionary_bytes(chunk: bytes) -> int:
-    """Return the decoded bytes of the dictionary that is the first page of a column; 0 if the column has no dictionary.
+    """Return the decoded bytes of the dictionary, the first page of a column; 0 if the column has no dictionary.
     `chunk`: first bytes of the column, at most MAX_HEADER_BYTES. Raises PageFault.
     """
     try:
@@ -127,9 +127,9 @@ class _ThriftReader:
         self.at = 0
 
     def struct(self, depth: int) -> Fields:
-        """Return the 32-bit numbers and the structs in a struct, by (number of the field, kind of its value). Other
-        values, and structs below FIELDS_DEPTH, are skipped. The kind is a part of the key, because Parquet's readers
-        ignore a field with a value of another kind.
+        """Return the 32-bit numbers and the structs in a struct, by (number of the field, kind of the value). Skip
+        other values, and structs below FIELDS_DEPTH. The kind is a part of the key, because Parquet's readers ignore a
+        field with a value of another kind.
         """
         if depth <= LARGE_DEPTH:
             self._counted(LARGE)
@@ -184,6 +184,6 @@ class _ThriftReader:
         return value | byte << shift
 
     def _number(self) -> int:
-        """Return a 32-bit number. A larger number is cut to its low 32 bits, like in Parquet's own reader."""
+        """Return a 32-bit number: the low 32 bits of a larger number, as in Parquet's own reader."""
         value = self._varint() & 0xFFFFFFFF
         return (value >> 1) ^ -(value & 1)

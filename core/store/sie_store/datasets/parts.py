@@ -27,39 +27,37 @@ from sie_store.datasets.answers import About, Array, Shard, kept_json, most_freq
 SUFFIX: dict[OutputFormat, str] = {"parquet": ".parquet", "jsonl": ".jsonl", "npy": ".npz"}
 MIN_DIGITS = 5
 ROWS, ABOUT = "rows.jsonl", "about.json"
-CODE_POINT_BYTES = 4  # bytes of a character in an array of texts
+CODE_POINT_BYTES = 4  # bytes of a character in a NumPy array of texts
 _PIECE_ROWS = 256
 # exceptions of the libraries for an object that is no part; RecursionError is a RuntimeError
 _FAULTS = (ValueError, OSError, EOFError, LookupError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
 class PartFault(ValueError):
-    """Error for bytes that are not a part of an output."""
+    """Error for bytes that are not a part (an output file of a job)."""
 
 
 def part_name(number: int, count: int, format: OutputFormat) -> str:
-    """Return the file name of part `number` (from 0) of `count` parts."""
+    """Return the name of the output file `number` (from 0) of `count` files."""
     digits = max(MIN_DIGITS, len(str(count - 1)))
     return f"part-{number:0{digits}d}{SUFFIX[format]}"
 
 
 def id_bytes(shard: Shard, format: OutputFormat) -> int:
-    """Return the number of bytes of the ids of a part in NumPy, where each id is as wide as the longest id; 0 for the
-    other formats.
-    """
+    """Return the bytes of the ids in a part of the format npy, where each id is as wide as the longest; else 0."""
     return CODE_POINT_BYTES * max(map(len, shard.ids), default=0) * len(shard.ids) if format == "npy" else 0
 
 
 def encode(shard: Shard, format: OutputFormat) -> bytes:
-    """Encode a shard as a file. All processes of one version of SIE return the same bytes for a shard."""
+    """Encode a shard (answers to a range of rows). Processes of one version of SIE return the same bytes for it."""
     if format == "parquet":
         return tables.encode(shard)
     return b"".join(_lines(shard, has_arrays=True)) if format == "jsonl" else _npz(shard)
 
 
 def inspect(data: bytes, format: OutputFormat) -> About:
-    """Return the description in a part. In JSON Lines, `job`, `shard`, `model`, `reused` and `lines` have no value.
-    Raises PartFault.
+    """Return the shard's description in an output file. For JSON Lines, `job`, `shard`, `model`, `reused` and `lines`
+    are empty or 0, because the file does not have them. Raises PartFault.
     """
     try:
         if format == "parquet":
@@ -71,7 +69,7 @@ def inspect(data: bytes, format: OutputFormat) -> About:
     except PartFault:
         raise
     except _FAULTS as error:
-        raise PartFault(f"the object is no part in the format {format}") from error
+        raise PartFault(f"the object is not an output file of a job in the format {format}") from error
 
 
 def _lines(shard: Shard, *, has_arrays: bool) -> Iterator[bytes]:
@@ -112,7 +110,7 @@ def _arrays(shard: Shard, at: int) -> dict[str, Any]:
 
 
 def _exact(array: Array) -> Array:
-    """Convert float16 to float64, so that JSON has its exact value."""
+    """Convert float16 to float64, so that JSON has the exact value."""
     return np.ascontiguousarray(array, np.float64 if array.dtype == np.float16 else None)
 
 
@@ -136,7 +134,7 @@ def outcomes(data: bytes, format: OutputFormat) -> list[Outcome]:
             lines = [_line.decode(line) for line in io.BytesIO(data)]
         return [Outcome(line.id, line.of_row, line.error) for line in lines if line.begins_row]
     except _FAULTS as error:
-        raise PartFault(f"the object is no part in the format {format}") from error
+        raise PartFault(f"the object is not an output file of a job in the format {format}") from error
 
 
 class _Line(msgspec.Struct):
@@ -157,7 +155,7 @@ class _Line(msgspec.Struct):
 
     @property
     def of_row(self) -> int:
-        """Return the tokens of the whole row."""
+        """Return the number of tokens of the whole row."""
         return self.tokens if self.row_tokens is None else self.row_tokens
 
 

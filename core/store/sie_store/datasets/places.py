@@ -78,7 +78,7 @@ class Place:
         return not self.name
 
     def key(self, source: str) -> str:
-        """Return the key in the store of the object that is called `source` in spans."""
+        """Return the key of the object whose name in spans is `source`."""
         return self.folder + (self.name or source)
 
     def below(self, folder: str) -> Place:
@@ -95,7 +95,7 @@ class Place:
 
 
 def _check_segments(url: str, where: StoreUrl, param: str) -> None:
-    # The client's text is checked, because the path in `where` is resolved and contains no `..` any more.
+    # The path in `where` is resolved and has no `..`, so the client's own text is checked.
     written = url if where.scheme == "file" and not url.lower().startswith("file:") else unquote(urlsplit(url).path)
     if _CONTROL.search(written):
         raise InvalidInput.at(param, "control characters and \\ are not allowed", reason="not_allowed")
@@ -107,7 +107,7 @@ def _check_segments(url: str, where: StoreUrl, param: str) -> None:
 
 
 def _below(where: StoreUrl, allowed: StoreUrl) -> str | None:
-    """Return the path of `where` relative to `allowed`; empty for equal paths, None if it is not below `allowed`."""
+    """Return the path of `where` relative to `allowed`: empty for equal paths, None if `where` is elsewhere."""
     if (where.scheme, where.bucket) != (allowed.scheme, allowed.bucket):
         return None
     if where.path == allowed.path:

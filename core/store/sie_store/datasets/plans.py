@@ -1,8 +1,8 @@
 """Plan of a job: the spans of its input. A span is a range of rows that can be read separately.
 
-    folder ──listed──► objects by name ──┬─ jsonl, csv ── bytes are read once ──────┐
+    folder ──listed──► objects by name ──┬─ jsonl, csv ── bytes are read once ─┐
                                          ├─ parquet ───── only the footer ─────┼──► spans of an object, or Broken
-                                         └─ images ────── consecutive names ────┘
+                                         └─ images ────── consecutive names ───┘
 
 An object that cannot be read is an entry (Broken) of the plan; the other objects are still planned. The planning stops
 if a store does not reply, or if the input has no object, too many objects or too many spans.
@@ -33,9 +33,9 @@ from sie_store.datasets.scan import BOM, Cut, Cutter, Scanner
 from sie_store.datasets.templates import columns, reads_images
 from sie_store.object_stores import within
 
-# largest number of objects below a folder that a job reads, because their names are sorted in memory
+# largest number of objects that a job reads below a folder: the job sorts their names in memory
 MAX_OBJECTS = 1_000_000
-MAX_SPANS = 100_000  # largest number of spans of a job, because a record of each span is in memory
+MAX_SPANS = 100_000  # largest number of spans (ranges of rows) of a job, because each has a record in memory
 TOO_MANY = "too_many_items"  # reason in the error for too many objects or spans
 MAX_HEADER_BYTES = 64 << 10  # largest number of bytes of the first row of a CSV object
 SPAN_BYTES = 32 << 20  # largest number of bytes of text in a span, except if a single row has more
@@ -47,7 +47,7 @@ LISTED_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class Broken:
-    """Object without planned spans, because it cannot be read. `error`: reason."""
+    """Object that cannot be read, so the plan has no spans of the object. `error`: the reason."""
 
     source: str
     error: ErrorInfo
@@ -107,8 +107,8 @@ async def _planned_objects(place: Place, source: JobInput, most: _Most) -> Async
     else:
         for source_object in await inputs(place, source):
             planned = await _planned(place, source_object.source, source, names, most)
-            # Some tools write an empty object for a folder. The listing leaves out the slash at the end of its name, so
-            # `find` reports it as missing.
+            # Some tools write an empty object for a folder. `find` reports this object as missing, because the listing
+            # leaves out the slash at the end of its name.
             if isinstance(planned, Broken) and planned.error.reason == "input_missing" and not source_object.size:
                 continue
             is_empty = False
@@ -132,7 +132,7 @@ def _is_input(name: str, input_format: InputFormat | None) -> bool:
 
 
 async def images(place: Place, after: str = "", most: int | None = None) -> list[ObjectEntry]:
-    """Return the images below a folder with a name after `after`, sorted by name; with `most`, only that number."""
+    """Return the images below a folder with a name after `after`, sorted by name, at most `most` images."""
     return await place.patience.repeated(lambda: _listed(place, lambda name: format_of(name) == "images", after, most))
 
 
@@ -162,7 +162,7 @@ async def _listed(
         if most is None and len(objects) > limit:
             raise InvalidInput.at("input.url", f"the folder has more than {limit} objects", reason=TOO_MANY)
         if most is not None and len(objects) >= limit + LISTED_AT_ONCE:
-            # A bucket lists objects in the order of names, so its listing can stop here. A folder has no order.
+            # A bucket lists objects in the order of names, so its listing can stop here. A disk lists in no order.
             objects = heapq.nsmallest(limit, objects, key=_name)
             if place.root is None:
                 break
@@ -220,9 +220,9 @@ def _check_columns(source: str, params: dict[str, str], there: Iterable[str]) ->
 
 
 def check_file(path: Path, source: JobInput) -> None:
-    """Raise InvalidInput, with the same message as `plan`, if a local file lacks a column that the job reads, or if the
-    names of its columns cannot be used. Only the beginning of the file is read, or the footer for Parquet. Other faults
-    are not reported.
+    """Raise InvalidInput, with the same message as `plan`, if a local file lacks a column that the job reads, has two
+    columns of one name, or is CSV without a valid first row. Read only the beginning of the file, or the footer of
+    Parquet. Other faults raise no error.
     """
     kind = source.format or format_of(path.name)
     names = columns(source)
@@ -247,7 +247,7 @@ def check_file(path: Path, source: JobInput) -> None:
 
 
 def _needed(names: dict[str, str]) -> dict[str, str]:
-    """Return the columns that each JSON row must have: the columns of the job that are not only copied."""
+    """Return the columns that each JSON row must have: the columns that the job does not only copy."""
     return {name: param for name, param in names.items() if param != "input.keep"}
 
 
@@ -283,8 +283,8 @@ async def _scanned(place: Place, entry: ObjectEntry, kind: str, names: dict[str,
 
 
 class _JsonSample(NamedTuple):
-    """First rows of a JSON Lines object. `columns`: names of the columns that any of these rows has. If a column that
-    each row needs is not among them, the job probably misspells its name, and the object is refused. `values`: largest
+    """First rows of a JSON Lines object. `columns`: names of all columns in these rows. If the job needs a column that
+    none of these rows has, the job probably misspells the column's name, and the object is Broken. `values`: largest
     number of values that one row has in the columns of the job, at most MAX_ROW_VALUES.
     """
 
@@ -299,7 +299,7 @@ class _JsonSample(NamedTuple):
         names_of_columns: dict[str, None] = {}
         most = 0
         for line in lines[:SAMPLE_ROWS]:
-            # an invalid row is skipped here; the job reports it when it reads the row
+            # an invalid row is skipped here; the job reports the error when it reads this row
             with contextlib.suppress(*UNDECODABLE):
                 row = sizes.columns_of(line)
                 names_of_columns |= dict.fromkeys(row)

@@ -37,7 +37,7 @@ _Columns = Mapping[str, Any] | ErrorInfo
 @dataclass(frozen=True)
 class InputRow:
     """Row of the input. A row with a `fault` is not sent to a model. `chunks`, `file`: values of the columns for chunks
-    and documents, not checked yet. `page_starts`: position of the first code point and number of each page, if the text
+    and documents, not checked yet. `page_starts`: (position of the first code point, number) of each page if the text
     is the Markdown of a document; otherwise None.
     """
 
@@ -54,8 +54,8 @@ class InputRow:
 
 
 async def read(place: Place, span: RowSpan, source: JobInput) -> list[InputRow]:
-    """Return the `span.rows` rows of a span, in order. Raises InvalidInput (reasons input_missing, input_changed,
-    malformed, too_large, not_allowed), StoreError.
+    """Return the `span.rows` rows of a span (a range of rows of an object), in order. Raises InvalidInput (reasons
+    input_missing, input_changed, malformed, too_large, not_allowed), StoreError.
     """
     if span.format == "images":
         return await _images(place, span)
@@ -101,13 +101,13 @@ def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
             values += sizes.values_of(raw[name])
             if values > sizes.MAX_ROW_VALUES:
                 return _fault("too_large", f"column {name!r}: the row has more than {sizes.MAX_ROW_VALUES} values")
-        size.add(values - len(read), 0)  # `_RowMaker` counts the first value of each column
+        size.add(values - len(read), 0)  # values in lists and maps; `_RowMaker` counts the row and its copied columns
         return {name: sizes.decoded(raw[name]) for name in read}
     except sizes.TooManyValues as error:
         return _fault("too_large", str(error))
     except msgspec.ValidationError:
         return _fault("malformed", "the line is no JSON object")
-    except UNDECODABLE:  # the decoder's message may quote the row, so it is left out
+    except UNDECODABLE:  # the decoder's message may quote the row, so the message is left out
         return _fault("malformed", "the line is no valid JSON")
 
 
@@ -126,7 +126,7 @@ def _fault(reason: str, message: str, param: str = "") -> ErrorInfo:
 
 
 class _RowMaker:
-    """Builds the rows of a span. It fills the templates of the job with the values of the columns."""
+    """Builder of the rows of a span (a range of rows): fills the job's templates with the values of the columns."""
 
     def __init__(self, span: RowSpan, source: JobInput) -> None:
         self._span, self._source = span, source
@@ -214,7 +214,7 @@ def _image(value: Any, column: str) -> bytes:
                 if data := base64.b64decode(rest, validate=True):
                     return data
             except (binascii.Error, ValueError):
-                pass  # not base64: ColumnFault is raised below
+                pass  # the text is not base64, so the statement below raises ColumnFault
     raise ColumnFault(f"column {column!r} has no image file: expected bytes, a map with bytes, or base64")
 
 
@@ -232,8 +232,8 @@ async def _images(place: Place, span: RowSpan) -> list[InputRow]:
                 entry.source, fault=_fault("invalid_media", f"the image has more than {MAX_SPAN_BYTES} bytes")
             )
         try:
-            # The tag is not checked here, because some stores (Google's emulator) return other tags in responses than
-            # in listings. The tag in the listing was compared with the tag of the span above.
+            # This read does not check the tag, because some stores (Google's emulator) return other tags in responses
+            # than in listings. The comparison above has checked the tags of the listing.
             return InputRow(entry.source, images=(await whole(place, replace(entry, tag="")),))
         except InvalidInput as error:
             if error.reason == "not_allowed":

@@ -1,10 +1,10 @@
-"""Finds the positions of rows in the bytes of JSON Lines and CSV. Values are not decoded, and only one piece of the
-object is in memory at a time.
+"""Find the positions of rows in the bytes of JSON Lines and CSV. The scan decodes no values, and has only one piece of
+the object in memory at a time.
 
     pieces of any size ──Scanner──► (start, end) of each row ──Cutter──► spans of rows
 
-A row ends at a line feed. In CSV (RFC 4180) the number of quotes before this line feed must be even. A line of only
-spaces, tabs and carriage returns is not a row.
+A row ends at a line feed; in CSV (RFC 4180), only at a line feed after an even number of quotes. A line of only spaces,
+tabs and carriage returns is not a row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BLANK[[9, 10, 13, 32]] = True
 
 
 class Scanner:
-    """Finds the rows in a text that arrives in pieces. `at`: position of the first byte of the next piece."""
+    """Finder of the rows in a text that arrives in pieces. `at`: position in the object of the text's first byte."""
 
     def __init__(self, *, is_quoted: bool, at: int = 0) -> None:
         self._is_quoted = is_quoted
@@ -81,7 +81,7 @@ def rows_of(data: bytes, *, is_quoted: bool) -> list[bytes]:
 
 
 class Cut(NamedTuple):
-    """Rows `first` to before `first + rows` of an object. `start`, `end`: byte positions; in Parquet, row groups."""
+    """Rows `first` to before `first + rows` of an object. `start`, `end`: row groups in Parquet, else bytes."""
 
     first: int
     rows: int
@@ -113,7 +113,7 @@ class Cutter:
                 yield from self.end()
 
     def end(self) -> Iterator[Cut]:
-        """Yield the last span, if it has any row."""
+        """Yield the last span (a range of rows), if any rows are left."""
         if self._rows:
             yield Cut(self._first, self._rows, self._start, self._end)
         self._first += self._rows

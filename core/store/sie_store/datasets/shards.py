@@ -1,5 +1,5 @@
-"""Writes parts, the files of a job's output. If several processes write a part, the first process succeeds, and the
-other processes use its part.
+"""Write parts, the files of a job's output. If several processes write the same part, the first process succeeds, and
+the other processes use the part of the first.
 
     shard ──encode──► bytes ──put, create only──┬─► written ──────────────────────► ShardRecord
                                                 └─► exists: read, inspected ──────► ShardRecord of the existing part
@@ -37,7 +37,7 @@ OWNER = ".sie-job"  # object in the output folder that contains the id of the jo
 
 
 class PartDamaged(StoreError):
-    """Error for an object that is no part but has the name of one. The job continues when the operator moves it."""
+    """Error for an object with the name of a part, but other content. The job continues after an operator moves it."""
 
 
 async def claim(place: Place, owner: str) -> None:
@@ -86,7 +86,7 @@ async def _has_parts(place: Place) -> bool:
 
 
 async def put_once(place: Place, name: str, data: bytes, format: OutputFormat) -> ShardRecord:
-    """Write a part if it does not exist, and return the record of the stored part. Raises PartDamaged, StoreError."""
+    """Write a part (output file) if none exists. Return the stored part's record. Raises PartDamaged, StoreError."""
     import obstore
 
     record = await asyncio.to_thread(_record, name, data, format)

@@ -19,8 +19,8 @@ MAX_SPAN_VALUES = 1_000_000  # largest number of values in a span; each needs ab
 MAX_DECODED_BYTES = 128 << 20  # largest number of bytes of texts, images and copied columns in a span
 MAX_KEYS = 100_000  # largest number of keys in a JSON row, including columns that the job does not read
 SPARE_LEVELS = 200  # levels of nesting that a value of a row must leave free below the interpreter's limit
-# A string without an end matches as well. Otherwise the search would start again at each escaped quote in this string,
-# and take quadratic time.
+# The pattern also matches a string without an end. Otherwise the search would start again at each escaped quote in this
+# string, and take quadratic time.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+', re.S)
 _keys = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -30,7 +30,7 @@ class TooManyValues(ValueError):
 
 
 class SpanSize:
-    """Counter of the memory that the rows of a span need."""
+    """Counter of the memory that the rows of a span (a range of rows) need."""
 
     def __init__(self, span: RowSpan) -> None:
         self._span = span
@@ -70,11 +70,11 @@ def values_of(value: bytes | msgspec.Raw) -> int:
 
 
 def decoded(value: msgspec.Raw) -> Any:
-    """Decode one JSON value of a column. Raises an error of UNDECODABLE."""
+    """Decode one JSON value of a column. Raises an exception of `errors.UNDECODABLE`."""
     if values_of(value) <= SPARE_LEVELS:
         return msgspec.json.decode(value)
-    # The value is encoded again later, when less of the stack is free. If it can be decoded inside SPARE_LEVELS lists,
-    # enough of the stack is free for the later encoding.
+    # The value is encoded again later, when less of the stack is free. If the value can be decoded inside SPARE_LEVELS
+    # lists, enough of the stack is free for the later encoding.
     whole = msgspec.json.decode(b"[" * SPARE_LEVELS + bytes(value) + b"]" * SPARE_LEVELS)
     for _ in range(SPARE_LEVELS):
         (whole,) = whole
@@ -82,15 +82,15 @@ def decoded(value: msgspec.Raw) -> Any:
 
 
 def _count(text: bytes, marks: bytes, most: int) -> int:
-    """Return how often `marks` occur in JSON. The fast count includes marks inside strings. Only if it is above `most`,
-    the marks are counted again outside of strings.
+    """Return how often the bytes `marks` occur in JSON. The first, fast count includes strings. If this count is above
+    `most`, return the count outside of strings.
     """
     total = sum(map(text.count, marks))
     return total if total <= most else count_outside(text, marks, most)
 
 
 def count_outside(text: bytes, marks: bytes, most: int) -> int:
-    """Return how often `marks` occur in JSON outside of strings. Counting stops above `most`. The loop in Python lets
+    """Return how often the bytes `marks` occur in JSON outside of strings. Counting stops above `most`. The loop lets
     other threads run, while a single call of a C function would hold the interpreter lock.
     """
     total = at = 0

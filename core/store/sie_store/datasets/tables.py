@@ -56,7 +56,7 @@ def encode(shard: Shard) -> bytes:
 
 
 def inspect(data: bytes) -> About:
-    """Return the description of the shard in a part. Raises ValueError, OSError."""
+    """Return the shard's description in an output file. Raises ValueError, OSError."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -92,7 +92,8 @@ def _chunk_columns(chunks: list[RowChunk | None]) -> dict[str, pa.Array]:
 
 def _inferred(values: list[Any]) -> pa.Array:
     """Return an array whose type Arrow infers from the values. The array has JSON texts if the values have several
-    types, or a type that `_is_flat` refuses. If all values are None, the type is null, which readers accept everywhere.
+    types, or a type for which `_is_flat` is False. If all values are None, the type is null, which every reader
+    accepts.
     """
     import pyarrow as pa
 
@@ -104,8 +105,8 @@ def _inferred(values: list[Any]) -> pa.Array:
 
 
 def _is_flat(kind: pa.DataType) -> bool:
-    """Return whether values of an Arrow type are stored in this type. Other values are stored as JSON: structs, because
-    Parquet cannot store an empty struct, and deeply nested lists, because readers of Parquet refuse them.
+    """Return whether values of an Arrow type are stored with this type. Structs are stored as JSON, because Parquet
+    cannot store an empty struct. Deeply nested lists are stored as JSON, because readers of Parquet refuse them.
     """
     import pyarrow as pa
 

@@ -1,8 +1,7 @@
-"""Templates, by which jobs build the texts of a row from its columns. Also checks whether the input of a job fits its
-operation.
+"""Templates from which jobs build the texts of a row, and the check whether a job's input fits its operation.
 
-A template has the names of columns in braces, `{title}: {body}`; `{{` and `}}` are braces. It is never passed to
-`str.format`, which would give access to attributes.
+A template has the names of columns in braces, `{title}: {body}`; `{{` and `}}` are braces. `str.format` is not used,
+because it would give a template access to attributes.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def templates(source: JobInput) -> dict[str, Template]:
 
 
 def columns(source: JobInput) -> dict[str, str]:
-    """Return the columns that a job reads, as a map (column -> first parameter that names it). Raises InvalidInput."""
+    """Return the columns that a job reads: column -> first parameter that names the column. Raises InvalidInput."""
     params: dict[str, str] = {}
     for name, template in templates(source).items():
         for column in template.columns:
@@ -120,7 +119,7 @@ def reads_images(source: JobInput) -> bool:
 
 
 def check(source: JobInput, operation: str) -> None:
-    """Raise InvalidInput if the input lacks a field that the operation needs, or has a field that it does not read."""
+    """Raise InvalidInput for a missing field that the operation needs, and for a field that the operation ignores."""
     if bool(source.file) == bool(source.url):
         raise InvalidInput("input: expected exactly one of file and url", param="input")
     parsed = templates(source)
