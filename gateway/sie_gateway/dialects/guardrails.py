@@ -21,7 +21,7 @@ from sie_gateway.redaction.spans import SensitiveSpan
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
-_READ = frozenset({"threshold", "flat_ner"})  # fields that the model gets if its family has them
+_READ = frozenset({"threshold", "flat_ner"})  # fields that the model gets if its family has these parameters
 
 
 async def extract(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:

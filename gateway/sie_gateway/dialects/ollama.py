@@ -37,8 +37,8 @@ def untagged(catalogue: Catalogue, name: str) -> str:
 
 
 def tagged(name: str, resolved: Resolved, profile: str | None) -> str:
-    """Return the name with a tag, as Ollama shows it: the profile, or `latest` for the default profile and for an alias
-    (`profile` None). If the model has a profile `latest`, its default profile has no tag.
+    """Return the name with a tag, as Ollama shows it. The tag is the profile, but `latest` for the default profile and
+    for an alias (`profile` None). If the model has a profile `latest`, the default profile gets no tag.
     """
     if profile not in (None, "default"):
         return f"{name}:{profile}"
