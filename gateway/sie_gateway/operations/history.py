@@ -77,7 +77,7 @@ class _HistoryBucket:
     at: int
     requests: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    ran: int = 0  # requests with stage latencies: a worker answered them
+    ran: int = 0  # number of requests that a worker answered; only these have stage latencies
     stages: tuple[array[int], ...] = ()
 
     def count(self, code: str, times_ms: tuple[float, ...] | None) -> None:
@@ -264,7 +264,7 @@ class RequestLogger:
 
     def __init__(self) -> None:
         self._refused = 0  # number of refused requests in this interval, with or without a log line
-        # "endpoint status code" -> number of refused requests without a log line; there are few different texts
+        # "endpoint status code" -> number of refused requests without a log line; the set of these keys is small
         self._left_out: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None  # timer for the end of the interval; None while no interval runs
 

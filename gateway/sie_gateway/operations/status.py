@@ -1,8 +1,8 @@
 """Status of the cluster for people: `/health`, the JSON of the page at `/`, and websockets.
 
 While a page is open, `WorkerProbe` checks every second whether the shown workers are connected, at most MAX_ASKED at a
-time. The probe sends a request to the worker's subject: without a subscriber, the broker reports this at once, earlier
-than a missing heartbeat shows it (SIE_HEARTBEAT_TIMEOUT_MS). Only pages use the result; routing does not.
+time. The probe sends a request to each worker's subject. If the subject has no subscriber, the broker reports this at
+once. Heartbeats show a lost worker only after SIE_HEARTBEAT_TIMEOUT_MS. Only pages use the result; routing does not.
 """
 
 from __future__ import annotations
@@ -401,7 +401,7 @@ class ClusterStatus:
         ]
 
     async def show(self, path: str, query: str, grant: Grant, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a websocket until it is closed. Raises NotFound, NotReady or ResourceExhausted before acceptance."""
+        """Serve a websocket until it is closed. Before the handshake, raises NotFound, NotReady, ResourceExhausted."""
         if path not in (CLUSTER_PATH, WORKER_PATH):
             raise NotFound("no such path")
         with self.seats.seat(scope, grant.key):
