@@ -7,8 +7,8 @@ held until the time ends ──► a worker has loaded the model: continue to wa
                          ──► a worker is ready and has not begun to load: continue to wait
 
 The record of demand has one key per lane (pool, machine profile and bundle). All gateways read the record. It is valid
-for DEMAND_LIFE_S seconds. The gateway withdraws the work of an ended request from the queue. Without the record, the
-autoscaler would not start a worker for the client's next attempt.
+for DEMAND_LIFE_S seconds. When a request ends, the gateway withdraws its work from the queue. The record makes the
+autoscaler start a worker for the client's next attempt all the same.
 """
 
 from __future__ import annotations

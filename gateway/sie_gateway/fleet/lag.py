@@ -1,8 +1,8 @@
 """Lag of the queue for metrics: the number of waiting messages and the age of the oldest, by lane (pool, machine
 profile and bundle) and priority, and by model.
 
-Counts are read from `Backlog`, which other parts of the gateway use as well. Ages and models are read from the oldest
-messages. If the broker does not answer, the lag is unknown, and not zero.
+The counts come from `Backlog`, which other parts of the gateway use as well. The ages and the models come from the
+oldest messages. If the broker does not answer, the lag is unknown, not zero.
 """
 
 from __future__ import annotations

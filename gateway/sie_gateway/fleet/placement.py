@@ -4,7 +4,7 @@ compute all tables. The first gateway that writes a change wins, and the others 
     heartbeats, backlog, table ──Planner.step, each 0.5 s or at once for a model without a host──► changed table
     ──compare-and-set──► sidecars
 
-A thread computes the tables. It pauses every millisecond, so that the event loop can run.
+A thread computes the tables. The thread pauses every millisecond, so that the event loop can run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 0.5
-# shortest time in seconds between two steps: one step then places all models that get their first work together
+# shortest time in seconds between two steps, so that one step places all models that get their first work in this time
 COLD_GAP_S = 0.02
 # seconds that a new gateway waits for the first heartbeat of a host before it moves the models of the host
 UNHEARD_S = 15.0
@@ -242,7 +242,7 @@ class Ages:
     """Number of waiting messages of each model, from `Backlog`, and the age of the oldest message, from the stream.
 
     A step reads an age only if the model's NATS subject had messages at the previous step too: until then, the age is
-    small. A step reads at most MAX_ASKED ages of a lane, those with the oldest reading first.
+    small. A step reads at most MAX_ASKED ages of a lane. Ages that were read longest ago come first.
     """
 
     def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:

@@ -141,8 +141,8 @@ class PoolRecord(Collection[str]):
         return {worker: pool for worker, pool in self.assigned.workers.items() if pool in live}
 
     async def change(self, make: Callable[[Reservations], Reservations]) -> Reservations:
-        """Replace the reservations by the result of `make`, and return them. After a conflict with another gateway,
-        call `make` again with the newer reservations. Raises NotReady, BrokerError, and the errors of `make`.
+        """Replace the reservations by the result of `make`, and return the new reservations. After a conflict with
+        another gateway, call `make` again with the newer ones. Raises NotReady, BrokerError, and the errors of `make`.
         """
 
         def changed(before: Reservations | Assigned | None) -> Reservations | None:
@@ -250,7 +250,7 @@ class PoolDirectory:
             raise PoolOperationForbidden(f"the pool {pool_rules.shown(name)!r} is no reservation and cannot be deleted")
         await self.record.change(lambda record: pool_rules.deleted(record, name, grant, self.clock.now_s()))
         self._count("deleted")
-        with contextlib.suppress(QueueUnavailable):  # the reservation has ended, only its stream is left
+        with contextlib.suppress(QueueUnavailable):  # the reservation has ended; the leader removes its stream later
             await self.record.until_removed(name)
 
     def assigned(self, worker: str) -> tuple[str, ...]:

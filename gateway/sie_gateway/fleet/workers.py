@@ -1,4 +1,4 @@
-"""Status of workers from their status websockets. The status is for diagnostics only: no request is routed by it.
+"""Status of workers from their status websockets. The status is for diagnostics only, not for the routing of requests.
 
     SIE_GATEWAY_WORKERS ───────────────────────┐
     SIE_GATEWAY_KUBERNETES ──► EndpointSlices ─┴──► URLs ──► ws://worker/ws/status ──► the last frame of each
