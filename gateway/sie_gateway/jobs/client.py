@@ -40,7 +40,7 @@ from sie_runtime.http.asgi import uuid7
 
 ATTEMPTS = 3  # largest number of attempts for an input with a retryable error, such as a lack of memory
 MAX_PAUSE_S = 30.0
-FIRST_ROOM, MAX_ROOM = 512, 8192  # items in flight when a job begins; largest number of items in flight
+FIRST_ROOM, MAX_ROOM = 512, 8192  # limit of the items in flight when a job begins; largest limit
 ROOM_S = 4.0  # a job has as many items in flight as its workers answer in this time
 _T = TypeVar("_T")
 
@@ -126,7 +126,7 @@ class Room:
 
 class Throttle:
     """Limit of the mean rate of a job, in tokens per second (0: no limit). A request with n tokens delays the next
-    request by n / rate seconds. Before the reply, n is an estimate by the mean of earlier inputs. `until_open` waits
+    request by n / rate seconds. Before the reply, n is estimated from the mean of earlier inputs. `until_open` waits
     for the time of day at which the job may run. Requests call `until_open` one after the other, so that they do not
     all start at the same moment.
     """

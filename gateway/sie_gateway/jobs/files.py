@@ -3,8 +3,8 @@
     receive: record `writing` ──► object ──► record `ready`
     remove:  record `removing` ──► object deleted ──► record deleted
 
-If a process dies between two steps, a record in the state `writing` or `removing` remains, which requests cannot read.
-The gateway with the lease removes these records, their objects, and expired files. So no object remains forever.
+If a process dies between two steps, a record in the state `writing` or `removing` remains. Requests cannot read its
+file. The gateway with the lease removes these records, their objects, and expired files. So no object remains forever.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class FileStore:
         await self._forsake(record.id)
 
     async def _erase(self, file: str) -> None:
-        """Remove the object before its record: no object lacks a record. Raises StoreError, BrokerError."""
+        """Remove the object, then its record, so that no object lacks a record. Raises StoreError, BrokerError."""
         assert self._objects is not None, "there is no file without a store"
         await self._objects.remove(file)
         await self._records.remove(file)

@@ -4,7 +4,7 @@ this API.
 {src, operation, model, field_map, options} ──► requested ──► JobRequest
                            JobInfo ──► as_public ──► {state, total_items, completed_items, ...}
 
-A field without a counterpart is refused. The error names the field and an alternative.
+The routes refuse a field without a counterpart. The error names the field and an alternative.
 """
 
 from __future__ import annotations

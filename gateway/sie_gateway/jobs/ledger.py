@@ -22,8 +22,8 @@ from sie_runtime.metrics import Scrape
 class JobLedger:
     """Records of all jobs that this gateway knows. Another task keeps `bucket` up to date.
 
-    While a job runs, its record grows by less than 20 KiB. The growth counts in `usage`. It is never refused, even if
-    the owner then exceeds a limit.
+    While a job runs, its record grows by less than 20 KiB. The growth counts in `usage`, but no change of a record is
+    refused because of it, even if the owner then exceeds a limit.
     """
 
     def __init__(self, bucket: JobsBucket, broker: Store, replicas: int, usage: OwnerUsage) -> None:
