@@ -249,7 +249,7 @@ class _CachedRun:
         return await asyncio.to_thread(lambda: list(digests_of(items, query)))
 
     async def _find(self, places: Sequence[int]) -> list[int]:
-        """Add the cached answers of the inputs at indices `places`. Return the other indices."""
+        """Add the cached answers of the inputs at indices `places`. Return the indices without a cached answer."""
         missing = []
         for number, place in enumerate(places):
             value = self._runs.memory.find(self._keys[place])
@@ -317,8 +317,8 @@ class _CachedRun:
         return is_uniform
 
     def _arrived(self, key: bytes, result: WorkResult, outcome: Outcome) -> None:
-        """Set the outcome of an input in its flight, for the requests that wait for it. `_computed` removes the flight
-        when the answer is cached. If no other request can use the outcome, the flight is removed now.
+        """Set the outcome of an input in its flight (future), so that other requests get the outcome. `_computed`
+        removes the flight when the answer is cached. If no other request can use the outcome, remove the flight now.
         """
         flight_key = self._flight_key(key)
         flight = self._flights.get(flight_key)

@@ -198,8 +198,8 @@ class Inference:
             return await detached.join(call, call.received_s + call.budget_s - time.perf_counter())
         task = asyncio.current_task()
         assert task is not None, "a request has a task of its own"
-        # The watch of a client begins after one to two times `watch_after_s`, because it needs a task. Most runs end
-        # earlier and need none.
+        # The watch of a client needs a task. So the watch begins only after one to two times `watch_after_s`: most runs
+        # end earlier.
         loop = asyncio.get_running_loop()
         self._unwatched[task] = call, loop.time()
         if not self._is_timed:

@@ -97,8 +97,8 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # prefix by which an IPv6-only n
 
 
 class _Unfetched(Exception):
-    """Raised if the file of an image cannot be fetched: the URL is refused, or its server failed. `extras`: values that
-    the error reports in addition to its message, such as the limit.
+    """Raised if the gateway refuses the URL of an image, or if the server of the URL failed. `extras`: values that the
+    error reports in addition to its message, such as the limit.
     """
 
     def __init__(self, message: str, result: Literal["refused", "failed"] = "refused", **extras: float) -> None:
@@ -169,7 +169,7 @@ class ImageUrls:
         # the TLS context is built at the first URL, because the build reads more than a hundred certificates
         self._make_tls = functools.cache(network.tls)
         self._slots = asyncio.Semaphore(AT_ONCE)
-        # by API key with a running request: slots of the key, so that slow servers of one key cannot occupy all slots
+        # API key with a running request -> slots of the key, so that slow servers of one key cannot occupy all slots
         self._key_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self.held_bytes = 0
 

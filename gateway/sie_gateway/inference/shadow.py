@@ -6,8 +6,8 @@ requests have arrived. The gateway measures the results of a copy, and discards 
     not allowed ──► no copy: counted with the reason
 
 A lane is a pool, a machine profile and a bundle. No request waits for a copy or is billed for it, and no client sees
-the failure of a copy. If no worker has loaded the second model, at most one copy at a time makes a worker load it. This
-requires a worker of the lane with memory for one more model of the usual size, so that it unloads no other model.
+the failure of a copy. If no worker has loaded the second model, at most one copy at a time makes a worker load it. Such
+a copy runs only if a worker of the lane has memory for one more model of the usual size and so unloads no other model.
 """
 
 from __future__ import annotations
