@@ -295,7 +295,7 @@ class Edge:
                     exc_info=error,
                     extra={"request_id": call.id},
                 )
-        except asyncio.CancelledError:  # at the end of the process; the HTTP server answers or closes
+        except asyncio.CancelledError:  # the process ends; the HTTP server replies or closes the connection
             status = status if is_whole else InternalFailure.status
             raise
         finally:
@@ -366,8 +366,8 @@ def _healthy_workers(gateway: Gateway) -> int:
 
 
 def metrics_app(gateway: Gateway, readiness: GatewayReadiness) -> App:
-    """Build the application of the metrics port: metrics, probes and the figures that an autoscaler polls. It requires
-    no token and serves nothing else.
+    """Build the application of the metrics port: metrics, probes and the figures that an autoscaler polls. This port
+    requires no token and serves nothing else.
     """
     healthy = functools.partial(_healthy_workers, gateway)
     inner = probes(readiness.not_ready, gateway.metrics.registry, healthy)
