@@ -52,6 +52,6 @@ def with_marks(text: str, span: SensitiveSpan) -> SensitiveSpan:
 
 
 def utf16_offsets(text: str, places: Sequence[int]) -> list[int]:
-    """Return the number of UTF-16 code units before each of `places`: ascending offsets in code points."""
+    """Return the offsets in UTF-16 code units for `places`, which are ascending offsets in code points."""
     pieces = [text[start:end] for start, end in zip((0, *places), places, strict=False)]
     return list(accumulate(len(piece) + sum(map("\uffff".__lt__, piece)) for piece in pieces))
