@@ -167,7 +167,7 @@ class PeerErasures:
         self._counts: OrderedDict[str, int] = OrderedDict()
 
     def due(self, beat: GatewayBeat) -> AnswerErasure | None:
-        """Return the erasure to carry out after another gateway's announcement; None if it has no new erasure."""
+        """Return the erasure to carry out after another gateway's announcement; None if it announces no new erasure."""
         before = self._counts.get(beat.gateway, 0)
         if beat.erasures <= before:
             return None
