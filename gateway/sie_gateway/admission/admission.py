@@ -1,5 +1,5 @@
-"""Entry of requests into the queue. A request is refused if its expected wait is too long (`model_queue`,
-`retry_slots`). Each key may have only a limited number of tokens in the queue: its window (`window`).
+"""Entry of requests into the queue. The gateway refuses a request if its expected wait is too long (`model_queue`,
+`retry_slots`). Each key may have only a limited number of tokens in the queue: the key's window (`window`).
 
     chunks ──► will the response be too late? ──► queue has space: permits at once
                         │ yes                 └─► no space: wait for results and for the key's next permit
@@ -228,7 +228,9 @@ class Peers:
         return max(1, len({self.id, *(beat.gateway for beat in self._live())}))
 
     def epochs(self) -> dict[str, str]:
-        """Return the announced catalogue epoch (version) of each live gateway, of this gateway the present epoch."""
+        """Return the catalogue epoch (version) of each live gateway: the last announced one, for this gateway the
+        present one.
+        """
         return {**{beat.gateway: beat.config_epoch for beat in self._live()}, self.id: self._epoch()}
 
     def traffic(self, lane: Lane, priority: Priority) -> list[LaneTraffic]:
@@ -439,9 +441,9 @@ class Admission:
         return longest_s
 
     def refuse_late(self, place: ModelQueue) -> None:
-        """Refuse admitted requests whose responses would miss their deadlines. Their work leaves the queue before they
-        time out. This function checks at most once in LOOK_S seconds. While results of a long batch still arrive, it
-        does not check, because the missing results would count as work ahead.
+        """Refuse admitted requests whose responses would miss their deadlines, so that the work of these requests
+        leaves the queue before they time out. Check at most once in LOOK_S seconds. Do not check while results of a
+        long batch still arrive, because the missing results would count as work ahead.
         """
         now_s = self._clock()
         if now_s - place.shed_s <= LOOK_S or not place.drain.is_settled(now_s, LOOK_S):
@@ -601,7 +603,7 @@ class Admission:
         self._pump_all(list(self._crowded))
 
     def _pump_all(self, places: Sequence[ModelQueue]) -> None:
-        """Grant permits until none is possible. A permit in one queue may make one in another queue possible."""
+        """Grant permits until none is possible. A permit in one queue may make a permit in another queue possible."""
         has_granted = True
         while has_granted:
             granted = [self._pump(place) for place in places]

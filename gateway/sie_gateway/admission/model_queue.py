@@ -216,8 +216,8 @@ class Throughput:
             self._evidence += 1
 
     def _see_left(self, later: _BatchResults, queued_s: float) -> None:
-        """Set `left_work` on each earlier batch that was formed after `queued_s`, when `later`'s work was queued. The
-        queue is first in, first out, so these batches had no space for the work.
+        """Set `left_work` on each earlier batch that was formed after `queued_s`, the time when the work of `later` was
+        queued. The queue is first in, first out, so these batches had no space for this work.
         """
         for batch in self._since(queued_s):
             if batch.formed_s < later.formed_s and queued_s < batch.formed_s:

@@ -215,8 +215,8 @@ class KeyWindow:
 
     def ahead(self, key: str, cost: float) -> float:
         """Return the cost of the work that runs before the last chunk of a new request of this cost. Keys alternate by
-        cost. So of another key's waiting work, at most the cost of this key's waiting work plus the new request runs
-        first.
+        cost. So at most this much of another key's waiting work runs first: the cost of this key's waiting work plus
+        the cost of the new request.
         """
         if not self._flows:
             return self.cost
