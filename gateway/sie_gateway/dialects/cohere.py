@@ -132,8 +132,8 @@ def _answer(
 
 
 def _shown(items: Sequence[RequestItem]) -> dict[str, Any]:
-    """Return a map with the field `images` of the reply: what the header of each image file says. Return an empty map
-    if the request has no images, or if the header of any image cannot be read.
+    """Return a map with the field `images` of the reply, which describes each image by the header of its file. Return
+    an empty map if the request has no images, or if the header of any image cannot be read.
     """
     headers = [header(file) for item in items for file in item.images]
     if not headers or None in headers:

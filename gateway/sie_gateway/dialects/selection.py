@@ -41,7 +41,7 @@ def able(inference: Inference, call: Call, capability: Capability, named: Any = 
 
     Raises InvalidInput with the reason `unsupported_output` (vectors) or `unsupported_task`, whose message names the
     routes that the model supports, and the errors of `model_for`. Call `able` before other fields of the body are read:
-    a body for another task has other fields, so an error about a field would hide the wrong task.
+    a body for another task has other fields, so an error about a field would hide that the task is wrong.
     """
     return checked(model_for(inference, call, capability, named), capability)
 

@@ -34,7 +34,7 @@ PURGE_S = 30.0  # time limit of a purge, in seconds; the purge then returns the 
 REPLAY_S = 110.0  # seconds for which a replay of several letters waits for results; below the time-outs of clients
 LETTER_S = 60.0  # default time in seconds for which the replay of one letter waits for its result
 AROUND_S = 15.0  # time limit in seconds for the requests to the broker before the replay and after it
-# largest number of simultaneous replays: the memory of each holds a letter, which may be as large as a message
+# largest number of simultaneous replays; each has a letter in memory, which may be as large as a NATS message
 AT_ONCE = 4
 MAX_PLACES = 4096
 FILTERS = ("lane", "model", "code", "reason")
@@ -91,7 +91,7 @@ class DeadLetterOperations:
         self._places: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     async def page(self, filters: Filter, before: int, limit: int) -> api.DeadLetterPage:
-        """Return at most `limit` letters with a sequence below `before`. If it is 0, begin at the newest letter."""
+        """Return at most `limit` letters with a sequence below `before`. If `before` is 0, the newest are first."""
         letters, more, last, size, examined = self._letters(filters.pool), False, 0, 0, 0
         shown = list[api.DeadLetterInfo]()
         counts: _Errors = Counter()

@@ -22,11 +22,11 @@ from sie_contracts.status import QueueInfo
 from sie_gateway.fleet.pool_rules import HIDDEN
 
 MAX_FINDINGS = 50
-# seconds by which a worker's clock may differ from the broker's; with more, times in the worker's log mislead
+# largest difference in seconds between a worker's clock and the broker's; above it, times in the worker's log mislead
 CLOCK_S = 2.0
 WINDOW_S = 300.0  # seconds of the history in which refusals are counted
 REFUSED_SHARE = 0.01
-STUCK_S = 60.0  # largest age in seconds of a message in a queue that is not reported; as in the alert SIEQueueStuck
+STUCK_S = 60.0  # seconds; a queue whose oldest message is older is reported, as by the alert SIEQueueStuck
 GROWTH_S = 60.0
 # a queue is reported if its number of messages grows by more than this factor within GROWTH_S seconds
 GROWTH = 1.5
@@ -164,8 +164,9 @@ def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
 
 
 def of_refusals(requests: int, errors: Mapping[str, int], *, has_loads: bool = False) -> list[ClusterFinding]:
-    """List each code of _REFUSALS that more than the share REFUSED_SHARE of `requests` were answered with. `errors`:
-    number of such requests by code. If `has_loads`, `of_loads` lists failed loads, and MODEL_LOAD_FAILED is left out.
+    """List each code of _REFUSALS that refused more than the share REFUSED_SHARE of the requests. `requests`: number of
+    all requests. `errors`: refused requests by code. If `has_loads`, `of_loads` lists failed loads, and this function
+    leaves MODEL_LOAD_FAILED out.
     """
     return [
         ClusterFinding(

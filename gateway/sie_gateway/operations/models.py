@@ -89,7 +89,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
 
 
 def _served(requested: str | None, reports: Sequence[ServedPrecision | ServedEngine | None]) -> dict[str, Any]:
-    """Return the requested precision or engine (None: not requested), those that workers report, and their reasons."""
+    """Return the requested precision or engine (None: not requested), those that workers serve, and why they differ."""
     reported = [report for report in reports if report is not None]
     return {
         "requested": requested,
