@@ -74,7 +74,7 @@ GROWING = 1.25  # factor: batches still grow while the last batch is this many t
 class ExpectedWait(NamedTuple):
     """Expected wait of a request, in seconds. `min_s`: wait if all earlier batches are full and take the usual time.
     `likely_s`: `min_s` plus the time of one batch, which was formed before the request arrived. `formed_s`: time until
-    the request's batch is formed. It is finite only if workers form a batch only when the device is free; then
+    the request's batch is formed; finite only if workers form a batch only when the device is free. In this case,
     `likely_s` is `min_s` with the number of batches rounded up. `stalled_s`: time since the last result if this time is
     unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown. `batch_s`: time
     of one batch.
@@ -310,8 +310,8 @@ class Throughput:
         has had work. `full_tokens`: cost of a full batch.
 
         A batch larger than the measured batches takes the measured time times (fixed + tokens) / (fixed + measured
-        tokens). `fixed_tokens`: fixed time of a batch, as the number of tokens that take as long. While it is unknown,
-        it is infinite, and a larger batch counts with the measured time. `share`: this gateway's share of the
+        tokens). `fixed_tokens`: fixed time of a batch, as the number of tokens that take as long; infinite while
+        unknown. In this case, a larger batch counts with the measured time. `share`: this gateway's share of the
         throughput. `ahead` is the work of all gateways.
 
         `budget_s`: time in which the request must be answered. If a batch takes more than AHEAD_SHARE of `budget_s`,
@@ -418,10 +418,10 @@ class _PeerQueue(NamedTuple):
 
 
 class WaitRefusal(NamedTuple):
-    """Refusal of a request because of its wait. `wait_s`: predicted wait, including the time of a stall, or the work of
-    other clients' booked retry times if this work is the reason for the refusal. For a new request, the prediction is
-    multiplied by margin and weight. `turn_s`: seconds until the queue has space for this request. `room`: limit on the
-    summed cost of the clients whose retry times are within one second.
+    """Refusal of a request because of its wait. `wait_s`: predicted wait in seconds, including the time of a stall. If
+    the booked retry times of other clients are the reason for the refusal, it includes the work of these clients
+    instead. For a new request, the prediction is multiplied by margin and weight. `turn_s`: seconds until the queue has
+    space for this request. `room`: limit on the summed cost of the clients whose retry times are within one second.
     """
 
     wait_s: float
@@ -778,9 +778,9 @@ class ModelQueue:
         return late
 
     def _ends_s(self, tokens: float, entered: Entered) -> float:
-        """Return the time when a batch ends that began at the last result and has `tokens` tokens, computed with
-        `entered.scale`. Return minus infinity until measurements show whether batches grow; then no request counts as
-        late.
+        """Return the time when a batch ends. The batch began at the last result, and has `tokens` tokens, computed with
+        `entered.scale`. Until measurements show whether batches grow, return minus infinity, so that no request counts
+        as late.
         """
         if not self.batches.is_growth_known:
             return -math.inf

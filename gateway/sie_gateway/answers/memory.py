@@ -56,8 +56,8 @@ class _CachedAnswer:
 
 
 class AnswerMemory:
-    """Packed answers by key. `max_bytes` bounds their memory, with ENTRY_BYTES for each answer and SPACE_BYTES for each
-    space. No answer is returned later than `ttl_s` seconds after it was cached.
+    """Packed answers by key. `max_bytes` bounds the memory of the answers, including ENTRY_BYTES for each answer and
+    SPACE_BYTES for each space. `find` returns no answer later than `ttl_s` seconds after the answer was cached.
     """
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:

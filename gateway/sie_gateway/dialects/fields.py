@@ -58,7 +58,7 @@ def choice(body: Body, name: str, choices: Sequence[str], default: str) -> str:
 
 
 def inputs(value: Any, name: str, limit: int) -> list[Any]:
-    """Return `value`, a list of one to `limit` elements. Raises InvalidInput (schema, empty_items, too_many_items)."""
+    """Return `value`, a list of 1 to `limit` elements. Raises InvalidInput (schema, empty_items, too_many_items)."""
     if value == []:
         raise InvalidInput.at(name, "expected at least one input", reason="empty_items")
     if not isinstance(value, list):

@@ -148,7 +148,7 @@ async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestI
     ids = [bodies.token_ids(entry, f"input[{index}]") for index, entry in enumerate(inputs)]
     if encoding == "model":
         return tuple(RequestItem(None, tokens=entry) for entry in ids)
-    await asyncio.to_thread(vocabulary.load, encoding)  # only the first call is slow: it reads the vocabulary
+    await asyncio.to_thread(vocabulary.load, encoding)  # in a thread: the first call reads the vocabulary file
     return tuple(RequestItem(vocabulary.decode(encoding, entry, f"input[{index}]")) for index, entry in enumerate(ids))
 
 
@@ -227,9 +227,9 @@ async def check_tokens(inference: Inference, call: Call, request: PlannedRequest
 
 
 def max_tokens(texts: Sequence[str], run: RunOptions, limit: int = MAX_TOKENS) -> int:
-    """Return an upper bound for the tokens of texts with their prompts: one token for each byte of the text, or of its
-    Unicode normal form if that is longer. Normal forms take long to compute, so they are not computed if the bytes of
-    the texts alone exceed `limit`.
+    """Return an upper bound for the tokens of texts with their prompts: one token for each byte of the text or of its
+    Unicode normal form, whichever has more bytes. Normal forms take long to compute, so they are not computed if the
+    bytes of the texts alone exceed `limit`.
     """
     around = _max_bytes(run.prefix) + _max_bytes(run.suffix) + SPECIAL_TOKENS
     total = sum(around + (len(text) if text.isascii() else len(text.encode())) for text in texts)

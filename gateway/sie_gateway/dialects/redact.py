@@ -67,8 +67,8 @@ class RedactionRules:
 
     @cached_property
     def patterns(self) -> Mapping[str, str]:
-        """Return a map from each pattern to search for to the kind that the reply shows. If several of the client's
-        kinds mean one pattern, the reply shows the first kind. If the client names no kinds, return all patterns.
+        """Return the patterns to search for, each with the kind that the reply shows. If several of the client's kinds
+        mean one pattern, the reply shows the first kind. If the client names no kinds, return all patterns.
         """
         if not self.kinds:
             return {name: name for name in KINDS}
@@ -298,8 +298,8 @@ def _pattern_spans(text: str, rules: RedactionRules) -> Iterator[SensitiveSpan]:
 def model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:
     """Return the parts of a text that are entities of the model. `path`: place of the text in the body.
 
-    Raises InvalidInput if the model did not read the whole text. Raises InferenceFailed if it returned no list of
-    entities, or an entity without valid offsets, which could not be replaced.
+    Raises InvalidInput if the model did not read the whole text. Raises InferenceFailed if the model returned no list
+    of entities, or an entity without valid offsets, which could not be replaced.
     """
     if not isinstance(outcome, Ok) or "entities" not in (outcome.data or {}):
         raise InferenceFailed("the model returned no list of entities")
@@ -318,5 +318,5 @@ def model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:
 
 
 def joined_spans(text: str, spans: Iterable[SensitiveSpan]) -> list[SensitiveSpan]:
-    """Join overlapping spans, in the order of the text. Each span includes the combining marks behind it."""
+    """Join overlapping spans, in the order of the text. Each span includes the combining marks after it."""
     return disjoint(with_marks(text, span) for span in spans)

@@ -241,7 +241,7 @@ def classes(finished: RequestResult, name: str) -> list[list[dict[str, Any]]]:
 
 
 async def tokenize(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer with the tokens of texts: ids, texts, and the byte offsets of their begin and end."""
+    """Answer with the tokens of texts: id, text, and the byte offsets of the token's begin and end."""
     value = body.get("inputs")
     items = _texts([value] if isinstance(value, str) else value, inference.max_items(call), "inputs")
     resolved = model_for(inference, call, "embed", body.get("model"))

@@ -68,11 +68,11 @@ def assign(
 ) -> dict[str, str]:
     """Return the reservation of each reserved worker, as a map of worker id to pool. `before`: the previous map.
 
-    A reservation keeps the workers that match its spec and that it needs. It may need fewer workers after a client has
-    replaced the spec. A reservation that lacks workers gets new workers only when all missing workers are free. So no
-    reservation gets workers that it cannot use yet. Two reservations cannot each take a part of the free workers and
-    block each other. The oldest reservation is served first. One worker of each bundle stays unreserved, except if the
-    reservation may use the last worker (`takes_last`).
+    A reservation keeps the workers that match its spec and that it needs. After a client has replaced the spec, the
+    reservation may need fewer workers. A reservation that lacks workers gets new workers only when all missing workers
+    are free. So no reservation gets workers that it cannot use yet, and two reservations cannot each take a part of the
+    free workers and block each other. The oldest reservation is served first. One worker of each bundle stays
+    unreserved, except if the reservation may use the last worker (`takes_last`).
     """
     order = sorted(reservations, key=lambda reservation: (reservation.created_s, reservation.spec.name))
     held: dict[str, Sequence[str]] = {}  # ids of workers by the name of their reservation
@@ -123,8 +123,8 @@ def _needed(spec: ReservationSpec, names: Sequence[str], workers: Mapping[str, A
 
 
 def _preference(spec: ReservationSpec, name: str, worker: AssignableWorker) -> tuple[int, int, str]:
-    """Return the sort key of a worker for a reservation. Workers that have loaded most of its pinned models come first;
-    among these, the least busy workers.
+    """Return the sort key of a worker for a reservation. Workers that have loaded most of the pinned models come first;
+    among workers with equally many, the least busy worker comes first.
     """
     return -len(worker.models.intersection(spec.pinned_models)), worker.busy, name
 

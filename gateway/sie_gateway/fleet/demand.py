@@ -195,7 +195,7 @@ class ColdStarts:
         return False
 
     def start_left_s(self, lane: Lane) -> float:
-        """Return the seconds, at least 1, until a worker of the lane should be ready, from the last measured start."""
+        """Return the expected seconds, at least 1, until a worker of the lane is ready, by the last measured start."""
         start = self._starts.get(lane)
         waited_s = self._clock() - start.first_s if start is not None else 0.0
         return max(1.0, self._took_s.get(lane, USUAL_START_S) - waited_s)

@@ -45,7 +45,7 @@ class Lag:
         self.lanes: Mapping[Labels, ModelBacklog] = {}
         # work by model, pool, machine profile, bundle and priority
         self.models: Mapping[Labels, ModelBacklog] = {}
-        self.is_known = False  # False: the lag is unknown, which differs from a lag of zero
+        self.is_known = False  # False while the lag is unknown; an unknown lag is not a lag of zero
 
     async def oldest_s(self, lane: Lane) -> float:
         """Return the age of the lane's oldest message in seconds; 0 without a message. Raises BrokerError."""

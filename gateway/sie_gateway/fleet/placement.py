@@ -223,7 +223,7 @@ class Placer:
         return stored.change(placement, self._broker.max_payload) if placement is not None else None
 
     async def _write(self, stored: StoredTable, change: TableChange) -> None:
-        """Write a changed table. If another gateway has written first, read its table for the next step."""
+        """Write a changed table. If another gateway has written first, read the new table for the next step."""
         bucket = self._record.bucket
         failpoint("gateway.before_placement")
         try:

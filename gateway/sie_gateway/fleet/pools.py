@@ -321,7 +321,7 @@ class PoolDirectory:
         }
 
     def _has_no_lease(self, name: str) -> bool:
-        """Return True if the settings of this gateway or of a worker name the pool: it is then no reservation."""
+        """Return True if the settings of this gateway or of a worker name the pool: then the pool is no reservation."""
         return name in self.record.own or name in self._worker_pools()
 
     def _worker_pools(self) -> set[str]:

@@ -171,7 +171,7 @@ class WorkerSockets:
 
     @contextlib.asynccontextmanager
     async def watched(self, url: str) -> AsyncIterator[WorkerSocket]:
-        """Yield the websocket of a worker. It stays open while at least one watcher uses it."""
+        """Yield the websocket of a worker. The websocket stays open while at least one watcher uses it."""
         socket = self._sockets.get(url)
         if socket is None:
             token = self._settings.config_read_token

@@ -159,8 +159,8 @@ class CachedRuns:
         return answer_fingerprint(cached[1], lora, run.variant) if cached[1] else ""
 
     def patience_s(self, request: PlannedRequest, left_s: float) -> float:
-        """Return the seconds that a request waits for answers that other requests compute. This is the expected wait of
-        a computation of its own, but at least SHORTEST_WAIT_S, and at most LONGEST_WAIT of its remaining time.
+        """Return the seconds that a request waits for answers that other requests compute: the expected wait in the
+        queue, but at least SHORTEST_WAIT_S, and at most the share LONGEST_WAIT of the time `left_s`.
         """
         expected_s = self._expected_s(request.lane, request.priority)
         longest_s = LONGEST_WAIT * max(0.0, left_s)

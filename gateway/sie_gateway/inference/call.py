@@ -107,7 +107,7 @@ class Call:
             self.span.lead_to(previous.span)
 
     def again(self) -> None:
-        """Prepare another attempt: its work gets a new id, and the charge of the previous attempt is refunded."""
+        """Prepare another attempt: give its work a new id, and refund the charge of the previous attempt."""
         self.attempt += 1
         if self.charge is not None:
             self.charge.refund()

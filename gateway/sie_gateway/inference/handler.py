@@ -349,8 +349,8 @@ class Inference:
     def _options(
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
-        """Call `run_options`. For bodies without parameters, the result is always the same, so it is cached: the
-        computation takes a tenth of the gateway's time for a request.
+        """Call `run_options`. Cache the result for bodies without parameters, because their result is always the same
+        and the computation takes a tenth of the gateway's time for a request.
         """
         body = request.parameters
         if any(

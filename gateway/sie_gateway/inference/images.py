@@ -138,7 +138,7 @@ _SPACE = b" \t\r\n"  # whitespace between lines, which some tools add to base64
 
 
 class Link(NamedTuple):
-    """Image at a URL. `place`: its index among the images of its input. `path`: its path in the request body."""
+    """Image at a URL. `place`: index among the images of the input. `path`: path in the request body."""
 
     place: int
     url: str

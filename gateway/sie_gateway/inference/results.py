@@ -235,8 +235,8 @@ class RequestResult:
         return max(self._waits_ms.values(), default=0.0)
 
     def timing(self, received_s: float) -> dict[str, float]:
-        """Return the milliseconds of each stage until now. The values are stored, so that the log and the trace report
-        the same values as the reply.
+        """Return the milliseconds of each stage until now. Store these values, so that the log and the trace report the
+        same values as the reply.
         """
         wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
         total_ms = (time.perf_counter() - received_s) * 1000

@@ -200,7 +200,7 @@ class JobClient:
         return client
 
     def call(self) -> Call:
-        """Return a new Call for a request of the job, which has no HTTP connection. Raises Halted."""
+        """Return a new Call without an HTTP connection, for a request of the job. Raises Halted."""
         grant = self._identity.granted()
         call = Call(uuid7(), time.perf_counter(), self._headers, grant=grant, charge=self._identity.charge(grant))
         call.budget_s = self.inference.max_budget_s
@@ -264,7 +264,7 @@ class JobClient:
             again = [place for place, (_, outcome) in enumerate(outcomes) if _may_pass(outcome)]
             if not again:
                 break
-            for place in again:  # alone, because one item may make others fail
+            for place in again:  # each item alone, because one item may make others fail
                 (outcomes[place],) = await self._whole(spec, operation, params, [items[place]], query)
         return outcomes
 

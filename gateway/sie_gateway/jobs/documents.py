@@ -76,7 +76,7 @@ def _read(rows: list[InputRow]) -> dict[int, ModelInput]:
 
 
 def _checked(answer: RowAnswer) -> RowAnswer:
-    """Return the fields of an answer that a job reads, or an error if its text is missing, empty, or too long."""
+    """Return the fields of an answer that a job reads, or an error if the text is missing, empty, or too long."""
     if answer.error is not None:
         return answer
     try:

@@ -68,8 +68,8 @@ class BadLine(Exception):
 
 
 class BatchCut:
-    """Splitter of a file into spans (ranges of lines), one for each shard, while its bytes arrive. It also finds lines
-    that repeat the custom_id of an earlier line.
+    """Splitter of a file into spans (ranges of lines), one for each shard, while the bytes of the file arrive. The
+    splitter also finds lines that repeat the custom_id of an earlier line.
 
     A byte order mark at the start of the file is dropped. A line with only white space counts for the line number
     `RowSpan.first`, but not for the number of requests `RowSpan.rows`.

@@ -106,7 +106,7 @@ class JobLedger:
         return True
 
     async def remove(self, job_id: str) -> None:
-        """Remove the records of a job and of its shards. Its output stays. Raises BrokerError."""
+        """Remove the records of a job and of its shards. The output of the job stays. Raises BrokerError."""
         await self._shards.use(lambda bucket: bucket.purge(job_id))
         await self._jobs.remove(job_id)
 

@@ -340,7 +340,7 @@ class JobRun:
                 tasks.create_task(self._answer(work, plan, waiting, done))
 
     async def _isolated(self, work: JobWork, plan: Plan, numbers: list[int], done: dict[int, ShardRecord]) -> None:
-        """Run the shards that may have killed a leader one after the other, then reset the count of deaths. Write the
+        """Run, one after the other, the shards that may have killed a leader. Then reset the count of deaths. Write the
         progress after each shard: if this leader dies, the first shard without a record is the cause.
         """
         for number in numbers:

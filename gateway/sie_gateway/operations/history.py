@@ -106,7 +106,7 @@ class _Minute:
     remaining: _SlowestNotes = field(default_factory=_SlowestNotes)
 
     def places(self, owner: str) -> _SlowestNotes:
-        """Return the records of a key. They are separate, so that a key cannot displace the records of other keys."""
+        """Return the records of a key. Keys have separate records, so that no key displaces the records of others."""
         if owner not in self.owners:
             if len(self.owners) >= MAX_OWNERS:
                 return self.remaining

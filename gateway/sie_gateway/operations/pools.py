@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MAX_PROFILES = 64
 MAX_BODY_BYTES = 64 << 10
-# bytes of one stored reservation: all reservations together are one value, which must fit into one NATS message
+# largest number of bytes of a stored reservation: all reservations are one value, which must fit into a NATS message
 MAX_SPEC_BYTES = 8 << 10
 T = TypeVar("T")
 _logger = logging.getLogger("sie.gateway.pools")

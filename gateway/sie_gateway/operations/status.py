@@ -76,7 +76,7 @@ class WorkerProbe:
         self.gone: frozenset[str] = frozenset()
 
     def watch(self, workers: Iterable[str]) -> None:
-        """Set the workers that `run` checks: the workers that a page shows."""
+        """Set the workers that `run` checks. `workers`: the workers that a page shows now."""
         self._wanted = tuple(sorted(workers))
         self._until_s = self._clock() + LOOKED_S
 
@@ -103,7 +103,7 @@ class WorkerProbe:
 
 
 CLUSTER_EVERY_S = 1.0
-# seconds between two checks whether a worker has sent a new status frame; it sends five per second
+# seconds between two checks whether a worker has sent a new status frame; a worker sends five frames per second
 WORKER_EVERY_S = 0.1
 FIRST_FRAME_S = 2.0
 MAX_SOCKETS = 128
@@ -114,7 +114,7 @@ _OF_LANE = ("pool", "machine_profile", "bundle", "priority")
 
 @dataclass(frozen=True)
 class ViewedWorker:
-    """Worker as pages show it. `models`: model -> (state, queue depth). `failures`: model -> error of its failed load.
+    """Worker as pages show it. `models`: model -> (state, queue depth). `failures`: model -> error of the failed load.
     `clock_ahead_s`: the worker's clock minus the broker's clock in seconds, None if unknown.
     """
 
