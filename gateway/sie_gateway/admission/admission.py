@@ -120,12 +120,11 @@ class Peers:
         self._heard: dict[str, tuple[float, GatewayBeat]] = {}
         self._aged_s = clock()
         self._answered = 0
-        # for each announcement, the number of responses since the previous announcement, and the seconds between the
-        # two
+        # for each announcement: (number of responses since the previous announcement, seconds between the two)
         self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)
-        self.listeners: list[Callable[[GatewayBeat], None]] = []  # called with each announcement of another gateway
-        self._erasures = 0  # erasures of cached answers that this gateway has announced
-        self._is_busy = False  # whether the last announcement had queued work or retry times
+        self.listeners: list[Callable[[GatewayBeat], None]] = []  # called with each announcement of other gateways
+        self._erasures = 0  # number of erasures of cached answers that this gateway has announced
+        self._is_busy = False  # true if the last announcement had queued work or retry times
 
     async def start(self) -> None:
         await self._bus.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_beat)
@@ -368,7 +367,7 @@ class Admission:
             self.sweep()
 
     def sweep(self) -> None:
-        """Do the work that depends on time: drop unused models, grant permits, refuse requests that would be late."""
+        """Do the work that depends on time: drop unused queues, grant permits, refuse requests that would be late."""
         now_s = self._clock()
         self._places = {
             name: place

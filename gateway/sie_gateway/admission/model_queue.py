@@ -112,7 +112,7 @@ class _BatchResults:
     # results do not arrive here
     missing: int
     is_sample: bool
-    left_work: bool = False  # whether work was left in the queue when this batch was formed
+    left_work: bool = False  # true if work was left in the queue when this batch was formed
     is_counted: bool = False
     tokens: float = 0.0
 
@@ -748,8 +748,8 @@ class ModelQueue:
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         late_candidates: list[tuple[Entered, float]] = []
-        # (request, tokens in the queue up to the end of this request) for each request that is in a running batch only
-        # if this batch is larger than earlier batches
+        # requests that are in a running batch only if this batch is larger than earlier batches, each with the tokens
+        # in the queue up to the end of the request
         growing: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():

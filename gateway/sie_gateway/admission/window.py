@@ -91,7 +91,7 @@ class Shares:
     def __init__(self) -> None:
         self.tokens: dict[str, int] = {}
         self.total = 0
-        # windows in which a key has waiting work, by key
+        # key -> windows in which the key has waiting work
         self.waiting: dict[str, dict[KeyWindow, None]] = {}
         self.grants = 0  # number of permits so far; shows which model of a key had the latest permit
         self._seen_s: dict[str, float] = {}
@@ -193,7 +193,7 @@ class KeyWindow:
         self._passed = 0
         self._flows: dict[str, _KeyFlow] = {}
         self._ring: deque[_KeyFlow] = deque()
-        self._most = QueueBound()  # bound of the last `grant`
+        self._most = QueueBound()  # bound at the last call of `grant`
 
     @property
     def idle(self) -> bool:

@@ -71,7 +71,7 @@ class AnswerMemory:
         self._first: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
         self._protected: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
         self._protected_bytes = 0
-        self._spaces: dict[str, tuple[AnswerSpace, int]] = {}  # by name of a space: the space, number of its answers
+        self._spaces: dict[str, tuple[AnswerSpace, int]] = {}  # name of a space -> (space, number of its answers)
 
     def __len__(self) -> int:
         return len(self._first) + len(self._protected)

@@ -47,7 +47,7 @@ async def embeddings(inference: Inference, call: Call, body: fields.Body) -> Enc
 
 
 def _rule(body: fields.Body, side: str) -> ChunkRule | None:
-    """Return the rule by which documents are split; None if their chunks are in the request. Raises InvalidInput."""
+    """Return the rule by which workers split documents; None if the request has the chunks. Raises InvalidInput."""
     if not fields.flag(body, "enable_auto_chunking"):
         for name in ("chunk_size", "chunk_overlap"):
             if body.get(name) is not None:

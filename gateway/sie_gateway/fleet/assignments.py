@@ -56,8 +56,8 @@ def lacking(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> tuple[di
 
 
 def is_met(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> bool:
-    """Return True if these workers have the requested number of GPUs of each machine profile, and if there are at least
-    `minimum_worker_count` workers.
+    """Return True if the workers `held` have the requested number of GPUs of each machine profile, and if they are at
+    least `minimum_worker_count` workers.
     """
     short, workers = lacking(spec, held)
     return not short and not workers

@@ -66,7 +66,7 @@ class DemandRecords:
             self._wake.set()
 
     def drop_pool(self, pool: str) -> None:
-        """Remove the demand for the lanes of a pool that no longer exists. Its records in the broker expire."""
+        """Remove the demand for the lanes of a pool that no longer exists. The records in the broker expire."""
         for entries in (self._noted, self._written):
             for lane in [lane for lane in entries if lane.pool == pool]:
                 del entries[lane]

@@ -41,9 +41,9 @@ class Lag:
         self._pools = pools  # the owner of the pools changes this object when pools are created or removed
         self._now_s = now_s
         self._known: dict[Lane, None] = {}
-        # work by pool, machine profile, bundle and priority
+        # (pool, machine profile, bundle, priority) -> waiting work
         self.lanes: Mapping[Labels, ModelBacklog] = {}
-        # work by model, pool, machine profile, bundle and priority
+        # (model, pool, machine profile, bundle, priority) -> waiting work
         self.models: Mapping[Labels, ModelBacklog] = {}
         self.is_known = False  # False while the lag is unknown; an unknown lag is not a lag of zero
 
@@ -88,7 +88,7 @@ class Lag:
     async def _read_pool(
         self, pool: str, counts: Mapping[str, int]
     ) -> tuple[dict[Labels, ModelBacklog], dict[Labels, ModelBacklog]]:
-        """Return the work of a pool by lane and by model, like `lanes` and `models`. Raises BrokerError."""
+        """Return the work of a pool in two maps, in the form of `lanes` and of `models`. Raises BrokerError."""
         lanes: dict[Labels, ModelBacklog] = {}
         models: dict[Labels, ModelBacklog] = {}
         # subjects without a model are ignored: any program may publish below `sie.work.`, and no consumer reads them

@@ -30,7 +30,7 @@ from sie_contracts.wire.topology import Lane
 STATES = ("loading", "unloading", "loaded", "failed", "available")
 LOADS = ("loading", "failed")  # states of a model that are shown even if the worker is not ready yet
 ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
-NO_DISK_S = 0.5  # the same for an empty list, for example at the start of a cluster
+NO_DISK_S = 0.5  # in place of ON_DISK_S for an empty list, for example at the start of a cluster
 # Seconds by which the heartbeats of a live worker may be late if the NATS server of the worker or of this gateway
 # freezes: up to 15 s until the connection counts as lost (three pings), and the time to open a new one.
 LOST_S = 20.0
@@ -66,7 +66,7 @@ class _LaneWorkers:
 
     def __init__(self) -> None:
         self.beats: dict[str, Heartbeat] = {}
-        self.loaded: dict[str, set[str]] = {}  # model -> workers
+        self.loaded: dict[str, set[str]] = {}  # model -> workers that have the model loaded
         self.unloading: set[str] = set()  # workers that unload a model
         self.types: Counter[str] = Counter()  # number of workers by the type of their device
         self._all: list[Heartbeat] | None = None
@@ -141,7 +141,7 @@ class Fleet:
         # last time at which `is_lane_alive` saw no connection to the broker
         self._disconnected_s = -math.inf
         self.version = 0  # number of heartbeats; after a change the admission looks up the workers again
-        self.listeners: list[Callable[[], None]] = []  # called at every heartbeat
+        self.listeners: list[Callable[[], None]] = []  # functions to call at every heartbeat
         self._own_pools = frozenset({topology.DEFAULT_POOL, settings.pool})
         self._spec = spec
 

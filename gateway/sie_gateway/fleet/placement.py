@@ -101,7 +101,7 @@ class Placer:
         broker.on_reconnect(self._record.reconnected)
 
     async def start(self) -> None:
-        """Create the bucket if it does not exist, read all tables and watch it. Repeatable. Raises BrokerError."""
+        """Create the bucket if it is missing, read all tables, watch the bucket. Repeatable. Raises BrokerError."""
         await self._record.follow()
 
     def _on_value(self, key: str, value: Placement | PlacementPart | None, revision: int) -> None:
@@ -173,7 +173,7 @@ class Placer:
 
     async def step(self) -> None:
         """Update the table of every lane once. Raises BrokerError."""
-        self._held = []  # a thread reads the stored tables during the step
+        self._held = []  # holds changes back, because a thread reads the stored tables during the step
         try:
             await self._refresh()
         finally:
@@ -218,7 +218,7 @@ class Placer:
                 self._tables.pop(stored.key, None)
 
     def _changed(self, stored: StoredTable, look: Callable[[], Placement | None]) -> TableChange | None:
-        """Run a step of the planner in a thread. Return the change of the table, or None."""
+        """Run a step of the planner, called in a thread. Return the change of the table; None without a change."""
         placement = look()
         return stored.change(placement, self._broker.max_payload) if placement is not None else None
 

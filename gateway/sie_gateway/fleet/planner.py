@@ -32,7 +32,7 @@ MIN_SPAN_S = 5.0
 FORGET_S = 3600.0  # seconds without work after which the planner drops a model that no worker has loaded
 UNKNOWN_LOAD_S = 10.0
 UNKNOWN_COST = 32.0  # tokens assumed per message, for a model whose messages this gateway has not published
-# largest number of models of a lane; above it, the planner drops the longest unused of those that no worker has loaded
+# largest number of models of a lane; above it, the planner drops models that no worker has loaded, longest unused first
 MAX_MODELS = 10_000
 SLICE_S = 0.001
 # seconds of a pause; the event loop gets the interpreter lock earlier than after Python's switch interval

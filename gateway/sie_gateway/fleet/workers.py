@@ -299,7 +299,7 @@ class Endpoints:
         answer = await client.get(self._path, params=self._selected, headers=self._headers())
         answer.raise_for_status()
         slices = _slices.decode(answer.content)
-        addresses: dict[str, str] = {}  # by pod, because a dual-stack service lists a pod once for each address family
+        addresses: dict[str, str] = {}  # pod -> address; a dual-stack service lists a pod once for each address family
         for piece in sorted(slices.items, key=lambda piece: piece.address_type):
             for endpoint in piece.endpoints or ():
                 if endpoint.addresses and not endpoint.conditions.terminating:

@@ -93,7 +93,7 @@ _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "we
 
 def create_app(gateway: Gateway, gate: Gate, readiness: GatewayReadiness, tracer: Tracer | None = None) -> App:
     """Build the application of the main port."""
-    app = FastAPIOffline(  # serves the scripts of the API page itself, for use without internet
+    app = FastAPIOffline(  # also serves the scripts of the API page, for use without internet
         title="SIE",
         version=sie_contracts.__version__,
         description="encode, score, extract: the small models behind search and RAG",

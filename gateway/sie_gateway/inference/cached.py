@@ -215,7 +215,7 @@ class _CachedRun:
             raise not_cached(len(missing))
         hits, computed, is_uniform = count - len(missing), 0, True
         try:
-            # computes further inputs only while all answers have the same fingerprint
+            # compute further inputs only while all answers have the same fingerprint
             while missing and is_uniform:
                 own, joined = self._divide(missing)
                 if own and computed:

@@ -123,7 +123,7 @@ class Fragments:
 
 
 class Damaged(Exception):
-    """Raised for parts that do not form the result that was sent."""
+    """Raised if the parts do not form the result that the worker sent."""
 
 
 def put_together(parts: Sequence[bytes], digest: str) -> WorkResult:

@@ -97,7 +97,7 @@ class Inference:
         self._admission = admission
         self._runner = runner
         self._urls = urls
-        self.max_budget_s = settings.gateway_request_timeout  # longest seconds from request to reply
+        self.max_budget_s = settings.gateway_request_timeout  # longest time in seconds from request to reply
         # default model by capability, for requests that name no model
         self.default_models: Mapping[str, str] = dict(settings.default_models or ())
         self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}

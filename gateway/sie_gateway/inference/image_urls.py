@@ -49,11 +49,11 @@ MAX_HEAD_BYTES = 64 << 10
 # a response body may arrive in at most MAX_PIECES parts plus one part for each PIECE_BYTES bytes, because each part
 # takes time of the event loop
 MAX_PIECES, PIECE_BYTES = 1000, 64
-MAX_S = 10.0  # seconds for an image, redirects included
+MAX_S = 10.0  # time limit in seconds for the fetch of an image, redirects included
 MAX_REDIRECTS = 3
 # largest number of images that are fetched at a time: for all API keys, for one key, for one request
 AT_ONCE, AT_ONCE_OF_A_KEY, AT_ONCE_OF_A_REQUEST = 64, 48, 8
-CONNECT_S = 3.0  # seconds to connect to one address of a host
+CONNECT_S = 3.0  # time limit in seconds for a connection to one address of a host
 _ANY = "*"
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})

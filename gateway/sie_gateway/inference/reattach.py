@@ -39,9 +39,9 @@ class Attachments:
         self.window_s = window_s
         self.joined = 0  # number of clients that joined their run again, since the start
         self.abandoned = 0  # number of runs that were cancelled because their clients had disconnected
-        self.count = 0  # runs that can be joined
+        self.count = 0  # number of runs that can be joined
         self.tasks = Tasks(_logger, lambda: None)
-        self._watched: dict[asyncio.Task[Any], Run] = {}  # by the task of each run
+        self._watched: dict[asyncio.Task[Any], Run] = {}  # task of a run -> run
         self._away: dict[Identity, list[Run]] = {}
         self._bytes = 0
         self._closed = False

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem
 
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
-# by dtype, the additional fields of a vector from which a client computes the original values
+# dtype -> additional fields of a vector, from which a client computes the original values
 EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 PIECE_VALUES = 50_000  # values (numbers) in one piece of a body: about 5 ms to write as JSON
@@ -392,7 +392,7 @@ def _chunk_slots(
 
 
 def chunks_missing() -> InternalFailure:
-    """Return the error for a worker's result without chunks if the input has chunks."""
+    """Return the error for an input with chunks whose result from the worker has no chunks."""
     return InternalFailure("the worker is older than the gateway and does not support chunks", reason="not_chunked")
 
 

@@ -446,7 +446,7 @@ class OutcomeCollector:
         self.results: list[WorkResult | None] = [None] * chunks
         self.missing = chunks
         self.arrivals_s = [0.0] * chunks  # time when the result of each chunk was accepted
-        self.on_taken: Callable[[WorkResult], None] | None = None  # called with each accepted result
+        self.on_taken: Callable[[WorkResult], None] | None = None  # function to call with each accepted result
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def awaits(self, chunk: int) -> bool:
@@ -565,7 +565,7 @@ class ResultInbox:
         )
 
     def _fail(self, request: str, error: SIEError) -> Verdict:
-        """End a request with an error if it is open. Return the verdict for the sender of the result."""
+        """End a request with an error if the request is open. Return the verdict for the sender of the result."""
         if (collector := self._open.get(request)) is not None:
             collector.fail(error)
         return "unknown"

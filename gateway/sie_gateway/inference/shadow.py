@@ -262,7 +262,7 @@ class Shadows:
             figures.rank.add(agreement)
 
     async def close(self) -> None:
-        """Cancel the running copies. Their work in the queue is withdrawn."""
+        """Cancel the running copies. Cancelled copies withdraw their work from the queue."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

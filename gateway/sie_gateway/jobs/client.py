@@ -168,8 +168,8 @@ class Throttle:
 
 class JobClient:
     """Client for the requests of one job. The client calls `on_trouble(error)` if an error makes the job wait, and
-    `on_trouble(None)` after the error. Each request first calls `until_open`, which waits for the time of day at which
-    the job may run.
+    `on_trouble(None)` after the last attempt. Each request first calls `until_open`, which waits for the time of day at
+    which the job may run.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ class FileStore:
         self._outputs = asyncio.Semaphore(OUTPUTS_AT_ONCE)
 
     async def find(self, file: str, owns: Callable[[str], bool]) -> FileRecord:
-        """Return the record of a file. `owns(owner)`: the caller may read this owner's files. Raises NotFound."""
+        """Return the record of a file. `owns(owner)` is True if the caller may read it. Raises NotFound."""
         self._required()
         record = self._records.get(file)
         if record is None or record.state == "writing":  # another gateway may have completed the file
@@ -191,7 +191,7 @@ class FileStore:
                     return await self._write(objects, draft, _Read(data, limit, grow), about)
             except Exception:
                 now = self._records.get(draft.id)
-                if now is None or now == draft:  # keep the record of another gateway for this file
+                if now is None or now == draft:  # do not remove a file that another gateway has written
                     await self._forsake(draft.id)
                 raise
         finally:
@@ -289,7 +289,7 @@ class FileStore:
 
 
 class _Read:
-    """Reader that counts and hashes at most `limit` bytes of a file. It calls `grow(count)` after each buffer."""
+    """Reader that counts and hashes at most `limit` bytes of a file, and calls `grow(count)` after each buffer."""
 
     def __init__(self, data: AsyncIterator[bytes], limit: float, grow: Callable[[int], None]) -> None:
         self.size = 0

@@ -146,7 +146,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
             self._values[id_], self._revisions[id_] = value, revision
         else:
             self._values.pop(id_, None)
-            if is_ours:  # `apply` ignores older revisions that the watch may still deliver
+            if is_ours:  # so that `apply` ignores older revisions that the watch still delivers
                 self._revisions[id_] = revision
             else:
                 self._revisions.pop(id_, None)

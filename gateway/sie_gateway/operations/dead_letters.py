@@ -27,7 +27,7 @@ from sie_gateway.fleet.lag import lane_of
 from sie_gateway.metrics import Metrics
 from sie_gateway.operations.replay import Replays, Unreadable, open_replays
 
-LOOK_S = 10.0  # time limit of a list, or of the search for one letter, in seconds
+LOOK_S = 10.0  # time limit in seconds for a list of letters, and for the search for one letter
 EXAMINED = 1000  # largest number of letters that one list reads
 EXAMINED_BYTES = 16 << 20
 PURGE_S = 30.0  # time limit of a purge, in seconds; the purge then returns the number of removed letters
@@ -91,7 +91,7 @@ class DeadLetterOperations:
         self._places: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     async def page(self, filters: Filter, before: int, limit: int) -> api.DeadLetterPage:
-        """Return at most `limit` letters with a sequence below `before`. If `before` is 0, the newest are first."""
+        """Return at most `limit` letters, the newest first, with sequences below `before`. 0 means no bound."""
         letters, more, last, size, examined = self._letters(filters.pool), False, 0, 0, 0
         shown = list[api.DeadLetterInfo]()
         counts: _Errors = Counter()

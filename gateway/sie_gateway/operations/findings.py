@@ -30,7 +30,7 @@ STUCK_S = 60.0  # seconds; a queue whose oldest message is older is reported, as
 GROWTH_S = 60.0
 # a queue is reported if its number of messages grows by more than this factor within GROWTH_S seconds
 GROWTH = 1.5
-GROWN_MESSAGES = 100  # messages; the growth of a shorter queue is not reported
+GROWN_MESSAGES = 100  # number of messages; the growth of a shorter queue is not reported
 _GPUS = re.compile(r"(?i)(^|[-_])(t4|v100|p100|a10g?|a30|a40|a100|l4|l40s?|h100|h200|b200|gb200|rtx\w*)([-_]|$)")
 
 _CAPACITY = (

@@ -158,7 +158,7 @@ def _profiles(gateway: Gateway) -> set[str]:
 
 
 async def create(gateway: Gateway, request: Request) -> Response:
-    """Create a reservation, or change and renew the reservation of this name that the caller has."""
+    """Create a reservation. If the caller already has a reservation of this name, change and renew this reservation."""
     catalogue = gateway.inference.catalogue
     spec = parse_spec(await json_of(request), _profiles(gateway), catalogue)
     grant = call_of(request).grant

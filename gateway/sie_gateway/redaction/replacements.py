@@ -32,7 +32,7 @@ _FIRST_NAMES = (
 )
 _NETS = ("192.0.2", "198.51.100", "203.0.113")  # networks that are reserved for documentation (RFC 5737)
 _HOSTS = 254  # number of addresses that are used in each of these networks
-_StandIn = Callable[[str, int], str]  # returns a made-up value for a value and its number
+_StandIn = Callable[[str, int], str]  # function from a value and its number to a made-up value
 
 
 class ReplacedValue(NamedTuple):
