@@ -6,8 +6,8 @@
                         ▼                              └─► response would be late now: QUEUE_FULL
                    QUEUE_FULL with the time to try again
 
-A permit allows one chunk of a request to be in the queue. It is released once: when the result of the chunk arrives, or
-when the request ends.
+A permit allows one chunk of a request to be in the queue. The gateway releases a permit once: when the result of the
+chunk arrives, or when the request ends.
 
 `Peers` are the gateways of this installation, known by their announcements. Each of n gateways uses 1/n of a key's
 window. To predict a wait, a gateway also counts the work that the other gateways have in the queue.

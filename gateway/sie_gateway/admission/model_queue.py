@@ -8,9 +8,10 @@ Rules of `judge`, in this order:
 n^2 / (n^2 + DOUBT), where n is the number of samples. Without samples, requests are refused only in a stalled queue.
 3. If the queue has stalled, the wait grows by the time since the last result: the stall may last as long again.
 4. A refused client gets a turn (`turns`): a time to try again, for which the queue reserves space. A client without a
-turn is admitted if its response would be in time even after the work of all turns that are due before its deadline. It
-is also admitted if the workers would have too little work. If workers form each batch only when the device is free,
-little work is no reason to admit, and only turns that are due before the request's batch is formed count.
+turn is admitted if its response would be in time even after the work of all turns that are due before its deadline.
+Such a client is also admitted if the workers would have too little work. If workers form each batch only when the
+device is free, little work is no reason to admit, and only turns that are due before the request's batch is formed
+count.
 
 `Throughput` measures the speed at which work leaves the queue, and predicts the wait from this speed.
 
@@ -21,7 +22,7 @@ workers had no pause. After a pause, the sample is at most the time of the batch
 time, there is no sample. Without samples, no wait is predicted. A gateway measures only its own results: other
 gateways, models and priorities make these results later, so the samples include their effects.
 
-`AnswerPace` measures how fast the gateway ends requests. It sets the Retry-After of requests refused before reading.
+`AnswerPace` measures how fast the gateway ends requests, and sets the Retry-After of requests refused before reading.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from sie_contracts.wire.heartbeats import AnswerErasure, GatewayBeat
 from sie_gateway.answers.keys import DIGEST_BYTES
 
 ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its value
-SPACE_BYTES = 400  # bytes of memory that a space takes
+SPACE_BYTES = 400  # bytes of memory that a space takes in addition to its answers
 STEP = 10_000  # number of answers after which `erase` lets the event loop run other tasks
 PROTECTED_SHARE = 0.8
 # largest number of gateways whose erasures are counted. A further gateway replaces the gateway with the oldest erasure.

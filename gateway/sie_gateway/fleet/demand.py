@@ -1,5 +1,5 @@
-"""Requests for models that no worker has loaded. The gateway holds such a request for a limited time (see the drawing
-for the end of this time), and records the demand for autoscalers.
+"""Requests for models that no worker has loaded. The gateway holds such a request for a limited time (SIE_LOAD_HOLD_S),
+then decides as in the drawing. It also records the demand for autoscalers.
 
 held until the time ends ──► a worker has loaded the model: continue to wait, while the lane has a live worker
                          ──► a worker loads the model: MODEL_LOADING
@@ -8,7 +8,7 @@ held until the time ends ──► a worker has loaded the model: continue to wa
 
 The record of demand has one key per lane (pool, machine profile and bundle). All gateways read the record. It is valid
 for DEMAND_LIFE_S seconds. When a request ends, the gateway withdraws its work from the queue. The record makes the
-autoscaler start a worker for the client's next attempt all the same.
+autoscaler start a worker for the client's next attempt nevertheless.
 """
 
 from __future__ import annotations

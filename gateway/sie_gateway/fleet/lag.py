@@ -1,5 +1,5 @@
-"""Lag of the queue for metrics: the number of waiting messages and the age of the oldest, by lane (pool, machine
-profile and bundle) and priority, and by model.
+"""Lag of the queue for metrics: the number of waiting messages and the age of the oldest message, by lane (pool,
+machine profile and bundle) and priority, and by model.
 
 The counts come from `Backlog`, which other parts of the gateway use as well. The ages and the models come from the
 oldest messages. If the broker does not answer, the lag is unknown, not zero.

@@ -417,7 +417,7 @@ def model_of(status: ModelStatus) -> str:
 
 
 def in_order(statuses: Sequence[ModelStatus]) -> Sequence[ModelStatus]:
-    """Sort statuses, loaded ones last, so that a dict by model has the loaded one of several statuses of a model."""
+    """Sort statuses, loaded ones last: in a dict by model, a loaded status then replaces the model's other statuses."""
     if not any(":" in status.model for status in statuses):
         return statuses
     return sorted(statuses, key=lambda status: (status.state == "loaded", status.state == "loading"))

@@ -5,8 +5,9 @@ create and delete with `/v1/pools`.
                                             ▲
     PoolReconciler: streams; the leader of the gateways: expiry, removal, assignments ──► sidecars ask for their pools
 
-A reservation has its own stream. All gateways end a reservation at the same time of the broker's clock. Its open
-requests then fail with POOL_NOT_FOUND, and the leader removes its stream. Afterwards a client may use the name again.
+A reservation has its own stream. All gateways end a reservation at the same time of the broker's clock. Open requests
+of the reservation then fail with POOL_NOT_FOUND. After the leader has removed the stream, a client may use the name
+again.
 """
 
 from __future__ import annotations

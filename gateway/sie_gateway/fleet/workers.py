@@ -3,7 +3,8 @@
     SIE_GATEWAY_WORKERS ───────────────────────┐
     SIE_GATEWAY_KUBERNETES ──► EndpointSlices ─┴──► URLs ──► ws://worker/ws/status ──► the last frame of each
 
-With SIE_GATEWAY_HEALTH_MODE=ws every websocket is always open, otherwise only while a client views the worker.
+With SIE_GATEWAY_HEALTH_MODE=ws, every websocket is always open. In other modes, the websocket of a worker is open only
+while a client views the worker.
 """
 
 from __future__ import annotations

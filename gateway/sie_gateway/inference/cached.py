@@ -7,10 +7,10 @@ equal inputs at the same time, a worker computes them once.
                               └ no ──► Runner computes it ◄────────┘ ───┘
 
 The key of an answer has the fingerprint that the workers of the lane (pool, machine profile and bundle) report now: a
-digest of the model's entry, precision and LoRA, so that a change of one of them changes the key. The cache is not used
-if these workers report no fingerprint, if they report different ones, or if they have another entry of the model than
-the request. If a computed answer has another fingerprint than the cached answers of the same request, all inputs of
-the request are computed, so that a reply never mixes two versions of a model.
+digest of the model's entry, precision and LoRA, so that a change of one of them changes the key. The gateway does not
+use the cache if these workers report no fingerprint or different fingerprints, or have another entry of the model than
+the request. If a computed answer has another fingerprint than the cached answers of the same request, workers compute
+all inputs of the request, so that a reply never mixes two versions of a model.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
 
 A client chooses the URL. So a fetch must not reach a service that only this gateway can reach, for example a service of
 the cluster or the metadata service of a cloud. The gateway resolves a host name once for each connection, and connects
-to the address that it has checked, so a later change in the DNS has no effect. It ignores the environment's proxy
-settings, because a proxy would resolve the name again. The fetch sends no header of the client's request. No error text
-repeats a URL, because a URL may contain a signature.
+to the address that it has checked, so a later change in the DNS has no effect. The gateway ignores the environment's
+proxy settings, because a proxy would resolve the name again. The fetch sends no header of the client's request. No
+error text repeats a URL, because a URL may contain a signature.
 """
 
 from __future__ import annotations

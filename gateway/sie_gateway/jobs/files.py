@@ -89,7 +89,7 @@ class FileStore:
         self._outputs = asyncio.Semaphore(OUTPUTS_AT_ONCE)
 
     async def find(self, file: str, owns: Callable[[str], bool]) -> FileRecord:
-        """Return the record of a file. `owns(owner)` is True if the caller may read it. Raises NotFound."""
+        """Return the record of a file. Raises NotFound, also if `owns(owner)` is False for the owner of the file."""
         self._required()
         record = self._records.get(file)
         if record is None or record.state == "writing":  # another gateway may have completed the file

@@ -2,8 +2,8 @@
 
     letter ──► its poison marks removed ──► message published again ──► all inputs answered ──► letter removed
 
-A poison mark makes workers refuse an input that has crashed an adapter. The letter is removed last: if an earlier step
-fails, it remains for another attempt.
+A poison mark makes workers refuse an input that has crashed an adapter. The letter is removed last, so that it remains
+for another attempt if an earlier step fails.
 """
 
 from __future__ import annotations
