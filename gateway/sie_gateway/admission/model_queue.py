@@ -420,7 +420,7 @@ class _PeerQueue(NamedTuple):
 
 class WaitRefusal(NamedTuple):
     """Refusal of a request because of its wait. `wait_s`: predicted wait in seconds, including the time of a stall. If
-    the booked retry times of other clients are the reason for the refusal, it includes the work of these clients
+    booked retry times of other clients are the reason for the refusal, `wait_s` includes the work of these clients
     instead. For a new request, the prediction is multiplied by margin and weight. `turn_s`: seconds until the queue has
     space for this request. `room`: limit on the summed cost of the clients whose retry times are within one second.
     """

@@ -109,8 +109,8 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
 
 
 async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestItem, ...]:
-    """Return the inputs: texts or token ids of the model. Token ids of OpenAI's models become texts. If
-    Infinity's field `modality` is `image` or `audio`, the inputs are images or sounds. Raises InvalidInput.
+    """Return the inputs: texts or token ids of the model. Token ids of OpenAI's models become texts. If Infinity's
+    field `modality` is `image` or `audio`, the inputs are images or sounds. Raises InvalidInput.
 
     An input of Jina may also be an object: `{"text": "a dog"}` or `{"image": "data:..."}`. An object may also have a
     list of parts in `content`.

@@ -37,11 +37,11 @@ class RequestItem(msgspec.Struct, frozen=True):
     (float32 [tokens, width]), image files, a sound file or a document file.
 
     `pair`: second text of a pair. `instead`: hint in the error about an item without content; it names an unknown field
-    that the client may have meant. `unfit`: reason why no model can run the item. `unknown`: names of fields that
-    the API does not define. `mentions`: entities that the item's metadata lists, for a model that reads entities.
-    `links`: images at URLs that are not fetched yet. `chunks`: parts of the text that get vectors of their own. `size`:
-    approximate bytes of the item in a queue message. The constructor computes `size`, because it runs in a thread for
-    a large body, not in the event loop.
+    that the client may have meant. `unfit`: reason why no model can run the item. `unknown`: names of fields that the
+    API does not define. `mentions`: entities that the item's metadata lists, for a model that reads entities. `links`:
+    images at URLs that are not fetched yet. `chunks`: parts of the text that get vectors of their own. `size`:
+    approximate bytes of the item in a queue message. The constructor computes `size`, because it runs in a thread for a
+    large body, not in the event loop.
     """
 
     text: str | None

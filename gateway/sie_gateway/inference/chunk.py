@@ -169,8 +169,8 @@ def plan(
 
 
 def _rows(entry: ModelEntry, run: RunOptions) -> int:
-    """Return how many times the model reads the text of an input, by the model's family: once, once per question,
-    once per label, or once per part of an extraction schema plus once for all labels.
+    """Return how many times the model reads the text of an input, by the model's family: once, once per question, once
+    per label, or once per part of an extraction schema plus once for all labels.
     """
     parts = len(run.parameters.get("parts", ()))
     if not parts and not run.labels:
