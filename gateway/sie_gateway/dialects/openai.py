@@ -156,7 +156,7 @@ def _document(items: Sequence[RequestItem]) -> RequestItem:
     """Return the inputs as one document with a chunk for each input. Raises InvalidInput for inputs without a text."""
     texts = [item.text or "" for item in items if not item.files and not item.links]
     if len(texts) < len(items) or not all(texts):
-        raise InvalidInput.at("late_chunking", "expected texts, the chunks of one document, in their order")
+        raise InvalidInput.at("late_chunking", "expected only texts: each input is a chunk of one document")
     return joined_texts.joined(texts, "input")
 
 

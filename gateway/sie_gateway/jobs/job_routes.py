@@ -85,7 +85,7 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
     job = converted(body, _SubmittedJob)
     src = job.src or job.source
     if job.execution != "run":
-        raise InvalidInput.at("execution", "expected run: a job cannot only be planned")
+        raise InvalidInput.at("execution", "expected run: a job cannot be planned without a run")
     for name, named, place in (("connection", job.connection, src), ("sink_connection", job.sink_connection, job.sink)):
         if named and named != _authority(place):
             raise InvalidInput.at(
