@@ -108,7 +108,7 @@ class Inference:
         # runs whose clients are not watched yet, with their calls and start times, the oldest first
         self._unwatched: dict[asyncio.Task[Any], tuple[Call, float]] = {}
         self._is_timed = False  # true if a call of `_watch` is scheduled
-        self.slots = SharedLimit(settings.max_concurrent_requests)  # requests in progress
+        self.slots = SharedLimit(settings.max_concurrent_requests)  # of the requests in progress
         self._pace = AnswerPace()
         self.idle = asyncio.Event()  # set while no request is in progress
         self.idle.set()
