@@ -218,7 +218,7 @@ class Placer:
                 self._tables.pop(stored.key, None)
 
     def _changed(self, stored: StoredTable, look: Callable[[], Placement | None]) -> TableChange | None:
-        """Run a step of the planner, called in a thread. Return the change of the table; None without a change."""
+        """Run a step of the planner, called in a thread. Return the change of the table, None if nothing changes."""
         placement = look()
         return stored.change(placement, self._broker.max_payload) if placement is not None else None
 
