@@ -1,13 +1,13 @@
-"""Entry of requests into the queue. A request is refused if its expected wait is too long (`model_queue`,
-`retry_slots`). Each key may have only a limited number of tokens in the queue: its window (`window`).
+"""Entry of requests into the queue. The gateway refuses a request if its expected wait is too long (`model_queue`,
+`retry_slots`). Each key may have only a limited number of tokens in the queue: the key's window (`window`).
 
     chunks ──► will the response be too late? ──► queue has space: permits at once
                         │ yes                 └─► no space: wait for results and for the key's next permit
                         ▼                              └─► response would be late now: QUEUE_FULL
                    QUEUE_FULL with the time to try again
 
-A permit allows one chunk of a request to be in the queue. It is released once: when the result of the chunk arrives, or
-when the request ends.
+A permit allows one chunk of a request to be in the queue. The gateway releases a permit once: when the result of the
+chunk arrives, or when the request ends.
 
 `Peers` are the gateways of this installation, known by their announcements. Each of n gateways uses 1/n of a key's
 window. To predict a wait, a gateway also counts the work that the other gateways have in the queue.
@@ -120,12 +120,11 @@ class Peers:
         self._heard: dict[str, tuple[float, GatewayBeat]] = {}
         self._aged_s = clock()
         self._answered = 0
-        # for each announcement, the number of responses since the previous announcement, and the seconds between the
-        # two
+        # for each announcement: (number of responses since the previous announcement, seconds between the two)
         self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)
-        self.listeners: list[Callable[[GatewayBeat], None]] = []  # called with each announcement of another gateway
-        self._erasures = 0  # erasures of cached answers that this gateway has announced
-        self._is_busy = False  # whether the last announcement had queued work or retry times
+        self.listeners: list[Callable[[GatewayBeat], None]] = []  # called with each announcement of other gateways
+        self._erasures = 0  # number of erasures of cached answers that this gateway has announced
+        self._is_busy = False  # true if the last announcement had queued work or retry times
 
     async def start(self) -> None:
         await self._bus.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_beat)
@@ -228,7 +227,9 @@ class Peers:
         return max(1, len({self.id, *(beat.gateway for beat in self._live())}))
 
     def epochs(self) -> dict[str, str]:
-        """Return the announced catalogue epoch (version) of each live gateway, of this gateway the present epoch."""
+        """Return the catalogue epoch (version) of each live gateway: the last announced one, for this gateway the
+        present one.
+        """
         return {**{beat.gateway: beat.config_epoch for beat in self._live()}, self.id: self._epoch()}
 
     def traffic(self, lane: Lane, priority: Priority) -> list[LaneTraffic]:
@@ -366,7 +367,7 @@ class Admission:
             self.sweep()
 
     def sweep(self) -> None:
-        """Do the work that depends on time: drop unused models, grant permits, refuse requests that would be late."""
+        """Do the work that depends on time: drop unused queues, grant permits, refuse requests that would be late."""
         now_s = self._clock()
         self._places = {
             name: place
@@ -439,9 +440,9 @@ class Admission:
         return longest_s
 
     def refuse_late(self, place: ModelQueue) -> None:
-        """Refuse admitted requests whose responses would miss their deadlines. Their work leaves the queue before they
-        time out. This function checks at most once in LOOK_S seconds. While results of a long batch still arrive, it
-        does not check, because the missing results would count as work ahead.
+        """Refuse admitted requests whose responses would miss their deadlines, so that the work of these requests
+        leaves the queue before they time out. Check at most once in LOOK_S seconds. Do not check while results of a
+        long batch still arrive, because the missing results would count as work ahead.
         """
         now_s = self._clock()
         if now_s - place.shed_s <= LOOK_S or not place.drain.is_settled(now_s, LOOK_S):
@@ -600,7 +601,7 @@ class Admission:
         self._pump_all(list(self._crowded))
 
     def _pump_all(self, places: Sequence[ModelQueue]) -> None:
-        """Grant permits until none is possible. A permit in one queue may make one in another queue possible."""
+        """Grant permits until none is possible. A permit in one queue may make a permit in another queue possible."""
         has_granted = True
         while has_granted:
             granted = [self._pump(place) for place in places]

@@ -29,7 +29,8 @@ _MAX_IDLE = 4096
 class Grant:
     """Rights of a credential. `key` identifies the credential for its quota and in the queue; empty if no credential is
     required. `name` identifies the credential in metrics. The token cannot be derived from `key` or `name`. `caches`:
-    the gateway may cache answers to its requests. `remote`: the gateway may send its inputs to remote servers.
+    the gateway may cache answers to the credential's requests. `remote`: the gateway may send the inputs of these
+    requests to remote servers.
     """
 
     key: str = ""

@@ -8,9 +8,10 @@ Rules of `judge`, in this order:
 n^2 / (n^2 + DOUBT), where n is the number of samples. Without samples, requests are refused only in a stalled queue.
 3. If the queue has stalled, the wait grows by the time since the last result: the stall may last as long again.
 4. A refused client gets a turn (`turns`): a time to try again, for which the queue reserves space. A client without a
-turn is admitted if its response would be in time even after the work of all turns that are due before its deadline. It
-is also admitted if the workers would have too little work. If workers form each batch only when the device is free,
-little work is no reason to admit, and only turns that are due before the request's batch is formed count.
+turn is admitted if its response would be in time even after the work of all turns that are due before its deadline.
+Such a client is also admitted if the workers would have too little work. If workers form each batch only when the
+device is free, little work is no reason to admit, and only turns that are due before the request's batch is formed
+count.
 
 `Throughput` measures the speed at which work leaves the queue, and predicts the wait from this speed.
 
@@ -21,7 +22,7 @@ workers had no pause. After a pause, the sample is at most the time of the batch
 time, there is no sample. Without samples, no wait is predicted. A gateway measures only its own results: other
 gateways, models and priorities make these results later, so the samples include their effects.
 
-`AnswerPace` measures how fast the gateway ends requests. It sets the Retry-After of requests refused before reading.
+`AnswerPace` measures how fast the gateway ends requests, and sets the Retry-After of requests refused before reading.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ GROWING = 1.25  # factor: batches still grow while the last batch is this many t
 class ExpectedWait(NamedTuple):
     """Expected wait of a request, in seconds. `min_s`: wait if all earlier batches are full and take the usual time.
     `likely_s`: `min_s` plus the time of one batch, which was formed before the request arrived. `formed_s`: time until
-    the request's batch is formed. It is finite only if workers form a batch only when the device is free; then
+    the request's batch is formed; finite only if workers form a batch only when the device is free. In this case,
     `likely_s` is `min_s` with the number of batches rounded up. `stalled_s`: time since the last result if this time is
     unusually long, else 0. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown. `batch_s`: time
     of one batch.
@@ -112,7 +113,7 @@ class _BatchResults:
     # results do not arrive here
     missing: int
     is_sample: bool
-    left_work: bool = False  # whether work was left in the queue when this batch was formed
+    left_work: bool = False  # true if work was left in the queue when this batch was formed
     is_counted: bool = False
     tokens: float = 0.0
 
@@ -216,8 +217,8 @@ class Throughput:
             self._evidence += 1
 
     def _see_left(self, later: _BatchResults, queued_s: float) -> None:
-        """Set `left_work` on each earlier batch that was formed after `queued_s`, when `later`'s work was queued. The
-        queue is first in, first out, so these batches had no space for the work.
+        """Set `left_work` on each earlier batch that was formed after `queued_s`, the time when the work of `later` was
+        queued. The queue is first in, first out, so these batches had no space for this work.
         """
         for batch in self._since(queued_s):
             if batch.formed_s < later.formed_s and queued_s < batch.formed_s:
@@ -310,8 +311,8 @@ class Throughput:
         has had work. `full_tokens`: cost of a full batch.
 
         A batch larger than the measured batches takes the measured time times (fixed + tokens) / (fixed + measured
-        tokens). `fixed_tokens`: fixed time of a batch, as the number of tokens that take as long. While it is unknown,
-        it is infinite, and a larger batch counts with the measured time. `share`: this gateway's share of the
+        tokens). `fixed_tokens`: fixed time of a batch, as the number of tokens that take as long; infinite while
+        unknown. In this case, a larger batch counts with the measured time. `share`: this gateway's share of the
         throughput. `ahead` is the work of all gateways.
 
         `budget_s`: time in which the request must be answered. If a batch takes more than AHEAD_SHARE of `budget_s`,
@@ -418,10 +419,10 @@ class _PeerQueue(NamedTuple):
 
 
 class WaitRefusal(NamedTuple):
-    """Refusal of a request because of its wait. `wait_s`: predicted wait, including the time of a stall, or the work of
-    other clients' booked retry times if this work is the reason for the refusal. For a new request, the prediction is
-    multiplied by margin and weight. `turn_s`: seconds until the queue has space for this request. `room`: limit on the
-    summed cost of the clients whose retry times are within one second.
+    """Refusal of a request because of its wait. `wait_s`: predicted wait in seconds, including the time of a stall. If
+    booked retry times of other clients are the reason for the refusal, `wait_s` includes the work of these clients
+    instead. For a new request, the prediction is multiplied by margin and weight. `turn_s`: seconds until the queue has
+    space for this request. `room`: limit on the summed cost of the clients whose retry times are within one second.
     """
 
     wait_s: float
@@ -748,8 +749,8 @@ class ModelQueue:
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         late_candidates: list[tuple[Entered, float]] = []
-        # (request, tokens in the queue up to the end of this request) for each request that is in a running batch only
-        # if this batch is larger than earlier batches
+        # requests that are in a running batch only if this batch is larger than earlier batches, each with the tokens
+        # in the queue up to the end of the request
         growing: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():
@@ -778,9 +779,9 @@ class ModelQueue:
         return late
 
     def _ends_s(self, tokens: float, entered: Entered) -> float:
-        """Return the time when a batch ends that began at the last result and has `tokens` tokens, computed with
-        `entered.scale`. Return minus infinity until measurements show whether batches grow; then no request counts as
-        late.
+        """Return the time when a batch ends. The batch began at the last result, and has `tokens` tokens, computed with
+        `entered.scale`. Until measurements show whether batches grow, return minus infinity, so that no request counts
+        as late.
         """
         if not self.batches.is_growth_known:
             return -math.inf

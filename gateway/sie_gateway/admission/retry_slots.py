@@ -159,8 +159,8 @@ class RetrySlots:
         return True
 
     def news(self, now_s: float, count: int) -> tuple[tuple[Turn, ...], tuple[bytes, ...]]:
-        """Remove and return the next announcement: booked turns (retry times), and clients that claimed their turn. It
-        has at most `count` entries, the oldest first.
+        """Remove and return at most `count` entries of the next announcement, the oldest first: booked turns (retry
+        times), and clients that claimed their turn.
         """
         claimed = tuple(self._claimed.popleft() for _ in range(min(count, len(self._claimed))))
         booked = [self._booked.popleft() for _ in range(min(count - len(claimed), len(self._booked)))]
@@ -180,7 +180,7 @@ class RetrySlots:
 
     def claim(self, now_s: float, client: bytes) -> bool:
         """Return True if a turn (retry time) of this client is due, and end the turn. If the client has only one turn,
-        the client may be early. If it has several, the first turn must be due.
+        the client may be early. If the client has several turns, the first turn must be due.
         """
         self.promised(now_s)
         turns = self._next(client)

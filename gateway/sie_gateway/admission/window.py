@@ -95,7 +95,7 @@ class Shares:
     def __init__(self) -> None:
         self.tokens: dict[str, int] = {}
         self.total = 0
-        # windows in which a key has waiting work, by key
+        # key -> windows in which the key has waiting work
         self.waiting: dict[str, dict[KeyWindow, None]] = {}
         self.grants = 0  # number of permits so far; shows which model of a key had the latest permit
         self._seen_s: dict[str, float] = {}
@@ -197,7 +197,7 @@ class KeyWindow:
         self._passed = 0
         self._flows: dict[str, _KeyFlow] = {}
         self._ring: deque[_KeyFlow] = deque()
-        self._most = QueueBound()  # bound of the last `grant`
+        self._most = QueueBound()  # bound at the last call of `grant`
 
     @property
     def idle(self) -> bool:
@@ -219,8 +219,8 @@ class KeyWindow:
 
     def ahead(self, key: str, cost: float) -> float:
         """Return the cost of the work that runs before the last chunk of a new request of this cost. Keys alternate by
-        cost. So of another key's waiting work, at most the cost of this key's waiting work plus the new request runs
-        first.
+        cost. So at most this much of another key's waiting work runs first: the cost of this key's waiting work plus
+        the cost of the new request.
         """
         if not self._flows:
             return self.cost

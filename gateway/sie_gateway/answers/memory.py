@@ -20,7 +20,7 @@ from sie_contracts.wire.heartbeats import AnswerErasure, GatewayBeat
 from sie_gateway.answers.keys import DIGEST_BYTES
 
 ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its value
-SPACE_BYTES = 400  # bytes of memory that a space takes
+SPACE_BYTES = 400  # bytes of memory that a space takes in addition to its answers
 STEP = 10_000  # number of answers after which `erase` lets the event loop run other tasks
 PROTECTED_SHARE = 0.8
 # largest number of gateways whose erasures are counted. A further gateway replaces the gateway with the oldest erasure.
@@ -56,8 +56,8 @@ class _CachedAnswer:
 
 
 class AnswerMemory:
-    """Packed answers by key. `max_bytes` bounds their memory, with ENTRY_BYTES for each answer and SPACE_BYTES for each
-    space. No answer is returned later than `ttl_s` seconds after it was cached.
+    """Packed answers by key. `max_bytes` bounds the memory of the answers, including ENTRY_BYTES for each answer and
+    SPACE_BYTES for each space. `find` returns no answer later than `ttl_s` seconds after the answer was cached.
     """
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,7 +71,7 @@ class AnswerMemory:
         self._first: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
         self._protected: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
         self._protected_bytes = 0
-        self._spaces: dict[str, tuple[AnswerSpace, int]] = {}  # by name of a space: the space, number of its answers
+        self._spaces: dict[str, tuple[AnswerSpace, int]] = {}  # name of a space -> (space, number of its answers)
 
     def __len__(self) -> int:
         return len(self._first) + len(self._protected)
@@ -167,7 +167,7 @@ class PeerErasures:
         self._counts: OrderedDict[str, int] = OrderedDict()
 
     def due(self, beat: GatewayBeat) -> AnswerErasure | None:
-        """Return the erasure to carry out after another gateway's announcement; None if it has no new erasure."""
+        """Return the erasure to carry out after another gateway's announcement; None if it announces no new erasure."""
         before = self._counts.get(beat.gateway, 0)
         if beat.erasures <= before:
             return None

@@ -15,7 +15,7 @@ from sie_store.datasets.answers import RowAnswer
 
 
 class PackedAnswer(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
-    """Answer to one input, which is not an error. `arrays`: dtype, shape and bytes by name of the output."""
+    """Answer to one input that did not fail. `arrays`: dtype, shape and bytes by name of the output."""
 
     arrays: dict[str, tuple[str, tuple[int, ...], bytes]]
     score: float | None = None

@@ -80,9 +80,7 @@ def _types(body: fields.Body) -> list[str]:
 
 
 def _items(body: fields.Body, limit: int) -> tuple[str, tuple[RequestItem, ...]]:
-    """Return the name of the field with the inputs (`texts`, `images` or `inputs`), and the inputs. Raises
-    InvalidInput.
-    """
+    """Return (field with the inputs: `texts`, `images` or `inputs`; the inputs). Raises InvalidInput."""
     names = [name for name in ("texts", "images", "inputs") if body.get(name) is not None]
     if len(names) != 1:
         message = f"expected exactly one of texts, images and inputs, got {' and '.join(names) or 'none'}"
@@ -104,7 +102,7 @@ def _parts(value: Any, path: str) -> RequestItem:
 def _answer(
     call: Call, finished: RequestResult, name: str, types: Sequence[str], version: int, *, bare: bool
 ) -> EncodedReply:
-    """Build the reply. `bare`: the vectors are a plain list, without the name of their type."""
+    """Build the reply. If `bare`, the vectors are a plain list, else a map from each type to a list."""
     began_s = time.perf_counter()
     vectors = finished.arrays(name, "dense")
     parts: list[Body] = []
@@ -134,8 +132,8 @@ def _answer(
 
 
 def _shown(items: Sequence[RequestItem]) -> dict[str, Any]:
-    """Return the field `images` of the reply, which describes each image by the header of its file; an empty map
-    without images, or if the header of an image cannot be read.
+    """Return a map with the field `images` of the reply, which describes each image by the header of its file. Return
+    an empty map if the request has no images, or if the header of any image cannot be read.
     """
     headers = [header(file) for item in items for file in item.images]
     if not headers or None in headers:

@@ -1,6 +1,6 @@
-"""`POST /v1/contextualizedembeddings` in the format of Voyage. A document is a list of chunks, or with
-`enable_auto_chunking` one text, which the server splits. The model reads the whole document, and the vector of a chunk
-is pooled from the hidden states of its tokens.
+"""`POST /v1/contextualizedembeddings` in the format of Voyage. A document is a list of chunks. With
+`enable_auto_chunking`, a document is one text that the server splits into chunks. The model reads the whole document.
+The vector of a chunk is pooled from the hidden states of the chunk's tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def embeddings(inference: Inference, call: Call, body: fields.Body) -> Enc
 
 
 def _rule(body: fields.Body, side: str) -> ChunkRule | None:
-    """Return the rule by which documents are split; None if their chunks are in the request. Raises InvalidInput."""
+    """Return the rule by which workers split documents; None if the request has the chunks. Raises InvalidInput."""
     if not fields.flag(body, "enable_auto_chunking"):
         for name in ("chunk_size", "chunk_overlap"):
             if body.get(name) is not None:

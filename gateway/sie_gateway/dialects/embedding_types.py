@@ -1,6 +1,6 @@
-"""Types of vectors of Cohere, Jina and Voyage: the float32 vectors of the model are converted to the type that the
-request names. The native `output_dtype` is converted in the adapter (`epilogues/dtypes`), where the bytes of `binary`
-are uint8; here they are int8.
+"""Types of vectors of Cohere, Jina and Voyage. This module converts the float32 vectors of the model to the type that
+the request names. The adapter does the conversion for the native `output_dtype` (`epilogues/dtypes`). The bytes of
+`binary` are int8 in this module and uint8 in the adapter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TYPES: tuple[str, ...] = get_args(VectorType)
 
 
 def requested(body: fields.Body, *names: str) -> tuple[str, bool]:
-    """Return the type of the vectors, from the first of the fields `names` that is set, and whether they are base64."""
+    """Return (type of the vectors, true for base64). The type is in the first of the fields `names` that is set."""
     is_base64 = fields.choice(body, "encoding_format", ("float", "base64"), "float") == "base64"
     name = next((name for name in names if body.get(name) is not None), "")
     if not name:
@@ -37,8 +37,8 @@ def requested(body: fields.Body, *names: str) -> tuple[str, bool]:
 
 
 def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str, list[float]]]:
-    """Convert vectors to the type `kind`. For `float` and `base64` (little-endian float32), they are not copied. Also
-    return, by name, the scale and the offset of each vector, if the type has them.
+    """Return (vectors of the type `kind`, scales and offsets of the vectors by name). The map is empty for a type
+    without scales. Vectors of the types `float` and `base64` (little-endian float32) are not copied.
     """
     if kind == "float":
         return list(vectors), {}
@@ -88,7 +88,7 @@ def uint8(vectors: Array) -> tuple[Array, dict[str, Array]]:
 
 
 def ubinary(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """Pack each vector into bits, eight to a byte, the first in the highest bit. A bit is set for a value above 0."""
+    """Pack each vector into bits, set for values above 0. A byte has eight values, the first in its highest bit."""
     return np.packbits(vectors > 0, axis=1), {}
 
 

@@ -15,7 +15,7 @@ from sie_contracts.wire.messages import Priority
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
 
-FIRST_BULK = 500  # from this number on, Cohere's `priority` means bulk: 0 is the most urgent, 999 the least urgent
+FIRST_BULK = 500  # lowest value of Cohere's `priority` that means bulk; 0 is the most urgent, 999 the least urgent
 _SIDES = {"query": True, "document": False, "passage": False}
 Body = Mapping[str, Any]
 
@@ -58,7 +58,7 @@ def choice(body: Body, name: str, choices: Sequence[str], default: str) -> str:
 
 
 def inputs(value: Any, name: str, limit: int) -> list[Any]:
-    """Return `value`, a list of one to `limit` elements. Raises InvalidInput (schema, empty_items, too_many_items)."""
+    """Return `value`, a list of 1 to `limit` elements. Raises InvalidInput (schema, empty_items, too_many_items)."""
     if value == []:
         raise InvalidInput.at(name, "expected at least one input", reason="empty_items")
     if not isinstance(value, list):
@@ -83,8 +83,8 @@ def priority(body: Body) -> Priority | None:
 
 def side(use: str, entry: ModelEntry) -> dict[str, Any]:
     """Return the parameters for a use of the inputs, for example `search_query`. `is_query` is true for queries and
-    false for documents; for other uses it is missing. If the model has a prompt with exactly the name of the use, its
-    template is added.
+    false for documents; for other uses it is missing. If the model has a prompt with exactly the name of the use, the
+    template of this prompt is a further parameter.
     """
     prompt = entry.prompts.get(use)
     is_query = _SIDES.get(use.removeprefix("search_").rpartition(".")[2])
@@ -103,7 +103,7 @@ def named(**names: str) -> Iterator[None]:
         if (name := names.get(error.param)) is None:
             raise
         message = error.message
-        if message.startswith(error.param):  # an error about an unsuitable model begins otherwise
+        if message.startswith(error.param):  # false for an error about an unsuitable model
             message = name + message.removeprefix(error.param)
         raise InvalidInput(message, reason=error.reason, param=name, extras=error.extras) from error
 

@@ -1,7 +1,7 @@
 """`POST /v1/extract` in the format of the GLiNER server that NeMo Guardrails calls: entities of one text.
 
-NeMo Guardrails masks each entity at its offsets. If two entities overlapped, it would mask wrong characters. So
-overlapping entities are joined, as in a redaction.
+NeMo Guardrails masks each entity at its offsets. If two entities overlapped, NeMo Guardrails would mask wrong
+characters. So this route joins overlapping entities, as a redaction does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sie_gateway.redaction.spans import SensitiveSpan
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
-_READ = frozenset({"threshold", "flat_ner"})  # fields that the model gets if its family has them
+_READ = frozenset({"threshold", "flat_ner"})  # fields that the model gets if its family has these parameters
 
 
 async def extract(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:

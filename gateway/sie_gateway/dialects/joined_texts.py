@@ -1,5 +1,5 @@
-"""Texts that are chunks of one document, in the formats of Jina and Voyage. The texts are joined to the document, which
-the model reads as a whole. The vector of a text is pooled from the hidden states of its tokens.
+"""Texts that are chunks of one document, in the formats of Jina and Voyage. This module joins the texts to a document,
+and the model reads the whole document. The vector of a text is pooled from the hidden states of the text's tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sie_gateway.inference.results import RequestResult
 
 def joined(texts: Sequence[str], path: str) -> RequestItem:
     """Return a document with a chunk for each text. No text may be empty. If no white space separates two texts, a
-    space is inserted. Raises InvalidInput for a document beyond the limits of chunks.
+    space is inserted. Raises InvalidInput if the document has too many chunks or is too long.
     """
     if len(texts) > MAX_CHUNKS:
         message = f"got {len(texts)} chunks of one document, at most {MAX_CHUNKS} are allowed"

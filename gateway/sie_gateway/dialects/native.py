@@ -1,5 +1,5 @@
 """encode, score and extract in the native format. The reply has an entry (slot) for each input, even for a failed
-input. A reply of raw bytes cannot contain errors, so any failed input fails such a request.
+input. A reply of raw bytes cannot contain errors. So a request for raw bytes fails if any of its inputs fails.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def infer(operation: Operation, inference: Inference, call: Call, body: Ma
 
 
 def _check_whole(items: Sequence[RequestItem], format_: str) -> None:
-    """Raise InvalidInput if an item has `chunks`: a format with one row per item cannot contain their vectors."""
+    """Raise InvalidInput if an item has `chunks`: a format with one row per item has no place for chunks."""
     index = next((index for index, item in enumerate(items) if item.chunks is not None), None)
     if index is not None:
         media = RAW if format_ == "raw" else ARROW
@@ -88,7 +88,7 @@ def raw_answer(call: Call, finished: RequestResult, name: str) -> EncodedReply:
 
 
 def arrow_answer(call: Call, finished: RequestResult) -> EncodedReply:
-    """Return an Arrow reply with a row for each input, even for a failed input. The caller has checked `finished`."""
+    """Return an Arrow reply with a row for each input, even a failed one. The caller has called `finished.check`."""
     request = finished.request
     return EncodedReply(
         arrow.ArrowRows(request.items, finished.outcomes, request.options.run),
@@ -116,7 +116,7 @@ def _answer(call: Call, finished: RequestResult, *, msgpack: bool) -> EncodedRep
         for slot, own in zip(slots, finished.item_timings() if slots else (), strict=True):
             slot["timing"] = own
     content |= finished.shared(explain=call.explains)
-    if request.operation != "encode":  # public SDKs read `input_tokens`; the other fields are OpenAI's
+    if request.operation != "encode":  # public SDKs read `input_tokens`; the other fields have OpenAI's names
         content["usage"] = {"input_tokens": finished.usage["prompt_tokens"], **finished.usage}
     if options.run.muvera is not None:
         content["muvera"] = msgspec.to_builtins(options.run.muvera)

@@ -37,8 +37,8 @@ def untagged(catalogue: Catalogue, name: str) -> str:
 
 
 def tagged(name: str, resolved: Resolved, profile: str | None) -> str:
-    """Return the name with a tag, as Ollama shows it: the profile, or `latest` for the default profile and for an alias
-    (`profile` None). If the model has a profile `latest`, its default profile has no tag.
+    """Return the name with the tag that Ollama shows. The tag is the profile, but `latest` for the default profile and
+    for an alias (`profile` None). If the model has a profile `latest`, the default profile gets no tag.
     """
     if profile not in (None, "default"):
         return f"{name}:{profile}"
@@ -46,8 +46,8 @@ def tagged(name: str, resolved: Resolved, profile: str | None) -> str:
 
 
 async def embed(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer `POST /api/embed` with a normalised vector for each input. The reply to an empty input has no vectors:
-    clients send an empty input to test whether the model exists.
+    """Answer `POST /api/embed` with a normalised vector for each input. The reply to an empty input has no vectors and
+    no error, because clients send an empty input to test whether the model exists.
     """
     resolved = _model(inference, call, body)
     value = body.get("input")

@@ -38,7 +38,7 @@ MAX_TOKENS = 300_000  # largest number of tokens of all inputs of a request
 SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to a text
 DEFAULT_ENCODING = "cl100k_base"  # vocabulary that OpenAI's clients use for unknown models
 _ENCODINGS = ("model", *vocabulary.NAMES)
-_CHUNK = re.compile(r"input\[0\]: chunks\[(\d+)\]")  # beginning of an error about a chunk of the document
+_CHUNK = re.compile(r"input\[0\]: chunks\[(\d+)\]")  # start of an error text about a chunk of the document
 _UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, because no encoding was named; {vocabulary.OWN_IDS}"
 
 
@@ -96,7 +96,7 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
     if fields.flag(body, "return_multivector"):
         message = "expected false or null, this route returns one vector for each input"
         raise InvalidInput.at("return_multivector", message)
-    if parameters.get("dimensions") == 0:  # Infinity's client sends 0 for all dimensions
+    if parameters.get("dimensions") == 0:  # Infinity's client sends 0 to get vectors of full width
         del parameters["dimensions"]
     width = fields.whole(body, "output_dimension", 1)
     if width is not None and parameters.setdefault("dimensions", width) != width:
@@ -109,8 +109,8 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
 
 
 async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestItem, ...]:
-    """Return the inputs: texts, token ids of the model, or token ids of OpenAI, which are converted to texts. With the
-    field `modality` of Infinity, they are images or sounds. Raises InvalidInput.
+    """Return the inputs: texts or token ids of the model. Token ids of OpenAI's models become texts. If Infinity's
+    field `modality` is `image` or `audio`, the inputs are images or sounds. Raises InvalidInput.
 
     An input of Jina may also be an object: `{"text": "a dog"}` or `{"image": "data:..."}`. An object may also have a
     list of parts in `content`.
@@ -148,7 +148,7 @@ async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestI
     ids = [bodies.token_ids(entry, f"input[{index}]") for index, entry in enumerate(inputs)]
     if encoding == "model":
         return tuple(RequestItem(None, tokens=entry) for entry in ids)
-    await asyncio.to_thread(vocabulary.load, encoding)  # only the first call is slow: it reads the vocabulary
+    await asyncio.to_thread(vocabulary.load, encoding)  # in a thread: the first call reads the vocabulary file
     return tuple(RequestItem(vocabulary.decode(encoding, entry, f"input[{index}]")) for index, entry in enumerate(ids))
 
 
@@ -156,7 +156,7 @@ def _document(items: Sequence[RequestItem]) -> RequestItem:
     """Return the inputs as one document with a chunk for each input. Raises InvalidInput for inputs without a text."""
     texts = [item.text or "" for item in items if not item.files and not item.links]
     if len(texts) < len(items) or not all(texts):
-        raise InvalidInput.at("late_chunking", "expected texts, the chunks of one document, in their order")
+        raise InvalidInput.at("late_chunking", "expected only texts: each input is a chunk of one document")
     return joined_texts.joined(texts, "input")
 
 
@@ -203,8 +203,8 @@ async def check_tokens(inference: Inference, call: Call, request: PlannedRequest
     inputs. A request that allows only cached answers is not checked, because it queues no work. Raises InvalidInput,
     and the errors of `Inference.run`.
 
-    Only a worker can count the tokens of texts. A worker is asked to count them only if an upper bound of their number
-    is above the limit.
+    Only a worker can count the tokens of texts. The gateway asks a worker for the count only if an upper bound of the
+    number of tokens is above the limit.
     """
     if cache_mode(call.headers) == "only":
         return
@@ -227,9 +227,9 @@ async def check_tokens(inference: Inference, call: Call, request: PlannedRequest
 
 
 def max_tokens(texts: Sequence[str], run: RunOptions, limit: int = MAX_TOKENS) -> int:
-    """Return an upper bound for the tokens of texts with their prompts: one token for each byte of the text, or of its
-    Unicode normal form if that is longer. Normal forms take long to compute, so they are not computed if the bytes of
-    the texts alone exceed `limit`.
+    """Return an upper bound for the tokens of texts with their prompts: one token for each byte of the text or of its
+    Unicode normal form, whichever has more bytes. Normal forms take long to compute, so they are not computed if the
+    bytes of the texts alone exceed `limit`.
     """
     around = _max_bytes(run.prefix) + _max_bytes(run.suffix) + SPECIAL_TOKENS
     total = sum(around + (len(text) if text.isascii() else len(text.encode())) for text in texts)
@@ -255,7 +255,7 @@ def _answer(call: Call, finished: RequestResult, kind: str, *, is_base64: bool) 
 
 
 def _name_input(failed: FailedRequest) -> None:
-    """Make an error about a chunk name the input: with `late_chunking`, each input is a chunk of one document."""
+    """Replace the chunk that an error names by the input: with `late_chunking`, each input is a chunk of a document."""
     error = failed.error
     path = _CHUNK.match(error.message)
     if path is not None:

@@ -2,7 +2,7 @@
 extract request returns, and matches of patterns. `redaction/` has the patterns, the rule for overlaps and the
 replacements.
 
-A text that the model cannot read to its end is refused, because the rest of the text would not be redacted.
+The route refuses a text that the model cannot read to its end, because the rest of the text would not be redacted.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 MAX_TEXT = 1 << 18  # largest number of code points of a text; the slowest pattern takes 4 s for such a text
 MAX_NAME = 1000  # largest number of characters in the name of a kind of personal data or of a model
 MAX_MODELS = 3  # largest number of names in `models`; each of these models reads all texts
-KEY_CHARACTERS = (16, 1024)  # shortest and longest key; with a shorter key, an attacker could guess the values
-_ASIDE = 1 << 13  # texts of a request with at least this many code points in total are redacted in a thread
+KEY_CHARACTERS = (16, 1024)  # length of the shortest and the longest key; an attacker could guess a shorter key
+_ASIDE = 1 << 13  # if the texts of a request have at least this many code points in total, a thread redacts them
 _CODE_POINTS_PER_VALUE = 20  # number of code points that take as long to write as one number of a reply
 _OWN = ("kinds", "models", "style", "key", "region", "offsets", "restorable")
 _OF_ONE_MODEL = ("profile", "lora", "lora_id")  # parameters of the first model only; `models` may name profiles
@@ -67,8 +67,8 @@ class RedactionRules:
 
     @cached_property
     def patterns(self) -> Mapping[str, str]:
-        """Return the patterns to search for, each with the kind that the reply shows. This kind is the first of the
-        client's kinds that means the pattern. If the client names no kinds, all patterns are searched for.
+        """Return the patterns to search for, each with the kind that the reply shows. If several of the client's kinds
+        mean one pattern, the reply shows the first kind. If the client names no kinds, return all patterns.
         """
         if not self.kinds:
             return {name: name for name in KINDS}
@@ -80,7 +80,7 @@ async def redact(inference: Inference, call: Call, body: fields.Body) -> Encoded
     rules, parameters = _rules(body)
     items = await beside(call.body, lambda: bodies.items(body, limit=inference.max_items(call)))
     _check_texts(items)
-    # all models are checked before the first model runs
+    # check the requests for all models before the first model runs, so that an invalid request costs no forward pass
     plans = [_plan(inference, call, resolved, items, rules, parameters)]
     for number, further in enumerate(_further(inference, call, resolved, rules)):
         own = replace(call, id=f"{call.id}-model{number}", labels=dict(call.labels))
@@ -203,8 +203,8 @@ def _names(own: Mapping[str, Any], name: str, most: int) -> tuple[str, ...]:
 
 
 def _key(own: Mapping[str, Any], style: RedactionStyle) -> bytes:
-    """Return the key of the style `hash`: the client's key, or a key that exists for this request only. Other styles
-    have an empty key. Raises InvalidInput.
+    """Return the key of the style `hash`: the client's key, or a random key for this request. The key of other styles
+    is empty. Raises InvalidInput.
     """
     if "key" not in own:
         return secrets.token_bytes(32) if style == "hash" else b""
@@ -230,10 +230,10 @@ def _check_texts(items: Sequence[RequestItem]) -> None:
 async def _slots(
     call: Call, results: Sequence[RequestResult], rules: RedactionRules, one_thread: asyncio.Lock | None
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the slot of each text. If a model failed on a text, the slot has the error and no text; the first of
-    `results` has the failures of all models. If there is a lock `one_thread`, texts are redacted in a thread that runs
-    while the lock is held; without a lock, they are redacted in the event loop. Raises GatewayTimeout, and the errors
-    of `model_spans`.
+    """Yield the slot (reply entry) of each text. If a model failed on a text, the slot has the error and no text. The
+    first of `results` includes the failures of all models. With the lock `one_thread`, a thread redacts the texts while
+    the lock is held; without a lock, the event loop redacts the texts. Raises GatewayTimeout, and the errors of
+    `model_spans`.
     """
     until_s = call.received_s + call.budget_s
     for index, item in enumerate(results[0].request.items):
@@ -263,7 +263,7 @@ async def _aside(work: Callable[[], dict[str, Any]], one_thread: asyncio.Lock) -
 
 
 def _redacted(text: str, outcomes: Sequence[Outcome], path: str, rules: RedactionRules) -> dict[str, Any]:
-    """Return the fields of a text's slot. `outcomes`: a result of each model. Raises the errors of `model_spans`."""
+    """Return the fields of a text's slot. `outcomes`: one for each model. Raises the errors of `model_spans`."""
     spans = [span for outcome in outcomes for span in model_spans(text, outcome, path)]
     spans = joined_spans(text, [*spans, *_pattern_spans(text, rules)])
     new_text, parts = redacted(text, spans, Replacer(rules.style, rules.key))
@@ -298,8 +298,8 @@ def _pattern_spans(text: str, rules: RedactionRules) -> Iterator[SensitiveSpan]:
 def model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:
     """Return the parts of a text that are entities of the model. `path`: place of the text in the body.
 
-    Raises InvalidInput if the model did not read the whole text. Raises InferenceFailed if it returned no list of
-    entities, or an entity without valid offsets, which could not be replaced.
+    Raises InvalidInput if the model did not read the whole text. Raises InferenceFailed if the model returned no list
+    of entities, or an entity without valid offsets, which could not be replaced.
     """
     if not isinstance(outcome, Ok) or "entities" not in (outcome.data or {}):
         raise InferenceFailed("the model returned no list of entities")
@@ -318,5 +318,5 @@ def model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:
 
 
 def joined_spans(text: str, spans: Iterable[SensitiveSpan]) -> list[SensitiveSpan]:
-    """Join overlapping spans, in the order of the text. Each span includes the combining marks behind it."""
+    """Join overlapping spans, in the order of the text. Each span includes the combining marks after it."""
     return disjoint(with_marks(text, span) for span in spans)

@@ -1,6 +1,6 @@
-"""Rerank in the formats of Jina, Voyage and Cohere (v1, v2). The reply to v1 can be read by the clients of Jina, Voyage
-and Cohere. `/rerank` has the format of Infinity, or the format of TEI if its body has `texts`. `/v1/ranking` has the
-format of NVIDIA.
+"""Rerank in the formats of Jina, Voyage and Cohere (v1, v2). Clients of Jina, Voyage and Cohere can read the reply to
+v1. `/rerank` has the format of TEI if the body has `texts`, else the format of Infinity. `/v1/ranking` has the format
+of NVIDIA.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _documents(body: fields.Body, limit: int, *, reads_images: bool) -> tuple[Re
 
 def _document(value: Any, path: str, names: list[str] | None, *, reads_images: bool) -> RequestItem:
     """Read a document: a text or a map. The text of a map is its fields `names`, joined as lines. Without `names`, the
-    fields `text` and `image` of the map are used; `image` beside a `text` only if the model `reads_images`, because a
-    map may have any fields. Raises InvalidInput.
+    document is the fields `text` and `image` of the map. If the model does not read images, `image` beside a `text` is
+    ignored, because a map may have any fields. Raises InvalidInput.
     """
     if isinstance(value, str):
         return RequestItem(bodies.utf8(value, path))

@@ -1,5 +1,5 @@
-"""Choice of the model for a request that may leave out the name of the model. Without a name, it is the default in the
-settings; without a default, the only model with the capability.
+"""Choice of the model for a request that may leave out the name of the model. Without a name, the request gets the
+default model of the settings. Without a default, it gets the only model with the capability.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def able(inference: Inference, call: Call, capability: Capability, named: Any = 
     """Return the model that `model_for` chooses, if it has the task of the route.
 
     Raises InvalidInput with the reason `unsupported_output` (vectors) or `unsupported_task`, whose message names the
-    routes that the model supports, and the errors of `model_for`. Call it before the fields of the body are read: a
-    body for another task has other fields, and an error about them would mislead.
+    routes that the model supports, and the errors of `model_for`. Call `able` before other fields of the body are read:
+    a body for another task has other fields, so an error about a field would hide that the task is wrong.
     """
     return checked(model_for(inference, call, capability, named), capability)
 

@@ -1,5 +1,5 @@
-"""Routes of Text Embeddings Inference (TEI). The path (/tei/{model}) or the body names the model; otherwise `selection`
-chooses it.
+"""Routes of Text Embeddings Inference (TEI). The path (/tei/{model}) or the body names the model. If neither names a
+model, `selection` chooses one.
 
 Bodies of replies with results are plain lists, so the timing is in headers. Errors have the types and the statuses of
 TEI, and their field `error` is a string.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 _STATUS = {"Overloaded": 429, "Unhealthy": 503, "Tokenizer": 422, "Empty": 400}
-MAP_VALUES = 10  # an entry of a sparse vector, a small map, takes as long to write as this many numbers
+MAP_VALUES = 10  # count of numbers that take as long to write as one entry (a small map) of a sparse vector
 _DIRECTIONS = {"left": "START", "right": "END"}
 _INPUT = re.compile(r"inputs\[(\d+)\]")
 
@@ -241,7 +241,7 @@ def classes(finished: RequestResult, name: str) -> list[list[dict[str, Any]]]:
 
 
 async def tokenize(inference: Inference, call: Call, body: fields.Body) -> EncodedReply:
-    """Answer with the tokens of texts: ids, texts, and the byte offsets of their begin and end."""
+    """Answer with the tokens of texts: id, text, and the byte offsets of the token's begin and end."""
     value = body.get("inputs")
     items = _texts([value] if isinstance(value, str) else value, inference.max_items(call), "inputs")
     resolved = model_for(inference, call, "embed", body.get("model"))

@@ -44,8 +44,8 @@ class AssignableWorker:
 
 
 def lacking(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> tuple[dict[str, int], int]:
-    """Return what a reservation with these workers lacks: the number of GPUs by machine profile, and the number of
-    workers that are missing to reach `minimum_worker_count`.
+    """Return what a reservation with the workers `held` lacks: (number of missing GPUs by machine profile, number of
+    workers that are missing to reach `minimum_worker_count`).
     """
     gpus, count = Counter[str](), 0
     for worker in held:
@@ -56,8 +56,8 @@ def lacking(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> tuple[di
 
 
 def is_met(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> bool:
-    """Return True if these workers have the requested number of GPUs of each machine profile, and if there are at least
-    `minimum_worker_count` workers.
+    """Return True if the workers `held` have the requested number of GPUs of each machine profile, and if they are at
+    least `minimum_worker_count` workers.
     """
     short, workers = lacking(spec, held)
     return not short and not workers
@@ -68,11 +68,11 @@ def assign(
 ) -> dict[str, str]:
     """Return the reservation of each reserved worker, as a map of worker id to pool. `before`: the previous map.
 
-    A reservation keeps the workers that match its spec and that it needs. It may need fewer workers after a client has
-    replaced the spec. A reservation that lacks workers gets new workers only when all missing workers are free. So no
-    reservation gets workers that it cannot use yet, and two reservations cannot block each other with a part of the
-    free workers each. The oldest reservation is served first. One worker of each bundle stays unreserved, except if
-    the reservation may use the last worker (`takes_last`).
+    A reservation keeps the workers that match its spec and that it needs. After a client has replaced the spec, the
+    reservation may need fewer workers. A reservation that lacks workers gets new workers only when all missing workers
+    are free. So no reservation gets workers that it cannot use yet, and two reservations cannot each take a part of the
+    free workers and block each other. The oldest reservation is served first. One worker of each bundle stays
+    unreserved, except if the reservation may use the last worker (`takes_last`).
     """
     order = sorted(reservations, key=lambda reservation: (reservation.created_s, reservation.spec.name))
     held: dict[str, Sequence[str]] = {}  # ids of workers by the name of their reservation
@@ -89,7 +89,7 @@ def assign(
         addition = _addition(spec, present, workers, reserved, takes_last=reservation.takes_last)
         held[spec.name] = _needed(spec, [*held[spec.name], *addition], workers)
     assigned = {name: pool for pool, names in held.items() for name in names}
-    # repeat until nothing changes: after a reservation got a new worker, another worker of it may be free for others
+    # repeat until nothing changes: with a new worker, a reservation may no longer need one of its other workers
     return assigned if assigned == before else assign(order, workers, assigned)
 
 
@@ -105,9 +105,7 @@ def is_held_back(
 
 
 def _needed(spec: ReservationSpec, names: Sequence[str], workers: Mapping[str, AssignableWorker]) -> Sequence[str]:
-    """Return the workers in `names` that the reservation needs. While the GPUs of one worker are unknown, return all
-    workers in `names`.
-    """
+    """Return the workers in `names` that the reservation needs. If the GPUs of any of them are unknown, return all."""
     if not all(workers[name].is_heard for name in names):
         return names
     gpus, count = Counter[str](), len(names)
@@ -125,8 +123,8 @@ def _needed(spec: ReservationSpec, names: Sequence[str], workers: Mapping[str, A
 
 
 def _preference(spec: ReservationSpec, name: str, worker: AssignableWorker) -> tuple[int, int, str]:
-    """Return the sort key of a worker for a reservation. Workers that have loaded most of its pinned models come first;
-    among these, the least busy workers.
+    """Return the sort key of a worker for a reservation. Workers that have loaded most of the pinned models come first;
+    among workers with equally many, the least busy worker comes first.
     """
     return -len(worker.models.intersection(spec.pinned_models)), worker.busy, name
 
@@ -164,7 +162,7 @@ def _addition(
 
 
 def _without_last(free: Sequence[str], workers: Mapping[str, AssignableWorker], assigned: Collection[str]) -> list[str]:
-    """Return the workers in `free`. Of a bundle whose unreserved workers are all in `free`, leave out one worker."""
+    """Return `free` without one worker of each bundle whose unreserved workers are all in `free`."""
     stays = {worker.bundle for name, worker in workers.items() if name not in assigned and name not in free}
     remaining = []
     for name in reversed(free):

@@ -1,5 +1,5 @@
-"""Requests for models that no worker has loaded. The gateway holds such a request for a limited time (see the drawing
-for the end of this time), and records the demand for autoscalers.
+"""Requests for models that no worker has loaded. The gateway holds such a request for a limited time (SIE_LOAD_HOLD_S),
+then decides as in the drawing. It also records the demand for autoscalers.
 
 held until the time ends ──► a worker has loaded the model: continue to wait, while the lane has a live worker
                          ──► a worker loads the model: MODEL_LOADING
@@ -7,8 +7,8 @@ held until the time ends ──► a worker has loaded the model: continue to wa
                          ──► a worker is ready and has not begun to load: continue to wait
 
 The record of demand has one key per lane (pool, machine profile and bundle). All gateways read the record. It is valid
-for DEMAND_LIFE_S seconds. The gateway withdraws the work of an ended request from the queue. Without the record, the
-autoscaler would not start a worker for the client's next attempt.
+for DEMAND_LIFE_S seconds. When a request ends, the gateway withdraws its work from the queue. The record makes the
+autoscaler start a worker for the client's next attempt nevertheless.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DemandRecords:
             self._wake.set()
 
     def drop_pool(self, pool: str) -> None:
-        """Remove the demand for the lanes of a pool that no longer exists. Its records in the broker expire."""
+        """Remove the demand for the lanes of a pool that no longer exists. The records in the broker expire."""
         for entries in (self._noted, self._written):
             for lane in [lane for lane in entries if lane.pool == pool]:
                 del entries[lane]
@@ -195,7 +195,7 @@ class ColdStarts:
         return False
 
     def start_left_s(self, lane: Lane) -> float:
-        """Return the seconds, at least 1, until a worker of the lane should be ready, from the last measured start."""
+        """Return the expected seconds, at least 1, until a worker of the lane is ready, by the last measured start."""
         start = self._starts.get(lane)
         waited_s = self._clock() - start.first_s if start is not None else 0.0
         return max(1.0, self._took_s.get(lane, USUAL_START_S) - waited_s)

@@ -1,8 +1,8 @@
-"""Lag of the queue for metrics: the number of waiting messages and the age of the oldest, by lane (pool, machine
-profile and bundle) and priority, and by model.
+"""Lag of the queue for metrics: the number of waiting messages and the age of the oldest message, by lane (pool,
+machine profile and bundle) and priority, and by model.
 
-Counts are read from `Backlog`, which other parts of the gateway use as well. Ages and models are read from the oldest
-messages. If the broker does not answer, the lag is unknown, and not zero.
+The counts come from `Backlog`, which other parts of the gateway use as well. The ages and the models come from the
+oldest messages. If the broker does not answer, the lag is unknown, not zero.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Lag:
         self._pools = pools  # the owner of the pools changes this object when pools are created or removed
         self._now_s = now_s
         self._known: dict[Lane, None] = {}
-        # work by pool, machine profile, bundle and priority
+        # (pool, machine profile, bundle, priority) -> waiting work
         self.lanes: Mapping[Labels, ModelBacklog] = {}
-        # work by model, pool, machine profile, bundle and priority
+        # (model, pool, machine profile, bundle, priority) -> waiting work
         self.models: Mapping[Labels, ModelBacklog] = {}
-        self.is_known = False  # False: the lag is unknown, which differs from a lag of zero
+        self.is_known = False  # False while the lag is unknown; an unknown lag is not a lag of zero
 
     async def oldest_s(self, lane: Lane) -> float:
         """Return the age of the lane's oldest message in seconds; 0 without a message. Raises BrokerError."""
@@ -88,7 +88,7 @@ class Lag:
     async def _read_pool(
         self, pool: str, counts: Mapping[str, int]
     ) -> tuple[dict[Labels, ModelBacklog], dict[Labels, ModelBacklog]]:
-        """Return the work of a pool by lane and by model, like `lanes` and `models`. Raises BrokerError."""
+        """Return the work of a pool in two maps, in the form of `lanes` and of `models`. Raises BrokerError."""
         lanes: dict[Labels, ModelBacklog] = {}
         models: dict[Labels, ModelBacklog] = {}
         # subjects without a model are ignored: any program may publish below `sie.work.`, and no consumer reads them

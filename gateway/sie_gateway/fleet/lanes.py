@@ -1,5 +1,5 @@
-"""Live workers by their heartbeats, and the choice of a lane for a request. A lane is a pool,
-a machine profile and a bundle. Each worker serves one lane.
+"""Live workers by their heartbeats, and the choice of a lane for a request. A lane is a pool, a machine profile and a
+bundle. Each worker serves one lane.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from sie_contracts.wire.topology import Lane
 
 # states of a model, by precedence: if the reports of workers differ, the model has the earliest reported state
 STATES = ("loading", "unloading", "loaded", "failed", "available")
-LOADS = ("loading", "failed")  # states of a model that also count if the worker is not ready yet
+LOADS = ("loading", "failed")  # states of a model that are shown even if the worker is not ready yet
 ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
-NO_DISK_S = 0.5  # the same for an empty list, for example at the start of a cluster
+NO_DISK_S = 0.5  # in place of ON_DISK_S for an empty list, for example at the start of a cluster
 # Seconds by which the heartbeats of a live worker may be late if the NATS server of the worker or of this gateway
 # freezes: up to 15 s until the connection counts as lost (three pings), and the time to open a new one.
 LOST_S = 20.0
@@ -66,7 +66,7 @@ class _LaneWorkers:
 
     def __init__(self) -> None:
         self.beats: dict[str, Heartbeat] = {}
-        self.loaded: dict[str, set[str]] = {}  # model -> workers
+        self.loaded: dict[str, set[str]] = {}  # model -> workers that have the model loaded
         self.unloading: set[str] = set()  # workers that unload a model
         self.types: Counter[str] = Counter()  # number of workers by the type of their device
         self._all: list[Heartbeat] | None = None
@@ -105,10 +105,10 @@ _NO_WORKERS = _LaneWorkers()
 
 class Fleet:
     """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy. After
-    ten times SIE_HEARTBEAT_TIMEOUT_MS the fleet removes the worker. After a silence of all workers for
-    SIE_HEARTBEAT_TIMEOUT_MS, for example without the broker, the time to removal begins again at the next heartbeat.
-    Indexes by lane and by model keep the time of a look-up independent of the number of workers. The argument
-    `residency` names a model with one set of load options: `model` or `model:profile`.
+    ten times this limit, the fleet removes the worker. If no worker at all sends a heartbeat for this limit, for
+    example without the broker, the time to removal begins again at the next heartbeat. Because of indexes by lane and
+    by model, the time of a look-up does not depend on the number of workers. The argument `residency` names a model
+    with one set of load options: `model` or `model:profile`.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Fleet:
         # last time at which `is_lane_alive` saw no connection to the broker
         self._disconnected_s = -math.inf
         self.version = 0  # number of heartbeats; after a change the admission looks up the workers again
-        self.listeners: list[Callable[[], None]] = []  # called at every heartbeat
+        self.listeners: list[Callable[[], None]] = []  # functions to call at every heartbeat
         self._own_pools = frozenset({topology.DEFAULT_POOL, settings.pool})
         self._spec = spec
 

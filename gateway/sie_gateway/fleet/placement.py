@@ -4,7 +4,7 @@ compute all tables. The first gateway that writes a change wins, and the others 
     heartbeats, backlog, table ──Planner.step, each 0.5 s or at once for a model without a host──► changed table
     ──compare-and-set──► sidecars
 
-A thread computes the tables. It pauses every millisecond, so that the event loop can run.
+A thread computes the tables. The thread pauses every millisecond, so that the event loop can run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 0.5
-# shortest time in seconds between two steps: one step then places all models that get their first work together
+# shortest time in seconds between two steps, so that one step places all models that get their first work in this time
 COLD_GAP_S = 0.02
 # seconds that a new gateway waits for the first heartbeat of a host before it moves the models of the host
 UNHEARD_S = 15.0
@@ -101,7 +101,7 @@ class Placer:
         broker.on_reconnect(self._record.reconnected)
 
     async def start(self) -> None:
-        """Create the bucket if it does not exist, read all tables and watch it. Repeatable. Raises BrokerError."""
+        """Create the bucket if it is missing, read all tables, watch the bucket. Repeatable. Raises BrokerError."""
         await self._record.follow()
 
     def _on_value(self, key: str, value: Placement | PlacementPart | None, revision: int) -> None:
@@ -173,7 +173,7 @@ class Placer:
 
     async def step(self) -> None:
         """Update the table of every lane once. Raises BrokerError."""
-        self._held = []  # a thread reads the stored tables during the step
+        self._held = []  # holds changes back, because a thread reads the stored tables during the step
         try:
             await self._refresh()
         finally:
@@ -218,12 +218,12 @@ class Placer:
                 self._tables.pop(stored.key, None)
 
     def _changed(self, stored: StoredTable, look: Callable[[], Placement | None]) -> TableChange | None:
-        """Run a step of the planner in a thread. Return the change of the table, or None."""
+        """Run a step of the planner, called in a thread. Return the change of the table, None if nothing changes."""
         placement = look()
         return stored.change(placement, self._broker.max_payload) if placement is not None else None
 
     async def _write(self, stored: StoredTable, change: TableChange) -> None:
-        """Write a changed table. If another gateway has written first, read its table for the next step."""
+        """Write a changed table. If another gateway has written first, read the new table for the next step."""
         bucket = self._record.bucket
         failpoint("gateway.before_placement")
         try:
@@ -242,7 +242,7 @@ class Ages:
     """Number of waiting messages of each model, from `Backlog`, and the age of the oldest message, from the stream.
 
     A step reads an age only if the model's NATS subject had messages at the previous step too: until then, the age is
-    small. A step reads at most MAX_ASKED ages of a lane, those with the oldest reading first.
+    small. A step reads at most MAX_ASKED ages of a lane. Ages that were read longest ago come first.
     """
 
     def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:

@@ -32,16 +32,16 @@ MIN_SPAN_S = 5.0
 FORGET_S = 3600.0  # seconds without work after which the planner drops a model that no worker has loaded
 UNKNOWN_LOAD_S = 10.0
 UNKNOWN_COST = 32.0  # tokens assumed per message, for a model whose messages this gateway has not published
-# largest number of models of a lane; above it, the planner drops the longest unused of those that no worker has loaded
+# largest number of models of a lane; above it, the planner drops models that no worker has loaded, longest unused first
 MAX_MODELS = 10_000
 SLICE_S = 0.001
-# seconds of a pause that gives the interpreter lock to the event loop before the switch interval of Python ends
+# seconds of a pause; the event loop gets the interpreter lock earlier than after Python's switch interval
 SLICE_PAUSE_S = 0.0001
 
 
 @dataclass(frozen=True)
 class ModelBacklog:
-    """Messages of one model in the stream: their number, delivered messages included, and the oldest one's age."""
+    """Messages of one model in the stream: number (delivered ones included), age in seconds of the oldest message."""
 
     count: int
     oldest_s: float = 0.0
@@ -90,7 +90,7 @@ class Planner:
         self._pause = pause
         self._layout = Layout(pause)
         self._workers: dict[str, _PlannedWorker] = {}
-        self._table: Placement | None = None  # table whose hosts the layout has
+        self._table: Placement | None = None  # table whose hosts are in the layout
         self._scales: dict[str, Replicas] = {}
         self._lowering: set[str] = set()  # models with more hosts than they need
         # model with several hosts -> time of the last increase of their number
@@ -403,7 +403,7 @@ class Planner:
         return tokens_s / rate if rate else np.zeros(layout.size)
 
     def _cut(self, model: str, count: int) -> None:
-        """Reduce the hosts of a model to `count`. Remove hosts that have not loaded the model first."""
+        """Reduce the hosts of a model to `count`. First remove hosts that have not loaded the model."""
         row, workers = self._layout.rows[model], self._layout.workers
         hosts = sorted(row.before, key=lambda name: name not in workers or model not in workers[name].holdings.loaded)
         self._layout.set_before(model, tuple(hosts[:count]))
@@ -417,7 +417,7 @@ def model_of(status: ModelStatus) -> str:
 
 
 def in_order(statuses: Sequence[ModelStatus]) -> Sequence[ModelStatus]:
-    """Sort statuses, the loaded ones last: a dict by model then has the loaded status of a model with several."""
+    """Sort statuses, loaded ones last: in a dict by model, a loaded status then replaces the model's other statuses."""
     if not any(":" in status.model for status in statuses):
         return statuses
     return sorted(statuses, key=lambda status: (status.state == "loaded", status.state == "loading"))

@@ -129,7 +129,7 @@ class PoolReconciler:
         return self._is_leader
 
     async def _expire(self) -> None:
-        """End reservations whose lease has ended for certain: subtract the clock's largest error from the time."""
+        """End reservations whose lease has ended even if the clock is fast by its largest error."""
         over_s = self._clock.now_s() - self._clock.margin_s  # minus infinity while the broker's time is unknown
         for name in [
             name for name, reservation in self._record.reservations.pools.items() if over_s >= reservation.expires_s
@@ -182,8 +182,8 @@ class PoolReconciler:
     def _candidates(self) -> dict[str, AssignableWorker]:
         """Return the workers of the default pool that may be reserved, or may keep their reservation.
 
-        A reserved worker keeps its reservation while its heartbeats arrive. It loses the reservation if it leaves, or
-        if it was not ready for UNREADY_S. After a start or a new connection to the broker, this gateway waits one
+        A reserved worker keeps its reservation while its heartbeats arrive. The worker loses the reservation if it
+        leaves, or was not ready for UNREADY_S. After a start or a new connection to the broker, this gateway waits one
         `heartbeat_timeout_ms` before a reserved worker without a heartbeat loses its reservation.
         """
         now_s = asyncio.get_running_loop().time()

@@ -5,8 +5,9 @@ create and delete with `/v1/pools`.
                                             ▲
     PoolReconciler: streams; the leader of the gateways: expiry, removal, assignments ──► sidecars ask for their pools
 
-A reservation has its own stream. All gateways end a reservation at the same time of the broker's clock. Its open
-requests then fail with POOL_NOT_FOUND, and the leader removes its stream. Afterwards a client may use the name again.
+A reservation has its own stream. All gateways end a reservation at the same time of the broker's clock. Open requests
+of the reservation then fail with POOL_NOT_FOUND. After the leader has removed the stream, a client may use the name
+again.
 """
 
 from __future__ import annotations
@@ -141,8 +142,8 @@ class PoolRecord(Collection[str]):
         return {worker: pool for worker, pool in self.assigned.workers.items() if pool in live}
 
     async def change(self, make: Callable[[Reservations], Reservations]) -> Reservations:
-        """Replace the reservations by the result of `make`, and return them. After a conflict with another gateway,
-        call `make` again with the newer reservations. Raises NotReady, BrokerError, and the errors of `make`.
+        """Replace the reservations by the result of `make`, and return the new reservations. After a conflict with
+        another gateway, call `make` again with the newer ones. Raises NotReady, BrokerError, and the errors of `make`.
         """
 
         def changed(before: Reservations | Assigned | None) -> Reservations | None:
@@ -250,7 +251,7 @@ class PoolDirectory:
             raise PoolOperationForbidden(f"the pool {pool_rules.shown(name)!r} is no reservation and cannot be deleted")
         await self.record.change(lambda record: pool_rules.deleted(record, name, grant, self.clock.now_s()))
         self._count("deleted")
-        with contextlib.suppress(QueueUnavailable):  # the reservation has ended, only its stream is left
+        with contextlib.suppress(QueueUnavailable):  # the reservation has ended; the leader removes its stream later
             await self.record.until_removed(name)
 
     def assigned(self, worker: str) -> tuple[str, ...]:
@@ -321,7 +322,7 @@ class PoolDirectory:
         }
 
     def _has_no_lease(self, name: str) -> bool:
-        """Return True if the settings of this gateway or of a worker name the pool: it is then no reservation."""
+        """Return True if the settings of this gateway or of a worker name the pool: then the pool is no reservation."""
         return name in self.record.own or name in self._worker_pools()
 
     def _worker_pools(self) -> set[str]:

@@ -5,9 +5,9 @@ its unload.
              └──► its first host, as soon as the table names one ──► messages.Residency, until heartbeats show the load
     unload ──► messages.Residency, once, to each worker that has the model
 
-A lane is a pool, a machine profile and a bundle. A wish (a requested load) is in the memory of one gateway. It ends
-when a worker of the lane has loaded the model, loads it, or could not load it, when an unload is requested, or after
-LIFE_S. A worker that must unload a model completes its work in flight first.
+A lane is a pool, a machine profile and a bundle. A wish (a requested load) is in the memory of one gateway. The wish
+ends when a worker of the lane has loaded the model, loads it, or could not load it, when an unload is requested, or
+after LIFE_S. A worker that must unload a model completes its work in flight first.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def wanted_replicas(
     busy worker runs, 0 while unknown.
 
     The workers must run the arriving tokens and complete the backlog within DRAIN_S. The number is at least one if work
-    waits, or if a request has recorded demand. The reserved workers are added. While the rate is unknown, a lane with
+    waits, or if a request has recorded demand. The result includes `reserved`. While the rate is unknown, a lane with
     work keeps its ready workers. A fraction below 0.01 worker is rounded down: the mean of the arriving tokens decays
     slowly after the last request, and must not keep a worker.
     """

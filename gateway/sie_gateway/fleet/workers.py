@@ -1,9 +1,10 @@
-"""Status of workers from their status websockets. The status is for diagnostics only: no request is routed by it.
+"""Status of workers from their status websockets. The status is for diagnostics only, not for the routing of requests.
 
     SIE_GATEWAY_WORKERS ───────────────────────┐
     SIE_GATEWAY_KUBERNETES ──► EndpointSlices ─┴──► URLs ──► ws://worker/ws/status ──► the last frame of each
 
-With SIE_GATEWAY_HEALTH_MODE=ws every websocket is always open, otherwise only while a client views the worker.
+With SIE_GATEWAY_HEALTH_MODE=ws, every websocket is always open. In other modes, the websocket of a worker is open only
+while a client views the worker.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ class WorkerSockets:
 
     @contextlib.asynccontextmanager
     async def watched(self, url: str) -> AsyncIterator[WorkerSocket]:
-        """Yield the websocket of a worker. It stays open while at least one watcher uses it."""
+        """Yield the websocket of a worker. The websocket stays open while at least one watcher uses it."""
         socket = self._sockets.get(url)
         if socket is None:
             token = self._settings.config_read_token
@@ -299,7 +300,7 @@ class Endpoints:
         answer = await client.get(self._path, params=self._selected, headers=self._headers())
         answer.raise_for_status()
         slices = _slices.decode(answer.content)
-        addresses: dict[str, str] = {}  # by pod, because a dual-stack service lists a pod once for each address family
+        addresses: dict[str, str] = {}  # pod -> address; a dual-stack service lists a pod once for each address family
         for piece in sorted(slices.items, key=lambda piece: piece.address_type):
             for endpoint in piece.endpoints or ():
                 if endpoint.addresses and not endpoint.conditions.terminating:

@@ -1,4 +1,4 @@
-"""ASGI application of the gateway. `Edge` answers probes at once. For every other call, it checks the credential,
+"""ASGI application of the gateway. `Edge` answers probes at once. For every other call, `Edge` checks the credential,
 refuses a POST while the gateway drains, dispatches the call by `routes.TABLE`, and writes errors and metrics. With
 SIE_CORS_ORIGINS, the CORS middleware in front of `Edge` answers preflight requests. FastAPI serves only the OpenAPI
 document and its page.
@@ -93,7 +93,7 @@ _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "we
 
 def create_app(gateway: Gateway, gate: Gate, readiness: GatewayReadiness, tracer: Tracer | None = None) -> App:
     """Build the application of the main port."""
-    app = FastAPIOffline(  # serves the scripts of the API page itself, for use without internet
+    app = FastAPIOffline(  # also serves the scripts of the API page, for use without internet
         title="SIE",
         version=sie_contracts.__version__,
         description="encode, score, extract: the small models behind search and RAG",
@@ -295,7 +295,7 @@ class Edge:
                     exc_info=error,
                     extra={"request_id": call.id},
                 )
-        except asyncio.CancelledError:  # at the end of the process; the HTTP server answers or closes
+        except asyncio.CancelledError:  # the process ends; the HTTP server replies or closes the connection
             status = status if is_whole else InternalFailure.status
             raise
         finally:
@@ -366,8 +366,8 @@ def _healthy_workers(gateway: Gateway) -> int:
 
 
 def metrics_app(gateway: Gateway, readiness: GatewayReadiness) -> App:
-    """Build the application of the metrics port: metrics, probes and the figures that an autoscaler polls. It requires
-    no token and serves nothing else.
+    """Build the application of the metrics port: metrics, probes and the figures that an autoscaler polls. This port
+    requires no token and serves nothing else.
     """
     healthy = functools.partial(_healthy_workers, gateway)
     inner = probes(readiness.not_ready, gateway.metrics.registry, healthy)

@@ -34,7 +34,7 @@ GUARDED = frozenset({"config", "admin"})
 
 
 def require_tokens(settings: Settings) -> None:
-    """Raise SettingError if the auth mode is static without a user's token: only an administrator could call."""
+    """Raise SettingError if the auth mode is static and no user has a token: then only an administrator could call."""
     if settings.auth_mode == "static" and not (settings.auth_token or settings.auth_tokens):
         raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
 

@@ -60,9 +60,7 @@ class Form:
         )
 
     async def file(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the bytes of the file. When the iteration ends, the whole form has been read. Errors of `body` are
-        raised.
-        """
+        """Yield the bytes of the file. At the end of the iteration, the whole form is read. Raises errors of `body`."""
         async for chunk in body:
             for start in range(0, len(chunk), SLICE_BYTES):
                 for piece in self._read(chunk[start : start + SLICE_BYTES]):

@@ -17,8 +17,8 @@ from sie_runtime.http.routes import Content, Parameter, Route
 class GatewayRoute(Route):
     """Route of a gateway. `handler` is called with the Gateway and a Request. A route without a handler is a probe, a
     websocket, or a path of the FastAPI application that serves the OpenAPI document. `shape` builds the body of an
-    error, in the format of the route's clients. `shapes`: further functions that build the body of an error, which are
-    used if the body of a request has another format.
+    error, in the format of the route's clients. `shapes`: further functions like `shape`, for requests whose body has
+    the format of another API.
     """
 
     head: bool = False  # true if the route answers HEAD as well

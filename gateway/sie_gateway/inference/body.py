@@ -36,12 +36,12 @@ class RequestItem(msgspec.Struct, frozen=True):
     """Input of a request in the form in which the client sent it: a text, token ids of the model, a multivector
     (float32 [tokens, width]), image files, a sound file or a document file.
 
-    `pair`: second text of a pair. `instead`: hint for the error about an item without content: an unknown field that
-    the client may have meant as content. `unfit`: reason why no model can run the item. `unknown`: names of fields that
-    the API does not define. `mentions`: entities that the item's metadata lists, for a model that reads entities.
-    `links`: images at URLs that are not fetched yet. `chunks`: parts of the text that get vectors of their own. `size`:
-    approximate bytes of the item in a queue message. The constructor computes `size`, because it runs in a thread for
-    a large body, not in the event loop.
+    `pair`: second text of a pair. `instead`: hint in the error about an item without content; it names an unknown field
+    that the client may have meant. `unfit`: reason why no model can run the item. `unknown`: names of fields that the
+    API does not define. `mentions`: entities that the item's metadata lists, for a model that reads entities. `links`:
+    images at URLs that are not fetched yet. `chunks`: parts of the text that get vectors of their own. `size`:
+    approximate bytes of the item in a queue message. The constructor computes `size`, because it runs in a thread for a
+    large body, not in the event loop.
     """
 
     text: str | None
@@ -181,7 +181,7 @@ def in_its_place(body: Mapping[str, Any], name: str, fields: Collection[str]) ->
     return next((f"; unknown field `{key}`{hint}" for key, hint in hints if hint), "")
 
 
-# for a missing field of this API: names that other servers and libraries use, and the field to use here
+# missing field of this API -> name that other servers and libraries use -> field to use here
 _ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "items": dict.fromkeys(("text", "texts", "documents", "docs", "sentences", "passages"), "items"),
     "text": {
@@ -260,7 +260,7 @@ def has_images(items: Sequence[RequestItem], query: RequestItem | None) -> bool:
 
 
 def has_links(items: Sequence[RequestItem], query: RequestItem | None) -> bool:
-    """Return True if an image is at a URL."""
+    """Return True if any image of the items or of the query is at a URL."""
     for item in items:
         if item.links:
             return True
@@ -268,8 +268,8 @@ def has_links(items: Sequence[RequestItem], query: RequestItem | None) -> bool:
 
 
 def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[str, ...]:
-    """Return one warning for each name of unknown fields that is similar to the name of a known field. Other unknown
-    fields belong to the client and cause no warning.
+    """Return a warning for each unknown field name that is similar to a known one. Other unknown fields belong to the
+    client and cause no warning.
     """
     places = ((f"items[{index}]", item) for index, item in enumerate(items) if item.unknown)
     hints: dict[str, str] = {}

@@ -7,10 +7,10 @@ equal inputs at the same time, a worker computes them once.
                               └ no ──► Runner computes it ◄────────┘ ───┘
 
 The key of an answer has the fingerprint that the workers of the lane (pool, machine profile and bundle) report now: a
-digest of the model's entry, precision and LoRA, so that a change of one of them changes the key. The cache is not used
-if these workers report no fingerprint, if they report different ones, or if they have another entry of the model than
-the request. If a computed answer has another fingerprint than the cached answers of the same request, all inputs of
-the request are computed, so that a reply never mixes two versions of a model.
+digest of the model's entry, precision and LoRA, so that a change of one of them changes the key. The gateway does not
+use the cache if these workers report no fingerprint or different fingerprints, or have another entry of the model than
+the request. If a computed answer has another fingerprint than the cached answers of the same request, workers compute
+all inputs of the request, so that a reply never mixes two versions of a model.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class CachedRuns:
         return answer_fingerprint(cached[1], lora, run.variant) if cached[1] else ""
 
     def patience_s(self, request: PlannedRequest, left_s: float) -> float:
-        """Return the seconds that a request waits for answers that other requests compute. This is the expected wait of
-        a computation of its own, but at least SHORTEST_WAIT_S, and at most LONGEST_WAIT of its remaining time.
+        """Return the seconds that a request waits for answers that other requests compute: the expected wait in the
+        queue, but at least SHORTEST_WAIT_S, and at most the share LONGEST_WAIT of the time `left_s`.
         """
         expected_s = self._expected_s(request.lane, request.priority)
         longest_s = LONGEST_WAIT * max(0.0, left_s)
@@ -215,7 +215,7 @@ class _CachedRun:
             raise not_cached(len(missing))
         hits, computed, is_uniform = count - len(missing), 0, True
         try:
-            # computes further inputs only while all answers have the same fingerprint
+            # compute further inputs only while all answers have the same fingerprint
             while missing and is_uniform:
                 own, joined = self._divide(missing)
                 if own and computed:
@@ -249,7 +249,7 @@ class _CachedRun:
         return await asyncio.to_thread(lambda: list(digests_of(items, query)))
 
     async def _find(self, places: Sequence[int]) -> list[int]:
-        """Add the cached answers of the inputs at indices `places`. Return the other indices."""
+        """Add the cached answers of the inputs at indices `places`. Return the indices without a cached answer."""
         missing = []
         for number, place in enumerate(places):
             value = self._runs.memory.find(self._keys[place])
@@ -317,8 +317,8 @@ class _CachedRun:
         return is_uniform
 
     def _arrived(self, key: bytes, result: WorkResult, outcome: Outcome) -> None:
-        """Set the outcome of an input in its flight, for the requests that wait for it. `_computed` removes the flight
-        when the answer is cached. If no other request can use the outcome, the flight is removed now.
+        """Set the outcome of an input in its flight (future), so that other requests get the outcome. `_computed`
+        removes the flight when the answer is cached. If no other request can use the outcome, remove the flight now.
         """
         flight_key = self._flight_key(key)
         flight = self._flights.get(flight_key)

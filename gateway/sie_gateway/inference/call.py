@@ -107,7 +107,7 @@ class Call:
             self.span.lead_to(previous.span)
 
     def again(self) -> None:
-        """Prepare another attempt: its work gets a new id, and the charge of the previous attempt is refunded."""
+        """Prepare another attempt: give its work a new id, and refund the charge of the previous attempt."""
         self.attempt += 1
         if self.charge is not None:
             self.charge.refund()
@@ -142,8 +142,8 @@ class Call:
 
     @property
     def key(self) -> str:
-        """Return the key of the call's share of the queue. Each credential has its own key. All calls without a
-        credential have the same key.
+        """Return the key under which the call's work counts, in the queue and in limits. Each credential has its own
+        key. All calls without a credential have the same key.
         """
         return self.grant.key
 
@@ -198,7 +198,7 @@ class InferRequest(msgspec.Struct, frozen=True):
     items: tuple[RequestItem, ...]
     parameters: Mapping[str, Any]
     query: RequestItem | None = None
-    priority: Priority | None = None  # priority from the body; a header has precedence
+    priority: Priority | None = None  # priority from the body; the header X-SIE-Priority has precedence
     run: RunOptions | None = None
     side: Side = "document"
     inputs_field: str = "items"
@@ -366,8 +366,8 @@ def check_length(headers: Mapping[str, str], limit: int) -> None:
 
 
 def bounded(receive: Receive, *, limit: int = CONTROL_BYTES, within_s: float = CONTROL_S) -> Receive:
-    """Return `receive` for routes that read their body themselves. It raises PayloadTooLarge above `limit` bytes, and
-    GatewayTimeout if the body is not complete `within_s` seconds after the first read.
+    """Return a `receive` for routes that read their body themselves. The returned function raises PayloadTooLarge above
+    `limit` bytes, and GatewayTimeout if the body is not complete `within_s` seconds after the first read.
     """
     size = 0
     until_s: float | None = None

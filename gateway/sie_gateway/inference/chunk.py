@@ -163,14 +163,14 @@ def plan(
             "allowed in all"
         )
         raise PayloadTooLarge(message, param=shared, extras={"limit": MAX_BODY_BYTES // len(chunks)})
-    if operation in ("tokenize", "decode"):  # these operations do not use the device, so they have no cost
+    if operation in ("tokenize", "decode"):  # these operations do not use the device: a chunk costs 1
         chunks = [msgspec.structs.replace(piece, cost=1, squares=0) for piece in chunks]
     return chunks, sum(item_sizes)
 
 
 def _rows(entry: ModelEntry, run: RunOptions) -> int:
-    """Return how many times the model reads the text of an input. It depends on the model's family: once per question,
-    once per label, or once per part of an extraction schema plus once for all labels.
+    """Return how many times the model reads the text of an input, by the model's family: once, once per question, once
+    per label, or once per part of an extraction schema plus once for all labels.
     """
     parts = len(run.parameters.get("parts", ()))
     if not parts and not run.labels:

@@ -89,7 +89,7 @@ class Fragments:
         self._all[key] = assembly
         assembly.touched_s = now_s
         if assembly.parts[part.index] is None:
-            # the first part also pays for the list, which has a slot for every part
+            # with the first part, also count the memory of the list, which has a slot for every part
             size = len(part.data) + (0 if assembly.held_bytes else _SLOT_BYTES * part.count)
             self._find_room(assembly, size, now_s)
             assembly.parts[part.index] = part.data
@@ -130,7 +130,7 @@ class Fragments:
 
 
 class Damaged(Exception):
-    """Raised for parts that do not form the result that was sent."""
+    """Raised if the parts do not form the result that the worker sent."""
 
 
 def put_together(parts: Sequence[bytes], digest: str) -> WorkResult:

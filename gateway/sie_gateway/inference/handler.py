@@ -97,7 +97,7 @@ class Inference:
         self._admission = admission
         self._runner = runner
         self._urls = urls
-        self.max_budget_s = settings.gateway_request_timeout  # longest seconds from request to reply
+        self.max_budget_s = settings.gateway_request_timeout  # longest time in seconds from request to reply
         # default model by capability, for requests that name no model
         self.default_models: Mapping[str, str] = dict(settings.default_models or ())
         self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
@@ -108,7 +108,7 @@ class Inference:
         # runs whose clients are not watched yet, with their calls and start times, the oldest first
         self._unwatched: dict[asyncio.Task[Any], tuple[Call, float]] = {}
         self._is_timed = False  # true if a call of `_watch` is scheduled
-        self.slots = SharedLimit(settings.max_concurrent_requests)  # requests in progress
+        self.slots = SharedLimit(settings.max_concurrent_requests)  # of the requests in progress
         self._pace = AnswerPace()
         self.idle = asyncio.Event()  # set while no request is in progress
         self.idle.set()
@@ -198,8 +198,8 @@ class Inference:
             return await detached.join(call, call.received_s + call.budget_s - time.perf_counter())
         task = asyncio.current_task()
         assert task is not None, "a request has a task of its own"
-        # The watch of a client begins after one to two times `watch_after_s`, because it needs a task. Most runs end
-        # earlier and need none.
+        # The watch of a client needs a task. So the watch begins only after one to two times `watch_after_s`: most runs
+        # end earlier.
         loop = asyncio.get_running_loop()
         self._unwatched[task] = call, loop.time()
         if not self._is_timed:
@@ -349,8 +349,8 @@ class Inference:
     def _options(
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
-        """Call `run_options`. For bodies without parameters, the result is always the same, so it is cached: the
-        computation takes a tenth of the gateway's time for a request.
+        """Call `run_options`. Cache the result for bodies without parameters, because their result is always the same
+        and the computation takes a tenth of the gateway's time for a request.
         """
         body = request.parameters
         if any(

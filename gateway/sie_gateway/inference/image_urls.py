@@ -7,9 +7,9 @@
 
 A client chooses the URL. So a fetch must not reach a service that only this gateway can reach, for example a service of
 the cluster or the metadata service of a cloud. The gateway resolves a host name once for each connection, and connects
-to the address that it has checked, so a later change in the DNS has no effect. It ignores the environment's proxy
-settings, because a proxy would resolve the name again. The fetch sends no header of the client's request. No error text
-repeats a URL, because a URL may contain a signature.
+to the address that it has checked, so a later change in the DNS has no effect. The gateway ignores the environment's
+proxy settings, because a proxy would resolve the name again. The fetch sends no header of the client's request. No
+error text repeats a URL, because a URL may contain a signature.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ MAX_HEAD_BYTES = 64 << 10
 # a response body may arrive in at most MAX_PIECES parts plus one part for each PIECE_BYTES bytes, because each part
 # takes time of the event loop
 MAX_PIECES, PIECE_BYTES = 1000, 64
-MAX_S = 10.0  # seconds for an image, redirects included
+MAX_S = 10.0  # time limit in seconds for the fetch of an image, redirects included
 MAX_REDIRECTS = 3
 # largest number of images that are fetched at a time: for all API keys, for one key, for one request
 AT_ONCE, AT_ONCE_OF_A_KEY, AT_ONCE_OF_A_REQUEST = 64, 48, 8
-CONNECT_S = 3.0  # seconds to connect to one address of a host
+CONNECT_S = 3.0  # time limit in seconds for a connection to one address of a host
 _ANY = "*"
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -98,8 +98,8 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # prefix by which an IPv6-only n
 
 
 class _Unfetched(Exception):
-    """Raised if the file of an image cannot be fetched: the URL is refused, or its server failed. `extras`: values that
-    the error reports in addition to its message, such as the limit.
+    """Raised if the gateway refuses the URL of an image, or if the server of the URL failed. `extras`: values that the
+    error reports in addition to its message, such as the limit.
     """
 
     def __init__(self, message: str, result: Literal["refused", "failed"] = "refused", **extras: float) -> None:
@@ -170,7 +170,7 @@ class ImageUrls:
         # the TLS context is built at the first URL, because the build reads more than a hundred certificates
         self._make_tls = functools.cache(network.tls)
         self._slots = asyncio.Semaphore(AT_ONCE)
-        # by API key with a running request: slots of the key, so that slow servers of one key cannot occupy all slots
+        # API key with a running request -> slots of the key, so that slow servers of one key cannot occupy all slots
         self._key_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self.held = SharedLimit(MAX_HELD_BYTES)  # bytes of the fetched images of running requests
 

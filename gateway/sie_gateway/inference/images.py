@@ -17,7 +17,7 @@ from sie_contracts.media.images import MAX_DECODED_PIXELS
 from sie_contracts.models.option_values import bad
 
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # channels of a PNG by colour type
-_NO_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # JPEG markers in the range of the frame markers that begin no frame
+_NO_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # JPEG markers that begin no frame, unlike others from 0xC0 to 0xCF
 _STANDALONE = frozenset({0x01, *range(0xD0, 0xD9)})  # JPEG markers without a length field
 _FILL = re.compile(rb"\xff+")
 # largest number of JPEG segments that are read until the first frame: a segment can be as short as 4 bytes, and reading
@@ -131,14 +131,14 @@ MAX_IMAGES = 64  # largest number of images of one input
 EXPECTED = "the bytes of an image file, as base64 or in a data URI"
 EXPECTED_SOUND = "the bytes of a sound file, as base64 or in a data URI"
 EXPECTED_DOCUMENT = "the bytes of a document, as base64 or in a data URI"
-MAX_FORMAT = 32  # largest number of characters of a format
+MAX_FORMAT = 32  # largest number of characters in the name of a document's format
 _URL = re.compile(r"\s*[a-z][a-z0-9+.-]{0,30}:", re.IGNORECASE)  # beginning of a URL; base64 has no colon
 _TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 _SPACE = b" \t\r\n"  # whitespace between lines, which some tools add to base64
 
 
 class Link(NamedTuple):
-    """Image at a URL. `place`: its index among the images of its input. `path`: its path in the request body."""
+    """Image at a URL. `place`: index among the images of the input. `path`: path in the request body."""
 
     place: int
     url: str

@@ -39,9 +39,9 @@ class Attachments:
         self.window_s = window_s
         self.joined = 0  # number of clients that joined their run again, since the start
         self.abandoned = 0  # number of runs that were cancelled because their clients had disconnected
-        self.count = 0  # runs that can be joined
+        self.count = 0  # number of runs that can be joined
         self.tasks = Tasks(_logger, lambda: None)
-        self._watched: dict[asyncio.Task[Any], Run] = {}  # by the task of each run
+        self._watched: dict[asyncio.Task[Any], Run] = {}  # task of a run -> run
         self._away: dict[Identity, list[Run]] = {}
         self._bytes = 0
         self._closed = False
@@ -100,7 +100,7 @@ def _identity(call: Call) -> Identity:
         for name, value in call.headers.items()
         if name in _HEADERS or (name.startswith("x-sie-") and name != _ID_HEADER)
     )
-    # without an API key, the client's address distinguishes requests, because it selects the target of an alias
+    # without an API key, the client's address distinguishes requests, because the address selects an alias's target
     return call.path, "" if call.key else call.client, len(call.body), tuple(headers)
 
 
@@ -153,7 +153,7 @@ class Run:
         self._leave()
 
     def _leave(self) -> None:
-        """Record that the client has disconnected. If no client joins the run within `window_s` seconds, cancel it."""
+        """Record that the client has disconnected. Cancel the run if no client joins it in `window_s` seconds."""
         failpoint("reattach.left")
         loop = asyncio.get_running_loop()
         if self._outcome is None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem
 
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
-# by dtype, the additional fields of a vector from which a client computes the original values
+# dtype -> additional fields of a vector, from which a client computes the original values
 EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 PIECE_VALUES = 50_000  # values (numbers) in one piece of a body: about 5 ms to write as JSON
@@ -128,7 +128,7 @@ def body_of(
         whole = body if row is None else {**body, name: list(map(row, body[name]))}
         data, content_type = encode(whole, msgpack=msgpack)
         own, _ = encode(late(time.perf_counter() - began_s), msgpack=msgpack)
-        # the first byte of a msgpack map of fewer than 16 entries has their number
+        # the first byte of a msgpack map with fewer than 16 entries contains the number of entries
         parts = (bytes([data[0] + 1]), memoryview(data)[1:]) if msgpack else (memoryview(data)[:-1], b",")
         return b"".join((*parts, own[1:])), content_type
     began_s = time.perf_counter()
@@ -392,7 +392,7 @@ def _chunk_slots(
 
 
 def chunks_missing() -> InternalFailure:
-    """Return the error for a worker's result without chunks if the input has chunks."""
+    """Return the error for an input with chunks whose result from the worker has no chunks."""
     return InternalFailure("the worker is older than the gateway and does not support chunks", reason="not_chunked")
 
 

@@ -235,8 +235,8 @@ class RequestResult:
         return max(self._waits_ms.values(), default=0.0)
 
     def timing(self, received_s: float) -> dict[str, float]:
-        """Return the milliseconds of each stage until now. The values are stored, so that the log and the trace report
-        the same values as the reply.
+        """Return the milliseconds of each stage until now. Store these values, so that the log and the trace report the
+        same values as the reply.
         """
         wait_ms = self._waits_ms[self.last.chunk] if self.last else 0.0
         total_ms = (time.perf_counter() - received_s) * 1000
@@ -331,7 +331,7 @@ def tokens_of(result: WorkResult) -> int:
 
 
 def device_seconds(results: Sequence[WorkResult]) -> float:
-    """Return the device seconds of chunks. Each chunk gets the share of its batch's time that its tokens have."""
+    """Return the device seconds of chunks. A chunk's share of its batch's time is its share of the batch's tokens."""
     total_ms = 0.0
     for result in results:
         tokens = tokens_of(result)
@@ -447,7 +447,7 @@ class OutcomeCollector:
         self.results: list[WorkResult | None] = [None] * chunks
         self.missing = chunks
         self.arrivals_s = [0.0] * chunks  # time when the result of each chunk was accepted
-        self.on_taken: Callable[[WorkResult], None] | None = None  # called with each accepted result
+        self.on_taken: Callable[[WorkResult], None] | None = None  # function to call with each accepted result
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def awaits(self, chunk: int) -> bool:
@@ -566,7 +566,7 @@ class ResultInbox:
         )
 
     def _fail(self, request: str, error: SIEError) -> Verdict:
-        """End a request with an error if it is open. Return the verdict for the sender of the result."""
+        """End a request with an error if the request is open. Return the verdict for the sender of the result."""
         if (collector := self._open.get(request)) is not None:
             collector.fail(error)
         return "unknown"

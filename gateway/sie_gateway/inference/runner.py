@@ -422,8 +422,8 @@ def _foreign(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Err
 
 
 def _fault_of_chunks(chunks: TextChunks, request: PlannedRequest, takers: _Takers) -> ErrorInfo | None:
-    """Return the error if this model returns no vectors of chunks, with names of models that do; None if the gateway
-    finds no fault. If the entry has no `pooling`, only the worker can check the pooling.
+    """Return the error if this model returns no vectors of chunks; the error names models that return them. Return None
+    if the gateway finds no fault. If the entry has no `pooling`, only the worker can check the pooling.
     """
     entry, run = request.resolved.entry, request.options.run
     if request.operation != "encode":

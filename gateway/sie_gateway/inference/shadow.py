@@ -6,8 +6,8 @@ requests have arrived. The gateway measures the results of a copy, and discards 
     not allowed ──► no copy: counted with the reason
 
 A lane is a pool, a machine profile and a bundle. No request waits for a copy or is billed for it, and no client sees
-the failure of a copy. If no worker has loaded the second model, at most one copy at a time makes a worker load it. This
-requires a worker of the lane with memory for one more model of the usual size, so that it unloads no other model.
+the failure of a copy. If no worker has loaded the second model, at most one copy at a time makes a worker load it. Such
+a copy runs only if a worker of the lane has memory for one more model of the usual size and so unloads no other model.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Shadows:
         self._run = run
         self._clock = clock
         self._figures: dict[str, ShadowStatistics] = {}  # statistics of each alias
-        self._paused_s: dict[str, float] = {}  # by model, the time until which the model gets no copies
+        self._paused_s: dict[str, float] = {}  # model -> time until which it gets no copies
         self._opening: set[str] = set()  # models that were not loaded when their running copy began
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -262,7 +262,7 @@ class Shadows:
             figures.rank.add(agreement)
 
     async def close(self) -> None:
-        """Cancel the running copies. Their work in the queue is withdrawn."""
+        """Cancel the running copies. Cancelled copies withdraw their work from the queue."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

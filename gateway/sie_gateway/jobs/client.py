@@ -40,7 +40,7 @@ from sie_runtime.http.asgi import uuid7
 
 ATTEMPTS = 3  # largest number of attempts for an input with a retryable error, such as a lack of memory
 MAX_PAUSE_S = 30.0
-FIRST_ROOM, MAX_ROOM = 512, 8192  # items in flight when a job begins; largest number of items in flight
+FIRST_ROOM, MAX_ROOM = 512, 8192  # limit of the items in flight when a job begins; largest limit
 ROOM_S = 4.0  # a job has as many items in flight as its workers answer in this time
 _T = TypeVar("_T")
 
@@ -126,7 +126,7 @@ class Room:
 
 class Throttle:
     """Limit of the mean rate of a job, in tokens per second (0: no limit). A request with n tokens delays the next
-    request by n / rate seconds. Before the reply, n is an estimate by the mean of earlier inputs. `until_open` waits
+    request by n / rate seconds. Before the reply, n is estimated from the mean of earlier inputs. `until_open` waits
     for the time of day at which the job may run. Requests call `until_open` one after the other, so that they do not
     all start at the same moment.
     """
@@ -168,8 +168,8 @@ class Throttle:
 
 class JobClient:
     """Client for the requests of one job. The client calls `on_trouble(error)` if an error makes the job wait, and
-    `on_trouble(None)` after the error. Each request first calls `until_open`, which waits for the time of day at which
-    the job may run.
+    `on_trouble(None)` after the last attempt. Each request first calls `until_open`, which waits for the time of day at
+    which the job may run.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class JobClient:
         return client
 
     def call(self) -> Call:
-        """Return a new Call for a request of the job, which has no HTTP connection. Raises Halted."""
+        """Return a new Call without an HTTP connection, for a request of the job. Raises Halted."""
         grant = self._identity.granted()
         call = Call(uuid7(), time.perf_counter(), self._headers, grant=grant, charge=self._identity.charge(grant))
         call.budget_s = self.inference.max_budget_s
@@ -264,7 +264,7 @@ class JobClient:
             again = [place for place, (_, outcome) in enumerate(outcomes) if _may_pass(outcome)]
             if not again:
                 break
-            for place in again:  # alone, because one item may make others fail
+            for place in again:  # each item alone, because one item may make others fail
                 (outcomes[place],) = await self._whole(spec, operation, params, [items[place]], query)
         return outcomes
 

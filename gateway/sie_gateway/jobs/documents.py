@@ -20,7 +20,7 @@ from sie_gateway.jobs.values import ModelInput, RowValues, unique
 from sie_store.datasets.answers import RowAnswer
 from sie_store.datasets.rows import InputRow
 
-PARAMS = {"tree": False}  # without the tree of a document, which has many times the bytes of its text
+PARAMS = {"tree": False}  # no document tree, because a tree has many times the bytes of the text
 REQUESTS_AT_ONCE = 16  # largest number of requests at a time: a whole reply is in memory until its text is checked
 _FIELD = "input.documents"
 
@@ -76,7 +76,7 @@ def _read(rows: list[InputRow]) -> dict[int, ModelInput]:
 
 
 def _checked(answer: RowAnswer) -> RowAnswer:
-    """Return the fields of an answer that a job reads, or an error if its text is missing, empty, or too long."""
+    """Return the fields of an answer that a job reads, or an error if the text is missing, empty, or too long."""
     if answer.error is not None:
         return answer
     try:

@@ -68,8 +68,8 @@ class BadLine(Exception):
 
 
 class BatchCut:
-    """Splitter of a file into spans (ranges of lines), one for each shard, while its bytes arrive. It also finds lines
-    that repeat the custom_id of an earlier line.
+    """Splitter of a file into spans (ranges of lines), one for each shard, while the bytes of the file arrive. The
+    splitter also finds lines that repeat the custom_id of an earlier line.
 
     A byte order mark at the start of the file is dropped. A line with only white space counts for the line number
     `RowSpan.first`, but not for the number of requests `RowSpan.rows`.
@@ -81,7 +81,7 @@ class BatchCut:
         self._rest: list[bytes] = []  # parts of an incomplete line
         self._rest_bytes = 0
         self._lines = self._first = 0
-        self._requests = self._rows = 0  # requests in the file; requests in the current span
+        self._requests = self._rows = 0  # number of requests in the file, and in the current span
         self._inputs = 0  # upper bound of the inputs in the requests of the span
         self._start = self._end = 0  # offsets in bytes: start of the span; end of the last complete line
         self._seen: set[str] = set()

@@ -3,8 +3,8 @@
     receive: record `writing` ──► object ──► record `ready`
     remove:  record `removing` ──► object deleted ──► record deleted
 
-If a process dies between two steps, a record in the state `writing` or `removing` remains, which requests cannot read.
-The gateway with the lease removes these records, their objects, and expired files. So no object remains forever.
+If a process dies between two steps, a record in the state `writing` or `removing` remains. Requests cannot read its
+file. The gateway with the lease removes these records, their objects, and expired files. So no object remains forever.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class FileStore:
         self._outputs = asyncio.Semaphore(OUTPUTS_AT_ONCE)
 
     async def find(self, file: str, owns: Callable[[str], bool]) -> FileRecord:
-        """Return the record of a file. `owns(owner)`: the caller may read this owner's files. Raises NotFound."""
+        """Return the record of a file. Raises NotFound, also if `owns(owner)` is False for the owner of the file."""
         self._required()
         record = self._records.get(file)
         if record is None or record.state == "writing":  # another gateway may have completed the file
@@ -191,7 +191,7 @@ class FileStore:
                     return await self._write(objects, draft, _Read(data, limit, grow), about)
             except Exception:
                 now = self._records.get(draft.id)
-                if now is None or now == draft:  # keep the record of another gateway for this file
+                if now is None or now == draft:  # do not remove a file that another gateway has written
                     await self._forsake(draft.id)
                 raise
         finally:
@@ -241,7 +241,7 @@ class FileStore:
         await self._forsake(record.id)
 
     async def _erase(self, file: str) -> None:
-        """Remove the object before its record: no object lacks a record. Raises StoreError, BrokerError."""
+        """Remove the object, then its record, so that no object lacks a record. Raises StoreError, BrokerError."""
         assert self._objects is not None, "there is no file without a store"
         await self._objects.remove(file)
         await self._records.remove(file)
@@ -289,7 +289,7 @@ class FileStore:
 
 
 class _Read:
-    """Reader that counts and hashes at most `limit` bytes of a file. It calls `grow(count)` after each buffer."""
+    """Reader that counts and hashes at most `limit` bytes of a file, and calls `grow(count)` after each buffer."""
 
     def __init__(self, data: AsyncIterator[bytes], limit: float, grow: Callable[[int], None]) -> None:
         self.size = 0

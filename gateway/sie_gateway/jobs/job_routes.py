@@ -4,7 +4,7 @@ this API.
 {src, operation, model, field_map, options} ──► requested ──► JobRequest
                            JobInfo ──► as_public ──► {state, total_items, completed_items, ...}
 
-A field without a counterpart is refused. The error names the field and an alternative.
+The routes refuse a field without a counterpart. The error names the field and an alternative.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
     job = converted(body, _SubmittedJob)
     src = job.src or job.source
     if job.execution != "run":
-        raise InvalidInput.at("execution", "expected run: a job cannot only be planned")
+        raise InvalidInput.at("execution", "expected run: a job cannot be planned without a run")
     for name, named, place in (("connection", job.connection, src), ("sink_connection", job.sink_connection, job.sink)):
         if named and named != _authority(place):
             raise InvalidInput.at(
@@ -112,12 +112,12 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _input(job: _SubmittedJob, src: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the field `input` of a JobRequest. The query of a score is moved from `options` into this field."""
+    """Return the field `input` of a JobRequest. Move the query of a score from `options` into this field."""
     fields = job.field_map
     if fields.input_type != "text":
         raise InvalidInput.at("field_map.input_type", "expected text: a job reads a column of texts")
     if not fields.input_field:
-        raise InvalidInput.at("field_map.input_field", "expected the column of the texts")
+        raise InvalidInput.at("field_map.input_field", "expected the name of the column of texts")
     if any(char in fields.input_field for char in "{}"):
         raise InvalidInput.at("field_map.input_field", "expected a name without braces")
     input_map: dict[str, Any] = {"file": src.removeprefix(_UPLOADED)} if src.startswith(_UPLOADED) else {"url": src}
@@ -170,8 +170,8 @@ async def submit(gateway: Gateway, request: Request) -> Response:
 
 
 def _states(state: str, names: Mapping[str, str]) -> frozenset[str]:
-    """Return the states of jobs that a client selects; all for an empty text. `names`: further names of states. Raises
-    InvalidInput.
+    """Return the states of jobs that a client selects by `state`; all states if it is empty. `names`: further names of
+    states. Raises InvalidInput.
     """
     every = get_args(api.JobState)
     states = frozenset(own for own in every if state in ("", own, names.get(own)))

@@ -22,8 +22,8 @@ from sie_runtime.metrics import Scrape
 class JobLedger:
     """Records of all jobs that this gateway knows. Another task keeps `bucket` up to date.
 
-    While a job runs, its record grows by less than 20 KiB. The growth counts in `usage`. It is never refused, even if
-    the owner then exceeds a limit.
+    While a job runs, its record grows by less than 20 KiB. The growth counts in `usage`, but no change of a record is
+    refused because of it, even if the owner then exceeds a limit.
     """
 
     def __init__(self, bucket: JobsBucket, broker: Store, replicas: int, usage: OwnerUsage) -> None:
@@ -106,7 +106,7 @@ class JobLedger:
         return True
 
     async def remove(self, job_id: str) -> None:
-        """Remove the records of a job and of its shards. Its output stays. Raises BrokerError."""
+        """Remove the records of a job and of its shards. The output of the job stays. Raises BrokerError."""
         await self._shards.use(lambda bucket: bucket.purge(job_id))
         await self._jobs.remove(job_id)
 

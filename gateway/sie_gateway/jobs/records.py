@@ -39,8 +39,8 @@ class OwnerUsage:
     """Number and bytes of records by owner. A record of this gateway counts from the start of its write. A record of
     another gateway counts only after the watch has delivered this record, so the total may exceed a limit for a moment.
 
-    `kinds`: words for the two counts in the error above a limit. `remedy`: advice in its message. `reason`: its field
-    `reason`.
+    Above a limit, `check` raises RateLimited. `kinds`: words for the two counts in its message. `remedy`: advice in the
+    message. `reason`: field `reason` of the error.
     """
 
     def __init__(self, of_key: UseBound, in_all: UseBound, *, kinds: tuple[str, str], remedy: str, reason: str) -> None:
@@ -146,7 +146,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
             self._values[id_], self._revisions[id_] = value, revision
         else:
             self._values.pop(id_, None)
-            if is_ours:  # to ignore older revisions that the watch may still deliver
+            if is_ours:  # so that `apply` ignores older revisions that the watch still delivers
                 self._revisions[id_] = revision
             else:
                 self._revisions.pop(id_, None)
@@ -169,8 +169,8 @@ class JobsBucket:
     """
 
     def __init__(self, broker: Store, replicas: int) -> None:
-        """Create the reader of the bucket. The bucket uses file storage, because the objects of its records survive a
-        restart of the broker.
+        """Create the reader of the bucket. The bucket uses file storage, because the objects that its records describe
+        survive a restart of the broker.
         """
         bucket = RecordBucket(
             broker, topology.JOBS_BUCKET, storage="file", replicas=replicas, removed_age_s=REMOVED_AGE_S

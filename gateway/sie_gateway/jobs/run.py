@@ -109,7 +109,7 @@ class _ShardSums:
         self._seen = 0
 
     def add(self) -> None:
-        """Add the numbers of the shards that were answered after the last call."""
+        """Add the figures of the shards that were answered after the last call."""
         for number, shard in itertools.islice(self.shards.items(), self._seen, None):
             self.rows += shard.rows
             self.failed += shard.failed
@@ -143,7 +143,7 @@ class JobRun:
         self._make = work
         self._shards: dict[int, ShardRecord] | None = None  # answered shards; None until their records have been read
         self._sums = _ShardSums({})
-        # numbers of finished and of failed rows, for each shard in progress
+        # shard in progress -> (number of finished rows, number of failed rows)
         self._live: dict[int, tuple[int, int]] = {}
         self._unread: tuple[Unread, ...] = ()
         self._trouble: ErrorInfo | None = None
@@ -340,7 +340,7 @@ class JobRun:
                 tasks.create_task(self._answer(work, plan, waiting, done))
 
     async def _isolated(self, work: JobWork, plan: Plan, numbers: list[int], done: dict[int, ShardRecord]) -> None:
-        """Run the shards that may have killed a leader one after the other, then reset the count of deaths. Write the
+        """Run, one after the other, the shards that may have killed a leader. Then reset the count of deaths. Write the
         progress after each shard: if this leader dies, the first shard without a record is the cause.
         """
         for number in numbers:

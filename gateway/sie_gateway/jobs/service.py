@@ -124,7 +124,7 @@ class JobService:
         if job.request is None or not job.ended:
             raise ContentConflict(f"the job is {job.state}: only a job that has ended can be retried", param="job")
         if not job.failed:
-            raise ContentConflict("no row of the job failed", param="job")
+            raise ContentConflict("no row of the job failed, so there is nothing to retry", param="job")
         # Use the model of the existing answers: the alias in the request may name another model now, and vectors of two
         # models cannot be compared.
         return await self.submit(call, job.request, retry_of=job.id, model=job.model, parser=job.parser)
@@ -140,7 +140,7 @@ class JobService:
         return api.JobDeleted(id=job_id)
 
     async def remove(self, job: JobRecord) -> None:
-        """Remove the objects of a job before its records: after an error, no object lacks a record. Raises
+        """Remove the objects of a job, then its records, so that after an error no object lacks a record. Raises
         QueueUnavailable.
         """
         async with broker_errors_mapped():

@@ -157,7 +157,7 @@ class RowValues:
 
 
 def value_of(placed: Placed) -> RowAnswer:
-    """Copy the data of an outcome, so that the worker's message, of which the data is a view, can be freed."""
+    """Copy the data of an outcome. The data is a view of the worker's message, which can be freed after the copy."""
     result, outcome = placed
     if isinstance(outcome, Failed):
         return RowAnswer(error=outcome.error)

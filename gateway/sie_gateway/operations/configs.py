@@ -4,8 +4,8 @@ config service directly.
 
  /console/configs/ID ──► the gateway checks the scope ──► /v1/configs/models/ID at the config service ──► its answer
 
-A write is forwarded with the caller's own token, a read with the gateway's token if it has one. The functions in
-`HANDLERS` answer reads of `/v1/configs` from the catalogue of this gateway.
+The gateway forwards a write with the caller's own token, and a read with the gateway's token if it has one. The
+functions in `HANDLERS` answer reads of `/v1/configs` from the catalogue of this gateway.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def forward(gateway: Gateway, request: Request, after: str = "") -> Respon
     url = gateway.settings.config_service_url
     if url is None:
         raise NotFound("this gateway has no config service: set SIE_CONFIG_SERVICE_URL to its URL")
-    # values are bytes, because the HTTP client accepts only ASCII in values that are text
+    # header values are bytes, because the HTTP client accepts only ASCII in values of type str
     headers = {name.encode(): request.headers[name].encode("latin-1") for name in _SENT if name in request.headers}
     reader = gateway.settings.config_read_token
     # this gateway has checked that the caller may read, so it replaces the caller's token by its own
@@ -127,7 +127,7 @@ async def models(gateway: Gateway, _request: Request) -> Response:
 
 
 async def status(gateway: Gateway, request: Request) -> Response:
-    """Return which revision of a model each gateway, and each bundle's workers, serve now."""
+    """Return the revision of a model that each gateway, and the workers of each bundle, serve now."""
     present = gateway.inference.catalogue
     entry = _entry(present, request.path_params["id"])
     bundles = {}
@@ -143,7 +143,7 @@ async def status(gateway: Gateway, request: Request) -> Response:
     gateways = gateway.peers.epochs()
 
     def revision_at(epoch: str) -> int | None:
-        # None if a gateway at this epoch does not have the revision yet, or has writes that `present` does not have
+        # None if a catalogue of this epoch (version) lacks the revision, or has writes that `present` does not have
         return revision if configs.has_seen(epoch, since) and configs.has_seen(present.epoch, epoch) else None
 
     served = None if isinstance(entry, Alias) else bundles

@@ -27,14 +27,14 @@ from sie_gateway.fleet.lag import lane_of
 from sie_gateway.metrics import Metrics
 from sie_gateway.operations.replay import Replays, Unreadable, open_replays
 
-LOOK_S = 10.0  # time limit of a list, or of the search for one letter, in seconds
+LOOK_S = 10.0  # time limit in seconds for a list of letters, and for the search for one letter
 EXAMINED = 1000  # largest number of letters that one list reads
 EXAMINED_BYTES = 16 << 20
 PURGE_S = 30.0  # time limit of a purge, in seconds; the purge then returns the number of removed letters
 REPLAY_S = 110.0  # seconds for which a replay of several letters waits for results; below the time-outs of clients
 LETTER_S = 60.0  # default time in seconds for which the replay of one letter waits for its result
 AROUND_S = 15.0  # time limit in seconds for the requests to the broker before the replay and after it
-# largest number of simultaneous replays, because each replay has a letter of up to the size of a message in memory
+# largest number of simultaneous replays; each has a letter in memory, which may be as large as a NATS message
 AT_ONCE = 4
 MAX_PLACES = 4096
 FILTERS = ("lane", "model", "code", "reason")
@@ -65,9 +65,9 @@ class Filter:
 
 
 class DeadLetterOperations:
-    """Operations on the dead letters of an installation's own pools, to which workers also write the dead letters of
-    reservations. The methods read all letters from the broker; memory has only their sequence numbers. The methods
-    raise NotFound, PoolNotFound, and QueueUnavailable if the broker sends no reply.
+    """Operations on the dead letters of an installation's own pools. Workers also write dead letters of reservations to
+    these pools. The methods read all letters from the broker; memory has only their sequence numbers. The methods raise
+    NotFound, PoolNotFound, and QueueUnavailable if the broker sends no reply.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class DeadLetterOperations:
         self._places: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     async def page(self, filters: Filter, before: int, limit: int) -> api.DeadLetterPage:
-        """Return at most `limit` letters with a sequence below `before`; 0: begin at the newest letter."""
+        """Return at most `limit` letters, the newest first, with sequences below `before`. 0 means no bound."""
         letters, more, last, size, examined = self._letters(filters.pool), False, 0, 0, 0
         shown = list[api.DeadLetterInfo]()
         counts: _Errors = Counter()

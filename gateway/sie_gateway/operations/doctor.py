@@ -19,7 +19,7 @@ import msgspec
 from sie_contracts.errors import UNDECODABLE, NotFound, NotReady
 
 LIMIT_S = 75.0  # time limit in seconds for one run of `sie doctor`; its slowest check, `gpu`, may take 61 s
-FRESH_S = 5.0  # seconds after a run during which its report is returned to further requests, without a new run
+FRESH_S = 5.0  # seconds after a run for which further requests get the report of this run
 MAX_BYTES = 1 << 20
 _logger = logging.getLogger("sie.gateway.doctor")
 
@@ -28,8 +28,8 @@ class Doctor:
     """Runner of `sie doctor`, one run at a time. Requests that arrive during a run get the report of this run."""
 
     def __init__(self, host: str, port: int, data_dir: Path | None) -> None:
-        """`data_dir`: data folder of the `sie serve` whose cluster is checked. If it is None, the cluster behind the
-        gateway at `host` and `port` is checked.
+        """`data_dir`: data folder of a `sie serve`, whose cluster the runs check. If `data_dir` is None, the runs check
+        the cluster behind the gateway at `host` and `port`.
         """
         self._options = ("--data-dir", str(data_dir)) if data_dir is not None else ()
         here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

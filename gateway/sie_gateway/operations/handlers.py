@@ -70,7 +70,7 @@ def converted(body: Mapping[str, Any], kind: type[T]) -> T:
 
 
 def number(query: QueryParams, name: str, default: float, least: float, most: float) -> float:
-    """Return the number in a query parameter, or `default`. Raises InvalidInput if it is out of bounds."""
+    """Return the number in a query parameter, or `default`. Raises InvalidInput below `least` or above `most`."""
     try:
         value = float(query.get(name, default))
     except ValueError:
@@ -81,7 +81,7 @@ def number(query: QueryParams, name: str, default: float, least: float, most: fl
 
 
 def whole(query: QueryParams, name: str, default: int, least: int, most: int) -> int:
-    """Return the whole number in a query parameter, or `default`. Raises InvalidInput if it is out of bounds."""
+    """Return the whole number in a query parameter, or `default`. Raises InvalidInput below `least` or above `most`."""
     try:
         value = int(query.get(name, default))
     except ValueError:

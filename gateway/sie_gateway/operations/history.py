@@ -49,7 +49,7 @@ MINUTE_S = 60
 # largest numbers of records for one key and minute: slowest requests, last failed requests
 SLOWEST, FAILED = 5, 5
 MAX_OWNERS = 8  # API keys with separate records in one minute; further keys share one list
-MAX_TEXT = 300  # stored characters of an error message, and of the name of an unknown model
+MAX_TEXT = 300  # largest number of stored characters of an error message, and of the name of an unknown model
 MAX_CHUNKS = 32  # largest number of chunks (parts of a request, one per message) in a record
 STAGES_TOLD = (*STAGES, "total_time")
 # upper bounds of the latency histograms in ms: each is 1.2 times the previous bound, so a quantile between the first
@@ -77,7 +77,7 @@ class _HistoryBucket:
     at: int
     requests: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    ran: int = 0  # requests with stage latencies: a worker answered them
+    ran: int = 0  # number of requests that a worker answered; only these have stage latencies
     stages: tuple[array[int], ...] = ()
 
     def count(self, code: str, times_ms: tuple[float, ...] | None) -> None:
@@ -106,7 +106,7 @@ class _Minute:
     remaining: _SlowestNotes = field(default_factory=_SlowestNotes)
 
     def places(self, owner: str) -> _SlowestNotes:
-        """Return the records of a key. They are separate, so that a key cannot displace the records of other keys."""
+        """Return the records of a key. Keys have separate records, so that no key displaces the records of others."""
         if owner not in self.owners:
             if len(self.owners) >= MAX_OWNERS:
                 return self.remaining
@@ -222,7 +222,7 @@ def _joined(at: int, steps: list[_HistoryBucket]) -> dict[str, Any]:
 
 
 def _fields(call: Call, endpoint: str, status: int, total_ms: float, now_s: float) -> dict[str, Any]:
-    """Return the record of a request. It contains none of the request's inputs."""
+    """Return the record of a request. The record contains none of the request's inputs."""
     finished, request = call.finished, call.infer_request
     fields: dict[str, Any] = {
         "id": call.id,
@@ -264,7 +264,7 @@ class RequestLogger:
 
     def __init__(self) -> None:
         self._refused = 0  # number of refused requests in this interval, with or without a log line
-        # "endpoint status code" -> number of refused requests without a log line; there are few different texts
+        # "endpoint status code" -> number of refused requests without a log line; the set of these keys is small
         self._left_out: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None  # timer for the end of the interval; None while no interval runs
 
@@ -315,7 +315,7 @@ def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
 MAX_LINES = 5_000
 # largest number of requests with a stored API key; only administrators can read the lines of older requests
 MAX_REQUESTS = 20_000
-MAX_CHARS = 500  # characters of a line
+MAX_CHARS = 500  # largest number of characters of a line
 
 
 class TailLine(NamedTuple):

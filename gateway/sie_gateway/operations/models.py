@@ -89,7 +89,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
 
 
 def _served(requested: str | None, reports: Sequence[ServedPrecision | ServedEngine | None]) -> dict[str, Any]:
-    """Return the requested precision or engine (None: not requested), the values at workers, and why they differ."""
+    """Return the requested precision or engine (None: not requested), those that workers serve, and why they differ."""
     reported = [report for report in reports if report is not None]
     return {
         "requested": requested,
@@ -177,12 +177,12 @@ async def model_list(
     limit: int | None = None,
     figures: Measured,
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return at most `limit` models in the order of their names, each followed by its variants, then the aliases. Also
-    return the number of models without `limit`.
+    """Return (at most `limit` models, number of models without `limit`). The models are in the order of their names,
+    each followed by its variants; the aliases are last.
 
     `text` selects models: each of its words must occur in the name or in the entry's description, license, tasks,
-    inputs or outputs, in upper or lower case. Models beyond `limit` are counted without building their descriptions,
-    unless `task`, `output` or `loaded` is set.
+    inputs or outputs, in upper or lower case. If `task`, `output` and `loaded` are not set, models beyond `limit` are
+    counted without building their descriptions.
     """
     names = listed_names(catalogue, text.lower().split(), variants=variants)
     if loaded:
@@ -235,7 +235,7 @@ def listed_names(catalogue: Catalogue, words: Sequence[str], *, variants: bool) 
 
 def alias_info(info: dict[str, Any], alias: Alias, figures: Measured) -> dict[str, Any]:
     """Return an alias as ModelInfo. `info`: ModelInfo of the target with the largest weight (share of requests).
-    The list of targets and the shadow model are added.
+    Add the list of targets and the shadow model.
     """
     fields: dict[str, Any] = {"targets": [{"model": target.model, "weight": target.weight} for target in alias.alias]}
     if alias.shadow is not None:

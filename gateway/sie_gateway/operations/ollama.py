@@ -69,7 +69,7 @@ async def tags(gateway: Gateway, request: Request) -> Response:
 async def running(gateway: Gateway, request: Request) -> Response:
     models = []
     async for name, resolved in _listed(gateway):
-        # true for a variant that shares the loaded weights of another variant, which is listed in place of it
+        # true if the variant shares the loaded weights of another variant; only the other variant is listed
         is_shared = resolved.residency != resolved.canonical
         state, _ = gateway.fleet.model(resolved.residency)
         if state == "loaded" and not is_shared:

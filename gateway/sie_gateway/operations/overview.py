@@ -1,4 +1,4 @@
-"""Routes of the page at `/`: the page's files, and the JSON that it shows."""
+"""Routes of the page at `/`: the page's files, and the JSON that the page shows."""
 
 from __future__ import annotations
 

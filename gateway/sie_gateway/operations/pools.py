@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 MAX_PROFILES = 64
 MAX_BODY_BYTES = 64 << 10
-# bytes of one stored reservation: all reservations together are one value, which must fit into one NATS message
+# largest number of bytes of a stored reservation: all reservations are one value, which must fit into a NATS message
 MAX_SPEC_BYTES = 8 << 10
 T = TypeVar("T")
 _logger = logging.getLogger("sie.gateway.pools")
 
 
 class _PoolBody(Struct, forbid_unknown_fields=True):
-    """Fields of `PoolRequest`, which may also be null. `parse_spec` checks fields of type Any and upper limits, because
-    their errors have codes, reasons and params of their own.
+    """Fields of `PoolRequest`; each may be null. `parse_spec` checks fields of type Any and upper limits, because their
+    errors have codes, reasons and params of their own.
     """
 
     name: Any = None
@@ -158,7 +158,7 @@ def _profiles(gateway: Gateway) -> set[str]:
 
 
 async def create(gateway: Gateway, request: Request) -> Response:
-    """Create a reservation, or change and renew the reservation of this name that the caller has."""
+    """Create a reservation. If the caller already has a reservation of this name, change and renew this reservation."""
     catalogue = gateway.inference.catalogue
     spec = parse_spec(await json_of(request), _profiles(gateway), catalogue)
     grant = call_of(request).grant

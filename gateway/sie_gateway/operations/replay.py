@@ -2,8 +2,8 @@
 
     letter ──► its poison marks removed ──► message published again ──► all inputs answered ──► letter removed
 
-A poison mark makes workers refuse an input that has crashed an adapter. The letter is removed last: if an earlier step
-fails, it remains for another attempt.
+A poison mark makes workers refuse an input that has crashed an adapter. The letter is removed last, so that it remains
+for another attempt if an earlier step fails.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Unreadable(Exception):
 
 @dataclass(eq=False)
 class Replays:
-    """Replay of the dead letters of one pool. `open_replays` creates it."""
+    """Replay of the dead letters of one pool. `open_replays` creates objects of this class."""
 
     broker: Broker
     letters: Letters
@@ -42,9 +42,9 @@ class Replays:
     on_published: Callable[[str, WorkItem], None] | None
 
     async def run(self, located: DeadLetterEntry, timeout_s: float) -> WorkResult:
-        """Publish the work of a letter again and return its result. The letter is removed if no input failed.
-        `timeout_s`: seconds to wait, also the time limit of the work. Raises Unreadable before anything is published,
-        TimeoutError, BrokerError, and SIEError if the result arrives but cannot be stored.
+        """Publish the work of a letter again and return the result. Remove the letter if no input failed. `timeout_s`:
+        seconds to wait, also the time limit of the work. Raises Unreadable before anything is published, TimeoutError,
+        BrokerError, and SIEError if the result arrives but cannot be stored.
         """
         if located.item is None:
             raise Unreadable(f"{located.letter.id}: its message cannot be decoded; nothing was published")

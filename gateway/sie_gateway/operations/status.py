@@ -1,8 +1,8 @@
 """Status of the cluster for people: `/health`, the JSON of the page at `/`, and websockets.
 
 While a page is open, `WorkerProbe` checks every second whether the shown workers are connected, at most MAX_ASKED at a
-time. The probe sends a request to the worker's subject: without a subscriber, the broker reports this at once, earlier
-than a missing heartbeat shows it (SIE_HEARTBEAT_TIMEOUT_MS). Only pages use the result; routing does not.
+time. The probe sends a request to each worker's subject. If the subject has no subscriber, the broker reports this at
+once. Heartbeats show a lost worker only after SIE_HEARTBEAT_TIMEOUT_MS. Only pages use the result; routing does not.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class WorkerProbe:
         self.gone: frozenset[str] = frozenset()
 
     def watch(self, workers: Iterable[str]) -> None:
-        """Set the workers that `run` checks: the workers that a page shows."""
+        """Set the workers that `run` checks. `workers`: the workers that a page shows now."""
         self._wanted = tuple(sorted(workers))
         self._until_s = self._clock() + LOOKED_S
 
@@ -103,7 +103,7 @@ class WorkerProbe:
 
 
 CLUSTER_EVERY_S = 1.0
-# seconds between two checks whether a worker has sent a new status frame; it sends five per second
+# seconds between two checks whether a worker has sent a new status frame; a worker sends five frames per second
 WORKER_EVERY_S = 0.1
 FIRST_FRAME_S = 2.0
 MAX_SOCKETS = 128
@@ -114,7 +114,7 @@ _OF_LANE = ("pool", "machine_profile", "bundle", "priority")
 
 @dataclass(frozen=True)
 class ViewedWorker:
-    """Worker as pages show it. `models`: model -> (state, queue depth). `failures`: model -> error of its failed load.
+    """Worker as pages show it. `models`: model -> (state, queue depth). `failures`: model -> error of the failed load.
     `clock_ahead_s`: the worker's clock minus the broker's clock in seconds, None if unknown.
     """
 
@@ -401,7 +401,7 @@ class ClusterStatus:
         ]
 
     async def show(self, path: str, query: str, grant: Grant, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a websocket until it is closed. Raises NotFound, NotReady or ResourceExhausted before acceptance."""
+        """Serve a websocket until it is closed. Before the handshake, raises NotFound, NotReady, ResourceExhausted."""
         if path not in (CLUSTER_PATH, WORKER_PATH):
             raise NotFound("no such path")
         with self.seats.seat(scope, grant.key):

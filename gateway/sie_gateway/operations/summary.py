@@ -1,5 +1,5 @@
-"""Summary of the cluster for the page at `/`. All open pages share one summary. The longer a build takes, the longer is
-the time to the next build, so that the builds take at most a fixed part of a CPU core.
+"""Summary of the cluster for the page at `/`. All open pages share one summary. A summary that takes longer to build is
+rebuilt less often, so that the builds take at most a fixed part of a CPU core.
 """
 
 from __future__ import annotations

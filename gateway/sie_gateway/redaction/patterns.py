@@ -15,7 +15,7 @@ from types import MappingProxyType
 Range = tuple[int, int]  # start and end of a value, in code points
 # returns how many characters of a candidate belong to the value; 0 if the candidate is no value of this kind
 Check = Callable[[str], int]
-# returns the ranges of a kind in a text. The second argument is the region in which national phone numbers are valid
+# returns the ranges of a kind in a text; the second argument is the region in which national phone numbers are valid
 Finder = Callable[[str, str], Iterator[Range]]
 
 # one or two separators between groups of digits or letters of a value: spaces of all widths, line breaks, hyphens,
@@ -30,7 +30,7 @@ _EMAIL = (
     r"[\w\u0300-\u036f-]{1,63}+(?:\.[\w\u0300-\u036f-]{1,63}+){1,8}"
 )
 _IPV4 = r"(?<!\d)(?<!\d\.)(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?!\.?\d)"
-# An address may follow a word and a colon, as in IP:2001:db8::1. It must not begin inside a longer address.
+# An address may follow a word and a colon, as in IP:2001:db8::1. An address must not begin inside a longer address.
 _IPV6 = (
     r"(?<!\w)(?<!\w\.)(?<![0-9A-Fa-f]:)(?<!::)(?:\w{1,64}:)??"
     r"([0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?:\.[0-9]{1,3}){0,3}(?!\w))"

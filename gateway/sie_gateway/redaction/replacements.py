@@ -13,7 +13,7 @@ from sie_contracts.api.inference import RedactionStyle
 from sie_gateway.redaction.patterns import iban_remainder, is_luhn, pattern_of, plain_name
 from sie_gateway.redaction.spans import SensitiveSpan
 
-MASK = "*****"  # the same mask for every value, so that it does not show how long the value is
+MASK = "*****"  # the same for every value, so that the mask does not show the length of the value
 HASH_DIGITS = 16  # hexadecimal digits of a hash in a replacement
 _NAME_CHARACTERS = 64
 _FIRST_NAMES = (
@@ -32,7 +32,7 @@ _FIRST_NAMES = (
 )
 _NETS = ("192.0.2", "198.51.100", "203.0.113")  # networks that are reserved for documentation (RFC 5737)
 _HOSTS = 254  # number of addresses that are used in each of these networks
-_StandIn = Callable[[str, int], str]  # returns a made-up value for a value and its number
+_StandIn = Callable[[str, int], str]  # function from a value and its number to a made-up value
 
 
 class ReplacedValue(NamedTuple):

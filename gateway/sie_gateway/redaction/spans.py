@@ -21,9 +21,9 @@ class SensitiveSpan(NamedTuple):
 def disjoint(spans: Iterable[SensitiveSpan]) -> list[SensitiveSpan]:
     """Return spans that do not overlap, in the order of the text. Together they cover the same characters as `spans`.
 
-    Spans that overlap are joined to one span, which gets the kind of the longest span. Among spans of equal length, it
-    gets the kind of a pattern's span, else of the highest score, else of the first span in the text. Spans that only
-    touch are not joined.
+    Overlapping spans are joined. The joined span gets the kind of the longest of these spans. Among spans of equal
+    length, a span of a pattern decides, else the span with the highest score, else the first span in the text. Spans
+    that only touch are not joined.
     """
     joined: list[SensitiveSpan] = []
     best: SensitiveSpan | None = None
@@ -52,6 +52,6 @@ def with_marks(text: str, span: SensitiveSpan) -> SensitiveSpan:
 
 
 def utf16_offsets(text: str, places: Sequence[int]) -> list[int]:
-    """Return the number of UTF-16 code units before each of `places`: ascending offsets in code points."""
+    """Return the offsets in UTF-16 code units for `places`, which are ascending offsets in code points."""
     pieces = [text[start:end] for start, end in zip((0, *places), places, strict=False)]
     return list(accumulate(len(piece) + sum(map("\uffff".__lt__, piece)) for piece in pieces))
