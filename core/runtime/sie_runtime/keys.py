@@ -10,8 +10,8 @@ revocation. So each record is in two buckets, and the stricter of the two record
 first and the copy second; a removal changes the copy first. So if only the copy has a record, the bucket has lost it.
 
 A token has 256 random bits, so it cannot be guessed from its digest. A slow salted hash, which passwords need, would
-cost milliseconds per request and would not make it safer. While the broker cannot be reached, the keys that were read
-last stay valid. Every process uses the broker's clock to check whether a key has expired.
+cost milliseconds per request and would not make tokens safer. While the broker cannot be reached, the last keys that
+were read stay valid. Every process uses the broker's clock to check whether a key has expired.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ class KeyBuckets:
 
     async def read(self) -> list[tuple[Key, int]]:
         """Return (key, revision of its record in the bucket) for all keys. The revision is 0 if only the copy has the
-        key. Of the two records of a key, the stricter one is returned, which also counts at gateways. A record in the
-        bucket that cannot be decoded has a revision too, so that a write of the key replaces this record.
+        key. If the bucket and the copy have different records of a key, the stricter record is returned. A record in
+        the bucket that cannot be decoded has a revision too, so that a write of the key replaces this record.
         """
         keys = {key.id: key for key, _ in readable(await self.copy.entries())}
         entries = await self.bucket.entries()
@@ -245,7 +245,7 @@ class Keys:
                             _logger.info("bucket %s was read; %d keys are known", record.bucket.name, len(self._by_id))
                 # `loaded` depends on the bucket alone, not on its copy
                 self.loaded = self.loaded or not troubles[0].lasting
-                if not self._records[0].is_stale:  # losses are known only after a read
+                if not self._records[0].is_stale:  # while the bucket's records are stale, keys may look lost
                     lost = self.lost()
                     # a key counts as lost only after two checks in a row, because the watches of the two buckets may
                     # deliver a change at different times

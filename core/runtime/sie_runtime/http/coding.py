@@ -1,7 +1,7 @@
 """Content-Encoding and Content-Type (RFC 9110, 8.3 and 8.4): requests may have gzip bodies, replies are compressed.
 
     request ──► Content-Type, Content-Encoding ──► decoded ──► limits on size and time ──► handler
-    reply   ──► compressed, if `CompressedReply` finds that this pays ──► connection
+    reply   ──► compressed, if `CompressedReply` decides so ──► connection
 
 Limits on a body count decompressed bytes. A body is decompressed in pieces, so a body that exceeds its limit costs no
 more than an uncompressed body of that size.
@@ -75,8 +75,8 @@ class _Gunzipped:
         return {"type": "http.request", "body": piece, "more_body": not self._is_complete}
 
     def _inflate(self, most: int, *, members: int) -> bytes:
-        """Decompress the first bytes of `_pending`, and keep only the other bytes in `_pending`. Returns at most `most`
-        bytes, and begins at most `members` gzip members.
+        """Decompress bytes at the start of `_pending`, and remove them from `_pending`. Returns at most `most`
+        decompressed bytes, and begins at most `members` gzip members.
         """
         plain = b""
         try:
@@ -109,8 +109,8 @@ def accepts_gzip(accepted: str) -> bool:
 
 
 class CompressedReply:
-    """Reply that is compressed by gzip if it is text, JSON, XML or the like, and if this pays (`_pays`). The head is
-    sent with the first piece of the body, because only this piece shows whether the body is short.
+    """Reply that is compressed by gzip if it is text (`_is_text`) and long enough (`_pays`). The head is sent with the
+    first piece of the body, because only this piece shows whether the body is short.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:

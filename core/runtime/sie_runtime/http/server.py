@@ -127,7 +127,7 @@ class HttpServer:
                 isinstance(connection, Protocol) and connection.arriving for connection in self._state.connections
             ):
                 break
-        await asyncio.sleep(0)  # lets the tasks of the requests that were just read begin
+        await asyncio.sleep(0)  # lets the event loop start the tasks of the requests that arrived last
 
     async def stop(self, within_s: float = STOP_S) -> None:
         """Stop listening. Wait at most `within_s`, rounded up to whole seconds, for running requests and for clients
@@ -176,7 +176,7 @@ def probes(
     """Return an application with the probes `/healthz`, `/livez`, `/ping` and `/readyz` and, if there is a registry,
     `/metrics`. `not_ready` returns why the process is not ready; None if it is ready.
 
-    `/readyz` answers in JSON if the Accept header names JSON. Only a gateway's reply has `healthy_workers`.
+    `/readyz` replies in JSON if the Accept header names JSON. Only a gateway's reply has `healthy_workers`.
     """
 
     async def readyz(scope: Scope, send: Send) -> None:
