@@ -72,7 +72,7 @@ class Send:
     """HTTP request; `path` is relative to the base URL. The request fails if no byte of the response arrives for
     `within_s` seconds. After `hedge_after_s` seconds without a response, the driver may send a second copy; the first
     success counts. `sink` receives the body of a successful response; the body of `Received` is then empty. After an
-    attempt without a response, the driver calls `may_repeat`, and sends the request again only if the result is True.
+    attempt without a response of SIE, `call` sends the request again only if `may_repeat` returns True.
     """
 
     method: str
@@ -134,9 +134,9 @@ class Received:
 
 @dataclass(frozen=True)
 class TransportFailed:
-    """Failure of a request without a response. The server may nevertheless have run the request. If
-    `is_permanent`, another attempt is useless. `address`: the server's address.
-    `is_nobody`: a port of this machine refused the connection, and no server has answered there before.
+    """Failure of a request without a response. The server may nevertheless have run the request. If `is_permanent`,
+    another attempt is useless. `address`: the server's address. `is_nobody`: a port of this machine refused the
+    connection, and no server has answered there before.
     """
 
     cause: Exception
@@ -152,8 +152,8 @@ Plan: TypeAlias = "Generator[Step, Any, T]"
 
 
 class Patience:
-    """Waiting state that all parts of a call share. A part that succeeds replaces `mark` by a new object. Every waiting
-    part that sees the new object sets its waiting time back to 0, because the server still answers.
+    """Waiting state that all requests of a call share. A request that succeeds replaces `mark` by a new object. Any
+    other request sees the new object after its next failure, and sets its waiting time back to 0: the server works.
     """
 
     def __init__(self) -> None:
@@ -244,7 +244,7 @@ class Session:
         return session
 
     def for_call(self, options: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
-        """Return the session of a call, with the client options in `options`, and the other options (parameters)."""
+        """Return (session of a call, parameters). The session has the client options in `options`; the rest are parameters."""
         own = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
         return replace(self, **own) if own else self, {
             name: value for name, value in options.items() if name not in _OPTIONS
@@ -450,8 +450,8 @@ def json_call(
 
 
 def delete_call(path: str, session: Session, within_s: float = CONTROL_S, *, type: Any = Any) -> Plan[None]:
-    """Send a DELETE. Raises NotFoundError if the object does not exist. No error if an earlier attempt got no
-    response, because that attempt may have deleted the object.
+    """Send a DELETE. Raises NotFoundError if the object does not exist, except if an earlier attempt got no response:
+    that attempt may have deleted the object.
     """
     try:
         yield from json_call("DELETE", path, session, within_s=within_s, type=type)

@@ -162,8 +162,8 @@ class Fetching:
 
 class Arriving:
     """Sink that writes a download to a hidden file in the target folder. `finish` renames the hidden file to `path`.
-    `tell` gets the number of new bytes; after a failed attempt, minus the number of its bytes. If another download to
-    `path` begins meanwhile, that download replaces the hidden file, and only that download can finish.
+    `tell` gets the size of each piece, and before a new attempt minus the bytes of the failed attempt. If another
+    download to `path` begins meanwhile, that download replaces the hidden file, and only that download can finish.
     """
 
     def __init__(self, path: Path, size_bytes: int, sha256: str, tell: Callable[[int], None]) -> None:

@@ -76,9 +76,7 @@ def received(response: httpx.Response, started_s: float, body: bytes) -> Receive
 
 
 def sink_of(request: Send, response: httpx.Response) -> BodySink | None:
-    """Return the sink of the request if its response is a success. Return None for an error: its body is read into
-    memory.
-    """
+    """Return the sink of the request; None if the response is an error, whose body is read into memory."""
     return request.sink if response.status_code == 200 else None
 
 
@@ -92,7 +90,7 @@ def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) 
     """Convert an exception of a request. The failure is permanent if a retry is useless: the client is closed, the URL
     or a header cannot be sent, the host is unknown, its certificate is not trusted, or the URL is https and the port
     speaks plain http. `is_nobody` is True if a port of this machine refuses the connection and no server has answered
-    there before. After an earlier answer (`has_answered`), the server may only be restarting.
+    there before (`has_answered`): a server that has answered before may only be restarting.
     """
     is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error) or _is_refused_by_tls(error)
     is_nobody = not has_answered and is_refused(error) and is_local(url)

@@ -81,7 +81,7 @@ class _PartReply(NamedTuple):
 
 @dataclass(frozen=True)
 class _VerbRequest:
-    """Request of a call, without its items. `fixed`: body fields of all parts. `answers`: the reply's list of items."""
+    """Request of a call, without its items. `fixed`: body fields of all parts. `answers`: name of the reply's list."""
 
     path: str
     fixed: Mapping[str, Any]
@@ -145,7 +145,7 @@ class _VerbRequest:
 
 
 def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
-    """Call a function and return its result. Use a thread from ASIDE_BYTES on, so as not to block other calls."""
+    """Call a function, from ASIDE_BYTES on in a thread, so that it blocks no other calls. Return its result."""
     if size_bytes >= ASIDE_BYTES:
         return (yield BlockingWork(function))
     return function()
