@@ -100,7 +100,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class BlockingWork:
-    """Step to call `function` in a thread, where it blocks no other calls. Its result is the function's result."""
+    """Step to call `function`, which may block; the asyncio driver uses a thread. Its result is that of `function`."""
 
     function: Callable[[], Any]
 
@@ -244,7 +244,7 @@ class Session:
         return session
 
     def for_call(self, options: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
-        """Return (session of a call, parameters). The session has the client options in `options`; the rest are parameters."""
+        """Return (session of a call, parameters). Client options change the session, all others are parameters."""
         own = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
         return replace(self, **own) if own else self, {
             name: value for name, value in options.items() if name not in _OPTIONS
@@ -256,7 +256,7 @@ class Session:
         return max(SERVER_DEADLINE_S, self.timeout_s or 0.0) + GRACE_S
 
     def sent_headers(self) -> dict[str, str]:
-        """Return the headers that every request has, without those for the format of the body."""
+        """Return the headers that every request has, except the headers for the format of the body."""
         headers = {"x-sie-client-version": __version__}
         if self.api_key:
             headers["authorization"] = f"Bearer {self.api_key.strip()}"
@@ -294,8 +294,8 @@ _OPTIONS = frozenset(field.name for field in fields(Session)) - {"hedges", "warn
 
 def call(request: Send, session: Session, patience: Patience | None = None) -> Plan[Received]:
     """Send a request until an attempt succeeds, a retry is useless or not allowed, or no waiting time is left.
-    Raises the SIEError of the last attempt. Its `__cause__` is the exception of the HTTP client, or without such an
-    exception, the error of the previous attempt.
+    Raises the SIEError of the last attempt. Its `__cause__` is the exception of the HTTP client; if there
+    is no such exception, the error of the previous attempt.
     """
     patience = patience or Patience()
     mark = patience.mark

@@ -30,8 +30,9 @@ Sound: TypeAlias = "_File | Mapping[str, Any]"
 
 class Chunking(TypedDict, total=False):
     """Rule for cutting a text into chunks of at most `max_tokens` tokens of the model. A chunk ends at the last
-    possible `boundary` (default: sentence). If the chunk would then have fewer than `min_tokens` tokens, it ends at a
-    smaller unit of the text. A chunk begins with at most `overlap_tokens` tokens from the end of the previous chunk.
+    possible `boundary` (default: sentence). If the chunk would then have fewer than `min_tokens` tokens, the chunk
+    ends at a smaller unit of the text. A chunk begins with at most `overlap_tokens` tokens from the end of the previous
+    chunk.
     """
 
     max_tokens: Required[int]
@@ -279,7 +280,7 @@ class Sparse(TypedDict):
 
 
 class ChunkResult(TypedDict, total=False):
-    """Vectors of one chunk. `start`, `end`: its place in the text in code points. Arrays are as in EncodeResult."""
+    """Vectors of one chunk, as in EncodeResult. `start`, `end`: place of the chunk in the text, in code points."""
 
     start: Required[int]
     end: Required[int]
@@ -331,7 +332,7 @@ class ScoreResult(Shared, total=False):
 
 
 class Ranked(TypedDict):
-    """A document of a ranking. `index`: its position in the call. `score`: on the model's scale."""
+    """A document of a ranking. `index`: position of the document in the call. `score`: on the model's scale."""
 
     index: int
     score: float
@@ -408,7 +409,7 @@ class JobOutput(TypedDict, total=False):
 
 
 class JobOptions(TypedDict, total=False):
-    """Options of a job besides its model and input. If one is missing, the server's default applies.
+    """Options of a job besides its model and input. For a missing option, the server's default applies.
 
     Input: `text` (for encode and extract), `query` and `document` (for score) are templates with the columns of a row,
     for example `{title}\\n{body}`. `image`: the column with image files. `id`: the column with ids. `keep`: columns to

@@ -277,8 +277,8 @@ class Keys:
 
 
 def lost_keys(bucket: Mapping[str, Key], copy: Mapping[str, Key]) -> list[Key]:
-    """Return the keys that the bucket has lost, oldest first: keys that are only in the copy, and keys that only the
-    copy has as revoked.
+    """Return the keys that the bucket has lost, oldest first: keys that only the copy has, and keys that are revoked
+    only in the copy.
     """
     lost = [key for key_id, key in copy.items() if stricter(bucket.get(key_id), key) is not bucket.get(key_id)]
     return sorted(lost, key=lambda key: key.created_s)

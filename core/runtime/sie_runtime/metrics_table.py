@@ -327,7 +327,7 @@ OOM = {
     "batch_splits": "batches split",
 }
 _WORKER = (
-    # Chunks: rate, errors, duration
+    # Work items (chunks): rate, errors, duration
     Metric("sie_requests", "counter", "Chunks answered", ("model", "endpoint", "status"), 96, 18, series_per_name=2),
     Metric(
         "sie_request_duration_seconds",

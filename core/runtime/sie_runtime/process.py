@@ -34,7 +34,7 @@ GC_THRESHOLDS = (20_000, 20, 20)
 # short request waits for this time several times. With Python's default of 5 ms, these waits were most of the p99
 # latency of short requests.
 SWITCH_INTERVAL_S = 0.0005
-START_S = 30.0  # seconds after a first failure in which its cause may be another process that is still starting
+START_S = 30.0  # for these seconds after a first failure, the cause may be another process that is still starting
 # seconds that a failure must last before it is logged at level info: shorter failures occur at every start
 QUIET_S = 10.0
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms", "worker", "key")
@@ -175,7 +175,7 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 class Stop:
-    """Request to end the process. Every long-lived task waits for it, or is cancelled by the task that started it."""
+    """Request to end the process. A long-lived task waits for this request, or the task that started it cancels it."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -297,7 +297,7 @@ class Trouble:
 
     @contextlib.contextmanager
     def logged(self, *errors: type[Exception]) -> Iterator[None]:
-        """Record a success, or a failure if the block raises one of `errors`. This error goes no further."""
+        """Record a success, or a failure if the block raises one of `errors`. The error is not raised again."""
         try:
             yield
         except errors as error:

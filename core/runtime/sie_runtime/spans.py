@@ -68,7 +68,7 @@ class Span:
 
     @property
     def trace_id(self) -> str | None:
-        """Return the trace id as 32 hex digits; None if the trace is not sampled, so that no collector stores it."""
+        """Return the trace id as 32 hex digits; None if the trace is not sampled: no collector stores it then."""
         return trace.format_trace_id(self._span.get_span_context().trace_id) if self.is_recording else None
 
     def set(self, attributes: Mapping[str, Value]) -> None:

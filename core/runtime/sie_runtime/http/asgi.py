@@ -110,9 +110,9 @@ def refusal(error: SIEError, request_id: str) -> tuple[bytes, dict[str, str]]:
 
 
 def documented(send: Send, elsewhere: str = "") -> Send:
-    """Return a `send` for the page that shows the OpenAPI document. It adds a Content-Security-Policy: the page may
-    load files and run scripts of this server and of the origins `elsewhere`. Inline scripts are allowed by their
-    digests.
+    """Return a `send` that adds a Content-Security-Policy to the page that shows the OpenAPI document. The page may
+    load files and run scripts of this server and of the origins `elsewhere`. Digests in the policy allow its inline
+    scripts.
     """
     start: MutableMapping[str, Any] = {}
 

@@ -31,10 +31,11 @@ _TEXTUAL = ("json", "yaml", "xml", "javascript", "openmetrics-text")
 
 
 def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receive:
-    """Return a `receive` that returns the body decompressed, if its Content-Encoding is gzip.
+    """Return a `receive` that decompresses the body, if Content-Encoding is gzip. Return `receive` itself for a body
+    without an encoding, and for GET, HEAD and OPTIONS.
 
-    Raises UnsupportedMediaType for another encoding; bodies of GET, HEAD and OPTIONS are returned as they are. The
-    returned function raises InvalidInput for invalid gzip and for more than MAX_MEMBERS members.
+    Raises UnsupportedMediaType for another encoding. The returned function raises InvalidInput for invalid gzip and for
+    more than MAX_MEMBERS members.
     """
     named = (name.strip() for name in headers.get("content-encoding", "").lower().split(","))
     codings = [name for name in named if name not in ("", "identity")]
@@ -146,7 +147,7 @@ class CompressedReply:
     def _pays(self, start: MutableMapping[str, Any], size: int, *, is_last: bool) -> bool:
         """Return whether to compress the reply: the client accepts gzip, and the body has more than GZIP_OVER bytes or
         comes in pieces. A reply with an ETag is not compressed, because a strong ETag identifies exact bytes. A reply
-        with a Content-Encoding and a part of a resource (206) are not compressed either.
+        that already has a Content-Encoding, and a reply with a part of a resource (206), stay unchanged too.
         """
         names = {name for name, _ in start["headers"]}
         return (

@@ -1,4 +1,4 @@
-"""Routes of the catalogue. The config service serves all routes, a gateway the routes that read its catalogue."""
+"""Routes of the catalogue. The config service serves all of them, a gateway only routes that read the catalogue."""
 
 from __future__ import annotations
 

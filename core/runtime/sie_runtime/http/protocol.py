@@ -366,7 +366,7 @@ class Protocol(HttpToolsProtocol):
     def _should_upgrade(self) -> bool:
         """Return whether to switch to a websocket. The server ignores an upgrade while an earlier request has no
         complete response (RFC 9110, 7.8), because the websocket would begin before the end of that response. It also
-        ignores an upgrade if the client has not read earlier responses: the websocket would not learn of this.
+        ignores an upgrade if the client has not read earlier responses: the websocket would not notice this.
         """
         is_answered = self.cycle is None or self.cycle.response_complete
         return is_answered and not self.flow.write_paused and super()._should_upgrade()
@@ -439,7 +439,7 @@ class Protocol(HttpToolsProtocol):
     def _refuse(self, error: SIEError, reason: str = "malformed") -> None:
         """Send an error for input that is malformed, too slow or on a connection above the limit, after the responses
         to earlier requests; then close the connection. Send no error if the response to this request has begun, or if
-        the last request was read completely and has no complete response: the client would take the error for that.
+        the last request was read completely and awaits its response: the client would take the error for this response.
         """
         self.server_state.refusals.note(reason, error.message)
         self._head_done()
@@ -532,7 +532,7 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def arriving(self) -> bool:
-        """Return whether a request is arriving: its head is incomplete, or its bytes are not read yet."""
+        """Return whether a request is arriving: its head is incomplete, or some received bytes are not parsed yet."""
         if (
             self.transport.is_closing()
             or self._is_lingering
@@ -598,8 +598,8 @@ class HostNames:
         return self._is_any or self._is_own(name) or any(matches(host, name, port) for host in self._allowed)
 
     def _is_own(self, name: str) -> bool:
-        """Return whether a host name is allowed even if SIE_ALLOWED_HOSTS does not list it, because no foreign site can
-        point it to this machine in DNS (DNS rebinding).
+        """Return whether a host name is allowed even if SIE_ALLOWED_HOSTS does not list the name, because no foreign
+        site can point this name to this machine in DNS (DNS rebinding).
         """
         if name in (self._address, "localhost") or name.endswith(".localhost"):
             return True
@@ -676,7 +676,7 @@ class Guarded:
 
 
 def parts(host: str) -> tuple[str, str]:
-    """Split a Host header into name (IPv6 without brackets, no dot at the end) and port; empty if there is no port."""
+    """Return (name, port) of a Host header. The name has no brackets (IPv6), no final dot; a missing port is empty."""
     if host.startswith("["):
         name, _, rest = host[1:].partition("]")
         return name, rest.removeprefix(":")

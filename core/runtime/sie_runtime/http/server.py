@@ -76,7 +76,7 @@ class HttpServer:
     ) -> None:
         """Bind the port. Raises SettingError, which names `setting`, if this fails.
 
-        `websockets`: the websocket protocol; without it, an upgrade request is answered like a plain request.
+        `websockets`: class of the websocket protocol; if None, an upgrade is ignored, and the request is a plain one.
         `allowed_hosts` and `cors_origins`: see `HostNames`. `refused`: called with the reason, one of
         `refusals.REFUSED`, for each request that this server itself refuses or breaks off. `min_rate`: see
         `SharedState`.
@@ -156,8 +156,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def accepts_json(accept: str) -> bool:
-    """Return whether an Accept header names application/json. `*/*` does not count, because curl sends it for people,
-    who prefer plain text.
+    """Return whether an Accept header names application/json. `*/*` does not count: curl sends `*/*`, and people who
+    use curl prefer plain text.
     """
     return accept_weights(accept).get("application/json", 0.0) > 0.0
 

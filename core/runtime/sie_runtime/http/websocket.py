@@ -47,7 +47,7 @@ class _Handshake(ServerProtocol):
         self.scope: Scope = {REQUEST_ID: uuid7(), "headers": ()}
 
     def begin(self, scope: Scope) -> None:
-        """Use `scope`, which the application gets too, for the headers of replies, and store the request's id in it."""
+        """Use the `scope` of the application for the headers of replies, and store the request's id in this `scope`."""
         scope[REQUEST_ID] = self.scope[REQUEST_ID]
         self.scope = scope
 
