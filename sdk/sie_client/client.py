@@ -85,7 +85,7 @@ class Job(SeenJob[ThreadDriver]):
         return self._driver.run(jobs.manifest(self.id, self._session))
 
     def rows(self, limit: int = 20, failed: bool | None = None) -> list[dict[str, Any]]:
-        """Return up to `limit` rows of the output, without vectors. `failed` True: only rows that have an error."""
+        """Return up to `limit` rows of the output, without vectors; if `failed` is True, only rows with an error."""
         return self._driver.run(jobs.rows(self.id, limit, failed, self._session))
 
     def download(
@@ -343,8 +343,8 @@ class SIEClient:
         return self._driver.run(cluster.warmed(model, options, self._session), options)
 
     def create_pool(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Pool:
-        """Reserve workers, and return the pool. `gpus`: number of GPUs for each machine profile. A second call with
-        the same name changes the reservation and renews its lease.
+        """Reserve workers, and return the pool. `gpus`: number of GPUs for each machine profile. A second call with the
+        same name changes the reservation and renews its lease.
         """
         return self._driver.run(cluster.create_pool(name, gpus, options, self._session))
 

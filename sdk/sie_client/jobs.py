@@ -251,8 +251,8 @@ def manifest(job: str, session: Session) -> Plan[JobManifest]:
 def waited(
     job: str, timeout_s: float | None, on_progress: Callable[[JobInfo], None] | None, session: Session
 ) -> Plan[JobInfo]:
-    """Poll the job until it has ended. Return the job, also if it failed or was cancelled. Call `on_progress` with
-    the job after each poll. Raises JobTimeoutError after `timeout_s`.
+    """Poll the job until it has ended. Return the job, also if it failed or was cancelled. Call `on_progress` with the
+    job after each poll. Raises JobTimeoutError after `timeout_s`.
     """
     started_s, pause_s = time.monotonic(), FIRST_PAUSE_S
     while True:
@@ -291,8 +291,8 @@ def downloaded(
     session: Session,
 ) -> Plan[list[Path]]:
     """Write the output files of a job to a folder, then its manifest. Return the paths of the output files. Do not
-    download files that the folder already has with the right digest. Raises InvalidInputError if the output is at
-    a URL, or the folder has the output of another job, and ServerError for invalid file names.
+    download files that the folder already has with the right digest. Raises InvalidInputError if the output is at a
+    URL, or the folder has the output of another job, and ServerError for invalid file names.
     """
     into = Path(folder)
     if url := info.request_map("output").get("url"):

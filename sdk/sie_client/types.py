@@ -30,8 +30,8 @@ Sound: TypeAlias = "_File | Mapping[str, Any]"
 
 class Chunking(TypedDict, total=False):
     """Rule for cutting a text into chunks of at most `max_tokens` tokens of the model. A chunk ends at the last
-    possible `boundary` (default: sentence). If the chunk would then have fewer than `min_tokens` tokens, the chunk
-    ends at a smaller unit of the text. A chunk begins with at most `overlap_tokens` tokens from the end of the previous
+    possible `boundary` (default: sentence). If the chunk would then have fewer than `min_tokens` tokens, the chunk ends
+    at a smaller unit of the text. A chunk begins with at most `overlap_tokens` tokens from the end of the previous
     chunk.
     """
 
@@ -294,8 +294,8 @@ class ChunkResult(TypedDict, total=False):
 class EncodeResult(ItemReply, total=False):
     """Result of encode for one item. If the item failed, it has `error` instead of vectors.
 
-    `dense`: [dimension]. `multivector`: [tokens, dimension]. Arrays are writable, and float32 unless the call or
-    the model has another `output_dtype`. `outputs` describes each array: its dimensions, its dtype, and the scale and
+    `dense`: [dimension]. `multivector`: [tokens, dimension]. Arrays are writable, and float32 unless the call or the
+    model has another `output_dtype`. `outputs` describes each array: its dimensions, its dtype, and the scale and
     offset of integer values. `muvera`: the parameters by which `dense` was computed, if the call asked for MUVERA. If
     the item has `chunks`, the vectors are in the result's `chunks`.
     """
@@ -479,9 +479,7 @@ class PoolOptions(TypedDict, total=False):
 
 
 class Pool(TypedDict):
-    """A pool of workers. `spec`: its options. `status`: `state` (pending or active), `assigned_workers`,
-    `expires_at`.
-    """
+    """Pool of workers. `spec`: options. `status`: `state` (pending or active), `assigned_workers`, `expires_at`."""
 
     name: str
     spec: dict[str, Any]

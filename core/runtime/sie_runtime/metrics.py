@@ -181,7 +181,7 @@ class MetricMaker:
         self._labelled: list[Labelled[Any]] = []
 
     def _turn(self) -> None:
-        """Rank the names, right after a scrape: the scrape has read the last values of the series that end here."""
+        """Rank the names right after a scrape, which has read the last values of the series that the ranking removes."""
         if self.traffic.fade():
             for labelled in self._labelled:
                 labelled.turn(self.traffic)
@@ -235,8 +235,8 @@ class Scrape:
         return self._family(GaugeMetricFamily, name, values)
 
     def counter(self, name: str, values: Mapping[Labels, float] | float) -> CounterMetricFamily:
-        """Return a counter for values that other objects count. Label sets that were once counted as `other` stay
-        under `other`, because a counter must never fall.
+        """Return a counter for values that other objects count. Label sets that were once counted as `other` stay under
+        `other`, because a counter must never fall.
         """
         return self._family(CounterMetricFamily, name, values)
 

@@ -175,7 +175,7 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 class Stop:
-    """Request to end the process. A long-lived task waits for this request, or the task that started it cancels it."""
+    """Request to end the process. Every long-lived task waits for it, or is cancelled by the task that started it."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()

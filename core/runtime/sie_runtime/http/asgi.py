@@ -57,8 +57,8 @@ def uuid7() -> str:
 
 def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) -> list[tuple[bytes, bytes]]:
     """Return `headers` plus the headers of every reply, including probes, preflights and refusals: ids, trace,
-    versions, and security headers for browsers. A header in `headers` replaces the common header of the same name.
-    A header name with characters other than a-z, 0-9 and - costs time: uvicorn then sends the reply in two writes.
+    versions, and security headers for browsers. A header in `headers` replaces the common header of the same name. A
+    header name with characters other than a-z, 0-9 and - costs time: uvicorn then sends the reply in two writes.
 
     `x-request-id` is the client's id if this id has at most MAX_ID_CHARS characters of printable ASCII; otherwise the
     server's id.
