@@ -168,8 +168,8 @@ class KeyBuckets:
 
     async def read(self) -> list[tuple[Key, int]]:
         """Return (key, revision of its record in the bucket) for all keys. The revision is 0 if only the copy has the
-        key. If the bucket and the copy have different records of a key, the stricter record is returned. A record in
-        the bucket that cannot be decoded has a revision too, so that a write of the key replaces this record.
+        key. If bucket and copy have different records of a key, the stricter record is returned, as at gateways. A
+        record in the bucket that cannot be decoded has a revision too, so that a write of the key replaces this record.
         """
         keys = {key.id: key for key, _ in readable(await self.copy.entries())}
         entries = await self.bucket.entries()

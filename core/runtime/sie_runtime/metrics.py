@@ -44,7 +44,7 @@ class Fold:
 
     def __call__(self, values: tuple[str, ...]) -> tuple[str, ...]:
         """Return the label set under which `values` are counted: `values`, if the limit allows another label set. Above
-        the limit, labels in FOLDED get the value `other`; if the limit does not allow this label set, all labels do.
+        the limit, labels in FOLDED get the value `other`; if the limit does not allow this either, all labels get it.
         """
         if values in self._known or values in self._folded:
             return values

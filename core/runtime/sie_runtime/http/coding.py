@@ -110,7 +110,7 @@ def accepts_gzip(accepted: str) -> bool:
 
 
 class CompressedReply:
-    """Reply that is compressed by gzip if it is text (`_is_text`) and long enough (`_pays`). The head is sent with the
+    """Reply that is compressed by gzip if it is text (`_is_text`) and `_pays` returns True. The head is sent with the
     first piece of the body, because only this piece shows whether the body is short.
     """
 
