@@ -112,10 +112,10 @@ def encode(key: Key) -> bytes:
 def decode(entry: Entry) -> Key:
     """Return the key in an entry. Raises ValueError if the entry was removed, is not a key, or has another id."""
     if entry.value is None:
-        raise ValueError("it was removed")
+        raise ValueError("the key was removed")
     key = msgspec.json.decode(entry.value, type=Key)
     if key.id != entry.key:
-        raise ValueError("its value has the id of another key")
+        raise ValueError("the value has the id of another key")
     return key
 
 
