@@ -87,7 +87,7 @@ class AsyncJob(SeenJob[TaskDriver]):
 
 
 class AsyncJobs(Calls[TaskDriver]):
-    """Jobs, which process whole files on the server, with the methods of `Jobs`, for asyncio."""
+    """Jobs, which process whole files on the server. The methods are those of `Jobs`, for asyncio."""
 
     async def submit(
         self, model: str, input: str | os.PathLike[str] | FileObject, **options: Unpack[JobOptions]

@@ -85,7 +85,7 @@ class Job(SeenJob[ThreadDriver]):
         return self._driver.run(jobs.manifest(self.id, self._session))
 
     def rows(self, limit: int = 20, failed: bool | None = None) -> list[dict[str, Any]]:
-        """Return up to `limit` rows of the output, without vectors. `failed` True: only rows that have an error."""
+        """Return up to `limit` rows of the output, without vectors; if `failed` is True, only rows with an error."""
         return self._driver.run(jobs.rows(self.id, limit, failed, self._session))
 
     def download(
@@ -152,7 +152,7 @@ class Files(Calls[ThreadDriver]):
         return self._driver.run(files.get(file, self._session))
 
     def content(self, file: str) -> bytes:
-        """Return the content of a file as bytes. For large files use `save`, which does not hold them in memory."""
+        """Return the content of a file as bytes. For large files use `save`, which writes a file in pieces."""
         return self._driver.run(files.content(file, self._session))
 
     def save(
@@ -199,8 +199,8 @@ class SIEClient:
     ) -> Results[EncodeResult]: ...
     def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
         """Return the vectors of one item as one result, or the vectors of a list as a list of results in the same
-        order. The result of an item that failed has `error`. The call raises SIEError if all items of a request failed,
-        so also if a single item failed.
+        order. The result of an item that failed has `error`. The call raises SIEError if all items of a request fail,
+        for example its only item.
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.encode(model, listed, params, self._session), params, len(listed))
@@ -266,8 +266,8 @@ class SIEClient:
         **params: Unpack[ExtractParams],
     ) -> Any:
         """Extract from one item (returns a result) or from a list (returns a list of results, in order). The result of
-        an item that failed has `error`. The call raises SIEError if all items of a request failed, so also if a single
-        item failed.
+        an item that failed has `error`. The call raises SIEError if all items of a request fail, for example its only
+        item.
 
         `schema`: a Struct of msgspec, a dataclass or a model of pydantic. The model fills in the JSON Schema of this
         class, and `data` of each result is an instance of the class. An item fails if the model does not find a
@@ -303,8 +303,8 @@ class SIEClient:
         `kinds`: names of the kinds of personal data to replace, such as `email`. A model that was trained for fixed
         kinds replaces all of its kinds. For such a model, `kinds` may be None or have the kinds that the server finds
         by patterns. `restore(result["text"], result["map"])` returns the original text. The result of an item that
-        failed has `error`, and no `text`. The call raises SIEError if all items of a request failed, so also if a
-        single item failed.
+        failed has `error`, and no `text`. The call raises SIEError if all items of a request fail, for example its only
+        item.
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.redact(model, listed, kinds, params, self._session), params, len(listed))
@@ -343,8 +343,8 @@ class SIEClient:
         return self._driver.run(cluster.warmed(model, options, self._session), options)
 
     def create_pool(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Pool:
-        """Reserve workers, and return the pool. `gpus`: number of GPUs for each machine profile. A second call with
-        the same name changes the reservation and renews its lease.
+        """Reserve workers, and return the pool. `gpus`: number of GPUs for each machine profile. A second call with the
+        same name changes the reservation and renews its lease.
         """
         return self._driver.run(cluster.create_pool(name, gpus, options, self._session))
 

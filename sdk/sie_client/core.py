@@ -72,7 +72,7 @@ class Send:
     """HTTP request; `path` is relative to the base URL. The request fails if no byte of the response arrives for
     `within_s` seconds. After `hedge_after_s` seconds without a response, the driver may send a second copy; the first
     success counts. `sink` receives the body of a successful response; the body of `Received` is then empty. After an
-    attempt without a response, the driver calls `may_repeat`, and sends the request again only if the result is True.
+    attempt without a response of SIE, `call` sends the request again only if `may_repeat` returns True.
     """
 
     method: str
@@ -100,7 +100,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class BlockingWork:
-    """Step to call `function` in a thread, where it blocks no other calls. Its result is the function's result."""
+    """Step to call `function`, which may block; the asyncio driver uses a thread. Its result is that of `function`."""
 
     function: Callable[[], Any]
 
@@ -134,9 +134,9 @@ class Received:
 
 @dataclass(frozen=True)
 class TransportFailed:
-    """Failure of a request without a response. The server may nevertheless have run the request. If
-    `is_permanent`, another attempt is useless. `address`: the server's address.
-    `is_nobody`: a port of this machine refused the connection, and no server has answered there before.
+    """Failure of a request without a response. The server may nevertheless have run the request. If `is_permanent`,
+    another attempt is useless. `address`: the server's address. `is_nobody`: a port of this machine refused the
+    connection, and no server has answered there before.
     """
 
     cause: Exception
@@ -152,8 +152,8 @@ Plan: TypeAlias = "Generator[Step, Any, T]"
 
 
 class Patience:
-    """Waiting state that all parts of a call share. A part that succeeds replaces `mark` by a new object. Every waiting
-    part that sees the new object sets its waiting time back to 0, because the server still answers.
+    """Waiting state that all requests of a call share. A request that succeeds replaces `mark` by a new object. Any
+    other request sees the new object after its next failure, and sets its waiting time back to 0: the server works.
     """
 
     def __init__(self) -> None:
@@ -244,7 +244,7 @@ class Session:
         return session
 
     def for_call(self, options: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
-        """Return the session of a call, with the client options in `options`, and the other options (parameters)."""
+        """Return (session of a call, parameters). Client options change the session, all others are parameters."""
         own = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
         return replace(self, **own) if own else self, {
             name: value for name, value in options.items() if name not in _OPTIONS
@@ -256,7 +256,7 @@ class Session:
         return max(SERVER_DEADLINE_S, self.timeout_s or 0.0) + GRACE_S
 
     def sent_headers(self) -> dict[str, str]:
-        """Return the headers that every request has, without those for the format of the body."""
+        """Return the headers that every request has, except the headers for the format of the body."""
         headers = {"x-sie-client-version": __version__}
         if self.api_key:
             headers["authorization"] = f"Bearer {self.api_key.strip()}"
@@ -293,8 +293,8 @@ _OPTIONS = frozenset(field.name for field in fields(Session)) - {"hedges", "warn
 
 
 def call(request: Send, session: Session, patience: Patience | None = None) -> Plan[Received]:
-    """Send a request until an attempt succeeds, a retry is useless or not allowed, or no waiting time is left.
-    Raises the SIEError of the last attempt. Its `__cause__` is the exception of the HTTP client, or without such an
+    """Send a request until an attempt succeeds, a retry is useless or not allowed, or no waiting time is left. Raises
+    the SIEError of the last attempt. Its `__cause__` is the exception of the HTTP client; if there is no such
     exception, the error of the previous attempt.
     """
     patience = patience or Patience()
@@ -450,8 +450,8 @@ def json_call(
 
 
 def delete_call(path: str, session: Session, within_s: float = CONTROL_S, *, type: Any = Any) -> Plan[None]:
-    """Send a DELETE. Raises NotFoundError if the object does not exist. No error if an earlier attempt got no
-    response, because that attempt may have deleted the object.
+    """Send a DELETE. Raises NotFoundError if the object does not exist, except if an earlier attempt got no response:
+    that attempt may have deleted the object.
     """
     try:
         yield from json_call("DELETE", path, session, within_s=within_s, type=type)

@@ -96,7 +96,7 @@ class SIEConnectionError(SIEError):
 
 
 class RequestError(SIEError):
-    """The request must be changed before it can succeed, or, after `RateLimitedError`, sent later."""
+    """The request must be changed to succeed. After `RateLimitedError`, the same request may succeed later."""
 
 
 class InvalidInputError(RequestError, code="INVALID_INPUT"):

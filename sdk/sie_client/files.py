@@ -25,7 +25,7 @@ _ID = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 
 
 def identifier(value: object, noun: str) -> str:
-    """Return `value` if it is an id that fits into a URL path. Raises InvalidInputError. `noun`: "file" or "job"."""
+    """Return `value`, an id for a URL path. Raises InvalidInputError for any other value. `noun`: "file" or "job"."""
     if isinstance(value, str) and _ID.fullmatch(value):
         return value
     raise invalid(f"{noun}: expected an id, such as {noun}-0192f0c17d3e70008000000000000000, got {str(value)[:80]!r}")
@@ -48,8 +48,8 @@ def uploaded(
     expires_after_s: int | None = None,
 ) -> Plan[FileObject]:
     """Upload a file and return its description. Raises InvalidInputError if the file cannot be read, or if its size
-    changes during the upload. If the connection breaks after the last byte of the file, do not upload again, because
-    the server may have stored the file.
+    changes during the upload. If the connection breaks after the last byte of the file, no second upload follows: the
+    server may have stored the file.
     """
     location = Path(path)
     size_bytes: int = yield BlockingWork(lambda: _size_of(location))
@@ -162,8 +162,8 @@ class Fetching:
 
 class Arriving:
     """Sink that writes a download to a hidden file in the target folder. `finish` renames the hidden file to `path`.
-    `tell` gets the number of new bytes; after a failed attempt, minus the number of its bytes. If another download to
-    `path` begins meanwhile, that download replaces the hidden file, and only that download can finish.
+    `tell` gets the size of each piece, and before a new attempt minus the bytes of the failed attempt. If another
+    download to `path` begins meanwhile, that download replaces the hidden file, and only that download can finish.
     """
 
     def __init__(self, path: Path, size_bytes: int, sha256: str, tell: Callable[[int], None]) -> None:

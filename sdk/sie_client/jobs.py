@@ -113,9 +113,9 @@ class SeenJob(Calls[D]):
 
 
 def submitted(model: str, source: Any, options: Mapping[str, Any], session: Session) -> Plan[JobInfo]:
-    """Upload `source` if it is a local file, send `POST /v1/jobs` and return the job. Delete the uploaded file
-    if the server refuses the job (RequestError), or returns an older job with the same idempotency key. Raises
-    TypeError for an unknown option.
+    """Upload `source` if it is a local file, send `POST /v1/jobs` and return the job. Delete the uploaded file if the
+    server refuses the job (RequestError), or returns an older job with the same idempotency key. Raises TypeError for
+    an unknown option.
     """
     names = JobOptions.__annotations__
     for name in options:
@@ -205,8 +205,8 @@ def page(state: str | None, limit: int, after: str | None, session: Session) -> 
 
 
 def steered(job: str, action: Literal["pause", "resume", "cancel"], session: Session) -> Plan[JobInfo]:
-    """Send `POST /v1/jobs/{job}/{action}`. Return the job. Raises ContentConflictError if the job has ended. But if an
-    earlier attempt of `cancel` got no response, return the cancelled job.
+    """Send `POST /v1/jobs/{job}/{action}`. Return the job. Raises ContentConflictError if the job has ended, except if
+    an earlier attempt to cancel the job got no response and the job is now cancelled.
     """
     try:
         return cast(JobInfo, (yield from json_call("POST", f"{_path(job)}/{action}", session, type=JobInfo)))
@@ -251,8 +251,8 @@ def manifest(job: str, session: Session) -> Plan[JobManifest]:
 def waited(
     job: str, timeout_s: float | None, on_progress: Callable[[JobInfo], None] | None, session: Session
 ) -> Plan[JobInfo]:
-    """Poll the job until it has ended. Return the job, also if it failed or was cancelled. Call `on_progress` with
-    the job after each poll. Raises JobTimeoutError after `timeout_s`.
+    """Poll the job until it has ended. Return the job, also if it failed or was cancelled. Call `on_progress` with the
+    job after each poll. Raises JobTimeoutError after `timeout_s`.
     """
     started_s, pause_s = time.monotonic(), FIRST_PAUSE_S
     while True:
@@ -291,8 +291,8 @@ def downloaded(
     session: Session,
 ) -> Plan[list[Path]]:
     """Write the output files of a job to a folder, then its manifest. Return the paths of the output files. Do not
-    download files that the folder already has with the right digest. Raises InvalidInputError if the output is at
-    a URL, or the folder has the output of another job, and ServerError for invalid file names.
+    download files that the folder already has with the right digest. Raises InvalidInputError if the output is at a
+    URL, or the folder has the output of another job, and ServerError for invalid file names.
     """
     into = Path(folder)
     if url := info.request_map("output").get("url"):

@@ -1,9 +1,9 @@
 """Conversion of images, documents, audio and video to the form in a request: `{"data": bytes of the file, "format":
 str}`. The client sends data URIs, and URLs of images, unchanged: the gateway downloads or refuses the URL.
 
-The content shows the format, or else the file name. If the format is still unknown, the client omits `format`, and the
-server detects the format. A document has `format` only if its name has the suffix of a
-text format, because the server detects all other formats, and a text file has no fixed first bytes.
+The client reads the format from the first bytes, or else from the suffix of the file name. If the format is still
+unknown, the client omits `format`, and the server detects the format. A document has `format` only if its name has the
+suffix of a text format: a text file has no fixed first bytes, and the server detects all other formats.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _TEXTS = frozenset({"html", "md", "txt", "csv"})
 
 
 def media(value: Any, path: str, *, urls: bool = False, is_document: bool = False) -> Any:
-    """Convert a file to the form of a request. Return data URIs unchanged; with `urls`, also URLs. Raises
-    InvalidInputError for a file that cannot be read, and without `urls` for a URL.
+    """Convert a file to the form of a request. Return a data URI unchanged, and a URL if `urls` is true. Raises
+    InvalidInputError for a file that cannot be read, and for a URL if `urls` is false.
     """
     if isinstance(value, Mapping):
         item = media(value.get("data"), f"{path}.data", urls=urls, is_document=is_document)

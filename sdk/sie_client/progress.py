@@ -17,15 +17,16 @@ LOG_EVERY_S = 60.0
 BAR_AFTER_S = 1.0  # seconds until the bar appears, so that short calls show no bar
 DRAW_EVERY_S = 0.1
 NOTEBOOK_STREAM = "ipykernel.iostream"  # module of the class of `sys.stderr` in a Jupyter notebook
-TIMED_OUT = "GATEWAY_TIMEOUT"  # error code of a request that exceeded its deadline; has its own log text
+TIMED_OUT = "GATEWAY_TIMEOUT"  # error code of a request that exceeded its deadline; it has a log text of its own
 _logger = logging.getLogger("sie_client")
 
 
 class Meter:
-    """Progress of one call with `total` items; None if the number is unknown, 0 for a call without items. Thread-safe.
-    At the end of a `with` block, the bar is drawn for the last time, with a line break. Waits are logged as warnings of
-    `sie_client`, at most one per minute. The bar is one line on standard error, for calls of several items of which
-    some are unanswered after BAR_AFTER_S. The callback `on_progress` is called for calls with items only.
+    """Progress of one call. Thread-safe. `total`: number of items; None if unknown, 0 for a call without items.
+
+    Waits are logged as warnings of `sie_client`, at most one per minute. A call of several items gets a bar, one line
+    on standard error, if some items have no result after BAR_AFTER_S. The end of a `with` block draws the bar for the
+    last time and adds a line break. The callback `on_progress` is called only in calls with items.
     """
 
     def __init__(

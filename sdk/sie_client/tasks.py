@@ -64,8 +64,8 @@ class TaskDriver:
         return end
 
     async def _drive(self, plan: Plan[T], meter: Meter, send: Callable[[Send], Awaitable[Answer]]) -> T:
-        """Execute the steps of a plan and return its result. If a step fails, close the plan, so that it removes its
-        files.
+        """Execute the steps of a plan and return its result. If a step fails, the plan is closed, so that the plan can
+        remove incomplete files.
         """
         reply: Any = None
         with contextlib.closing(plan):

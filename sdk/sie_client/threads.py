@@ -27,7 +27,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _spawn(function: Callable[[], T]) -> Future[T]:
-    """Run a function in a daemon thread, which the exit of the interpreter does not wait for. Return its future."""
+    """Run a function in a daemon thread, so that the interpreter exits without waiting for it. Return its future."""
     future: Future[T] = Future()
 
     def run() -> None:

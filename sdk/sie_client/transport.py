@@ -28,7 +28,7 @@ _NEVER_SENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.Invali
 
 
 class Ended(Exception):
-    """Raised by the driver to end a plan that runs in the background."""
+    """Raised by a driver that stops a plan before its end."""
 
 
 class BodyFailed(Exception):
@@ -43,7 +43,7 @@ class BodyFailed(Exception):
 
 @contextlib.contextmanager
 def body_code() -> Iterator[None]:
-    """Context manager for code that reads or writes a body: its exceptions that are in FAILURES become BodyFailed."""
+    """Context manager for code that reads or writes a body: an exception of a type in FAILURES becomes BodyFailed."""
     try:
         yield
     except FAILURES as error:
@@ -51,9 +51,9 @@ def body_code() -> Iterator[None]:
 
 
 def options(url: str, session: Session, transport: Callable[..., object]) -> dict[str, Any]:
-    """Return the options of an httpx client for the server at `url`. They do not limit the number of connections,
-    because `concurrency` already limits the requests of a call. Up to 20 idle connections stay open for a minute, or
-    twice the concurrency if that is more.
+    """Return the options of an httpx client for the server at `url`. No option limits the number of connections,
+    because `concurrency` already limits the requests of a call. Up to 20 idle connections, or twice the concurrency if
+    that is more, stay open for a minute.
     """
     limits = httpx.Limits(
         max_connections=None, max_keepalive_connections=max(20, 2 * session.concurrency), keepalive_expiry=60.0
@@ -76,9 +76,7 @@ def received(response: httpx.Response, started_s: float, body: bytes) -> Receive
 
 
 def sink_of(request: Send, response: httpx.Response) -> BodySink | None:
-    """Return the sink of the request if its response is a success. Return None for an error: its body is read into
-    memory.
-    """
+    """Return the sink of the request; None if the response is an error, whose body is read into memory."""
     return request.sink if response.status_code == 200 else None
 
 
@@ -92,7 +90,7 @@ def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) 
     """Convert an exception of a request. The failure is permanent if a retry is useless: the client is closed, the URL
     or a header cannot be sent, the host is unknown, its certificate is not trusted, or the URL is https and the port
     speaks plain http. `is_nobody` is True if a port of this machine refuses the connection and no server has answered
-    there before. After an earlier answer (`has_answered`), the server may only be restarting.
+    there before (`has_answered`): a server that has answered before may only be restarting.
     """
     is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error) or _is_refused_by_tls(error)
     is_nobody = not has_answered and is_refused(error) and is_local(url)
@@ -119,7 +117,7 @@ def public(url: str) -> str:
 
 
 def is_unknown_host(error: BaseException) -> bool:
-    """Return True if the host name does not exist, but False if only the DNS server failed to answer."""
+    """Return True if the host name cannot be resolved, but False if only the DNS server sent no reply (EAI_AGAIN)."""
     fault = next((cause for cause in causes(error) if isinstance(cause, socket.gaierror)), None)
     return fault is not None and fault.errno != socket.EAI_AGAIN
 
@@ -162,7 +160,7 @@ def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
 
 
 def as_iterable(items: Item | str | Iterable[Item | str]) -> tuple[Iterable[Item | str], int | None]:
-    """Return the items of a call and their number (None: unknown). Unlike `as_list`, do not read an iterator."""
+    """Return the items of a call and their number (None: unknown). Unlike `as_list`, leave an iterator unread."""
     if hasattr(items, "columns") and len(getattr(items, "shape", ())) == 2:
         column = f"df[{_column_of_texts(items)!r}]"
         raise TypeError(

@@ -30,8 +30,9 @@ Sound: TypeAlias = "_File | Mapping[str, Any]"
 
 class Chunking(TypedDict, total=False):
     """Rule for cutting a text into chunks of at most `max_tokens` tokens of the model. A chunk ends at the last
-    possible `boundary` (default: sentence). If the chunk would then have fewer than `min_tokens` tokens, it ends at a
-    smaller unit of the text. A chunk begins with at most `overlap_tokens` tokens from the end of the previous chunk.
+    possible `boundary` (default: sentence). If the chunk would then have fewer than `min_tokens` tokens, the chunk ends
+    at a smaller unit of the text. A chunk begins with at most `overlap_tokens` tokens from the end of the previous
+    chunk.
     """
 
     max_tokens: Required[int]
@@ -279,7 +280,7 @@ class Sparse(TypedDict):
 
 
 class ChunkResult(TypedDict, total=False):
-    """Vectors of one chunk. `start`, `end`: its place in the text in code points. Arrays are as in EncodeResult."""
+    """Vectors of one chunk, as in EncodeResult. `start`, `end`: place of the chunk in the text, in code points."""
 
     start: Required[int]
     end: Required[int]
@@ -293,8 +294,8 @@ class ChunkResult(TypedDict, total=False):
 class EncodeResult(ItemReply, total=False):
     """Result of encode for one item. If the item failed, it has `error` instead of vectors.
 
-    `dense`: [dimension]. `multivector`: [tokens, dimension]. Arrays are writable, and float32 unless the call or
-    the model has another `output_dtype`. `outputs` describes each array: its dimensions, its dtype, and the scale and
+    `dense`: [dimension]. `multivector`: [tokens, dimension]. Arrays are writable, and float32 unless the call or the
+    model has another `output_dtype`. `outputs` describes each array: its dimensions, its dtype, and the scale and
     offset of integer values. `muvera`: the parameters by which `dense` was computed, if the call asked for MUVERA. If
     the item has `chunks`, the vectors are in the result's `chunks`.
     """
@@ -331,7 +332,7 @@ class ScoreResult(Shared, total=False):
 
 
 class Ranked(TypedDict):
-    """A document of a ranking. `index`: its position in the call. `score`: on the model's scale."""
+    """A document of a ranking. `index`: position of the document in the call. `score`: on the model's scale."""
 
     index: int
     score: float
@@ -408,7 +409,7 @@ class JobOutput(TypedDict, total=False):
 
 
 class JobOptions(TypedDict, total=False):
-    """Options of a job besides its model and input. If one is missing, the server's default applies.
+    """Options of a job besides its model and input. For a missing option, the server's default applies.
 
     Input: `text` (for encode and extract), `query` and `document` (for score) are templates with the columns of a row,
     for example `{title}\\n{body}`. `image`: the column with image files. `id`: the column with ids. `keep`: columns to
@@ -478,9 +479,7 @@ class PoolOptions(TypedDict, total=False):
 
 
 class Pool(TypedDict):
-    """A pool of workers. `spec`: its options. `status`: `state` (pending or active), `assigned_workers`,
-    `expires_at`.
-    """
+    """Pool of workers. `spec`: options. `status`: `state` (pending or active), `assigned_workers`, `expires_at`."""
 
     name: str
     spec: dict[str, Any]

@@ -53,7 +53,7 @@ from sie_client.types import (
 
 MAX_ITEMS = 2048
 PART_BYTES = 32 << 20  # bytes of one request body: a third of what the server accepts by default
-ASIDE_BYTES = 1 << 20  # bytes; a body or reply of this size or more is encoded or decoded in a thread
+ASIDE_BYTES = 1 << 20  # bytes; the asyncio client encodes or decodes a body of this size or more in a thread
 ASIDE_ITEMS = 256
 _KEY_BYTES = 32
 # unit of offsets -> encoding of a text, and number of bytes of one unit in this encoding
@@ -81,7 +81,7 @@ class _PartReply(NamedTuple):
 
 @dataclass(frozen=True)
 class _VerbRequest:
-    """Request of a call, without its items. `fixed`: body fields of all parts. `answers`: the reply's list of items."""
+    """Request of a call, without its items. `fixed`: body fields of all parts. `answers`: name of the reply's list."""
 
     path: str
     fixed: Mapping[str, Any]
@@ -145,7 +145,7 @@ class _VerbRequest:
 
 
 def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
-    """Call a function and return its result. Use a thread from ASIDE_BYTES on, so as not to block other calls."""
+    """Call a function and return its result. From ASIDE_BYTES on, the asyncio client calls the function in a thread."""
     if size_bytes >= ASIDE_BYTES:
         return (yield BlockingWork(function))
     return function()

@@ -1,7 +1,7 @@
 """Status of the cluster over a websocket, with the package `websockets` (`pip install 'sie-cluster[watch]'`).
 
-A connection is opened with the retries and waits of a request; the first frame is the response. A broken connection is
-opened again; frames that the server sent meanwhile are lost.
+The client opens a connection with the retries and waits of a request; the first frame counts as the response. If the
+connection breaks, the client opens a new connection; frames that the server sent meanwhile are lost.
 """
 
 from __future__ import annotations

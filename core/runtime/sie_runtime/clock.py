@@ -27,7 +27,7 @@ _logger = logging.getLogger("sie.clock")
 
 
 class ClockSample(NamedTuple):
-    """Broker's time in a reply (`broker_s`), and the monotonic times of the request and of this reply, in seconds."""
+    """Times in seconds: request sent and reply received (monotonic clock), and the broker's time in the reply."""
 
     asked_s: float
     answered_s: float
@@ -43,7 +43,7 @@ def estimate(samples: Iterable[ClockSample]) -> tuple[float, float]:
 class BrokerClock:
     """Clock of the broker. One task runs `run`; every task of the process may call `now_s` and `margin_s`.
 
-    `stream`: the server that leads this stream is asked for the time, because it sets the timestamps of messages.
+    `stream`: the server that leads this stream is the source of the time, because it sets the timestamps of messages.
     Before the first measurement, `now_s` is the wall clock of this machine and `margin_s` is infinite, so that no
     message is dropped as too old.
     """
@@ -82,7 +82,7 @@ class BrokerClock:
         self._offset_s, self.margin_s = estimate(samples)
 
     async def begin(self) -> None:
-        """Measure the broker's time once. Errors are not raised, because `run` measures again and logs them."""
+        """Measure the broker's time once. Ignore a BrokerError, because `run` measures again and logs its errors."""
         with contextlib.suppress(BrokerError):
             await self.measure()
 

@@ -54,10 +54,10 @@ def serve(
     _die_with(parent)
     answer = make()
     _silence()
-    # suppressed, as the parent has then ended; a FrameError may also mean an incomplete or too large frame
+    # these errors mean that the parent has ended; a FrameError may also mean an incomplete or too large frame
     with socket.socket(fileno=0) as connection, contextlib.suppress(EOFError, FrameError, OSError):
         _send(connection, frames.frame(Hello(os.getpid())))
-        while True:  # no variable names a job or its answer, so that neither stays in memory until the next job
+        while True:  # a variable for the job or its answer would keep it in memory until the next job
             _send(connection, answered(frames.job(receive_frame(connection, max_job_bytes))))
 
 
@@ -73,7 +73,7 @@ def _limit(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would contain input of clients
     if sys.platform.startswith("linux"):  # other systems refuse or ignore RLIMIT_AS
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-        with contextlib.suppress(OSError):  # the highest score: the kernel kills this process rather than its parent
+        with contextlib.suppress(OSError):  # at 1000, the highest score, the kernel kills this process first
             Path("/proc/self/oom_score_adj").write_text("1000")
 
 

@@ -17,7 +17,7 @@ _CONTEXT = re.compile(
 )
 _VERSION = "00"  # version of the W3C format that SIE writes
 _SAMPLED = 1  # bit in the flags of a trace context: the trace is sampled
-# trace id of the current task's work, as 32 hex digits; None if there is no trace, or if it is not sampled
+# trace id of the current task's work, as 32 hex digits; None without a trace, or if the trace is not sampled
 TRACE_ID: ContextVar[str | None] = ContextVar("sie_trace_id", default=None)
 
 

@@ -34,13 +34,13 @@ from sie_contracts.wire import configs, topology
 from sie_contracts.wire.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel, has_seen
 from sie_runtime.process import Stop, Trouble, retry
 
-READ_S = 30.0  # seconds within which the config service must answer a request
+READ_S = 30.0  # seconds within which the config service must send the whole reply to a request
 FIRST_RETRY_S = 0.5  # seconds before the first retry; the pause doubles up to the poll interval
-# largest random pause, in seconds, before a read of the epoch outside of the poll, so that processes do not all read it
-# at the same time
+# largest random pause, in seconds, before the read of the epoch after a missed delta or a reconnect, so that processes
+# do not all read at the same time
 SPREAD_S = 0.2
 _SLICE = 50  # number of catalogue entries that are parsed (in about 1 ms) before other tasks may run
-# results of a valid delta. untrusted: unknown sender. gap: an earlier delta is missing. stale: an old write
+# results of a valid delta. untrusted: unknown sender. gap: an earlier delta is missing. stale: a known write
 _RESULTS = ("applied", "untrusted", "gap", "stale")
 _logger = logging.getLogger("sie.feed")
 
@@ -172,7 +172,7 @@ class CatalogueFeed:
         bundle: str | None = None,
     ) -> None:
         self.catalogue = initial or Catalogue()
-        self.first = asyncio.Event()  # set when there is a snapshot: `initial`, or the first that was read
+        self.first = asyncio.Event()  # set when `catalogue` is a snapshot: `initial`, or the first export
         if initial is not None:
             self.first.set()
         # number of deltas since the start of the process, by (kind, result)
@@ -293,8 +293,8 @@ class CatalogueFeed:
         the service lost writes. `epoch`: epoch of the service. `before`: epoch of this reader when the request was
         sent.
 
-        New writes may then get epochs that this reader already has for other contents. So this reader reads the whole
-        catalogue again as soon as the service has a newer epoch.
+        The service may give a new write an epoch under which this reader already has another catalogue. So this reader
+        reads the whole catalogue again as soon as the service has a newer epoch.
         """
         if epoch != before and has_seen(before, epoch):
             self._is_rewound = True

@@ -10,8 +10,8 @@ revocation. So each record is in two buckets, and the stricter of the two record
 first and the copy second; a removal changes the copy first. So if only the copy has a record, the bucket has lost it.
 
 A token has 256 random bits, so it cannot be guessed from its digest. A slow salted hash, which passwords need, would
-cost milliseconds per request and would not make it safer. While the broker cannot be reached, the keys that were read
-last stay valid. Every process uses the broker's clock to check whether a key has expired.
+cost milliseconds per request and would not make tokens safer. While the broker cannot be reached, the last keys that
+were read stay valid. Every process uses the broker's clock to check whether a key has expired.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ def encode(key: Key) -> bytes:
 def decode(entry: Entry) -> Key:
     """Return the key in an entry. Raises ValueError if the entry was removed, is not a key, or has another id."""
     if entry.value is None:
-        raise ValueError("it was removed")
+        raise ValueError("the key was removed")
     key = msgspec.json.decode(entry.value, type=Key)
     if key.id != entry.key:
-        raise ValueError("its value has the id of another key")
+        raise ValueError("the value has the id of another key")
     return key
 
 
@@ -168,8 +168,8 @@ class KeyBuckets:
 
     async def read(self) -> list[tuple[Key, int]]:
         """Return (key, revision of its record in the bucket) for all keys. The revision is 0 if only the copy has the
-        key. Of the two records of a key, the stricter one is returned, which also counts at gateways. A record in the
-        bucket that cannot be decoded has a revision too, so that a write of the key replaces this record.
+        key. If bucket and copy have different records of a key, the stricter record is returned, as at gateways. A
+        record in the bucket that cannot be decoded has a revision too, so that a write of the key replaces this record.
         """
         keys = {key.id: key for key, _ in readable(await self.copy.entries())}
         entries = await self.bucket.entries()
@@ -245,7 +245,7 @@ class Keys:
                             _logger.info("bucket %s was read; %d keys are known", record.bucket.name, len(self._by_id))
                 # `loaded` depends on the bucket alone, not on its copy
                 self.loaded = self.loaded or not troubles[0].lasting
-                if not self._records[0].is_stale:  # losses are known only after a read
+                if not self._records[0].is_stale:  # while the bucket's records are stale, keys may look lost
                     lost = self.lost()
                     # a key counts as lost only after two checks in a row, because the watches of the two buckets may
                     # deliver a change at different times
@@ -277,8 +277,8 @@ class Keys:
 
 
 def lost_keys(bucket: Mapping[str, Key], copy: Mapping[str, Key]) -> list[Key]:
-    """Return the keys that the bucket has lost, oldest first: keys that are only in the copy, and keys that only the
-    copy has as revoked.
+    """Return the keys that the bucket has lost, oldest first: keys that only the copy has, and keys that are revoked
+    only in the copy.
     """
     lost = [key for key_id, key in copy.items() if stricter(bucket.get(key_id), key) is not bucket.get(key_id)]
     return sorted(lost, key=lambda key: key.created_s)

@@ -36,15 +36,15 @@ class Fold:
 
     def __init__(self, metric: Metric) -> None:
         self._labels = metric.labels
-        # only labels in FOLDED can have any number of values; without such labels, all label sets are within `most`
+        # only labels in FOLDED can have any number of values: without these labels, no label set needs `other`
         self._rest = metric.rest if FOLDED.intersection(metric.labels) else 0
         self._most = metric.most - self._rest
         self._known: set[tuple[str, ...]] = set()
         self._folded: set[tuple[str, ...]] = set()
 
     def __call__(self, values: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the label set under which `values` are counted. This is `values` if the limit allows a further label
-        set; else `values` with `other` for the labels in FOLDED, if the limit allows this; else `other` for all labels.
+        """Return the label set under which `values` are counted: `values`, if the limit allows another label set. Above
+        the limit, labels in FOLDED get the value `other`; if the limit does not allow this either, all labels get it.
         """
         if values in self._known or values in self._folded:
             return values
@@ -181,7 +181,7 @@ class MetricMaker:
         self._labelled: list[Labelled[Any]] = []
 
     def _turn(self) -> None:
-        """Rank the names, right after a scrape: the scrape has read the last values of the series that end here."""
+        """Rank the names right after a scrape, which has read the last values of series that the ranking removes."""
         if self.traffic.fade():
             for labelled in self._labelled:
                 labelled.turn(self.traffic)
@@ -235,8 +235,8 @@ class Scrape:
         return self._family(GaugeMetricFamily, name, values)
 
     def counter(self, name: str, values: Mapping[Labels, float] | float) -> CounterMetricFamily:
-        """Return a counter for values that other objects count. Label sets that were once counted as `other` stay
-        there, because a counter must never fall.
+        """Return a counter for values that other objects count. Label sets that were once counted as `other` stay under
+        `other`, because a counter must never fall.
         """
         return self._family(CounterMetricFamily, name, values)
 

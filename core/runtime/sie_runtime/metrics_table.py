@@ -3,9 +3,9 @@ docs/metrics.md are checked against it.
 
 `most`: largest number of label sets (combinations of label values) of a metric. It is limited because clients may name
 ten thousand models. Above this number, values are counted with `other` in the labels that FOLDED lists; `rest` label
-sets are reserved for this. In a metric with `series_per_name`, the busiest values of the first label (names) keep their
-own series. `series_per_name` series are reserved for each name; more are used if they are free. In any other metric,
-the label sets that occur first are kept. A process has at most MAX_SERIES series in total.
+sets are reserved for `other`. In a metric with `series_per_name`, the busiest values of the first label (names) keep
+their own series: `series_per_name` series are reserved for each name, and a name may use further free series. In any
+other metric, the label sets that occur first are kept. A process has at most MAX_SERIES series in total.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ OOM = {
     "batch_splits": "batches split",
 }
 _WORKER = (
-    # Chunks: rate, errors, duration
+    # Work items (chunks): rate, errors, duration
     Metric("sie_requests", "counter", "Chunks answered", ("model", "endpoint", "status"), 96, 18, series_per_name=2),
     Metric(
         "sie_request_duration_seconds",

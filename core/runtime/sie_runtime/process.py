@@ -34,7 +34,7 @@ GC_THRESHOLDS = (20_000, 20, 20)
 # short request waits for this time several times. With Python's default of 5 ms, these waits were most of the p99
 # latency of short requests.
 SWITCH_INTERVAL_S = 0.0005
-START_S = 30.0  # seconds after a first failure in which its cause may be another process that is still starting
+START_S = 30.0  # for these seconds after a first failure, the cause may be another process that is still starting
 # seconds that a failure must last before it is logged at level info: shorter failures occur at every start
 QUIET_S = 10.0
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms", "worker", "key")
@@ -159,7 +159,7 @@ async def wait_set(event: asyncio.Event, seconds: float | None) -> bool:
             await event.wait()
     except TimeoutError:
         pass
-    # If the task was cancelled before this call, asyncio.timeout raises this error at its end before Python 3.11.4.
+    # Before Python 3.11.4, a timeout raises this error, not TimeoutError, if the task was cancelled before this call.
     except asyncio.CancelledError:
         if not limit.expired() or task.cancelling() > cancels:
             raise
@@ -297,7 +297,7 @@ class Trouble:
 
     @contextlib.contextmanager
     def logged(self, *errors: type[Exception]) -> Iterator[None]:
-        """Record the success of the block, or its failure by one of `errors`, which is not raised."""
+        """Record a success, or a failure if the block raises one of `errors`. The error is not raised again."""
         try:
             yield
         except errors as error:
@@ -308,8 +308,8 @@ class Trouble:
 
 @contextlib.asynccontextmanager
 async def task_group(*expected: type[Exception]) -> AsyncIterator[asyncio.TaskGroup]:
-    """Open a TaskGroup. If all errors of its tasks have a type of `expected`, raise the first error alone. It is not
-    raised in an `except*` clause, because Python before 3.11.4 would raise an ExceptionGroup of it.
+    """Open a TaskGroup. If all errors of its tasks have a type of `expected`, raise the first error alone. No `except*`
+    clause raises this error, because Python before 3.11.4 would wrap the error in an ExceptionGroup.
     """
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -33,7 +33,7 @@ from sie_contracts.wire.trace_context import NONE, Context
 from sie_runtime.current_trace import STAGE
 from sie_runtime.process import Trouble
 
-GIVE_UP_S = 0.5  # seconds that `close` waits for an exporter after it has called its `shutdown`
+GIVE_UP_S = 0.5  # seconds that `close` waits after it has shut down the exporters
 FLUSH_S = 1.0  # seconds in which the last spans must be exported; `sie serve` waits only 3 s for the end of a worker
 Value = str | int | float | bool
 Kind = Literal["server", "consumer", "internal"]
@@ -68,7 +68,7 @@ class Span:
 
     @property
     def trace_id(self) -> str | None:
-        """Return the trace id as 32 hex digits; None if the trace is not sampled, so that no collector stores it."""
+        """Return the trace id as 32 hex digits; None if the trace is not sampled: no collector stores it then."""
         return trace.format_trace_id(self._span.get_span_context().trace_id) if self.is_recording else None
 
     def set(self, attributes: Mapping[str, Value]) -> None:
@@ -99,7 +99,7 @@ class Span:
         return end_ns
 
     def lead_to(self, span: Span) -> None:
-        """Add to this span a link to `span`: the run of an earlier request, which this request continues."""
+        """Add a link from this span to `span`: the span of an earlier request whose run this request continues."""
         self._span.add_link(span._span.get_span_context())
 
     def end(self, end_ns: int | None = None) -> None:
@@ -139,7 +139,7 @@ class Tracer:
         start_ns: int | None = None,
         attributes: Mapping[str, Value] | None = None,
     ) -> Span:
-        """Return a new span, which the caller must end. Without a valid `parent` it begins a new trace."""
+        """Return a new span, which the caller must end. Without a valid `parent`, this span begins a new trace."""
         above = _headers.extract(parent._asdict(), context.Context())
         linked = [trace.Link(span._span.get_span_context()) for span in links]
         span_kind = trace.SpanKind[kind.upper()]
@@ -154,7 +154,7 @@ class Tracer:
         flushing.join(FLUSH_S)
         if flushing.is_alive():
             for exporter in self._exporters:
-                exporter.shutdown()  # ends the wait of an exporter for its next attempt
+                exporter.shutdown()  # an exporter that waits for its next attempt stops waiting
             _logger.warning("the last spans were not exported within %g s and are dropped", FLUSH_S)
             flushing.join(GIVE_UP_S)
 

@@ -55,7 +55,7 @@ def start(settings: Tracing, component: str, instance: str = "") -> Tracer | Non
 
 
 def _unset_what_means_nothing() -> None:
-    """Remove environment variables that OpenTelemetry's specification treats as not set, but whose values its SDK
+    """Remove environment variables with values that OpenTelemetry's specification treats as not set, but its SDK
     refuses: an empty value, and the compression `none`.
     """
     for name in [name for name in os.environ if name.startswith("OTEL_")]:

@@ -26,7 +26,7 @@ MAX_ID_CHARS = 128
 _NO_FRAMES = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 REQUEST_ID = "sie.request_id"  # key in an ASGI scope: id of the request, created when the request arrives
 TRACE_ID = "sie.trace_id"  # key in an ASGI scope: trace id of the request, if it is traced
-# key in an ASGI scope: do not compress the reply, for example because gzip hardly compresses vectors
+# key in an ASGI scope: whether the reply stays uncompressed, for example because gzip hardly compresses vectors
 INCOMPRESSIBLE = "sie.incompressible"
 # key in an ASGI scope: time when the first byte of the request arrived, by time.perf_counter
 FIRST_BYTE = "sie.first_byte_s"
@@ -57,8 +57,8 @@ def uuid7() -> str:
 
 def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) -> list[tuple[bytes, bytes]]:
     """Return `headers` plus the headers of every reply, including probes, preflights and refusals: ids, trace,
-    versions, and security headers for browsers. A header in `headers` replaces the common header of the same name.
-    Header names should have only the characters a-z, 0-9 and -: a reply with another name takes two writes.
+    versions, and security headers for browsers. A header in `headers` replaces the common header of the same name. A
+    header name with characters other than a-z, 0-9 and - costs time: uvicorn then sends the reply in two writes.
 
     `x-request-id` is the client's id if this id has at most MAX_ID_CHARS characters of printable ASCII; otherwise the
     server's id.
@@ -110,9 +110,9 @@ def refusal(error: SIEError, request_id: str) -> tuple[bytes, dict[str, str]]:
 
 
 def documented(send: Send, elsewhere: str = "") -> Send:
-    """Return a `send` for the page that shows the OpenAPI document. It adds a Content-Security-Policy: the page may
-    load files and run scripts of this server and of the origins `elsewhere`. Inline scripts are allowed by their
-    digests.
+    """Return a `send` that adds a Content-Security-Policy to the page that shows the OpenAPI document. The page may
+    load files and run scripts of this server and of the origins `elsewhere`. Digests in the policy allow its inline
+    scripts.
     """
     start: MutableMapping[str, Any] = {}
 

@@ -1,7 +1,7 @@
 """Content-Encoding and Content-Type (RFC 9110, 8.3 and 8.4): requests may have gzip bodies, replies are compressed.
 
     request ──► Content-Type, Content-Encoding ──► decoded ──► limits on size and time ──► handler
-    reply   ──► compressed, if `CompressedReply` finds that this pays ──► connection
+    reply   ──► compressed, if `CompressedReply` decides so ──► connection
 
 Limits on a body count decompressed bytes. A body is decompressed in pieces, so a body that exceeds its limit costs no
 more than an uncompressed body of that size.
@@ -31,10 +31,11 @@ _TEXTUAL = ("json", "yaml", "xml", "javascript", "openmetrics-text")
 
 
 def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receive:
-    """Return a `receive` that returns the body decompressed, if its Content-Encoding is gzip.
+    """Return a `receive` that decompresses the body, if Content-Encoding is gzip. Return `receive` itself for a body
+    without an encoding, and for GET, HEAD and OPTIONS.
 
-    Raises UnsupportedMediaType for another encoding; bodies of GET, HEAD and OPTIONS are returned as they are. The
-    returned function raises InvalidInput for invalid gzip and for more than MAX_MEMBERS members.
+    Raises UnsupportedMediaType for another encoding. The returned function raises InvalidInput for invalid gzip and for
+    more than MAX_MEMBERS members.
     """
     named = (name.strip() for name in headers.get("content-encoding", "").lower().split(","))
     codings = [name for name in named if name not in ("", "identity")]
@@ -75,8 +76,8 @@ class _Gunzipped:
         return {"type": "http.request", "body": piece, "more_body": not self._is_complete}
 
     def _inflate(self, most: int, *, members: int) -> bytes:
-        """Decompress the first bytes of `_pending`, and keep only the other bytes in `_pending`. Returns at most `most`
-        bytes, and begins at most `members` gzip members.
+        """Decompress bytes at the start of `_pending`, and remove them from `_pending`. Returns at most `most`
+        decompressed bytes, and begins at most `members` gzip members.
         """
         plain = b""
         try:
@@ -109,8 +110,8 @@ def accepts_gzip(accepted: str) -> bool:
 
 
 class CompressedReply:
-    """Reply that is compressed by gzip if it is text, JSON, XML or the like, and if this pays (`_pays`). The head is
-    sent with the first piece of the body, because only this piece shows whether the body is short.
+    """Reply that is compressed by gzip if it is text (`_is_text`) and `_pays` returns True. The head is sent with the
+    first piece of the body, because only this piece shows whether the body is short.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -146,7 +147,7 @@ class CompressedReply:
     def _pays(self, start: MutableMapping[str, Any], size: int, *, is_last: bool) -> bool:
         """Return whether to compress the reply: the client accepts gzip, and the body has more than GZIP_OVER bytes or
         comes in pieces. A reply with an ETag is not compressed, because a strong ETag identifies exact bytes. A reply
-        with a Content-Encoding and a part of a resource (206) are not compressed either.
+        that already has a Content-Encoding, and a reply with a part of a resource (206), stay unchanged too.
         """
         names = {name for name, _ in start["headers"]}
         return (

@@ -1,4 +1,4 @@
-"""Routes of the catalogue. The config service serves all routes, a gateway the routes that read its catalogue."""
+"""Routes of the catalogue. The config service serves all of them, a gateway only routes that read the catalogue."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ CONFIG_ROUTES: tuple[Route, ...] = (
 
 def rendered(document: Any, accept: str, default: str) -> tuple[bytes, str]:
     """Return (encoded document, content type) in JSON or YAML. `document`: maps, lists, texts and numbers. `accept`: an
-    Accept header. The format with the highest weight is used, of equal weights the first. `default`: content type if
-    `accept` names neither format.
+    Accept header. Its format with the highest weight is used; if weights are equal, the first of these formats.
+    `default`: content type if `accept` names neither format.
     """
     weights = {
         name: weight for name, weight in accept_weights(accept).items() if name in _DOCUMENT_TYPES and weight > 0

@@ -6,12 +6,12 @@
 
 The head and the trailers of a request have together at most MAX_HEAD_BYTES, and so have the chunk headers between two
 pieces of a body. A head must be complete within HEAD_S. A client must send a body and read a response at least at the
-minimum rate of the server; time in which the server does not read the body is not counted. `Protocol._refuse` sends the
-usual error body, if the client cannot take this body for another response.
+minimum rate of the server; time in which the server does not read the body is not counted. `Protocol._refuse` sends an
+error body only if the client cannot take this body for the response to another request.
 
 `Guarded` checks the host name of a request, and which web page sent it. A web page can make a browser send requests to
 any address that the browser reaches. So a page of another site could send a form to this machine, or point its own host
-name to this machine (DNS rebinding). But the browser states the origin of the page, and the page cannot change it:
+name to this machine (DNS rebinding). But the browser names the origin of the page in headers that no page can change:
 
     Host: a name of this listener? ──► websocket, or method other than GET, HEAD, OPTIONS: do Origin and Sec-Fetch-Site
     show a page of this server, of SIE_ALLOWED_HOSTS or of SIE_CORS_ORIGINS, or no web page (curl)? ──► application
@@ -120,8 +120,8 @@ class _Cycle(RequestResponseCycle):
     """Sends the head and the body of a response by one write, if the body has one piece and a known length. uvicorn
     would send two writes, which takes 20 us of the 335 us of a request (bench/results/queue.md).
 
-    uvicorn sends all other responses (no length, HEAD, a connection that closes, unusual headers). In HTTP/1.0, which
-    has no chunks, a response of unknown length ends with the connection.
+    uvicorn sends all other responses (no length, HEAD, a connection that closes, unusual headers). HTTP/1.0 has no
+    chunks, so the end of the connection marks the end of a response of unknown length.
     """
 
     server_state: SharedState
@@ -190,10 +190,10 @@ class Protocol(HttpToolsProtocol):
 
     server_state: SharedState
     cycle: _Cycle  # the newest request
-    _oldest: _Cycle  # the oldest request without a complete response, which is answered now
+    _oldest: _Cycle  # the oldest request without a complete response: the request that is served now
     _in_head = False
-    # bytes of an incomplete head, without the piece of input in which the head began. While this first piece is parsed,
-    # the value is minus the size of the piece.
+    # bytes of an incomplete head that follow the piece of input in which the head began. While this first piece is
+    # parsed, the value is minus the size of the piece, so that adding this size afterwards gives 0.
     _head_bytes = 0
     _piece_bytes = 0
     _is_chunked = False
@@ -364,9 +364,9 @@ class Protocol(HttpToolsProtocol):
                 self._oldest = self.cycle
 
     def _should_upgrade(self) -> bool:
-        """Return whether a websocket begins. An upgrade that is offered while an earlier request is unanswered is
-        ignored (RFC 9110, 7.8): its response would come before the response of that request. An upgrade is also ignored
-        if the client has not read the earlier response: the websocket would not learn that its client does not read.
+        """Return whether to switch to a websocket. The server ignores an upgrade while an earlier request has no
+        complete response (RFC 9110, 7.8), because the websocket would begin before the end of that response. It also
+        ignores an upgrade if the client has not read earlier responses: the websocket would not notice this.
         """
         is_answered = self.cycle is None or self.cycle.response_complete
         return is_answered and not self.flow.write_paused and super()._should_upgrade()
@@ -381,7 +381,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
         if has_body and self.parser.should_upgrade():
-            return  # this parser skips the body after the offer of an upgrade, `_ignore_upgrade` parses it later
+            return  # this parser skips the body after an upgrade header; `_ignore_upgrade` parses the body later
         if self._body_timer is not None:
             self._body_timer.cancel()
             self._body_timer = None
@@ -437,10 +437,9 @@ class Protocol(HttpToolsProtocol):
             )
 
     def _refuse(self, error: SIEError, reason: str = "malformed") -> None:
-        """Answer a request that is malformed, too slow or above the limit on connections, and close the connection.
-        The answer follows the replies to earlier requests. Send nothing if the response of the request has begun, or if
-        the last request was read completely and is unanswered: the client would take the error for the reply to that
-        request.
+        """Send an error for input that is malformed, too slow or on a connection above the limit, after the responses
+        to earlier requests; then close the connection. Send no error if the response to this request has begun, or if
+        the last request was read completely and awaits its response: the client would take the error for this response.
         """
         self.server_state.refusals.note(reason, error.message)
         self._head_done()
@@ -450,7 +449,7 @@ class Protocol(HttpToolsProtocol):
         if cycle is not None and not cycle.response_complete and not cycle.more_body:
             cycle.keep_alive = False
             return
-        if self.pipeline and self.pipeline[0][0] is cycle:  # the newest request, which waits for earlier replies
+        if self.pipeline and self.pipeline[0][0] is cycle:  # earlier requests have no complete response yet
 
             async def refused(scope: Any, receive: Any, send: Any) -> None:
                 await refuse(scope, send, error)
@@ -508,15 +507,15 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def _probe(self, next_s: float) -> None:
-        """Send one interim response to a half-closed client, then look for a reset after growing pauses. If the client
-        has closed the connection, its host answers with a reset.
+        """Send one interim response to a half-closed client. If the client has closed the connection completely, its
+        host replies with a reset. Look for this reset after growing pauses.
         """
         if self.transport.is_closing() or self._oldest.response_started:
             return
         descriptor: int = self.transport.get_extra_info("socket").fileno()
         if not self._is_asked and not self.transport.get_write_buffer_size():
-            with contextlib.suppress(OSError):  # a broken connection is noticed by the poll below
-                # written directly to the socket, because the transport of asyncio would write later
+            with contextlib.suppress(OSError):  # the poll below notices a broken connection
+                # the transport of asyncio would write later, so this line writes to the socket
                 os.write(descriptor, b"HTTP/1.1 100 Continue\r\n\r\n")
             self._is_asked = True
         poll = select.poll()
@@ -527,13 +526,13 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(next_s, self._probe, min(2 * next_s, MAX_ASK_S))
 
     def shutdown(self) -> None:
-        """Close an idle connection without unread input now, any other connection after its next response."""
+        """Close an idle connection now if it has no unread input, any other connection after its next response."""
         if not self._is_lingering and not self.arriving:
             super().shutdown()
 
     @property
     def arriving(self) -> bool:
-        """Return whether a request is arriving: its head is incomplete, or its bytes are not read yet."""
+        """Return whether a request is arriving: its head is incomplete, or some received bytes are not parsed yet."""
         if (
             self.transport.is_closing()
             or self._is_lingering
@@ -577,8 +576,8 @@ _MAX_CACHED_HOST = 255
 
 
 class HostNames:
-    """Host names by which clients may address a listener. `allowed`: SIE_ALLOWED_HOSTS. If it is None, every name is
-    allowed; but on a loopback address only names of loopback and of this machine.
+    """Host names by which clients may address a listener. `allowed`: SIE_ALLOWED_HOSTS. If `allowed` is None, a
+    listener on a loopback address accepts only names of loopback and of this machine, any other listener every name.
     """
 
     def __init__(self, address: str, allowed: Sequence[str] | None, cors_origins: Sequence[str] = ()) -> None:
@@ -599,8 +598,8 @@ class HostNames:
         return self._is_any or self._is_own(name) or any(matches(host, name, port) for host in self._allowed)
 
     def _is_own(self, name: str) -> bool:
-        """Return whether a host name is allowed even if SIE_ALLOWED_HOSTS does not list it, because no foreign site can
-        point it to this machine in DNS (DNS rebinding).
+        """Return whether a host name is allowed even if SIE_ALLOWED_HOSTS does not list the name, because no foreign
+        site can point this name to this machine in DNS (DNS rebinding).
         """
         if name in (self._address, "localhost") or name.endswith(".localhost"):
             return True
@@ -623,7 +622,7 @@ class HostNames:
         return any(matches(host, name, port) for host in self._allowed if host != _ANY)
 
     def check(self, scope: Scope) -> None:
-        """Raise PermissionDenied for a foreign host name, and if a foreign page would change or compute something."""
+        """Raise PermissionDenied for a foreign host name, and if a foreign page may change or compute something."""
         host, origins, site = b"", [], b""
         for name, value in scope["headers"]:
             if name == b"host" and value:
@@ -677,7 +676,7 @@ class Guarded:
 
 
 def parts(host: str) -> tuple[str, str]:
-    """Split a Host header into name (IPv6 without brackets, no dot at the end) and port; empty if there is no port."""
+    """Return (name, port) of a Host header. The name has no brackets (IPv6), no final dot; a missing port is empty."""
     if host.startswith("["):
         name, _, rest = host[1:].partition("]")
         return name, rest.removeprefix(":")

@@ -2,8 +2,8 @@
 
     method, path ──Table──► Route ──► its scope, handler, label in metrics, body and replies (`openapi`)
 
-`{name}` in a path matches one segment, `{name:path}` matches one or more segments. If several paths match, a path
-without a placeholder is used, else the path with the longest literal parts.
+`{name}` in a path matches one segment, `{name:path}` matches one or more segments. If several paths match, `Table`
+prefers a path without a placeholder, then the path with the longest literal parts.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Table(Generic[R]):
         parts = [part[:_LIKE_PART] for part in path.split("/", _LIKE_PARTS + 1)[1:] if part]
         begins = [parts, ["v1", *parts], parts[1:] if parts[:2] == ["v1", "v1"] else []]
         starts = {"/".join(parts[:count]) for parts in begins for count in range(1, _LIKE_PARTS + 1)} - {"", "v1"}
-        # a route with the same beginning is suggested first; only if there is none, similar beginnings are compared
+        # prefer a route with the same beginning; compare similar beginnings only if no route has the same
         exact = next((head for head in self._heads if head in starts), None)
         like = (head for start in sorted(starts) for head in difflib.get_close_matches(start, self._heads, 1, _LIKE))
         head = exact if exact is not None else next(like, None)

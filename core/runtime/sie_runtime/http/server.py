@@ -76,7 +76,7 @@ class HttpServer:
     ) -> None:
         """Bind the port. Raises SettingError, which names `setting`, if this fails.
 
-        `websockets`: the websocket protocol; without it, an upgrade request is answered like a plain request.
+        `websockets`: class of the websocket protocol; if None, an upgrade is ignored, and the request is a plain one.
         `allowed_hosts` and `cors_origins`: see `HostNames`. `refused`: called with the reason, one of
         `refusals.REFUSED`, for each request that this server itself refuses or breaks off. `min_rate`: see
         `SharedState`.
@@ -127,7 +127,7 @@ class HttpServer:
                 isinstance(connection, Protocol) and connection.arriving for connection in self._state.connections
             ):
                 break
-        await asyncio.sleep(0)  # lets the tasks of the requests that were just read begin
+        await asyncio.sleep(0)  # lets the event loop start the tasks of the requests that arrived last
 
     async def stop(self, within_s: float = STOP_S) -> None:
         """Stop listening. Wait at most `within_s`, rounded up to whole seconds, for running requests and for clients
@@ -156,8 +156,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def accepts_json(accept: str) -> bool:
-    """Return whether an Accept header names application/json. `*/*` does not count, because curl sends it for people,
-    who prefer plain text.
+    """Return whether an Accept header names application/json. `*/*` does not count: curl sends `*/*`, and people who
+    use curl prefer plain text.
     """
     return accept_weights(accept).get("application/json", 0.0) > 0.0
 
@@ -176,7 +176,7 @@ def probes(
     """Return an application with the probes `/healthz`, `/livez`, `/ping` and `/readyz` and, if there is a registry,
     `/metrics`. `not_ready` returns why the process is not ready; None if it is ready.
 
-    `/readyz` answers in JSON if the Accept header names JSON. Only a gateway's reply has `healthy_workers`.
+    `/readyz` replies in JSON if the Accept header names JSON. Only a gateway's reply has `healthy_workers`.
     """
 
     async def readyz(scope: Scope, send: Send) -> None:

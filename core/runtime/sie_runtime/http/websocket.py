@@ -47,7 +47,7 @@ class _Handshake(ServerProtocol):
         self.scope: Scope = {REQUEST_ID: uuid7(), "headers": ()}
 
     def begin(self, scope: Scope) -> None:
-        """Use `scope`, which the application gets too, for the headers of replies, and store the request's id in it."""
+        """Use the `scope` of the application for the headers of replies, and store the request's id in this `scope`."""
         scope[REQUEST_ID] = self.scope[REQUEST_ID]
         self.scope = scope
 
@@ -75,14 +75,14 @@ class _Handshake(ServerProtocol):
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's websocket protocol with four changes: when the server ends, it sends close code 1001; the application
-    can disconnect a client; every handshake is answered by `_Handshake`; and messages of clients are read
-    slowly and discarded.
+    """uvicorn's websocket protocol with four changes. At the end of the server, clients get close code 1001. The
+    application can disconnect a client. `_Handshake` handles every handshake. Messages of clients are read slowly and
+    discarded.
     """
 
     scope: Any
     _unread = b""  # input that is not handled yet
-    _input_timer: asyncio.TimerHandle | None = None  # while it runs, no input is read
+    _input_timer: asyncio.TimerHandle | None = None  # no input is read while this timer runs
 
     def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any]) -> None:
         super().__init__(config, server_state, app_state)
