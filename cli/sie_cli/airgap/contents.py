@@ -128,8 +128,8 @@ class FileGathering:
         )
 
     def _backbones(self, folder: Path, place: str, entry: ModelEntry) -> None:
-        """Add the configuration and tokenizer of each backbone that a model such as GLiNER names by repository. In
-        the archive, these files are below the model's folder.
+        """Add the configuration and tokenizer of each backbone that a model such as GLiNER names by repository. In the
+        archive, these files are below the model's folder.
         """
         file = folder / families.row(entry.family).config_file
         raw = read_json(file)

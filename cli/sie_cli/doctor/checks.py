@@ -210,7 +210,7 @@ def _no_jetstream(url: str) -> Finding:
 
 
 async def streams(probe: ClusterProbe) -> CheckResult:
-    """Compare the broker's streams and consumers with this version's definitions, like `sie topology check`."""
+    """Compare the broker's streams and consumers with those that the settings require, like `sie topology check`."""
     connection = await probe.stream_broker()
     where = await broker_options(probe)
     try:
@@ -505,7 +505,7 @@ def _off(whose: str, ahead_s: float) -> Finding:
 
 
 async def versions(probe: ClusterProbe) -> CheckResult:
-    """Check that all processes and the installed package have the same version, as outside of an upgrade."""
+    """Check that all processes and the installed package have one version. Versions differ only during an upgrade."""
     by_version: dict[str, list[str]] = defaultdict(list)
     by_version[sie_contracts.__version__].append("this `sie`")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -99,8 +99,8 @@ def _payload_folder(probe: ClusterProbe) -> Path | None:
 
 
 async def ports(probe: ClusterProbe) -> CheckResult:
-    """Check that the processes of SIE answer at their ports for probes and metrics, and are ready. Check the ports
-    that the user set and the ports of the running `sie serve`. Do not check default ports, because another program may
+    """Check that the processes of SIE answer at their ports for probes and metrics, and are ready. Check the ports that
+    the user set and the ports of the running `sie serve`. Do not check default ports, because another program may
     listen there.
     """
     findings, notes = [], []
@@ -285,7 +285,7 @@ def _driver() -> tuple[GpuDriver | None, str]:
 
 
 async def _torch() -> TorchBuild:
-    """Describe the installed torch. A child process imports torch, which takes much memory. Raises CheckSkipped."""
+    """Describe the installed torch. To save memory, only a child process imports torch. Raises CheckSkipped."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _TORCH, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

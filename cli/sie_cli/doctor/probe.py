@@ -257,8 +257,8 @@ class ClusterProbe:
 
     @property
     def config_token(self) -> Secret | None:
-        """Token for the config service, or None if its address came from the command line or from a gateway: the token
-        belongs to the configured address only.
+        """Token for the config service; None if the service's address came from the command line or from a gateway,
+        because the token belongs to the configured address only.
         """
         is_known = self.cluster.sources.get(CONFIG_URL) in ("environment", SOURCE)
         return self.cluster.config_token(writes=False) if is_known else None

@@ -42,8 +42,7 @@ class Measurement:
     """Result of one source. `values`: for each metric, one value per query, pair or text. The score of a metric is the
     mean of the values; with `gold` (human scores of pairs), the values' rank correlation with `gold`; with `weights`,
     the sum of the values divided by the sum of the weights. `bytes_per_item`: bytes of a document in an index; None for
-    scores, facts and tasks of mteb. `cost`: mean cost of encoding a document. `kinds`: one result for each kind of
-    facts.
+    scores, facts and tasks of mteb. `cost`: mean cost of encoding a document. `kinds`: one result per kind of facts.
     """
 
     source: str

@@ -122,9 +122,7 @@ class Sie:
         self.identity: Sequence[str] = [name, model, self.fingerprint] if self.fingerprint else []
 
     def machine(self) -> str:
-        """Return the machine profile of a worker that has the model loaded, or of any worker. Return an empty string
-        if there is no worker.
-        """
+        """Return the machine profile of a worker that has loaded the model, else of any worker, else ""."""
         workers = self._client.health()["workers"]
         having = [worker for worker in workers if self.model.partition(":")[0] in worker["loaded_models"]]
         return next((str(worker["gpu"]) for worker in [*having, *workers]), "")

@@ -46,8 +46,7 @@ class ResultCache:
         """Return one answer for each text: an array, a number, a list, or a map of arrays. If the cache lacks these
         answers, compute and store them. Raises CommandRefused, and the errors of `compute`.
 
-        `identity`: all data that the answers depend on, except the texts. If `identity` is empty (unknown), cache
-        nothing.
+        `identity`: all data that the answers depend on, except the texts. An empty (unknown) identity skips the cache.
         """
         if not identity:
             return compute()

@@ -215,7 +215,7 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
             yield entry.id, f"{entry.title or ''} {entry.text}".strip()
         elif entry.image is not None and entry.text is None:
             picture = ImagePath(file.parent / entry.image)
-            # The image is sent to a server, so a folder of another author must not refer to private files.
+            # A source may send the image to a server, so a task of another author must not name private files.
             if not picture.path.resolve().is_relative_to(file.parent.resolve()):
                 raise CommandRefused(f"{where}: {picture} is outside of the folder of the task")
             if not picture.path.is_file():

@@ -196,8 +196,8 @@ class OutputPlace:
 
     @classmethod
     def from_option(cls, text: str | None, *, is_new: bool = True) -> OutputPlace:
-        """Return the destination for the value of an option. Raises CommandRefused if the folder cannot be created,
-        or if `is_new` and the folder has the files of a job.
+        """Return the destination for the value of an option. Raises CommandRefused if the folder cannot be created, or
+        if `is_new` and the folder has the files of a job.
         """
         if text is None:
             return cls()
@@ -282,8 +282,8 @@ _CHECKED = ("text", "query", "document", "image", "documents", "id")  # options 
 
 
 def check_columns(path: Path, job_options: JobOptions) -> None:
-    """Raise CommandRefused before the upload if a local file lacks a column that the job reads. If the
-    packages for jobs are not installed, only the server checks the columns.
+    """Raise CommandRefused before the upload if a local file lacks a column that the job reads. If the packages for
+    jobs are not installed, only the server checks the columns.
     """
     from sie_contracts.api.jobs import JobInput
     from sie_contracts.errors import InvalidInput

@@ -30,7 +30,7 @@ class ResultTooLarge(Exception):
 
 
 class PagedText:
-    """Text in pages of at most PAGE_CHARS. A page ends at the last line break of its last quarter, if this has one."""
+    """Text in pages of at most PAGE_CHARS. A page ends at the last line break in its last quarter, or at PAGE_CHARS."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -58,8 +58,8 @@ DRAIN_S = 5.0  # seconds in which clients may still write vectors that they comp
 
 @dataclass(frozen=True)
 class LivePlan:
-    """User's request to migrate a live collection. `sink`, `url`: name and URL of the database. `accepts`: True
-    to continue despite low agreement or rows without a vector.
+    """User's request to migrate a live collection. `sink`, `url`: name and URL of the database. `accepts`: True to
+    continue despite low agreement or rows without a vector.
     """
 
     alias: str

@@ -524,8 +524,8 @@ def is_answered(info: JobInfo) -> bool:
 
 
 def has_files(folder: Path, job: str) -> bool:
-    """Return whether a folder has all files of a job. The manifest is the last file to be written, so only the manifest
-    is checked. Raises CommandRefused if the folder has the files of another job.
+    """Return whether a folder has all files of a job. The manifest is the last file to be written, so check only the
+    manifest. Raises CommandRefused if the folder has the files of another job.
     """
     try:
         job_id = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=JobManifest).job
