@@ -1,4 +1,4 @@
-"""Air-gap archive: one tar file that begins with its index. It can be written to and read from a pipe or a disk.
+"""Air-gap archive: one tar file that begins with its index. The writer and the reader do not seek, so a pipe suffices.
 
     airgap.json   Index: size and SHA-256 of every file, the entries of the catalogue
     SHA256SUMS    the same digests and the digest of airgap.json, in the format of `sha256sum -c`

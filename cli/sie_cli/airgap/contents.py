@@ -277,7 +277,7 @@ def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
 
 
 def _is_packaged(bundle: BundleEntry) -> bool:
-    """Return whether every installation has this bundle. Ignore families that installed plug-ins added."""
+    """Return whether every installation has this bundle. Ignore families that installed plug-ins added to it."""
     packaged = read_bundles(packaged_folder() / "bundles").get(bundle.id)
     return packaged is not None and msgspec.structs.replace(bundle, families=packaged.families) == packaged
 

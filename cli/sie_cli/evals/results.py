@@ -30,7 +30,7 @@ from sie_contracts.errors import UNDECODABLE
 from sie_store import durable
 
 GIT_S = 5.0
-FIGURES = {"model", "task", "kind", "rows"}  # figures that each result has
+FIGURES = {"model", "task", "kind", "rows"}  # keys that `figures` of every stored result must have
 TOLD_ITEMS = 3  # number of queries that are listed for a metric: those whose value decreased the most
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sie_contracts.api.jobs import Forecast, JobError
 
 
-COMPLETED, OTHERWISE, ROWS_FAILED = 0, 1, 3  # exit statuses
+COMPLETED, OTHERWISE, ROWS_FAILED = 0, 1, 3  # exit statuses; OTHERWISE: the job is not completed
 
 
 def exit_status(info: JobInfo) -> int:

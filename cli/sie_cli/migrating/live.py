@@ -495,7 +495,7 @@ class _LiveSteps:
         return scan
 
     async def _leave_out(self, side: Side, rows: Sequence[tuple[LiveRow, str]], scan: Scan) -> None:
-        """Count rows that get no vector, by reason. If searches use the other side, remove the outdated vectors."""
+        """Count rows that get no vector, by reason. If searches do not use `side`, remove their old vectors."""
         for row, reason in rows:
             scan.add_gap(row.id, reason)
         if rows:
