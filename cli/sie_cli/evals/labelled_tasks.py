@@ -275,7 +275,7 @@ def _phone(value: str, form: str) -> str:
 
 def redaction_forms() -> FactTask:
     """Return a task to redact values that have a pattern, such as card numbers: VALUES_PER_FORMAT values in each format
-    of FORMATS. The kind of a fact joins the kind of the value and the name of the format, such as `iban, lower case`.
+    of FORMATS. The kind of a fact has the kind of the value and the name of the format, such as `iban, lower case`.
     """
     values = _Values()
     texts = []

@@ -31,7 +31,7 @@ from sie_store import durable
 
 GIT_S = 5.0
 FIGURES = {"model", "task", "kind", "rows"}  # keys that `figures` of every stored result must have
-TOLD_ITEMS = 3  # number of queries that are listed for a metric: those whose value decreased the most
+TOLD_ITEMS = 3  # largest number of queries to list for a metric: those whose value decreased the most
 
 
 class StoredReport(msgspec.Struct):
