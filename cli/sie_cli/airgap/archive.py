@@ -1,4 +1,4 @@
-"""Air-gap archive: one tar file that begins with its index. It can be written to and read from a pipe or a disk.
+"""Air-gap archive: one tar file that begins with its index. The writer and the reader do not seek, so a pipe suffices.
 
     airgap.json   Index: size and SHA-256 of every file, the entries of the catalogue
     SHA256SUMS    the same digests and the digest of airgap.json, in the format of `sha256sum -c`
@@ -27,12 +27,12 @@ from sie_store.weights.manifest import FileFact, is_safe
 
 INDEX, SUMS, BILL = "airgap.json", "SHA256SUMS", "sbom.cdx.json"
 VERSION = 1
-# first parts that the paths in an archive may have; `load` itself writes only other paths (models/, serve.env)
+# Allowed first parts of the paths in an archive. `load` writes its own files to other paths (models/, serve.env).
 FOLDERS = ("cache", "golden", "licences", BILL, "weights")
 MAX_INDEX_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
 _BLOCK, _RECORD = 512, 20 * 512
-_USTAR_LIMIT = 1 << 33  # sizes from this one on do not fit into the header's 11 octal digits; they are in base 256
+_USTAR_LIMIT = 1 << 33  # larger sizes, and this size, exceed the header's 11 octal digits, so they are in base 256
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _DAMAGED = "the archive is damaged, or `sie airgap create` did not make it; copy it again"
@@ -109,9 +109,9 @@ def write(
     source: Callable[[str], AbstractContextManager[BinaryIO]],
     progress: ByteProgress,
 ) -> str:
-    """Write an archive. Return the SHA-256 of its index, which identifies the whole archive. `progress` is called with
-    the size of each written piece. Raises CommandRefused for an index that `decode` refuses, and for a file that
-    differs from the index (changed or damaged) or whose name is too long. Raises OSError.
+    """Write an archive. Return the SHA-256 of its index, which identifies the whole archive. Call `progress` with the
+    size of each written piece. Raises CommandRefused if `decode` refuses the index, if a file differs from the index
+    (changed or damaged), or if a file name is too long. Raises OSError.
     """
     raw = encode(index)
     decode(raw)  # raises for an index that no reader would accept
@@ -191,7 +191,7 @@ class ArchiveReader:
                 )
         if self._exactly(2 * _BLOCK) != bytes(2 * _BLOCK):
             raise CommandRefused(f"the archive has data after the last file of its index: {_DAMAGED}")
-        rest = self._stream.read(_RECORD + 1)  # may be zero bytes, because other tar programs pad the last record
+        rest = self._stream.read(_RECORD + 1)  # may be NUL bytes, because other tar programs pad the last record
         if len(rest) > _RECORD or any(rest):
             raise CommandRefused(
                 f"the file has more bytes after the end of the archive, at byte {self._at}: {_DAMAGED}"
@@ -201,8 +201,8 @@ class ArchiveReader:
         return b"".join(self._pieces(self._expect(name)))
 
     def _expect(self, name: str, size: int | None = None) -> int:
-        """Read the header of the next file, and return the file's size. Raises CommandRefused if this is not the plain
-        file `name` with `size` bytes, or with at most MAX_INDEX_BYTES if `size` is None.
+        """Read the header of the next file, and return the file's size. Raises CommandRefused if this file is not the
+        plain file `name` with `size` bytes, or with at most MAX_INDEX_BYTES if `size` is None.
         """
         try:
             member = tarfile.TarInfo.frombuf(self._exactly(_BLOCK), "utf-8", "strict")

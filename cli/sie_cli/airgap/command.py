@@ -165,8 +165,8 @@ def load_command(file: Path, folder: Path, at: Path | None, expected: str | None
 
 
 def _again(reader: ArchiveReader, folder: Path, at: Path) -> None:
-    """Write the entries of a folder again into which this archive was loaded. Raises CommandRefused if the folder has
-    other contents, or was changed.
+    """Write the entries again into a folder to which this archive was loaded before. Raises CommandRefused if the
+    folder has other contents, or was changed.
     """
     if not (folder / INDEX).is_file():
         raise CommandRefused(f"{folder} has other contents: name another --folder")
@@ -268,7 +268,7 @@ def _refusing() -> Iterator[None]:
 @contextmanager
 def _written(output: Path, size: int) -> Iterator[BinaryIO]:
     """Yield a file for an archive of files with `size` bytes, or standard output for `-`. At the end of the context,
-    the complete file is renamed to `output`. Raises CommandRefused, OSError.
+    rename the complete file to `output`. Raises CommandRefused, OSError.
     """
     if str(output) == "-":
         if sys.stdout.isatty():

@@ -46,7 +46,7 @@ _BACKBONE_FILES = ("*.json", "*.model", "*.txt")
 
 @dataclass(frozen=True)
 class ArchiveContents:
-    """Index of an archive, and the content of each of its files: as bytes, or as the path to read it from."""
+    """Index of an archive, and the content of each of its files: bytes, or the path of a local file."""
 
     index: ArchiveIndex
     files: Mapping[str, Path | bytes]
@@ -85,7 +85,7 @@ class FileGathering:
 
     @property
     def unread_bytes(self) -> int:
-        """Number of bytes that `facts` has to read to compute digests that no manifest has."""
+        """Number of bytes that `facts` has to read: the sizes of all files whose digest is not yet known."""
         return sum(
             source.stat().st_size
             for name, source in self.files.items()
@@ -93,7 +93,7 @@ class FileGathering:
         )
 
     def facts(self, progress: ByteProgress) -> dict[str, FileFact]:
-        """Return the size and digest of every file. `progress` is called with the size of each piece that is read."""
+        """Return the size and digest of every file. Call `progress` with the size of each piece that is read."""
         return {name: self._known.get(name) or _fact(source, progress) for name, source in self.files.items()}
 
     def model(self, entry: ModelEntry) -> ModelEntry:
@@ -128,8 +128,8 @@ class FileGathering:
         )
 
     def _backbones(self, folder: Path, place: str, entry: ModelEntry) -> None:
-        """Add the configuration and tokenizer of each backbone that a model such as GLiNER names by repository. Their
-        paths in the archive are below the model's folder.
+        """Add the configuration and tokenizer of each backbone that a model such as GLiNER names by repository. In the
+        archive, these files are below the model's folder.
         """
         file = folder / families.row(entry.family).config_file
         raw = read_json(file)
@@ -175,7 +175,7 @@ class FileGathering:
 
     def _lora(self, name: str, entry: ModelEntry) -> None:
         """Add a LoRA of the hub to the cache folder in the archive. Raises CommandRefused for a LoRA with a local path
-        or in the models folder: the site lacks this folder, and another name would change the model's fingerprint.
+        or in the models folder: the other site lacks this path, and another name would change the model's fingerprint.
         """
         is_path = Path(name).is_absolute() or name.startswith((".", "~"))
         located = None if is_path else self._sources.locate_lora(name, entry, self._models_dir)
@@ -277,7 +277,7 @@ def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
 
 
 def _is_packaged(bundle: BundleEntry) -> bool:
-    """Return whether every installation has this bundle. Families that installed plug-ins added to it are ignored."""
+    """Return whether every installation has this bundle. Ignore families that installed plug-ins added to it."""
     packaged = read_bundles(packaged_folder() / "bundles").get(bundle.id)
     return packaged is not None and msgspec.structs.replace(bundle, families=packaged.families) == packaged
 
@@ -309,7 +309,7 @@ def _fact(source: Path | bytes, progress: ByteProgress) -> FileFact:
 
 
 def _manifest(folder: Path) -> Mapping[str, FileFact]:
-    """Return size and digest of each file from the manifest of a folder; empty if it has no valid manifest."""
+    """Return size and digest of each file from the manifest of a folder, or {} without a valid manifest."""
     try:
         return decode((folder / MANIFEST).read_bytes()).files
     except (FileNotFoundError, ManifestError):

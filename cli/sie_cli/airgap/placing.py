@@ -83,7 +83,7 @@ def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
 
 def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) -> None:
     """Unpack an archive to `folder`. `at`: the path under which workers see this folder, for example in a container.
-    Raises CommandRefused, OSError; if the archive is refused, `folder` is not created.
+    Raises CommandRefused, OSError. The load of a refused archive creates no `folder`.
     """
     check(reader.index)
     folder = folder.resolve()  # the rename below replaces an empty folder, but not a symbolic link to a folder
@@ -120,8 +120,8 @@ def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) 
 
 
 def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
-    """Write entries, aliases, bundles and settings into `folder`. The paths in these files are below `at`. Files that
-    are up to date are not written again. Raises CommandRefused, OSError.
+    """Write entries, aliases, bundles and settings into `folder`. The paths in these files are below `at`. Do not write
+    files that are up to date. Raises CommandRefused, OSError.
     """
 
     def document(value: Any) -> bytes:
@@ -166,7 +166,7 @@ def wrong(
     folder: Path, index: ArchiveIndex, *, digests: bool = True, progress: ByteProgress = lambda _: None
 ) -> list[str]:
     """Return one line for each file of the index that is missing in a loaded folder or differs: its name and the
-    difference. Without `digests`, only sizes are compared.
+    difference. Without `digests`, compare only sizes.
     """
     return verify(folder, Manifest("air-gap", "archive", index.files), digests=digests, read=progress)
 

@@ -3,9 +3,9 @@
     models ─► components of type machine-learning-model, each with its files and their digests
     the software ─► the installed distributions that `sie serve` needs, with their requirements
 
-This module does not use CycloneDX's Python library, because it has no model cards. The document has no date, so that
-equal contents give equal bytes. Source: CycloneDX 1.6 JSON schema; purl types pypi and huggingface of the package-url
-specification; SPDX licence list, by `packaging`.
+This module does not use CycloneDX's Python library, because that library has no model cards. The document has no date,
+so that equal contents give equal bytes. Source: CycloneDX 1.6 JSON schema; purl types pypi and huggingface of the
+package-url specification; SPDX licence list, by `packaging`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def is_licence(name: str) -> bool:
 
 
 def spdx(licence: str) -> str:
-    """Return a licence as an SPDX expression. Return it unchanged if it is not an SPDX expression."""
+    """Return a licence as an SPDX expression. Return any other text unchanged."""
     from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
     try:

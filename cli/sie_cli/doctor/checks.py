@@ -93,7 +93,7 @@ def _refused(reply: ProbeResult, at_broker: str) -> Finding:
 
 
 async def broker_options(probe: ClusterProbe) -> str:
-    """Return the command-line options that name the broker; empty if its address is not known."""
+    """Return the command-line options that name the broker, or an empty string if the broker's address is unknown."""
     if probe.cluster.sources.get(BROKER_URL) == SOURCE:
         return f" --data-dir {shlex.quote(str(probe.data_dir))}"
     try:
@@ -210,7 +210,7 @@ def _no_jetstream(url: str) -> Finding:
 
 
 async def streams(probe: ClusterProbe) -> CheckResult:
-    """Compare streams and consumers with the expected ones, like `sie topology check`."""
+    """Compare the broker's streams and consumers with those that the settings require, like `sie topology check`."""
     connection = await probe.stream_broker()
     where = await broker_options(probe)
     try:
@@ -326,8 +326,8 @@ async def _catalogue(broker: NatsBroker) -> dict[str, str]:
 
 
 async def _jobs(broker: NatsBroker) -> dict[str, str]:
-    """Find jobs whose shards (records of the job's parts) exist without the job's entry. The entry was lost, because a
-    job's shards are removed before its entry.
+    """Find jobs whose entry was lost while their shards (records of the job's parts) still exist. The removal of a job
+    deletes the shards before the entry, so it never leaves shards without an entry.
     """
     jobs = {subject.rpartition(".")[2] for subject in await broker.subject_counts(JOBS, "$KV.*.job.>")}
     shards = {subject.split(".")[2] for subject in await broker.subject_counts(SHARDS, ">")}
@@ -385,7 +385,7 @@ async def config(probe: ClusterProbe) -> CheckResult:
 
 
 async def restored(probe: ClusterProbe, url: str) -> list[Finding]:
-    """List models that workers could not load, so that the config service restored an earlier revision."""
+    """List models whose earlier revision the config service restored, because workers could not load the new one."""
     answer = await probe.get(url, "/v1/configs/models", probe.config_token)
     fix = "correct the entry and write it again (sie models history ID, sie models set ID)"
     listed = answer.decoded(ConfigModels)
@@ -399,8 +399,8 @@ def drift(
     `workers`: name -> bundle and epoch of the worker.
 
     An epoch consists of the creation time of the catalogue's bucket and the number of a write. `epoch` has the last
-    write of the catalogue, and the last write that affects each bundle. Workers are compared with the write of their
-    bundle. If `epoch` is None, all are compared with the newest epoch of a gateway, workers only by the bucket.
+    write of the catalogue, and the last write that affects each bundle. A worker needs only the last write of its
+    bundle. If `epoch` is None, gateways need the newest epoch of a gateway, and workers need the bucket of that epoch.
     """
     latest = epoch.epoch if epoch else max(gateways.values(), key=_order_of_epoch, default="")
     findings = [
@@ -419,7 +419,7 @@ def drift(
 
 
 def _order_of_epoch(epoch: str) -> tuple[str, int]:
-    """Return a key that sorts epochs by age. The number of writes begins again in a new bucket."""
+    """Return a key that sorts epochs by age. A new bucket restarts the numbers, so the creation time comes first."""
     created, _, last = epoch.rpartition(":")
     return created, int(last) if last.isdigit() else -1
 
@@ -450,13 +450,13 @@ async def models(probe: ClusterProbe) -> CheckResult:
     return f"{counted(len(folders.files), 'model')} in {folder}", []
 
 
-# Accepted difference between a wall clock and the broker's, in seconds. Times in log lines and request ids come from
-# the wall clock of their machine. With a larger difference, their order across machines is wrong.
+# Accepted difference between a wall clock and the broker's clock, in seconds. Times in log lines and request ids come
+# from the wall clock of their machine. With a larger difference, their order across machines is wrong.
 CLOCK_S = 2.0
 
 
 async def clock(probe: ClusterProbe) -> CheckResult:
-    """Compare all wall clocks (this machine, gateways, config service, workers) with the broker's."""
+    """Compare all wall clocks (this machine, gateways, config service, workers) with the broker's clock."""
     connection = await probe.stream_broker()
     try:
         names = [str(info.config["name"]) for info in await connection.stream_infos()]
@@ -505,7 +505,7 @@ def _off(whose: str, ahead_s: float) -> Finding:
 
 
 async def versions(probe: ClusterProbe) -> CheckResult:
-    """Check that all processes and the installed package have the same version. They differ only during an upgrade."""
+    """Check that all processes and the installed package have one version. Versions differ only during an upgrade."""
     by_version: dict[str, list[str]] = defaultdict(list)
     by_version[sie_contracts.__version__].append("this `sie`")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -91,9 +91,9 @@ def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Map
     return check
 
 
-# Checks by name, except the check of the settings. A check changes nothing. It returns a text to show if there are no
-# findings, and its findings. It raises NotApplicable if this cluster or machine has nothing to check, and CheckSkipped
-# if the check is not possible.
+# Checks by name, except the check of the settings. A check changes nothing. It returns its findings, and a text for the
+# case that there are no findings. It raises NotApplicable if this cluster or machine has nothing to check, and
+# CheckSkipped if the check is not possible.
 CHECKS: dict[str, Check] = {
     "ports": machine.ports,
     "gateway": checks.gateway,

@@ -99,8 +99,8 @@ def _payload_folder(probe: ClusterProbe) -> Path | None:
 
 
 async def ports(probe: ClusterProbe) -> CheckResult:
-    """Check that the processes of SIE answer at their ports for probes and metrics, and are ready. These are the ports
-    that the user set and those of the running `sie serve`. Default ports are not checked, because another program may
+    """Check that the processes of SIE answer at their ports for probes and metrics, and are ready. Check the ports that
+    the user set and the ports of the running `sie serve`. Do not check default ports, because another program may
     listen there.
     """
     findings, notes = [], []
@@ -166,7 +166,7 @@ async def _is_open(port: int) -> bool:
     return True
 
 
-PROBE_S = 60.0  # seconds for `import torch`, which is slow if the kernel has not cached its files
+PROBE_S = 60.0  # limit in seconds for `import torch`, which is slow if the kernel has not cached torch's files
 _CONTROL = Path("/dev/nvidiactl")  # this device file exists once the NVIDIA driver has been loaded
 _PCI = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI ids: the vendor, and the class of display controllers
@@ -285,7 +285,7 @@ def _driver() -> tuple[GpuDriver | None, str]:
 
 
 async def _torch() -> TorchBuild:
-    """Describe the installed torch. Only a child process imports torch, to save memory here. Raises CheckSkipped."""
+    """Describe the installed torch. To save memory, only a child process imports torch. Raises CheckSkipped."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _TORCH, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

@@ -5,8 +5,8 @@ once, and all checks share the result. A check that waits for a change reads a s
     check ──► ClusterProbe.gateways() ┐
     check ──► ClusterProbe.gateways() ┴──► one task; both checks get its result
 
-If a check reaches its time limit, it stops waiting, but the task continues for the other checks. A token is sent only
-to the address for which it was configured.
+If a check reaches its time limit, it stops waiting, but the task continues for the other checks. The probe sends a
+token only to the address for which the token was configured.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class CheckSkipped(Exception):
 
 
 class NotApplicable(Exception):
-    """Error of a check for which this cluster or machine has no subject. The message has the reason."""
+    """Error of a check that has nothing to examine in this cluster or machine. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Reply to an HTTP request. `trouble`: the reason if no reply came. `ahead_s`: time of the server's clock (in the
-    request id) minus time of this machine's clock, with an error of at most `margin_s`, or None if the id has no time.
+    """Reply to an HTTP request. `trouble`: the reason if no reply came. `ahead_s`: the server's time minus this
+    machine's time, or None if the request id has no time. `margin_s`: largest error of `ahead_s`, in seconds.
     """
 
     url: str
@@ -245,7 +245,7 @@ class ClusterProbe:
         return self.settings.config_service_url or (health.config_url if health else None) or ""
 
     async def ask_config(self) -> ProbeResult:
-        """Request the config service's epoch; `config` caches it. Raises NotApplicable, CheckSkipped."""
+        """Get the config service's `/v1/configs/epoch`, which `config` caches. Raises NotApplicable, CheckSkipped."""
         if await self.is_standalone():
             raise NotApplicable("the catalogue is in the gateway's own process (--standalone)")
         url = await self.config_url()
@@ -257,8 +257,8 @@ class ClusterProbe:
 
     @property
     def config_token(self) -> Secret | None:
-        """Token for the config service. None if the service's address came from the command line or from a gateway: the
-        token belongs to the configured address only.
+        """Token for the config service; None if the service's address came from the command line or from a gateway,
+        because the token belongs to the configured address only.
         """
         is_known = self.cluster.sources.get(CONFIG_URL) in ("environment", SOURCE)
         return self.cluster.config_token(writes=False) if is_known else None
@@ -357,7 +357,7 @@ def _sockets_of_devices(first: Path) -> list[Path]:
 
 
 async def probe_socket(path: Path) -> AdapterSocket:
-    """Check that an adapter answers at a socket, and that only its user may open the socket. Return the adapter's
+    """Check that an adapter replies at a socket, and that no other user may open the socket. Return the adapter's
     description, or a fault and its remedy.
     """
     restart = (
@@ -379,7 +379,7 @@ async def probe_socket(path: Path) -> AdapterSocket:
         wrong = f"{path} may be opened by other users (mode {stat.S_IMODE(status.st_mode):04o}, expected 0600)"
         return AdapterSocket(path, wrong, f"chmod 600 {path}, and find out who changed the mode: the adapter sets 0600")
     if status.st_uid != os.geteuid():
-        return AdapterSocket(path, is_unseen=True)  # an adapter answers only its own user and root
+        return AdapterSocket(path, is_unseen=True)  # an adapter replies only to its own user and root
     try:
         async with asyncio.timeout(CALL_S):
             answer = await _describe(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 def scipy_docstrings() -> Iterator[tuple[str, str]]:
     """Yield `FILE:NAME` and the docstring of each public top-level function and class of scipy; the docstring is empty
-    if it is missing. Files in folders `tests` and `_lib` are skipped.
+    if it is missing. Skip files in folders `tests` and `_lib`.
     """
     import scipy
 
@@ -17,7 +17,7 @@ def scipy_docstrings() -> Iterator[tuple[str, str]]:
     for file in sorted(root.rglob("*.py")):
         if not {"tests", "_lib"}.isdisjoint(file.parts):
             continue
-        # the file is parsed and not imported, because an import has side effects
+        # parse the file and do not import it, because an import has side effects
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 yield f"{file.relative_to(root)}:{node.name}", ast.get_docstring(node) or ""

@@ -74,8 +74,8 @@ class _EvalContext:
 
 
 def run(spec: EvalSpec, gateway: EvalGateway) -> EvalOutcome:
-    """Measure a model, compare it with its targets, and return the outcome. Packages, task, results folder and sources
-    are checked before the measurement begins. Raises CommandRefused.
+    """Measure a model, compare it with its targets, and return the outcome. Check packages, task, results folder and
+    sources before the measurement begins. Raises CommandRefused.
     """
     packages.check(spec.task, spec.sources)
     task = tasks.find(spec.task)

@@ -29,7 +29,7 @@ class KindSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class LabelledText:
-    """Text with all its facts. `mentions`: entities that are sent with the text, for models that find relations."""
+    """Text with all its facts. `mentions`: entities that a source sends with the text, for models of relations."""
 
     text: str
     facts: Sequence[Fact]

@@ -1,4 +1,4 @@
-"""Tasks to find facts in texts. Most texts are templates that are filled with random values, with a fixed seed.
+"""Tasks to find facts in texts. Most texts are templates, filled with random values from a fixed seed.
 
 redaction, entities ──► templates of the package presidio-evaluator, values of Faker
 redaction-forms     ──► values of Faker and phonenumbers, in usual and in disguising formats
@@ -275,7 +275,7 @@ def _phone(value: str, form: str) -> str:
 
 def redaction_forms() -> FactTask:
     """Return a task to redact values that have a pattern, such as card numbers: VALUES_PER_FORMAT values in each format
-    of FORMATS. The kind of a fact joins the kind of the value and the name of the format, such as `iban, lower case`.
+    of FORMATS. The kind of a fact has the kind of the value and the name of the format, such as `iban, lower case`.
     """
     values = _Values()
     texts = []
@@ -314,7 +314,7 @@ def _valid(kind: str, values: _Values) -> Iterator[str]:
 
 
 _SLOT = re.compile(r"\{(\w+)\}")
-# relation -> statements. The first statement of a relation names its head before its tail
+# relation -> statements. The first statement names the head of the relation before the tail: `relations` relies on this
 _STATEMENTS: Mapping[str, Sequence[str]] = {
     "works for": ("{person} works for {company}.", "{company} has employed {person} for years."),
     "born in": ("{person} was born in {city}.", "{city} is the birthplace of {person}."),
@@ -327,7 +327,7 @@ _LABEL_OF_SLOT = {"person": "person", "company": "organization", "firm": "organi
 
 def relations() -> FactTask:
     """Return a task to find how people, companies and cities are related. A text has two statements about different
-    names, so most pairs of its names have no relation. The names are sent as mentions.
+    names, so most pairs of its names have no relation. The mentions of a text are its names.
     """
     values = _Values()
     texts = []

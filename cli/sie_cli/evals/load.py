@@ -1,5 +1,5 @@
 """Load generator for a source. In a closed loop, each client waits for its answer before it sends again. In an open
-loop, requests are sent at a fixed rate, whether or not earlier requests were answered.
+loop, the generator sends requests at a fixed mean rate, and does not wait for answers.
 
     requests ──► closed: N clients, or open: arrivals of a Poisson process ──► send ──► SentRequest
 
@@ -24,7 +24,7 @@ from sie_client.errors import SIEError
 from sie_contracts.settings import Secret
 
 PATIENCE_S = 60.0  # seconds to wait for an answer
-# limit for the requests in flight of an open loop; at this limit, a due request is counted as NOT_SENT
+# limit for the requests in flight of an open loop; at this limit, a due request is not sent and gets the code NOT_SENT
 MAX_IN_FLIGHT = 4096
 AFTER_FAILURE_S = 0.05  # seconds that a client of a closed loop waits after a failure
 NOBODY = "CONNECTION"  # code of a request whose connection failed
@@ -174,8 +174,8 @@ class WorkerWatch:
         token = self._token.reveal() if self._token else None
         async with SIEAsyncClient(self._url, api_key=token, wait_for_capacity=False) as client:
             while (now_s := time.perf_counter()) < end_s:
-                # Each frame gets a new connection. On an open connection the gateway sends five frames per second with
-                # all models of the catalogue, and this traffic would disturb the measurement.
+                # Open a new connection for each frame. On an open connection the gateway sends five frames per second
+                # with all models of the catalogue, and this traffic would disturb the measurement.
                 try:
                     async with asyncio.timeout(FRAME_S), contextlib.aclosing(client.watch("/ws/status")) as messages:
                         frames.append(await anext(messages))

@@ -42,8 +42,8 @@ class Mteb:
 
 
 def find(name: str) -> Mteb:
-    """Load a task of mteb. If the hub is unreachable, read its datasets from the cache of huggingface_hub. Raises
-    CommandRefused for a name that the library does not have, and NoHub if the task cannot be loaded.
+    """Load a task of mteb. If the hub is unreachable, read the task's datasets from the cache of huggingface_hub.
+    Raises CommandRefused for a name that the library does not have, and NoHub if the task cannot be loaded.
     """
     try:
         import httpx

@@ -131,8 +131,8 @@ class OpenSources:
         return source
 
     def _scores_pairs(self) -> bool:
-        """Return whether the model scores pairs, as the first open source says. If no source is open, the entry in this
-        installation's catalogue decides: a model whose entry lacks dense vectors scores pairs.
+        """Return whether the model scores pairs, according to the first open source. If no source is open, the entry in
+        this installation's catalogue decides: a model whose entry lacks dense vectors scores pairs.
         """
         if self.sources:
             return self.sources[0].scores_pairs

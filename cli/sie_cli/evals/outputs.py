@@ -1,4 +1,4 @@
-"""Kinds of vectors: how they are requested and compared, and how many bytes an index needs for one vector.
+"""Kinds of vectors: how `sie eval` requests and compares them, and how many bytes an index needs for one vector.
 
 dense │ float16 │ int8 │ binary │ binary+rescore │ dims=N │ sparse │ multivector │ muvera │ chunks=N │ chunks=N+context
 """

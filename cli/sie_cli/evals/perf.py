@@ -108,7 +108,7 @@ def measure(
     watches: Mapping[str, WorkerWatch],
     advance: Callable[[], None],
 ) -> Iterator[list[LoadPoint]]:
-    """Yield, for each level, a list with one point per source. `watches`: the source's name -> watch of its devices.
+    """Yield, for each level, a list with one point per source. `watches`: source name -> watch of the source's devices.
     `advance`: called after each point. If a source cannot connect to its server, the measurement ends after the level.
     """
     with asyncio.Runner() as runner:

@@ -40,9 +40,9 @@ Run = dict[str, dict[str, float]]  # query -> document -> score
 @dataclass(frozen=True)
 class Measurement:
     """Result of one source. `values`: for each metric, one value per query, pair or text. The score of a metric is the
-    mean of its values; with `gold` (human scores of pairs), their rank correlation with `gold`; with `weights`, their
-    sum divided by the sum of the weights. `bytes_per_item`: bytes of a document in an index; None for scores, facts and
-    tasks of mteb. `cost`: mean cost of encoding a document. `kinds`: one result for each kind of facts.
+    mean of the values; with `gold` (human scores of pairs), the values' rank correlation with `gold`; with `weights`,
+    the sum of the values divided by the sum of the weights. `bytes_per_item`: bytes of a document in an index; None for
+    scores, facts and tasks of mteb. `cost`: mean cost of encoding a document. `kinds`: one result per kind of facts.
     """
 
     source: str
@@ -71,7 +71,7 @@ class Measurement:
 @dataclass(frozen=True)
 class Difference:
     """Difference of a metric between two sources. `interval`: bounds of its confidence interval at CONFIDENCE; None if
-    the metric has only one value for all queries, as mteb returns it.
+    the metric has only one value for all queries, as in results of mteb.
     """
 
     value: float
@@ -201,7 +201,7 @@ def _nearest(task: Retrieval, step: EvalStep, work: EvalWork) -> tuple[Run, floa
 
 
 def _reranked(task: Retrieval, source: EvalSource, run: Run, work: EvalWork) -> Run:
-    """Sort the first FIRST_STAGE documents of each ranking by the source's scores. The others keep their order."""
+    """Sort each ranking's first FIRST_STAGE documents by the source's scores. The other documents keep their order."""
     rankings = {}
     for query, ranking in run.items():
         keys = sorted(ranking, key=ranking.__getitem__, reverse=True)

@@ -2,9 +2,9 @@
 
 EvalReport ──► DATA_DIR/evals/MODEL/TASK/KIND/TIME-COMMIT-MACHINE.json ──► StoredReport
 
-KIND is `quality` or `perf`. The commands `list` and `compare` read these files. The source `targets` reads the newest
-result of the same machine profile if the user names no file of targets and the file of the catalogue lacks the model or
-task.
+KIND is `quality` or `perf`. The commands `list` and `compare` read these files. If the user names no file of targets,
+and the catalogue's file lacks the model or the task, the source `targets` reads the newest result of the same machine
+profile.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from sie_contracts.errors import UNDECODABLE
 from sie_store import durable
 
 GIT_S = 5.0
-FIGURES = {"model", "task", "kind", "rows"}  # figures that each result has
-TOLD_ITEMS = 3  # number of queries that are listed for a metric: those whose value decreased the most
+FIGURES = {"model", "task", "kind", "rows"}  # keys that `figures` of every stored result must have
+TOLD_ITEMS = 3  # largest number of queries to list for a metric: those whose value decreased the most
 
 
 class StoredReport(msgspec.Struct):

@@ -111,7 +111,7 @@ class Sie:
         self.scores_pairs = not outputs and "score" in self.info["tasks"]
         self.only_extracts = not outputs and not self.scores_pairs
         self.main = outputs[0] if outputs else DENSE
-        # Read the fingerprint from a response of the model: a gateway that has just started may not have it.
+        # Read the fingerprint from a response of the model: the `info` of a gateway that has just started may lack it.
         answer: Any = self.info
         if "text" in self.info["inputs"]:
             if self.only_extracts:
@@ -122,7 +122,7 @@ class Sie:
         self.identity: Sequence[str] = [name, model, self.fingerprint] if self.fingerprint else []
 
     def machine(self) -> str:
-        """Return the machine profile of a worker that has the model loaded, or of any worker; empty without workers."""
+        """Return the machine profile of a worker that has loaded the model, else of any worker, else ""."""
         workers = self._client.health()["workers"]
         having = [worker for worker in workers if self.model.partition(":")[0] in worker["loaded_models"]]
         return next((str(worker["gpu"]) for worker in [*having, *workers]), "")
@@ -325,7 +325,7 @@ def _weights_of(model: str) -> str:
 
 
 BATCH = 64  # number of texts per request; some servers refuse larger requests
-MAX_ANSWER_BYTES = 64 << 20  # limit for one answer; BATCH vectors of 32,768 numbers as JSON need less
+MAX_ANSWER_BYTES = 64 << 20  # limit for one response body; BATCH vectors of 32,768 numbers as JSON need less
 _UNREADABLE = (*UNDECODABLE, TypeError, LookupError, AttributeError)
 
 

@@ -46,13 +46,13 @@ class ResultCache:
         """Return one answer for each text: an array, a number, a list, or a map of arrays. If the cache lacks these
         answers, compute and store them. Raises CommandRefused, and the errors of `compute`.
 
-        `identity`: all data that the answers depend on, except the texts. If it is empty (unknown), nothing is cached.
+        `identity`: all data that the answers depend on, except the texts. An empty (unknown) identity skips the cache.
         """
         if not identity:
             return compute()
         digest = hashlib.blake2b(msgspec.msgpack.encode([list(identity), list(texts)]), digest_size=20).hexdigest()
         file = self._folder / f"{digest}.msgpack"
-        # a file in the cache is always complete, since it is written under another name first
+        # a file in the cache is always complete, because the code below first writes a file under another name
         with contextlib.suppress(FileNotFoundError, *UNDECODABLE):
             earlier: Sequence[Any] = arrays.unpack(arrays.decode_msgpack(file.read_bytes()))
             if len(earlier) == len(texts):
@@ -63,7 +63,7 @@ class ResultCache:
         answers = compute()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            half = file.with_suffix(f".{secrets.token_hex(8)}")  # another evaluation may write the same answers
+            half = file.with_suffix(f".{secrets.token_hex(8)}")  # random, as another evaluation may write this file
             half.write_bytes(msgspec.msgpack.encode([_packed(answer) for answer in answers]))
             half.replace(file)
         except OSError as error:

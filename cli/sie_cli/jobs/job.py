@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sie_contracts.api.jobs import Forecast, JobError
 
 
-COMPLETED, OTHERWISE, ROWS_FAILED = 0, 1, 3  # exit statuses
+COMPLETED, OTHERWISE, ROWS_FAILED = 0, 1, 3  # exit statuses; OTHERWISE: the job is not completed
 
 
 def exit_status(info: JobInfo) -> int:
@@ -51,7 +51,7 @@ def rows_text(info: JobInfo) -> str:
 
 
 def percent_done(info: JobInfo) -> int | None:
-    """Compute the percentage of completed rows; None before the rows are counted."""
+    """Compute the percentage of completed rows. Return None if the number of rows is not yet known."""
     total = info.counts.rows
     return None if total is None else 100 if not total else 100 * info.counts.done // total
 
@@ -196,8 +196,8 @@ class OutputPlace:
 
     @classmethod
     def from_option(cls, text: str | None, *, is_new: bool = True) -> OutputPlace:
-        """Return the destination for the value of an option. Raises CommandRefused for a folder that cannot be created;
-        with `is_new`, also for a folder with the files of a job.
+        """Return the destination for the value of an option. Raises CommandRefused if the folder cannot be created, or
+        if `is_new` and the folder has the files of a job.
         """
         if text is None:
             return cls()
@@ -251,8 +251,8 @@ def parse_chunks(text: str) -> dict[str, Any] | str:
 
 
 def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
-    """Convert command-line options to options of the client. Unset options are left out: then the server uses its
-    defaults. Raises BadParameter.
+    """Convert command-line options to options of the client. Omit unset options, so that the server uses its defaults.
+    Raises BadParameter.
     """
     if values["operation"] is None and (values["query"] or values["document"]):
         values["operation"] = "score"
@@ -269,7 +269,7 @@ def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
         "deadline": Deadline.parse(values["deadline"]).after(time.time()) if values["deadline"] else None,
         "windows": list(values["windows"]) or None,
     }
-    # a line break is hard to type in a shell, so the two characters \n stand for it
+    # a line break is hard to type in a shell, so users may type the two characters \n instead
     for name in ("text", "query", "document"):
         job_options[name] = job_options[name].replace("\\n", "\n") if job_options[name] else None
     context = {"context": False} if job_options.pop("no_context") else {}
@@ -282,8 +282,8 @@ _CHECKED = ("text", "query", "document", "image", "documents", "id")  # options 
 
 
 def check_columns(path: Path, job_options: JobOptions) -> None:
-    """Raise CommandRefused if a local file lacks a column that the job reads, so that it is not uploaded in vain. If
-    the packages for jobs are not installed, only the server checks the columns.
+    """Raise CommandRefused before the upload if a local file lacks a column that the job reads. If the packages for
+    jobs are not installed, only the server checks the columns.
     """
     from sie_contracts.api.jobs import JobInput
     from sie_contracts.errors import InvalidInput

@@ -11,7 +11,7 @@ from sie_client import AuthenticationError, SIEAsyncClient, SIEError
 from sie_runtime.keys import digest_of
 
 CHECK_EVERY_S = 30.0
-# seconds after the last successful check of a key in which the key is accepted although the next check fails
+# seconds for which a key stays valid after its last successful check, if later checks fail without refusing the key
 AWAY_S = 900.0
 MAX_KEYS = 1024
 WAIT_S = 2.0
@@ -20,7 +20,7 @@ WAIT_S = 2.0
 @dataclass(frozen=True)
 class AgentCaller:
     """Caller of a tool. `owner`: identifies the API key; limits count per owner. `session`: id of the caller's session;
-    a stored result is returned only to its owner in its session. `key_name`: name of the API key; None for the user of
+    the store returns a result only to its owner in its session. `key_name`: name of the API key; None for the user of
     this process.
     """
 
@@ -31,7 +31,7 @@ class AgentCaller:
 
 
 class KeyNames:
-    """Names of API keys, from the gateway's `GET /v1/whoami`. After CHECK_EVERY_S, a name is requested again."""
+    """Names of API keys, from the gateway's `GET /v1/whoami`. `name_of` requests a name again after CHECK_EVERY_S."""
 
     def __init__(self, gateway_url: str, clock: Callable[[], float] = time.monotonic) -> None:
         # this client has no key of its own, because each check sends the key to check

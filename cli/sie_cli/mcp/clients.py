@@ -21,8 +21,8 @@ class _OpenClient:
 
 
 class GatewayClients:
-    """Open clients by API key. Above MAX_CLIENTS, the clients that were unused for longest are closed. `timeout_s`:
-    seconds that a call waits for an answer. For half of this time a call waits for capacity.
+    """Open clients by API key. Above MAX_CLIENTS, `of_key` closes the clients that were unused for longest.
+    `timeout_s`: seconds that a call waits for an answer. A call waits for capacity for at most half of this time.
     """
 
     def __init__(self, gateway_url: str, timeout_s: float) -> None:

@@ -53,7 +53,7 @@ class McpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def read(path: Path | None) -> McpConfig:
-    """Return the content of the file; defaults without a file. Raises SettingError."""
+    """Return the content of the file, or defaults if `path` is None. Raises SettingError."""
     if path is None:
         return McpConfig()
     try:

@@ -1,5 +1,5 @@
-"""HTTP transport of `sie mcp`. The bearer token of a request is the API key of its caller, and is sent to the gateway
-only.
+"""HTTP transport of `sie mcp`. The bearer token of a request is the API key of its caller. `sie mcp` sends this key
+only to the gateway.
 
 request ──► Host and Origin ──► key known to the gateway? ──► session of the same key ──► AgentServer
 """
@@ -121,8 +121,8 @@ async def serve(
     lame_duck_s: float,
     drain_s: float,
 ) -> int:
-    """Serve the protocol over HTTP until `stop` is requested, and return the exit status. Calls in progress may take
-    `drain_s` longer. Raises SettingError.
+    """Serve the protocol over HTTP until `stop` is requested, and return the exit status. Calls in progress get
+    `drain_s` to end. Raises SettingError.
     """
     is_leaving = False
     names = HostNames(host, allowed_hosts)

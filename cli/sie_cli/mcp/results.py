@@ -30,7 +30,7 @@ class ResultTooLarge(Exception):
 
 
 class PagedText:
-    """Text in pages of at most PAGE_CHARS. A page ends at the last line break of its last quarter, if there is one."""
+    """Text in pages of at most PAGE_CHARS. A page ends at the last line break in its last quarter, or at PAGE_CHARS."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -90,8 +90,8 @@ class _StoredResult:
 
 
 class ResultStore:
-    """Results by owner and reference. Above MAX_RESULTS or OWNER_BYTES, the owner's least recently used results are
-    dropped; above TOTAL_BYTES, the least recently used of all owners. A result expires TTL_S after its last use.
+    """Results by owner and reference. Above MAX_RESULTS or OWNER_BYTES, `add` drops the owner's least recently used
+    results; above TOTAL_BYTES, the least recently used of all owners. A result expires TTL_S after its last use.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -5,7 +5,7 @@
     sie://collections         the collections that the caller may search
     sie://results/{id}/{page} a page of a result
 
-An agent receives an error as sentences. Arguments of calls are not logged, because they may have private texts.
+The server reports an error to the agent in sentences. Logs omit the arguments of calls, which may have private texts.
 """
 
 from __future__ import annotations

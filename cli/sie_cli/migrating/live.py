@@ -4,7 +4,7 @@ check ──► embed ──► quality ──► flip (store, then alias) ─�
                                  back, clean-up
 
 A scan embeds the rows that have no vector of their present text. Clients may write rows during a scan, so the command
-repeats the scan until a scan embeds only few rows. A side is the old or the new model with the vectors of this model.
+repeats the scan until a scan embeds only few rows. A side (`old` or `new`) is one of the two models with its vectors.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from sie_store.sinks.sink import PATIENCE, Output, SparseRow
 LiveUntil = Literal["check", "embed", "flip", "back", "clean-up"]
 LIVE_STEPS = ("check", "embed", "quality", "flip")
 SINKS = "SIE_JOBS_SINKS"
-IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # first connection: fails early, because the URL may be wrong
+IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # the first connection fails early, because the URL may be wrong
 # Number of rows per encode request and per write to the database. If a user restarts a killed command, the command
 # encodes at most this number of rows again. 32 multivectors of 512 tokens with 1,024 numbers are 64 MiB.
 EMBED_ROWS: dict[Output, int] = {"dense": 1_000, "sparse": 1_000, "multivector": 32}
 NEIGHBOURS = 10
 SEARCHES = 8  # largest number of concurrent searches
-FEW_ROWS, FEW_SHARE = 100, 0.001  # the last scan embeds at most 100 rows, or 0.1 % of all if that is more
+FEW_ROWS, FEW_SHARE = 100, 0.001  # the last scan embeds at most 100 rows or 0.1 % of all, whichever is more
 MAX_SCANS = 20
 GAP_IDS, GAP_ID_CHARS = 20, 100  # a report lists at most 20 ids of 100 characters
 PROGRESS_S = 10.0
@@ -58,8 +58,8 @@ DRAIN_S = 5.0  # seconds in which clients may still write vectors that they comp
 
 @dataclass(frozen=True)
 class LivePlan:
-    """User's request to migrate a live collection. `sink`, `url`: name and URL of the database. `accepts`: continue
-    despite low agreement or rows without a vector.
+    """User's request to migrate a live collection. `sink`, `url`: name and URL of the database. `accepts`: True to
+    continue despite low agreement or rows without a vector.
     """
 
     alias: str
@@ -212,7 +212,7 @@ class LiveMigration:
                 await self._steps(steps, alias, state)
 
     def _check_done(self, models: Mapping[Side, LiveModel], state: LiveState) -> None:
-        """Report that nothing is left to do: the alias names the new model, and no migration of the index is stored.
+        """Report that nothing is left to do: the alias names the new model, and the index has vectors of one model.
         Raises CommandRefused for --step back and clean-up, and if the index and the new model differ in width.
         """
         plan, old, new = self._plan, models["old"], models["new"]
@@ -270,7 +270,7 @@ class LiveMigration:
 
     @contextlib.contextmanager
     def _alias_follows(self, model: str) -> Iterator[None]:
-        """Add to an error of the alias change that searches already use the vectors of `model`."""
+        """If the change of the alias fails, add to its error that searches already use the vectors of `model`."""
         plan = self._plan
         try:
             yield
@@ -294,7 +294,7 @@ class LiveMigration:
         report.begin("flip")
         is_back = state.in_use == "old" and alias.target != plan.model
         # If the last change of the alias replaced the new model, an earlier --step back may have been killed before its
-        # last scans. This command then repeats the scans.
+        # last scans. In this case the command repeats these scans.
         if is_back and not (state.is_begun and last_former_target(alias.history) == plan.model):
             raise CommandRefused(
                 f"{plan.alias} names {alias.target} and {plan.collection} uses the vectors of that model: there is "
@@ -495,7 +495,7 @@ class _LiveSteps:
         return scan
 
     async def _leave_out(self, side: Side, rows: Sequence[tuple[LiveRow, str]], scan: Scan) -> None:
-        """Count rows that get no vector, by reason. If searches use the other side, remove the outdated vectors."""
+        """Count rows that get no vector, by reason. If searches do not use `side`, remove their old vectors."""
         for row, reason in rows:
             scan.add_gap(row.id, reason)
         if rows:

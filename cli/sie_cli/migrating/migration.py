@@ -3,7 +3,7 @@
 MigrationPlan ──► check ──► quality ──► embed ──► shadow ──► flip ──► report
 
 The steps before `shadow` do not change the alias. The config service refuses a write if another user has changed the
-alias since this command read it.
+alias since this command read the alias.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from sie_contracts.errors import UNDECODABLE
 from sie_contracts.models.entries import VECTORS
 
 PROBE = "A text that shows whether the model answers."
-LOOK_S = 0.5  # seconds between two polls of the shadow's measurements or of the gateways' revisions
+LOOK_S = 0.5  # seconds between two polls of the shadow model's measurements or of the gateways' revisions
 FOLLOW_S = 10.0  # longest wait for all gateways to use a new revision of the alias
 FAILED_ROWS = 5  # largest number of failed rows to print
 _Number = Annotated[int, Meta(ge=0)]
@@ -83,7 +83,7 @@ class _ModelFields(Struct, frozen=True):
 class MigrationPlan:
     """User's request for a migration. Before the flip, the gateway sends copies of a share of the alias's requests to
     the new model (the shadow) for `shadow_s` seconds, or until the new model has encoded `shadow_copies` copies.
-    `accepts`: continue despite low agreement or rows that the job could not encode.
+    `accepts`: True to continue despite low agreement or rows that the job could not encode.
     """
 
     alias: str
@@ -142,7 +142,7 @@ class MigrationReport:
 @dataclass
 class Migration:
     """Run of a migration. `_clients`: one client for each gateway, first the client of the gateway at `_url`. `_err`:
-    print progress to standard error.
+    True to print progress to standard error.
     """
 
     _clients: Sequence[SIEClient]
@@ -509,8 +509,8 @@ class Earlier:
         return next((job for job in self.jobs if job.state not in LOST), None)
 
     def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
-        """Submit the job over the corpus. The idempotency key contains the id of this migration's newest job: otherwise
-        a repeated command would return the failed job and submit no new job.
+        """Submit the job over the corpus. The idempotency key contains the id of this migration's newest job. Without
+        this id, a command repeated after a failed job would get this job back and submit no new job.
         """
         before = self.jobs[0].id if self.jobs else ""
         return client.jobs.submit(
@@ -524,8 +524,8 @@ def is_answered(info: JobInfo) -> bool:
 
 
 def has_files(folder: Path, job: str) -> bool:
-    """Return whether a folder has all files of a job: whether its manifest, the last file to be written, exists. Raises
-    CommandRefused if the folder has the files of another job.
+    """Return whether a folder has all files of a job. The manifest is the last file to be written, so check only the
+    manifest. Raises CommandRefused if the folder has the files of another job.
     """
     try:
         job_id = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=JobManifest).job
@@ -624,7 +624,7 @@ class Aliases:
 
     def read(self, name: str) -> Present:
         """Read an alias. Raises CommandRefused for a model, or for an alias of several models."""
-        # The history is read before the document: if the alias changes between the two reads, the revision from the
+        # Read the history before the document: if the alias changes between the two reads, the revision from the
         # history is outdated, and the config service refuses a write based on this revision.
         history = self._service.read(path_of(name, "/history"), _RevisionList).body.revisions
         document: _AliasFields = self._service.read(path_of(name), _AliasFields).body
@@ -705,7 +705,7 @@ def _touches(revision: AliasRevision, pattern: re.Pattern[str]) -> bool:
 
 
 def shadow_since_s(history: Sequence[AliasRevision]) -> float:
-    """Return the Unix time (s) of the shadow's last change, or of the oldest revision if no change is stored."""
+    """Return the Unix time (s) of the shadow's last change, or of the oldest revision if none changed the shadow."""
     start = next((revision for revision in history if _touches(revision, _SHADOW)), history[-1])
     return start.created_at.timestamp()
 
@@ -729,8 +729,8 @@ def last_former_target(history: Sequence[AliasRevision]) -> str | None:
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:
-    """Return the newest revision before the last flip that changed more than the shadow. Its restoration undoes the
-    flip. Raises CommandRefused if the target was never changed, if its last change was a rollback, or if no revision
+    """Return the revision that undoes the last change of the target when restored. Skip revisions that changed only the
+    shadow. Raises CommandRefused if the target was never changed, if its last change was a rollback, or if no revision
     before this change is stored.
     """
     flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]

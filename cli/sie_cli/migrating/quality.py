@@ -1,4 +1,4 @@
-"""Agreement of the old and the new model on a sample. With human judgements, also the quality of both.
+"""Agreement of the old and the new model on a sample. With human judgements, also the quality of both models.
 
 sample ──► `sie models compare` ──► Agreement         folder with judgements ──► `sie eval` ──► NDCG
 """
@@ -42,7 +42,7 @@ class QualityMeasurement:
 
     @property
     def rank(self) -> float | None:
-        """Return the mean rank correlation; None if no text has one, because all its similarities are equal."""
+        """Return the mean rank correlation over texts; None if the similarities of each text are all equal."""
         ranks = self.agreement.ranks
         return sum(ranks) / len(ranks) if ranks else None
 
