@@ -1,9 +1,9 @@
-"""Parent process of the adapters: does the imports, then forks one serving child process for each device. If a child
-dies, the parent forks a new child within milliseconds, or after a pause if the dead child lived for only a few seconds.
-The children of other devices continue.
+"""Parent process of the adapters: imports their modules, then forks one serving child process for each device. If a
+child dies, the parent forks a new child: within milliseconds, or after a pause if the dead child lived for at most
+STEADY_S. The children of other devices continue.
 
-    imports ──► fork ──► a child serves ──► it dies ──► fork again
-                                └──► all drained, one refuses its settings, or a signal to end ──► the parent ends
+    imports ──► fork ──► a child serves ──► the child dies ──► fork again
+                                └──► all children drained, a child refused its settings, or a signal ──► the parent ends
 
 The processes share the memory pages of the imported modules, so the parent adds little memory. While no child dies, the
 parent uses no processor time. A fork copies only the thread that calls it, so the parent runs no second thread. The
@@ -27,7 +27,7 @@ from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, end_signals
 
 STEADY_S = 5.0  # seconds; if a child lived longer, the parent replaces the child without a pause
-# pause before the fork after an early death of a child: 0.1 s at first, doubled at each further death up to 5 s
+# pause before the fork after an early death of a child: 0.1 s at first, doubled at each further early death up to 5 s
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 SIGNALS = frozenset({*end_signals(), signal.SIGCHLD})
 _PR_SET_PDEATHSIG = 1
@@ -47,12 +47,12 @@ class ForkResult(NamedTuple):
 
 
 def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: None) -> ForkResult:
-    """Fork `count` child processes that serve, and fork a new child when a child dies. Do not replace a child that
-    drained (status 0). Replace no child after a child refused its settings, or after a signal to end. In a child,
-    return at once: the caller then serves. In the parent, return when no child runs and no fork is due.
+    """Fork `count` child processes, and fork a new child when a child dies. In a child, return at once: the caller then
+    serves. In the parent, return when no child runs and no fork is due.
 
-    If this process cannot fork and `count` is 1, return as in child 0: this process then serves. Before the fork of a
-    new child, call `died` with the number of the dead child.
+    Do not replace a child that exits with status 0: the child has drained. After a signal to end, or if a child exits
+    with EXIT_BAD_SETTING, end all children. If this process cannot fork and `count` is 1, return as in child 0: this
+    process then serves. Before the fork of a new child, call `died` with the number of the dead child.
 
     Call this while the process has only one thread, with SIGNALS blocked. SIGNALS stay blocked in the children.
     """

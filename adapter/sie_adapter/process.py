@@ -1,9 +1,9 @@
-"""The life of the adapter's process, from start to exit.
+"""Start, serving and exit of the adapter's process.
 
     bundle ──► imports ──► bind the socket ──► fork (`forkserver`) ──► serve ──► drain ──► exit
 
-A worker has one child process and one socket for each of several devices. The import of this module is cheap, because
-`run` imports torch and the model code.
+A worker with several devices has one child process and one socket for each device. The import of this module is cheap,
+because only `run` imports torch and the model code.
 """
 
 from __future__ import annotations
@@ -38,18 +38,17 @@ _BACKLOG = 128
 
 
 def run(settings: Settings, *, spare: bool = False) -> int:
-    """Serve on `settings.ipc_socket_path` until a signal to end or Drain. Return the exit status. Call this on the main
-    thread.
+    """Serve on `settings.ipc_socket_path` until a signal to end or an ipc.Drain arrives. Then give running batches
+    DRAIN_S seconds to finish, and refuse waiting batches. Return the exit status. Call this on the main thread.
 
-    `spare`: on Linux, serve in a child process, and replace the child when it dies. The call then returns in the parent
-    and in the child. Several devices always have child processes. At the end, running batches have DRAIN_S seconds to
-    finish; the adapter refuses waiting batches. Raises SettingError if a device or a dependency of the bundle is
-    absent, or the models folder is not trusted.
+    `spare`: on Linux, serve in a child process, and replace the child when it dies. This function then returns in the
+    parent and in the child. With several devices, child processes always serve. Raises SettingError if a device or a
+    dependency of the bundle is absent, or the models folder is not trusted.
     """
     dependencies.check(settings)
     if warning := examined(allowed(settings)):
         _logger.warning("%s", warning)
-    # the signals stay blocked until this process handles them
+    # keep these signals pending until `keep_serving` waits for them or `_woken_by_signals` sets their handlers
     signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)
     _import()
     # check the devices before a socket exists, because probes treat an adapter with a socket as ready
@@ -239,5 +238,5 @@ def _listener(path: Path) -> Iterator[socket.socket]:
         try:
             yield listener
         finally:
-            if os.getpid() == owner:  # not in a failed child: the next child uses the socket
+            if os.getpid() == owner:  # a forked child keeps the file, because the next child uses the socket
                 path.unlink(missing_ok=True)

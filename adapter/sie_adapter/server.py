@@ -1,11 +1,11 @@
 """Unix socket of the adapter: one thread per connection, one request at a time on each connection.
 
-    accept ──► peer's uid ──► frame ──┬─► RunBatch ──► device thread, which answers on the connection itself
-                                      ├─► RunBatch that generates text ──► runs here
-                                      └─► other requests ──► answered here
+    accept ──► peer's uid ──► frame ──┬─► RunBatch ──► a device thread runs the batch and sends the reply
+                                      ├─► RunBatch that generates text ──► the connection's thread runs the batch
+                                      └─► other requests ──► the connection's thread replies
 
-The sidecar sends health checks (pings) on a connection without loads and batches, so a check waits for neither. Every
-request except Cancel gets exactly one final reply. A malformed frame ends its connection only.
+The sidecar sends health checks (pings) on a connection without loads and batches, so that no check waits for a load or
+a batch. Every request except Cancel gets exactly one final reply. A malformed frame closes only its own connection.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _CREDENTIALS = struct.Struct("3i")  # process id, user id and group id of the pe
 
 
 class AdapterServer:
-    """Server that answers requests to `engine` on the socket `listener`, which the caller must close."""
+    """Server for requests to `engine` on the socket `listener`. The caller must close `listener`."""
 
     def __init__(self, listener: socket.socket, engine: AdapterEngine, drain: Callable[[], None], trust: Trust) -> None:
-        """`drain` is called when a sidecar requests the end of the process. `trust`: which code of catalogue entries
-        this process may run, and which files they may name.
+        """`drain`: called after the reply to an ipc.Drain of a sidecar. `trust`: which code of catalogue entries this
+        process may run, and which files the entries may name.
         """
         self._trust = trust
         self._listener = listener
@@ -154,7 +154,7 @@ class AdapterServer:
             except OSError as error:
                 broken.append(error)
 
-        # the permission is created before the batch waits, so that it does not cover models that are used meanwhile
+        # create the permission before the batch waits: models that other batches use meanwhile must not be evicted
         permission = self._engine.residency.permission(request.may_drop)
         if self._engine.writes(request):
             with self._engine.writing():
@@ -201,7 +201,7 @@ class AdapterServer:
         except SIEError as error:
             reply_error = public(error.info())
             if reply_error.message != error.message:
-                # the error names a path of this machine, which only the log may show, because clients read the reply
+                # the message names a path of this machine; clients read the reply, so only the log may show the path
                 _logger.warning("the request %s was refused: %s", type(request).__name__, error.message)
             return Refused(reply_error, dropped=permission.dropped)
         except Exception:
@@ -259,8 +259,8 @@ def _send(connection: socket.socket, reply: Reply) -> None:
 
 
 def _is_gone(connection: socket.socket) -> bool:
-    """Return whether the running batch must stop, without waiting: the peer closed the connection, or sent a Cancel,
-    the only frame that it may send while a batch runs.
+    """Return whether the running batch must stop, because the peer closed the connection or sent a Cancel. Never waits.
+    Do not read the frame: while a batch runs, the peer may send no frame except a Cancel.
     """
     poll = select.poll()
     poll.register(connection, select.POLLIN | getattr(select, "POLLRDHUP", 0))

@@ -43,8 +43,8 @@ _TRUNCATED_AT = 4.0  # radius at which the Gaussian blur is truncated, in standa
 
 
 class Owlv2:
-    """A `detector._DetectorKind` whose text and image encoders run in the precision of `compute`. The later
-    layers, which compute scores and boxes, run in float32: in 16 bits a box would be misplaced by several pixels.
+    """A `detector._DetectorKind` whose text and image encoders run in the precision of `compute`. The later layers
+    compute scores and boxes in float32, because in 16 bits a box would be misplaced by several pixels.
     """
 
     thresholds: ClassVar[Mapping[str, float]] = {"score_threshold": 0.1}

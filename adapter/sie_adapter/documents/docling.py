@@ -36,10 +36,10 @@ class DoclingModel:
     """Parser processes of one model, at most one for each core. Several threads may use the objects that `reading`
     returns at the same time.
 
-    A result is `{"data": {text, markdown, document, format, pages, page_starts, is_complete}}`; if the
-    parameter `tree` is false, a result has no `document`. The result is an InvalidInput if an input has no document, if
-    it asks for `ocr`, or if the document is refused (with the reason `invalid_media` and `document: ` before the
-    cause). Texts are not read.
+    A result is `{"data": {text, markdown, document, format, pages, page_starts, is_complete}}`. If the parameter `tree`
+    is false, a result has no `document`. The result is an InvalidInput if an input has no document or asks for `ocr`,
+    or if the document is refused (with the reason `invalid_media` and `document: ` before the cause). Texts are
+    not read.
     """
 
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw", documents=DocumentLimits(), writes=True)}
@@ -81,8 +81,8 @@ class DoclingCall:
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], documents: Sequence[DocumentFile | None]
     ) -> list[Result]:
-        """Return the content of each document, or its error. Raises InternalFailure with the reason `cancelled` if
-        no client waits any more.
+        """Return the content of each document, or its error. Raises InternalFailure with the reason `cancelled` if no
+        client waits any more.
         """
         refused = [_refusal(document, option) for document, option in zip(documents, options, strict=True)]
         parseable = [

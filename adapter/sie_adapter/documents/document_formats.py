@@ -27,7 +27,7 @@ _TEXTS = {
     "csv": "csv",
 }
 _PDF = b"%PDF-"
-_HEAD = 1024  # bytes at the start of a file that must contain the mark of a PDF, or the root element of an HTML page
+_HEAD = 1024  # bytes at the start of a file that must contain the mark `%PDF-`, or the root element of an HTML page
 # The group `(?>` of a comment is atomic: a comment ends at its first "-->", so the time to match many comments is not
 # exponential.
 _HTML = re.compile(rb"\s*(<\?xml[^>]*>\s*)?(?><!--.*?-->\s*)*+<(!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL)
@@ -60,7 +60,7 @@ def format_of(document: DocumentFile) -> str:
     if format_name in ("", *_TEXTS) and _HTML.match(head.removeprefix(_MARKS[0])):
         return "html"
     if format_name not in ("", *_TEXTS):
-        named = f"the request names the format {format_name}, but the content has another"
+        named = f"the request names the format {format_name}, but the content has another format"
         cause = named if format_name in FORMATS else "the format that the request names is not supported"
         raise fault("undecodable", f"{cause}; supported: {_READ}")
     text_format = _TEXTS.get(format_name, "md")

@@ -50,8 +50,8 @@ class ParserNotStarted(Exception):
 
 
 class Parsers:
-    """Pool of at most `most` parser processes. If all are busy when a document arrives, one more process starts.
-    Thread-safe.
+    """Pool of at most `most` parser processes. If all running processes are busy when a document arrives, one more
+    process starts. Thread-safe.
 
     `module`: the Python module that each process runs. The module must implement the protocol of `parser_frames`.
     """
@@ -67,7 +67,7 @@ class Parsers:
         """Start the first process. Raises ParserNotStarted if the process does not start."""
         self._deadline_s = deadline_s
         self._arguments = (module, str(os.getpid()), str(memory_bytes))
-        self._processes: dict[int, _ParserProcess] = {}  # by id of the pool's thread
+        self._processes: dict[int, _ParserProcess] = {}  # id of a thread of the pool -> its process
         # A process ends with the thread that started it (`confined`), so only the threads of the pool start
         # processes.
         self._threads = ThreadPoolExecutor(most, "parser")
@@ -113,7 +113,7 @@ class Parsers:
             return ResourceExhausted("no process that parses documents could be started")
         except Exception as error:
             # the error concerns one document, so the other documents of the call still get results
-            _logger.exception("parsing a document failed; its process is replaced")
+            _logger.exception("parsing a document failed; the parsing process is replaced")
             self._dismiss()
             return InternalFailure(f"parsing the document failed: {type(error).__name__}")
 
@@ -121,7 +121,7 @@ class Parsers:
         """Return the running process of this thread, or a new one if it has none. Raises ParserNotStarted."""
         process = self._processes.get(threading.get_ident())
         if process is not None and not process.runs:
-            _logger.warning("the parsing process %d ended while it had no document; it is replaced", process.pid)
+            _logger.warning("the parsing process %d ended without a document and is replaced", process.pid)
             self._dismiss()
             process = None
         if process is None:
@@ -155,7 +155,7 @@ class Parsers:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"
                 raise ResourceExhausted(message) from error
             raise fault("undecodable", "the parser of the document crashed") from error
-        # `end` may have killed the process after its answer, so the process must get no other document
+        # `_ParseCall.end` may have killed the process after its answer, so the process must get no other document
         if call.is_over:
             self._dismiss()
             raise cancelled()

@@ -48,8 +48,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # parameters of m
 
 
 def names_of(setting: str) -> list[str]:
-    """Return the device names in SIE_DEVICE; for `all`, the names of all GPUs. Each device gets an adapter process.
-    Call this while the process has only one thread and has not used CUDA.
+    """Return the device names in SIE_DEVICE; for `all`, the names of all GPUs, or `auto` without a GPU. Each device
+    gets an adapter process. Call this while the process has only one thread and has not used CUDA.
     """
     if setting != "all":
         return setting.split(",")
@@ -106,8 +106,8 @@ def require(name: str) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the torch device. `auto` is CUDA if present, else MPS, else the CPU. Raises SettingError if the
-    named device is absent.
+    """Return the torch device. `auto` is CUDA if present, else MPS, else the CPU. Raises SettingError if the named
+    device is absent.
     """
     require(name)
     # TF32 is switched off, because it has only 10 bits of mantissa, and a float32 model must compute in float32
@@ -319,8 +319,8 @@ def _own_limit() -> MemoryUse | None:
     limit = _data_limit()
     if limit is None or not _STATUS.exists():
         return None
-    # VmData also counts freed memory that the allocator keeps. This memory is
-    # subtracted, because the allocator reuses it first.
+    # VmData also counts freed memory that the allocator keeps. This memory is subtracted, because the allocator reuses
+    # it first.
     return MemoryUse(max(0, 1024 * _status_kib("VmData") - _free_in_allocator()), limit)
 
 
@@ -413,8 +413,8 @@ def _count_apart(more: int) -> None:
 
 @contextlib.contextmanager
 def without_loads() -> Iterator[bool]:
-    """Block new model loads and the return of memory to CUDA's driver while this context is open. A load or a return
-    synchronises the device, and the capture of a CUDA graph then fails. Yield True if no load is in progress.
+    """Block new model loads and the return of memory to CUDA's driver while this context is open. A load or a return of
+    memory synchronises the device, and the capture of a CUDA graph then fails. Yield True if no load is in progress.
     """
     with _apart_lock:
         yield not _apart

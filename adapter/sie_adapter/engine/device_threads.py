@@ -59,10 +59,9 @@ class DeviceThreads:
     """`count` device threads, which run queued batches until `stop`. `execute` runs a batch, returns its reply, and
     does not raise.
 
-    Torch computes a batch with one thread. If no other batch runs or waits, the first device thread computes its batch
-    with `count` torch threads, at most 8. The other device threads always use one torch thread: torch would start more
-    threads for each device thread, and if there are more torch threads than cores, libgomp puts threads to sleep at
-    barriers.
+    If no other batch runs or waits, the first device thread computes its batch with `count` torch threads, at most 8.
+    In every other case, a device thread uses one torch thread: torch would start more threads for each device thread,
+    and if there are more torch threads than cores, libgomp puts threads to sleep at barriers.
     """
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply]) -> None:

@@ -119,8 +119,8 @@ class AdapterEngine:
         self._pass_records = PassRecords.for_socket(settings) if self.device.type == "cpu" else None
         cores = devices.usable_cores()
         # A GPU gets one device thread, because a second thread would only compete for the GPU. A CPU gets one per core:
-        # on two cores in bfloat16, bench/engine.py measured 324 texts/s of mixed lengths (3,623 of 8 tokens) with two
-        # threads, 333 (3,608) with two processes, and 292 (2,567) with one thread on both cores.
+        # on two cores in bfloat16, bench/engine.py measured, in texts/s of mixed lengths and of 8 tokens: 324 and 3,623
+        # with two threads, 333 and 3,608 with two processes, 292 and 2,567 with one thread on both cores.
         self.device_threads = DeviceThreads(cores if self.device.type == "cpu" else 1, self.execute)
         self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self._shed)
         self._instrumentation: Instrumentation | None = None
@@ -171,7 +171,7 @@ class AdapterEngine:
     ) -> Callable[[RunBatch], Reply] | None:
         """Tokenise the texts of a batch outside the device threads, if the model has a method `prepare`. At most
         SIE_PREPROCESSOR_WORKERS calls run at once. Return the function that a device thread calls to run the batch, or
-        None if nothing was prepared. Never raises: the device thread then tokenises again and replies with the error.
+        None if nothing was prepared. Never raises: after an error, the device thread tokenises again and replies.
 
         `start` is called before the first text is processed, and sends BatchStarted: if a text crashes this process,
         the sidecar knows which batch may be the cause.
@@ -516,7 +516,7 @@ class BatchRun:
         with self._pass_records.during(self._key, tokens, self._batch_limits.fitted(self._key)):
             try:
                 self._pass(chosen)
-            except GraphLost:  # lowers the limit before this error ends the process
+            except GraphLost:  # lower the limit now, because this error ends the process
                 self._batch_limits.failed(self._key, tokens, killed=True)
                 raise
 

@@ -77,8 +77,8 @@ class Unserved(Exception):
 class Rule:
     """Conditions of one engine. `why`: the reason to choose the engine. `package`: the package that must be installed;
     the pip extra that installs it has the same name. `obstacle`: returns the reason why the engine cannot run a model,
-    empty if it can. `unasked`: returns the reason why the engine runs only models whose entry names the engine in
-    load.engine, else empty. `held_bytes`: returns the peak bytes of a load, computed from the bytes of the weights.
+    empty if it can. `unasked`: returns the reason why the engine is not chosen for a model whose entry names no engine
+    (load.engine), else empty. `held_bytes`: returns the peak bytes of a load, computed from the bytes of the weights.
     """
 
     why: str

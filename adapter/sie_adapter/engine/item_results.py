@@ -273,7 +273,7 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     if unit.device.type == "cuda":
         return _late_scores_at_once(unit, documents)
     scores = []
-    # on other devices documents run one by one: in a padded batch, each would need the memory of the longest one
+    # on other devices documents run one by one: padding would give each document the memory of the longest document
     for document in documents:
         best = unit @ _unit_rows(document).T
         scores.append(best.amax(1).sum() if best.shape[1] else best.new_zeros(()))

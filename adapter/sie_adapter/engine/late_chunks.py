@@ -48,7 +48,7 @@ class LateChunks:
                     chunks += _chunk_count(described)
                 row += described.rows
             if group.chunked and (row != group.stop or len(group.chunked) != group.due):
-                raise MalformedBatch("the chunked inputs of a group do not have its numbers of rows and inputs")
+                raise MalformedBatch("the chunked inputs of a group do not match the group's rows and inputs")
         self._segments = np.concatenate(tables) if tables else np.zeros((0, 4), np.int64)
         self._parts: dict[str, list[Row | None]] = {}
         self.windows = np.zeros(self._count, bool)  # bool [rows]: True for rows with segments of chunks

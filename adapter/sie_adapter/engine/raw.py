@@ -261,7 +261,7 @@ def _isolated(call: Call, texts: list[int], message: RunBatch) -> list[Any]:
         if is_out_of_memory(error) or is_device_fatal(error):
             raise
         if len(texts) == 1:
-            _logger.exception("%s of one text by %s failed", message.operation, message.model)
+            _logger.exception("%s of one text by %s failed; the text gets an error", message.operation, message.model)
         failure = InferenceFailed(f"the model code failed with {type(error).__name__}")
     else:
         return _of_length(results, len(texts))

@@ -1,7 +1,7 @@
 """SGLang server for one model: a separate process that listens on loopback, and that ends when the model is unloaded.
 
     load ──► a process in the environment of SIE_SGLANG_PYTHON ──► ready ──► ids of texts ──► last states, normalised
-                                         └──► the process ended or hangs: replaced by a new one, once for each batch
+                                         └──► the process ended or hangs ──► a new process, once for each batch
 
 The process is separate because SGLang needs its own versions of torch and transformers, and because some inputs crash
 SGLang. `engine` already refuses one kind of these inputs, ids beyond the table of embeddings. Source: the server's HTTP
@@ -77,7 +77,7 @@ class SglangNotStarted(Exception):
 
 
 class _SglangLost(Exception):
-    """Raised if a server does not answer, or its answer is not valid."""
+    """Raised if a server does not reply to a batch, or its reply is not valid."""
 
 
 class _SglangVector(msgspec.Struct):

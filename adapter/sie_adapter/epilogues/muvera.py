@@ -237,8 +237,8 @@ def _sketch(seed: int, inputs: int, buckets: int) -> tuple[np.ndarray, np.ndarra
 
 
 class _ProjectionCache:
-    """Cache of random matrices, by parameters, width and device. The least recently used are dropped first. The newest
-    matrices stay even if they alone exceed `limit_bytes`. Thread-safe.
+    """Cache of random matrices, by parameters, width and device. The matrices used least recently are dropped first.
+    The newest matrices stay even if they alone exceed `limit_bytes`. Thread-safe.
     """
 
     def __init__(self, limit_bytes: int, limit: int) -> None:

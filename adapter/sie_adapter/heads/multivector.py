@@ -1,4 +1,4 @@
-"""Head of late interaction: a vector for each token that counts in scores. Source: ColBERTv2 (arXiv 2112.01488)."""
+"""Head of late interaction: one vector for each token that a score uses. Source: ColBERTv2 (arXiv 2112.01488)."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class MaskedLanguageHead:
         if self._sums:
             logits = self._activated_logits(logits)
         lengths = [span.stop - span.start for span in spans]
-        if logits.device.type == "cuda":  # on a GPU, one kernel for all sequences is faster than a kernel for each
+        if logits.device.type == "cuda":  # on a GPU, one kernel for all sequences is faster than one per sequence
             offsets = to_device(np.cumsum([0, *lengths]), logits.device)
             return torch.segment_reduce(logits, "sum" if self._sums else "max", offsets=offsets)
         parts = logits.split(lengths)

@@ -3,14 +3,14 @@
     before a pass: limit(key) ──► split_off(chosen, lengths, limit) ──► the items of the next pass, and the other items
     after a pass:  fits(key, tokens) | failed(key, tokens) ──► the `BatchLimit` of the key changes and is stored on disk
 
-* After a failure with n tokens, the limit is the largest pass below n tokens that fitted, at least n / 2. If a pass of
+* After a pass of n tokens fails, the limit is the largest pass below n tokens that fitted, at least n / 2. If a pass of
 n tokens had fitted before, less memory is free now, and the limit is n / 2.
 * The limit rises by the factor RAISE after each wait without a new result, because another process may have used the
 memory at the time of the failure. The first wait is WAIT_S.
-* If a pass fails that only a raised limit permitted, the wait doubles, up to MAX_WAIT_S. This makes failures rare. If
-such a pass fits, its size is the new limit, and the wait is the first wait again.
-* If a failure kills the adapter process, all its models and batches are lost. The failure then counts as a failure with
-half of the tokens, and the first wait is KILLED_WAIT_S.
+* If a pass fails that only a raised limit permitted, the wait doubles, up to MAX_WAIT_S. This makes failures rare. If a
+pass fits that only a raised limit permitted, its size is the new limit, and the wait is the first wait again.
+* A failure that kills the adapter process ends all its models and batches. Such a failure counts as a failure with half
+of the tokens, and the first wait is KILLED_WAIT_S.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class BatchLimit(msgspec.Struct):
-    """Measured passes of one key. `fit_tokens`: tokens of the largest pass that fitted. If a pass of at most this size
-    fails later, half of the tokens of the failed pass. `fail_tokens`: tokens of the last recorded failure, 0 without a
-    failure; if a pass of at least this size fits later, RAISE times the tokens of that pass. `since_s`: time of the
-    last result that changed the limit. `wait_s`: seconds until the limit rises; its first value is `first_wait_s`.
+    """Measured passes of one key. `fit_tokens`: tokens of the largest pass that fitted. If a pass of at most
+    `fit_tokens` fails later, `fit_tokens` becomes half of the failed pass. `fail_tokens`: tokens of the last recorded
+    failure, 0 without a failure. If a pass of at least `fail_tokens` fits later, `fail_tokens` becomes RAISE times that
+    pass. `since_s`: time of the last result that changed the limit. `wait_s`: seconds until the limit rises; its first
+    value is `first_wait_s`.
     """
 
     fit_tokens: int = 0
@@ -213,7 +214,7 @@ class DeviceLimits:
             return {}
 
     def _save(self) -> None:
-        # keep limits in the file that another process of this machine has measured for other models
+        # keep the limits of other models that another process of this machine has stored in the file
         edges = self._stored() | {key: edge for key, edge in self._edges.items() if key in self._measured}
         learnt = {key: edge for key, edge in edges.items() if edge.fail_tokens and self._steps(edge) < FORGET_STEPS}
         latest = sorted(learnt, key=lambda key: learnt[key].since_s)[-MAX_KEYS:]
@@ -241,7 +242,7 @@ _FREE = bytes(_HEAD.size)
 
 @dataclass(frozen=True)
 class PassRecord:
-    """A pass that ran when its process ended. `fitted_tokens`: tokens of the model's largest earlier fitting pass."""
+    """A pass that ran when its process ended. `fitted_tokens`: tokens of the model's largest pass that had fitted."""
 
     key: str
     tokens: int
@@ -331,7 +332,7 @@ class CrashRecord:
         self._kills = control_group.oom_kills()
 
     def learn(self) -> None:
-        """Lower the limits of the passes that ran when the previous process ended, if memory probably ran out."""
+        """Lower the limit of each model that ran a pass when the previous process ended, if memory probably ran out."""
         kills = control_group.oom_kills()
         is_known, self._kills = kills > self._kills, kills
         how = "was killed by the kernel for lack of memory" if is_known else "ended, probably for lack of memory,"
@@ -340,7 +341,7 @@ class CrashRecord:
             if is_known or (record.tokens > record.fitted_tokens and record.tokens >= DOUBTED_TOKENS):
                 batch_limits.failed(record.key, record.tokens, killed=True)
                 _logger.warning(
-                    "the adapter's process %s in a pass of %d tokens of %s: passes of this model have at most %s now",
+                    "the adapter's process %s in a pass of %d tokens of %s: the model's passes have at most %s tokens",
                     how,
                     record.tokens,
                     record.key,

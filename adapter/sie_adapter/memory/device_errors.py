@@ -11,7 +11,7 @@ from sie_contracts.errors import InternalFailure
 
 # Messages of failed allocations by torch's allocator, by mmap of a file, by oneDNN, by OpenVINO, by C++ and for a
 # thread's stack. The last three messages are from CUDA's driver and libraries; the CUDA context still works after them.
-# All are a RuntimeError or a torch.AcceleratorError, so only the text identifies them.
+# The exceptions are of type RuntimeError or torch.AcceleratorError, so only the text identifies a failed allocation.
 _ALLOCATION = (
     "DefaultCPUAllocator",
     "Cannot allocate memory",
@@ -45,7 +45,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError | GraphLost):
         return True
-    if isinstance(error, OSError):  # the kernel had no memory, for example to list a folder
+    if isinstance(error, OSError):  # ENOMEM: the kernel had no memory, for example to list a folder
         return error.errno == errno.ENOMEM
     if type(error) not in (RuntimeError, torch.AcceleratorError):
         return False

@@ -30,7 +30,8 @@ Remedy = Literal[
     "evictions_triggered",
     "batch_splits",
 ]
-# Ways in which memory was freed after a failed allocation. `load_ended` has no counter, because nothing was dropped.
+# Ways in which memory was freed after a failed allocation. `load_ended` (the load of a model ended) has no counter,
+# because nothing was dropped.
 Relief = Literal["cache_clears", "evictions_triggered", "load_ended"]
 
 

@@ -1,10 +1,10 @@
 """Loaded models of this process, and eviction of models to free memory for others.
 
     EnsureReady ──► loaded already? ──► one load per model, for any number of callers ──► warm-up ──► resident
-                                          └─ before it: evict models while memory would be above the threshold
-    after a batch, and at a Ping that permits it ──► evict models while memory is above the threshold
+                                          └─ before the load: evict models while memory would be above the threshold
+    after a batch, and at a Ping that permits evictions ──► evict models while memory is above the threshold
     out of memory in a batch ──► make_room: evict one model, even below the threshold, or wait for a load to end
-    out of memory in a load ──► load alone ──► evict one model, and load again
+    out of memory in a load ──► load again while no other load runs ──► evict one model, and load again
     before the first eviction for a request: drop cached outputs (`tower_outputs`) and CUDA graphs (`pass_graphs`)
 
 The sidecar decides which models may be evicted: each request has an ordered list of these models, and the reply names
@@ -107,9 +107,9 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 
     def facts(resolved: Resolved) -> bytes:
         entry = resolved.entry
-        # a family stores values from these fields when it is loaded, so a change of one of them needs a new load
+        # a load copies values of these fields into the loaded model, so a change of one field needs a new load
         retained = [entry.head, entry.pair, entry.run.pooling, entry.run.parameters]
-        # a load checks these fields, so a change of one of them needs a new load, which may refuse the entry
+        # a load checks these fields, so a change of one field needs a new load, which may refuse the entry
         checked = [entry.prompts, entry.default_prompt_name, entry.golden, entry.unproven]
         weights = [entry.id, entry.weights, entry.family, entry.max_tokens, entry.outputs, resolved.load]
         return msgspec.json.encode([*weights, *retained, *checked], order="sorted")
@@ -164,11 +164,11 @@ class DeviceMemory:
 class ResidentModels:
     """Loaded models of this process. Thread-safe.
 
-    `load` turns a resolved entry into weights and raises ModelLoadFailed. `needed_bytes` returns, before a
-    load, the bytes that the load needs, and fetches missing files. `warm_up` runs the weights once, returns the peak of
-    the activations in bytes, and raises the errors of `load`. A model is evicted only if memory is above the threshold,
-    would be above the threshold after a load, or has run out. A model is not evicted without permission of the request,
-    or while a batch runs on the model.
+    `load` turns a resolved entry into weights and raises ModelLoadFailed. Before a load, `needed_bytes` fetches missing
+    files and returns the bytes that the load needs. `warm_up` runs the weights once, returns the peak of the
+    activations in bytes, and raises the errors of `load`. A model is evicted only if memory is above the threshold,
+    would be above the threshold after a load, or has run out. In each case the request must permit the eviction, and no
+    batch may run on the model.
     """
 
     def __init__(
@@ -323,9 +323,9 @@ class ResidentModels:
             )
 
     def _loaded_in_any_room(self, model: str, resolved: Resolved, permission: Permission) -> Resident:
-        """Load a model, and free memory and load again if memory runs out: a load needs more memory than the loaded
-        model, for example for the copy of a mapped file. If other loads ran at the same time, first load again while no
-        other load runs: otherwise loads could evict each other's models for ever.
+        """Load a model. If memory runs out, free memory and load again: a load needs more memory than the loaded model,
+        for example for the copy of a mapped file. If another load ran at the same time, first load again alone, without
+        an eviction, because two loads could evict each other's models for ever.
         """
         with self._loading.shared() as share:
             loaded = self._loaded_or_oom(model, resolved)

@@ -1,4 +1,4 @@
-"""Parts of the model classes that project states to token vectors: the projection, the module for LoRAs, the rows."""
+"""Parts that the model classes with token vectors share: the projection, the module for LoRAs, and a base class."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def axes_of(packed: PackedBatch, token: int, grids: Sequence[Sequence[tuple[int,
     order, the (rows, columns) of blocks of each of its images.
 
     An image begins at the position where the text before it ends. An image of `rows` x `columns` blocks takes max(rows,
-    columns) positions; then the text after it begins. Source: transformers, Qwen2_5_VLModel.get_rope_index. Raises
+    columns) positions; then the next text begins. Source: transformers, Qwen2_5_VLModel.get_rope_index. Raises
     InternalFailure if a sequence does not have one image token (id `token`) for each block.
     """
     axes = np.tile(packed.positions, (3, 1))
