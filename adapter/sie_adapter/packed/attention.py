@@ -37,7 +37,7 @@ _SOFTMAX_ROW = 16
 
 
 class Kernel(IntEnum):
-    """Kernel that computes a group of sequences. Its number is in the last column of a layout."""
+    """Kernel that computes a group of sequences. Its number is in the last column of a layout (`layout_of`)."""
 
     SDPA = 0  # torch's fused kernel, for sequences of equal length
     # matrix products over blocks of queries, for sequences of equal length, with any window. In a layer whose window is
@@ -332,7 +332,8 @@ def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
     the number of visible tokens, and the kernel.
     """
     if kernel >= Kernel.VARLEN:
-        # these kernels count windows from the last token, which is wrong if only the first tokens are visible
+        # these kernels count windows from the last token. If only the first tokens are visible, these windows are
+        # wrong.
         if packed.visible is None:
             longest = packed.groups[-1, 2]
             return np.array([[0, len(packed.order), longest, longest, kernel]], np.int64)

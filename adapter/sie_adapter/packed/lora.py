@@ -31,8 +31,8 @@ from sie_store.folder_files import read_json
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Supported fields of adapter_config.json, and fields that only describe the training. A LoRA with any other field is
-# refused, because the field may change the output in a way that the two matrices of a layer do not contain.
+# Supported fields of adapter_config.json, and fields that only describe the training. `load` refuses a LoRA with any
+# other field, because such a field may change more than the two matrices of a layer express.
 _UNDERSTOOD = frozenset(
     {
         "task_type",
@@ -98,7 +98,7 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 class ModelLoras:
     """LoRAs of one model. Thread-safe. `model`: the model whose layers a LoRA must fit; it may have no weights.
     `adapted`: returns the module that LoRAs change, and loads its weights if necessary. `run`: returns the states of a
-    short, constant sample. A LoRA that does not change these states is refused.
+    short, constant sample. `load` refuses a LoRA that does not change these states.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class ModelLoras:
         file = folder / _WEIGHTS
         if config.get("peft_type") != "LORA" or not file.is_file():
             raise lora_rejected(
-                name, "its folder has no adapter_config.json of the type LORA with adapter_model.safetensors"
+                name, "its folder needs adapter_model.safetensors, and adapter_config.json with peft_type LORA"
             )
         _check_config(name, config)
         layers = {path: module for path, module in self._model.named_modules() if hasattr(module, "in_features")}

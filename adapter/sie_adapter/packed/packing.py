@@ -5,7 +5,7 @@
     images, pixels ──► BatchFiles, the images of each item
     sounds, features ──► BatchFiles, the sounds of each item
 
-Sequences are ordered by length, so that a group of equal length is one view, without a copy.
+Sequences are ordered by length, so that sequences of equal length are adjacent: they are one view, without a copy.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from sie_contracts.media.sounds import Shape, SoundRecipe
 from sie_contracts.models.entries import Engine
 from sie_contracts.wire.ipc import IMAGE_KEY_BYTES
 
-# Pairs (limit, step), limits ascending. `missing` rounds a number of tokens or rows up to a multiple of the step of the
-# first limit that is not exceeded, else of the last step. Passes then have only few different shapes.
+# Pairs (limit, step), limits ascending. `missing` rounds a number of tokens or rows up to a multiple of a step: the
+# step of the first limit that is at least this number, or the last step if there is no such limit. Passes then have
+# only few different shapes.
 Steps = Sequence[tuple[int, int]]
 # Steps for the tokens of a pass. Passes of up to 64 tokens are not padded, because a padding sequence took
 # 1 ms of the 4.5 ms of a pass with one short text.
@@ -43,8 +44,8 @@ class MalformedBatch(Exception):
 
 class Shown(NamedTuple):
     """Image of a batch. `pixels`: the image, resized for the model, uint8 [rows, columns, 3]. `height`, `width`: size
-    of the submitted image, upright. `key`: images with equal keys and sizes have equal outputs of a tower, and these
-    outputs may be cached. The output of an image with an empty key is not cached.
+    of the submitted image, upright. `key`: images with equal keys and sizes have equal outputs of an image encoder, so
+    these outputs may be cached. If the key is empty, the output of the image is not cached.
     """
 
     pixels: UInt8
@@ -231,7 +232,7 @@ class PackedBatch:
 
     ids: Int64  # shape [tokens]
     positions: Int64  # shape [tokens]
-    bounds: Int32  # [sequences + 1], index of the first token of each sequence, then the end
+    bounds: Int32  # [sequences + 1], index of the first token of each sequence, then the number of tokens
     groups: Int64  # [groups, 4]: index of the first token, number of sequences, length, visible tokens
     order: Int64  # shape [sequences]
     types: UInt8 | None = None  # shape [tokens]
@@ -246,7 +247,7 @@ class PackedBatch:
         return np.diff(self.bounds).astype(np.int64)
 
     def filled(self, positions: int) -> None:
-        """Count positions without a token that a pass computed."""
+        """Add a number of computed positions without a token to `padding`."""
         self.padding += positions
 
 
@@ -324,7 +325,9 @@ def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedB
 
 
 def missing(count: int, steps: Steps = _STEPS) -> int:
-    """Return the number of tokens or rows to add to `count`, so that the sum is a multiple of its step in `steps`."""
+    """Return the number of tokens or rows to add to `count`, so that the sum is a multiple of the step that `steps` has
+    for `count`.
+    """
     step = next((step for limit, step in steps if count <= limit), steps[-1][1])
     return -count % step
 
@@ -332,8 +335,9 @@ def missing(count: int, steps: Steps = _STEPS) -> int:
 def evenly_long(
     lengths: Sequence[int], waste: float = PADDED_WASTE, budget: float = math.inf
 ) -> Iterator[tuple[int, int]]:
-    """Yield ranges of sequences. `lengths` must ascend. A padded range has at most `waste` positions per token, and at
-    most `budget` positions. A sequence of more than `budget` tokens is a range of its own.
+    """Yield (start, stop) of each group of sequences that is padded together. `lengths` must ascend. A group has at
+    most `waste` positions per token, and at most `budget` positions. A sequence of more than `budget` tokens is a group
+    of its own.
     """
     start, real = 0, 0
     for place, length in enumerate(lengths):
@@ -346,8 +350,8 @@ def evenly_long(
 
 
 class Padded(NamedTuple):
-    """Sequences of a batch, padded to one length, one per row from the left: [sequences, columns]. `tokens`: the
-    range of their tokens in the batch. `real`: True at positions with a token. `attended`: True at positions that are
+    """Sequences of a batch, one per row, padded on the right to one length: [sequences, columns]. `tokens`: the range
+    of their tokens in the batch. `real`: True at positions with a token. `attended`: True at positions that are
     attended to. `types`: token types, None if all are 0.
     """
 
@@ -359,8 +363,9 @@ class Padded(NamedTuple):
 
 
 def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int, rows: int = 0) -> Padded:
-    """Return the sequences from `start` to before `stop`, each padded with `filler` ids to `columns` tokens. Add rows
-    of `filler` ids up to `rows` rows, in which `attended` is True. Count all added positions in `packed.padding`.
+    """Return the sequences from `start` to before `stop`, each padded with `filler` ids to `columns` tokens. If there
+    are fewer than `rows` sequences, add rows of `filler` ids, in which `attended` is True. Count all added positions in
+    `packed.padding`.
     """
     places = np.arange(columns)[None, :]
     real = _with_rows(places < packed.lengths[start:stop, None], rows, False)

@@ -127,7 +127,8 @@ class OutputsOfTower:
                 if bool(entry.is_finite):
                     outputs[name] = entry.output
                 else:
-                    # the output is computed again, because another image of the pass may have caused the overflow
+                    # an output that is not finite is computed again, because another image of the pass may have caused
+                    # the overflow
                     self._discard(name, entry)
             misses += len(own)
             outputs.update(self._read_missing({name: images_by_name[name] for name in own}, read))
@@ -162,8 +163,8 @@ class OutputsOfTower:
         return cached, elsewhere, own
 
     def _read_missing(self, images: Mapping[Hashable, Shown], read: Read) -> dict[Hashable, Output]:
-        """Compute the outputs of images, and cache outputs that are not too large. If the computation
-        fails, wake the threads that wait for these outputs: the threads then compute the outputs themselves.
+        """Compute the outputs of images, and cache outputs that are not too large. If the computation fails, wake the
+        threads that wait for these outputs: the threads then compute the outputs themselves.
         """
         outputs: dict[Hashable, Output] = {}
         try:
