@@ -83,7 +83,7 @@ def window_objects(
             else _spans(text_field, own_spans[index], text, words, at, thresholds[index])
             for index, text_field in enumerate(record.fields)
         }
-        if record.path:  # without a path, no value is dropped: another window may have the best value
+        if record.path:  # without a path, all values stay, because another window may have the best value
             for text_field in record.fields:
                 candidates[text_field.name] = candidates[text_field.name][: None if text_field.is_list else 1]
         if any(candidates.values()):
@@ -166,5 +166,7 @@ def joined_objects(
 
 
 def _first(candidates: FieldCandidates) -> int:
-    """Return the index of an object's first character; 0 for an object without spans, for the first window."""
+    """Return the index of an object's first character. An object without spans gets 0, so it belongs to the first
+    window.
+    """
     return min((row["start"] for rows in candidates.values() for row in rows if row["start"] is not None), default=0)

@@ -249,7 +249,9 @@ class Builder:
         )
 
     def _marker(self, token: str) -> int:
-        """Return the id of the token that marks queries or documents; -1 for none. PyLate adds a space to the token."""
+        """Return the id of the token that marks queries or documents; -1 for none. PyLate appends a space to the token,
+        so the token without the space is tried too.
+        """
         if not token:
             return -1
         candidates = (name for name in (token, *token.split()[:1]) if self.tokenizer.token_to_id(name) is not None)
