@@ -62,7 +62,9 @@ Span = tuple[int, int, str, float]  # entity in a text: first word, last word, l
 
 @dataclass(frozen=True)
 class GlinerWords:
-    """Words of a text that have tokens. `sizes`: the number of tokens of each word. `starts`, `ends`: its offsets."""
+    """Words of a text that have tokens. `sizes`: the number of tokens of each word. `starts`, `ends`: the offsets of
+    each word.
+    """
 
     strings: list[str]
     sizes: list[int]

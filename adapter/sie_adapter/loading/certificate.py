@@ -196,7 +196,7 @@ def _dense(left: Row, right: Row) -> tuple[Tensor, Tensor]:
 
 
 def _cosine(left: Tensor, right: Tensor) -> float:
-    """Return the cosine of two vectors; two zero vectors have 1. For matrices with a vector per token, return the mean
+    """Return the cosine of two vectors; 1 for two zero vectors. For matrices with a vector per token, return the mean
     over the tokens, since in 16 bit single tokens of a correct model may deviate.
     """
     left, right = left.cpu().double(), right.cpu().double()

@@ -78,13 +78,13 @@ _LATE = ("MultiVectorMask", "HierarchicalTokenPooling")
 _LATE_LENGTHS = ("query_length", "document_length", "query_expansion")
 STATIC = "StaticEmbedding"
 _OF_TOKENS = frozenset({"Pooling", "SpladePooling", "MultiVectorMask", "HierarchicalTokenPooling", "LogitScore"})
-# arguments of from_pretrained that this adapter ignores: for speed, for the reading and the place of the weights, and
-# for the precision, which the catalogue entry decides
+# Arguments of from_pretrained that this adapter ignores. They concern the speed, the reading and the place of the
+# weights, and the precision, which the catalogue entry decides.
 _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
 _NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})  # further ignored arguments of from_pretrained
-_OUTPUTS = {  # task of a Transformer module -> the name of the model's output, and the feature that it becomes
+_OUTPUTS = {  # task of a Transformer module -> the model's output, and the feature with this output
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "fill-mask": ("logits", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),

@@ -1,7 +1,7 @@
 """Choice of the dtype in which a model computes. A device that does not support the requested precision computes in
 another dtype.
 
-    precision of the entry, else SIE_DEFAULT_COMPUTE_PRECISION ──► resolve_precision ──► dtype, and why it differs
+    precision of the entry, else SIE_DEFAULT_COMPUTE_PRECISION ──► resolve_precision ──► dtype, and the reason if it differs
 
 Environment variables can limit the instructions that a library uses. With ATEN_CPU_CAPABILITY=avx2 (torch) or
 ONEDNN_MAX_CPU_ISA=AVX2 (oneDNN), this module treats a CPU as one that has only AVX2.
@@ -40,8 +40,8 @@ def resolve_precision(
     if the dtype is the requested precision, and for int8. The requested precision is `own`, the precision of the entry,
     or `default` if `own` is None.
 
-    A CPU computes 16-bit models in bfloat16 if it supports bfloat16, else in float32. `lacks`: the reason why this CPU
-    does not support bfloat16; empty if it does. Other devices ignore `lacks`.
+    A CPU computes 16-bit models in bfloat16 if the CPU supports bfloat16, else in float32. `lacks`: the reason why this
+    CPU does not support bfloat16; empty if the CPU supports bfloat16. Other devices ignore `lacks`.
     """
     dtype = _DTYPES[own or default]
     if device_type != "cpu" or dtype is torch.float32:

@@ -84,7 +84,7 @@ _NO_SETTINGS = TransformerSettings()
 
 def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """Return the transformers tokenizer of `folder`; `options` replace settings of its files. Raises ModelLoadFailed:
-    NOT_FOUND without a tokenizer, INCOMPATIBLE for an unreadable one.
+    NOT_FOUND if the folder has no tokenizer, INCOMPATIBLE if the tokenizer cannot be read.
     """
     if not any(any(folder.glob(name)) for name in _FILES):
         raise load_failed("NOT_FOUND", f"{folder} has no tokenizer (none of {', '.join(_FILES)}): {_REMEDY}")
@@ -136,7 +136,7 @@ def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSetting
 
 def text_tokenizer(modules: Modules, load: LoadOptions) -> Tokenizer:
     """Return the tokenizer of a text model. Raises ModelLoadFailed as `load_tokenizer`, and INCOMPATIBLE if the folder
-    has a tokenizer for queries that differs from the one for documents.
+    has different tokenizers for queries and for documents.
     """
     tokenizer = load_tokenizer(modules.folder, load, modules.transformer)
     if modules.query_folder is not None:
@@ -175,7 +175,9 @@ def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def _stored_tokens(folder: Path) -> set[str] | None:
-    """Return all tokens in the files; None if the only file is one of sentencepiece, which is not read."""
+    """Return all tokens in the files; None if the folder has only a sentencepiece file, which this function does not
+    read.
+    """
     tokens: set[str] = set()
     if (file := folder / "tokenizer.json").is_file():
         tokens.update(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
@@ -320,7 +322,7 @@ def _separated(pair: Encoding) -> bool:
 
 
 def _share(tokenizer: Tokenizer, text: str) -> float:
-    """Return the fraction of the characters of `text` that become tokens which the tokenizer knows."""
+    """Return the fraction of the characters of `text`, white space excluded, that become known tokens."""
     encoding = tokenizer.encode(text, add_special_tokens=False)
     unread = _unread_ids(tokenizer)
     read = {

@@ -409,8 +409,8 @@ class Readings:
                 self._turn(is_stopped=is_stopped)
 
     def _join(self) -> None:
-        """Add the new rows to the loops of their models. This is no part of `_run`, because a local variable of `_run`
-        would keep a row in memory during waits, for example the features of a long sound.
+        """Add the new rows to the loops of their models. This is a method of its own, because a local variable of
+        `_run` would keep a row in memory during waits, for example the features of a long sound.
         """
         for model, rows in self._joining:
             loop = _Loop(model, self._device, self._fits, self._shed)
