@@ -19,7 +19,7 @@ from sie_adapter.extractors.gliner2_records import WordPlaces
 from sie_adapter.families.extraction import TextWindow, own_ranges, scores_not_finite
 from sie_contracts.errors import SIEError
 
-# largest number of overlapping spans of a label that the package compares: as many as 8 windows usually have
+# largest number of overlapping spans of a label that the package compares: the usual number in 8 windows
 _CANDIDATES = 1024
 
 

@@ -132,9 +132,9 @@ def _begin(span: FieldSpan) -> int:
 def joined_objects(
     record: TextRecord, words: WordPlaces, by_window: Mapping[TextWindow, Sequence[FieldCandidates]]
 ) -> list[FieldCandidates]:
-    """Return the objects of a text in the order of its windows. For a record without a path, whose properties are at
-    the root of `data`, the windows together have one object: it gets the values of the first object of each window. A
-    value without offsets in the text, such as a choice, is taken from the first window only.
+    """Return the objects of a text in the order of its windows. A record without a path has its properties at the root
+    of `data`. For such a record, all windows together have one object, with the values of the first object of each
+    window. A value without offsets in the text, such as a choice, is taken from the first window only.
     """
     order = sorted(by_window, key=lambda at: at.start)
     starts = [0, *(words.starts[begin] for begin, _ in own_ranges(order)[1:])]

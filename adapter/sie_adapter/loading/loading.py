@@ -206,7 +206,7 @@ class Loader:
             if choice.engine == TORCH.engine or choice.demand:
                 raise
             cause = f"{choice.engine}: {error.message}"
-        # gc.collect frees the model, whose objects refer to each other, before its weights are read again
+        # gc.collect frees the model, whose objects refer to each other, before the weights are read again
         del model
         gc.collect()
         return self._on_torch(family, folder, resolved, compute, cause)

@@ -1,7 +1,7 @@
 """Choice of the dtype in which a model computes. A device that does not support the requested precision computes in
 another dtype.
 
-    precision of the entry, else SIE_DEFAULT_COMPUTE_PRECISION ──► resolve_precision ──► dtype, and the reason if it differs
+    precision of the entry, else SIE_DEFAULT_COMPUTE_PRECISION ──► resolve_precision ──► dtype, and why it differs
 
 Environment variables can limit the instructions that a library uses. With ATEN_CPU_CAPABILITY=avx2 (torch) or
 ONEDNN_MAX_CPU_ISA=AVX2 (oneDNN), this module treats a CPU as one that has only AVX2.

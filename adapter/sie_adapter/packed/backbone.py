@@ -93,7 +93,7 @@ class Backbone:
 
         `more_samples`: additional short sequences in the trial of the packed path. `server`: starts an SGLang server,
         or raises SglangNotStarted. Raises Unserved if sglang cannot run the model. Raises ModelLoadFailed if the entry
-        demands an engine that cannot run the model, or if max_tokens is too large for its rotary embedding or its
+        demands an engine that cannot run the model, or if max_tokens is too large for the model's rotary embedding or
         sparse attention.
         """
         attention.register()

@@ -44,8 +44,8 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
 
     def _in_few_sizes(self, states: Tensor) -> Tensor:
         """Return the product of `states` and the weight, for a process whose memory is limited. The product is computed
-        in parts of at most _CHUNK rows, each padded to a power of two, because oneDNN keeps 0.5 to 1 MB for every
-        different number of rows: 1 GB after 1,200 numbers.
+        in parts of at most _CHUNK rows, each padded to a power of two. For every different number of rows, oneDNN keeps
+        0.5 to 1 MB: 1 GB after 1,200 different numbers.
         """
         rows = states.reshape(-1, self.in_features)
         output = rows.new_empty((len(rows), self.out_features))

@@ -142,7 +142,7 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
     pixels, height and width of the upright submitted image. `keys`: `ipc.RunBatch.image_keys`. Raises MalformedBatch.
     """
     if len(places) % 20:
-        raise MalformedBatch("the bytes of int32 rows and sizes of images, [images, 5], do not divide by 20")
+        raise MalformedBatch("the bytes of the rows and sizes of images, int32 [images, 5], do not divide by 20")
     if not places:
         return None
     if recipe is None:

@@ -26,7 +26,7 @@ _MARKS = frozenset("?'¡¿-:,%/.!")
 
 
 class TranscribedToken(NamedTuple):
-    """Token that is not blank, with its first position, and its number of positions."""
+    """Token other than the blank token. `start`: its first position. `duration`: its number of positions."""
 
     id: int
     start: int
