@@ -103,7 +103,7 @@ class Trial:
     def edge(self) -> int:
         """Return the model's `sie_edge`. Raises AttentionUnsupported if its layers need different values."""
         if len(self.edges) > 1:
-            raise AttentionUnsupported(f"masks exceed sliding_window by different key counts: {sorted(self.edges)}")
+            raise AttentionUnsupported(f"masks have windows with {sorted(self.edges)} keys more than sliding_window")
         return next(iter(self.edges), 0)
 
 
