@@ -144,7 +144,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         self._processor = self._gliner.data_processor
         self._decoder = self._gliner.decoder
         self._is_token_level = self._gliner.config.span_mode == "token_level"
-        # the collator of a token-level bi-encoder gets no labels, but the package's processor still needs their number
+        # a token-level bi-encoder reads no labels here, but the package's processor needs the number of labels
         counted = {"prepare_entities": True} if self._is_token_level else {}
         self._collate = self._gliner.data_collator_class(
             self._gliner.config,

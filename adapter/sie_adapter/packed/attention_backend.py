@@ -34,8 +34,8 @@ def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
     return AttentionFacts(
         device_type=device.type,
         capability=capability,
-        # flash-attn is imported here, not only looked up: a build for another version of torch is installed, but its
-        # import fails. Without CUDA, no code uses flash-attn.
+        # flash-attn is imported, because a look-up also finds a build for another torch, which cannot be imported.
+        # Without CUDA, no code uses flash-attn.
         flash_lacks=flash_import() if device.type == "cuda" else "the device is no GPU of NVIDIA",
         varlen_present=importlib.util.find_spec("torch.nn.attention.varlen") is not None,
         is_16_bit=dtype.itemsize == 2,

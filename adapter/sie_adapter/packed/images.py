@@ -154,8 +154,8 @@ def per_pass(compute: Compute) -> int:
 
 
 def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each pass over images or sounds. The size of a pass is a power of two, at most `most`.
-    There are few powers of two, and oneDNN keeps memory for each size.
+    """Yield begin and end of each pass over images or sounds. The size of a pass is a power of two, at most `most`, so
+    that few different sizes occur: oneDNN keeps memory for each size.
     """
     start = 0
     while start < images:
