@@ -342,8 +342,8 @@ class GlinerModel(Extractor[GlinerTexts]):
 
 
 def _merged(entities: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join neighbouring entities of one label with at most one character between them; the higher score is kept.
-    Source: model card of NuNER_Zero.
+    """Join neighbouring entities of one label with at most one character between them. A joined entity has the higher
+    of both scores. Source: model card of NuNER_Zero.
     """
     merged: list[dict[str, Any]] = []
     last: dict[str, dict[str, Any]] = {}

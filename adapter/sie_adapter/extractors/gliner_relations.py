@@ -130,7 +130,7 @@ def _selected(
     vectors: Tensor, scores: Tensor, mask: Tensor, labels: Tensor | None = None, threshold: float = 0.5
 ) -> tuple[Tensor, Tensor]:
     """Return the vectors of the spans of `_candidates`, [windows, spans, width], and the mask of `_candidates`. This
-    replaces the method of the package's model, which selects without a limit.
+    function replaces the method of the package's model, which does not limit the number of spans.
     """
     places, counting = _candidates(scores, mask, threshold)
     flat = vectors.flatten(1, 2)

@@ -139,7 +139,8 @@ MODEL_TYPES = frozenset(_TOWERS)
 
 class VectorHead:
     """Head that returns the vector of each row. In a normal pass, the towers have already computed the vectors. The
-    check of a loaded model (`certificate`) runs only the text backbone, so this head computes the vectors from states.
+    check of a loaded model (`certificate`) runs only the text backbone; for this check, the head computes the vectors
+    from states.
     """
 
     def __init__(self, towers: TextTower) -> None:

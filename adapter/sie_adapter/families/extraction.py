@@ -352,8 +352,8 @@ def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
 
 def windows(sizes: Sequence[int], room: int, max_words: int, min_shared: int) -> Iterator[tuple[int, int]]:
     """Yield the windows of a text, as (first word, last word + 1). `sizes`: the tokens of each word. A window has at
-    most `max_words` words and `room` tokens, but at least one word. The next window repeats the last eighth of
-    these words, at least `min_shared` and at most half of the words.
+    most `max_words` words and `room` tokens, but at least one word. The next window repeats the last eighth of the
+    words of this window, at least `min_shared` and at most half of the words.
     """
     start, stop, tokens = 0, 0, 0
     while start < len(sizes):

@@ -198,7 +198,7 @@ class Builder:
 
     def _query_weights(self) -> TokenTable | None:
         """Return the table of token weights that encodes queries without a forward pass. Return None if queries need a
-        pass: `query_encoder` is `model`, or it is not set and the model's files have no such table.
+        pass: if `query_encoder` is `model`, or if `query_encoder` is not set and the model's files have no such table.
         """
         stored = self.modules.query_weights
         requested = self.entry.head.query_encoder
@@ -297,7 +297,8 @@ class Builder:
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
         """Reduce the output layer to the rows of the answers "no" and "yes", or to the row of "yes" if the score is
-        computed from its logit alone. Operations of the model after this layer, such as a scaling, still apply.
+        computed from the logit of "yes" alone. Operations of the model after this layer, such as a scaling, still
+        apply.
         """
         options = self.entry.head
         is_single = options.score in ("logit", "sigmoid")

@@ -132,7 +132,7 @@ class Loader:
 
     def _compute_of(self, resolved: Resolved) -> Compute:
         """Return the settings (device, engine, precision) for the model, before its files are read. Raises
-        ModelLoadFailed if the engine that the entry demands cannot run the model, or no engine can.
+        ModelLoadFailed if the engine that the entry demands cannot run the model, or if no engine can run it.
         """
         compute = self.compute(resolved.load.precision)
         family = FAMILIES.get(resolved.entry.family)
@@ -235,7 +235,7 @@ class Loader:
 
     def _note_precision(self, model: Any, resolved: Resolved, compute: Compute) -> None:
         """Store the requested precision with the model. Warn once if the entry sets a precision and the model computes
-        in another one.
+        in another precision.
         """
         reason = compute.precision_reason
         if model.precision != compute.precision:

@@ -67,8 +67,8 @@ class TokenNeeds(NamedTuple):
 
     @classmethod
     def for_family(cls, family: str, pooling: str, *, is_decoder: bool) -> TokenNeeds:
-        """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder reads a pair as one text, so
-        it needs no separator. It needs a first token only for the pooling cls.
+        """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder reads a pair as one text, so a
+        decoder needs no separator. A decoder needs a first token only for the pooling cls.
         """
         row = families.row(family)
         return cls(
