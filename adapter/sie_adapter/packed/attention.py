@@ -137,8 +137,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention function that transformers' AttentionInterface calls. `query`: [1, heads, tokens, width], `key`,
     `value`: [1, key heads, tokens, width]. Returns [1, tokens, heads, width]. Raises AttentionUnsupported for dropout
-    and for an unknown keyword that is not None, since these would change the result. In a trial pass, raises it also
-    for a mask that differs from the pattern computed here.
+    and for an unknown keyword that is not None, since these would change the result. In a trial pass, raises
+    AttentionUnsupported also for a mask that differs from the pattern computed here.
 
     `sliding_window` is defined as in transformers' flash attention: it counts the token itself, and extends to both
     sides if the attention is not causal. transformers' eager and sdpa attention use the window of the mask instead,

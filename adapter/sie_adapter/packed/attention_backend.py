@@ -84,6 +84,6 @@ def flash_import() -> str:
 
 def uses_varlen_kernel(facts: AttentionFacts) -> bool:
     """Return whether PyTorch's variable-length kernel may run: on CUDA from capability 8.0 on, in 16 bits, if the
-    installed torch has it.
+    installed torch has this kernel.
     """
     return facts.device_type == "cuda" and facts.capability >= (8, 0) and facts.varlen_present and facts.is_16_bit

@@ -60,7 +60,7 @@ _PADDED_LENGTHS = (8, 10, 40, 49)  # lengths of sequences that `evenly_long` pad
 
 class StateRunner(Protocol):
     """Engine other than torch that computes the hidden states of one model. Several threads may call `run` at once.
-    `attention`: the name of its attention, for reports. `memory_bytes`: bytes of device memory in use.
+    `attention`: the name of the engine's attention, for reports. `memory_bytes`: bytes of device memory in use.
     """
 
     attention: str
@@ -358,8 +358,8 @@ class Backbone:
             raise AttentionUnsupported(f"{subject} and those of the stock path have cosine {cosine:.6f}")
 
     def take_trial(self) -> tuple[PackedBatch, Tensor]:
-        """Remove and return the sequences of the trial and their states in the unchanged transformers model. May be
-        called once.
+        """Remove and return the sequences of the trial and their states in the unchanged transformers model. Call this
+        at most once.
         """
         assert self._trial is not None
         trial, self._trial = self._trial, None
@@ -445,8 +445,8 @@ def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
 
 
 def _check_sparse(config: PretrainedConfig, max_tokens: int) -> None:
-    """Raise ModelLoadFailed if BigBird has sparse attention for a text of at most `max_tokens` tokens. After one
-    short text, its class in transformers uses full attention for all later texts.
+    """Raise ModelLoadFailed if BigBird has sparse attention for a text of at most `max_tokens` tokens. After one short
+    text, BigBird's class in transformers uses full attention for all later texts.
     """
     if getattr(config, "attention_type", None) != "block_sparse":
         return

@@ -39,9 +39,9 @@ _BLOCKS_PER_PASS = 16384
 
 
 def read_processor(folder: Path, entry: ModelEntry, part: str) -> dict[str, Any]:
-    """Return the settings of the image processor or feature extractor of a folder. `part`: the name of their section in
-    processor_config.json, which transformers 5 writes. A folder without this section has the settings in
-    preprocessor_config.json. Source: transformers 5.23. Raises ModelLoadFailed NOT_FOUND if no file has settings.
+    """Return the settings of the image processor or feature extractor of a folder. `part`: the name of the section with
+    these settings in processor_config.json, which transformers 5 writes. A folder without this section has the settings
+    in preprocessor_config.json. Source: transformers 5.23. Raises ModelLoadFailed NOT_FOUND if no file has settings.
     """
     config = read_json(folder / "processor_config.json").get(part) or read_json(folder / PROCESSOR)
     if not config:

@@ -138,8 +138,9 @@ def items(
 
 
 def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"") -> BatchFiles[Shown] | None:
-    """Return the images of a batch; None if it has none. `places`: int32 [images, 5]: row, height and width of the
-    pixels, height and width of the upright submitted image. `keys`: `ipc.RunBatch.image_keys`. Raises MalformedBatch.
+    """Return the images of a batch; None if `places` is empty. `places`: int32 [images, 5]: row, height and width of
+    the pixels, height and width of the upright submitted image. `keys`: `ipc.RunBatch.image_keys`. Raises
+    MalformedBatch.
     """
     if len(places) % 20:
         raise MalformedBatch("the bytes of the rows and sizes of images, int32 [images, 5], do not divide by 20")

@@ -261,8 +261,8 @@ class PassGraphs:
         return len(self._captured)
 
     def states(self, packed: PackedBatch, eager: Eager, run: RunStatic) -> Tensor:
-        """Return the states of a batch: by a replay if its bucket has a graph and no other thread holds the recorder's
-        lock, else by `eager`. `run`: the pass that is captured. Raises the errors of `eager`.
+        """Return the states of a batch: by a replay if the batch's bucket has a graph and no other thread holds the
+        recorder's lock, else by `eager`. `run`: the pass that is captured. Raises the errors of `eager`.
         """
         bucket = None if self.is_eager else bucket_of(packed)
         if bucket is None or not self._recorder.lock.acquire(blocking=False):

@@ -47,8 +47,8 @@ class _CachedOutput(NamedTuple):
 
 
 class TowerOutputs:
-    """Cache for the outputs of all image encoders of a process, at most `max_bytes`; 0 disables it. Thread-safe: one
-    lock, which is never held while an encoder runs. `hits`: images whose output was cached, was computed by another
+    """Cache for the outputs of all image encoders of a process, at most `max_bytes`; 0 disables the cache. Thread-safe:
+    one lock, which is never held while an encoder runs. `hits`: images whose output was cached, was computed by another
     thread, or belongs to an equal image of the same call. `misses`: images that were encoded.
     """
 

@@ -213,8 +213,9 @@ class ParakeetReader:
 
 
 def _normalised(levels: Tensor, mask: Tensor) -> Tensor:
-    """Return levels [sounds, frames, bins] with mean 0 and standard deviation 1 in each sound and bin. `mask` is
-    False at frames beyond the end of a sound, which become 0. Source: transformers, ParakeetFeatureExtractor.
+    """Return levels [sounds, frames, bins] with mean 0 and standard deviation 1 in each sound and bin. `mask` is False
+    at frames beyond the end of a sound; the levels of these frames become 0. Source: transformers,
+    ParakeetFeatureExtractor.
     """
     inside, frames = mask[..., None], mask.sum(1)[:, None]
     mean = ((levels * inside).sum(1) / frames)[:, None]

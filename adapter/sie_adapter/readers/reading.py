@@ -58,8 +58,8 @@ class GenerationPrompt(Protocol):
 
 
 class GenerationModel(Protocol[P_contra]):
-    """Model that generates text. Only the loop's thread calls it, in inference mode. `together`: limit of rows per
-    `begin`.
+    """Model that generates text. Only the loop's thread calls the model, in inference mode. `together`: limit of rows
+    per `begin`.
     """
 
     together: int
