@@ -190,9 +190,7 @@ class GliclassModel(Extractor[GliclassTexts]):
         return text[: min(head[-1][1], tail[0][0]) - begin] if head else ""
 
     def _head(self, text: str) -> str:
-        """Cut a very long text at a space. The text before the cut still has more tokens than the model reads; the text
-        after the cut is never tokenised.
-        """
+        """Cut a very long text at a space, after more tokens than the model reads. The rest is then never tokenised."""
         length = _CHARACTERS_PER_TOKEN * self.max_tokens
         while length < len(text):
             stop = text.rfind(" ", 0, length)

@@ -45,8 +45,7 @@ from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
-# A word is cut after this number of characters times `max_tokens`, because the model reads only the first token of a
-# word.
+# A word is cut after this number of characters times `max_tokens`: the model reads only the first token of a word.
 _CHARACTERS_PER_TOKEN = 16
 # Largest number of candidates per window; the decoder gets only the best ones. The decoder's time grows with the square
 # of this number, because the decoder compares each candidate with all selected candidates. For a token-level model, the
@@ -62,9 +61,7 @@ Span = tuple[int, int, str, float]  # entity in a text: first word, last word, l
 
 @dataclass(frozen=True)
 class GlinerWords:
-    """Words of a text that have tokens. `sizes`: the number of tokens of each word. `starts`, `ends`: the offsets of
-    each word.
-    """
+    """Words of a text that have tokens. `sizes`: tokens of each word. `starts`, `ends`: offsets of each word."""
 
     strings: list[str]
     sizes: list[int]

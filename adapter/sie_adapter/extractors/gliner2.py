@@ -1,7 +1,6 @@
 """GLiNER2, run by the package `gliner2`. A model finds entities and relations of the types that a request names. If the
 entry has the output classifications, a model scores the classes of a request instead. A model scores all spans of words
-up to a width, or has the boundary architecture (`gliner2_boundary.py`). With the latter, this module supports no
-relations and no records.
+up to a width, or has the boundary architecture (`gliner2_boundary.py`), which supports no relations and records here.
 
     text ──► words that have tokens ──► windows that overlap, each after the prompt with all labels ──► padded
          passes ──► the package's model ──► scores [labels, words, widths] ──► the best spans of each label, over all

@@ -24,9 +24,7 @@ _CANDIDATES = 1024
 
 
 class BoundedSpan(NamedTuple):
-    """Span of words that may be an entity. `start`: index of its first word. `end`: index of its last word, plus 1.
-    `label`: index of its label.
-    """
+    """Span of words that may be an entity. `end`: index of its last word, plus 1. `label`: index of its label."""
 
     score: float
     start: int

@@ -166,7 +166,5 @@ def joined_objects(
 
 
 def _first(candidates: FieldCandidates) -> int:
-    """Return the index of an object's first character. An object without spans gets 0, so it belongs to the first
-    window.
-    """
+    """Return the index of an object's first character; 0 without spans, so that the first window has the object."""
     return min((row["start"] for rows in candidates.values() for row in rows if row["start"] is not None), default=0)

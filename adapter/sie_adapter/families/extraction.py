@@ -150,9 +150,7 @@ class Preparation:
                 _logger.debug("tokenising texts failed, so the device thread tries again: %s", type(error).__name__)
 
     def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
-        """Remove and return the tokenised form of these texts. If `make` has not tokenised these texts, tokenise them
-        now.
-        """
+        """Remove and return the tokenised form of these texts. If `make` has not tokenised them, tokenise them now."""
         prepared: M | None = self._prepared.pop((option.same(), tuple(texts)), None)
         if prepared is None:
             prepared = self._timed(texts, option, make)
@@ -435,8 +433,7 @@ def absolute_positions(encoder: Any) -> int:
 
 def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
     """Set and return the length at which a transformers tokenizer truncates, in tokens, special tokens included: the
-    smaller of the tokenizer's own limit and the encoder's number of absolute positions. `otherwise` replaces this
-    number for an encoder without absolute positions.
+    smaller of the tokenizer's own limit and the encoder's number of absolute positions (`otherwise` if this is 0).
     """
     tokenizer.model_max_length = min(tokenizer.model_max_length, absolute_positions(encoder) or otherwise)
     return int(tokenizer.model_max_length)

@@ -1,3 +1,1 @@
-"""Load of a model from its folder: inspection of the files, reading of the weights, checks of the loaded model's
-results.
-"""
+"""Load of a model from its folder: inspection of the files, reading of the weights, checks of the results."""

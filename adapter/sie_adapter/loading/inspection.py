@@ -67,12 +67,12 @@ class Inspection:
 def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: ModelEntry | None = None) -> Inspection:
     """Return the entry of `model`, whose files are in `folder`. `weights`: the field weights of the entry.
 
-    `current`: an entry of the catalogue for the same model. The new entry has the options of `current`, but new
-    weights, digests, download size (only from the hub) and licence (if the model card has one). Raises ModelLoadFailed:
-    NOT_FOUND for a folder without config.json, weights or tokenizer; INCOMPATIBLE for a model that no family here runs,
-    for files that cannot be read, and for weights that are truncated, contain NaN or lack tensors; CERTIFICATE for a
-    tokenizer that lacks tokens or does not fit the weights, and for static embeddings whose width is not outputs.dense
-    of `current`.
+    `current`: a catalogue entry for the same model. The new entry has the options of `current`, but new weights,
+    digests, licence (if the model card has one) and, from the hub, download size. Raises ModelLoadFailed: NOT_FOUND for
+    a folder without config.json, weights or tokenizer; INCOMPATIBLE for a model that no family here runs, for files
+    that cannot be read, and for weights that are truncated, contain NaN or lack tensors; CERTIFICATE for a tokenizer
+    that lacks tokens or does not fit the weights, and for static embeddings with another width than outputs.dense of
+    `current`.
     """
     if not folder.is_dir():
         raise load_failed("NOT_FOUND", f"there is no folder {folder}")

@@ -60,9 +60,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def family_of(name: str) -> Any:
-    """Return the class of a family. Raises ModelLoadFailed for an unknown name, ImportError if the family needs a
-    package that is missing.
-    """
+    """Return the class of a family. Raises ModelLoadFailed for an unknown name, ImportError if a package is missing."""
     if name in FAMILIES:
         module, _, attribute = FAMILIES[name].implementation.partition(":")
         return getattr(importlib.import_module(module), attribute)
@@ -146,9 +144,8 @@ class Loader:
             int8=resolved.load.precision == "int8",
         )
         choice = engines.choose(resolved.load.engine, facts)
-        # Temporary files of the load can be as large as the weights. In a pod, files of this size would exceed the
-        # limit of /tmp, and the pod would be evicted. So the load writes these files into the cache folder, if that
-        # folder is writable.
+        # Temporary files of the load can be as large as the weights. In a pod, such files in /tmp would exceed its
+        # limit, and the pod would be evicted. So the load writes them into the cache folder if that folder is writable.
         cache = self.settings.cache_folder
         scratch = cache if os.access(cache, os.W_OK) else None
         return dataclasses.replace(compute, model=facts, engine=choice, scratch=scratch, int8=facts.int8)
@@ -223,9 +220,7 @@ class Loader:
         return model
 
     def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
-        """Check the weight files of a folder. Skip a folder whose files have not changed since a check, and any folder
-        of a family from another package.
-        """
+        """Check weight files. Skip folders that have not changed since a check, and families of another package."""
         facts = (str(folder), *_facts(_files_of(folder)))
         if entry.family in FAMILIES and facts not in self._checked:
             check_weights(folder)

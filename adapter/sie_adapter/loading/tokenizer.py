@@ -175,9 +175,7 @@ def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def _stored_tokens(folder: Path) -> set[str] | None:
-    """Return all tokens in the files; None if the folder has only a sentencepiece file, which this function does not
-    read.
-    """
+    """Return all tokens in the files; None if the folder has only a sentencepiece file, which is not read here."""
     tokens: set[str] = set()
     if (file := folder / "tokenizer.json").is_file():
         tokens.update(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))

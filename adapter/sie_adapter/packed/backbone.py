@@ -97,8 +97,7 @@ class Backbone:
         sparse attention.
         """
         attention.register()
-        # `model` may be a part of the loaded model, and the loader has set use_cache only in the whole model's
-        # configuration
+        # `model` may be a part of the loaded model, and the loader sets use_cache only in the whole model's config
         model.config.use_cache = False
         self._model = model
         self._compute = compute
@@ -217,9 +216,8 @@ class Backbone:
         return hidden.flatten(0, 1)[to_device(np.flatnonzero(part.real), device)]
 
     def _inputs(self, ids: Tensor, on_host: Int64, features: PlacedFeatures | None) -> dict[str, Any]:
-        """Return the arguments of the model for a pass. Without features, the only argument is `ids` [.., tokens]. With
-        features, the embeddings of `ids` replace `ids`, and the features replace the embeddings of image tokens.
-        Features for deeper layers are separate arguments.
+        """Return the arguments of the model for a pass: `ids` [.., tokens], or the embeddings of `ids`, if features
+        replace the embeddings of image tokens. Features for deeper layers are separate arguments.
         """
         if features is None:
             return {"input_ids": ids}
@@ -258,9 +256,8 @@ class Backbone:
 
     def _hand_over(self, server: Callable[[], SGLang]) -> None:
         """Start an SGLang server, and use it in place of torch if its hidden states agree with the states of the
-        unchanged transformers model. Torch's weights are freed before the start, since a GPU may not have memory for
-        two copies of the weights. Raises Unserved if the server cannot run the model, or ModelLoadFailed if the entry
-        demands the engine.
+        unchanged transformers model. Torch's weights are freed first, since a GPU may not have memory for two copies of
+        them. Raises Unserved if the server cannot run the model, or ModelLoadFailed if the entry demands the engine.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -341,8 +338,7 @@ class Backbone:
     def _try(self, kernel: Kernel, reference: Tensor) -> None:
         """Run a trial with this kernel. Raises AttentionUnsupported if the states do not agree with `reference`."""
         trial, self._edge = Trial(), 0
-        # this pass has a single sequence, so that transformers' mask does not depend on the packing of several
-        # sequences
+        # a single sequence, so that transformers' mask does not depend on the packing of several sequences
         self._forward_packed(self.sample(_TRIAL_LENGTHS[-1:]), kernel, trial)
         layers = self._model.config.num_hidden_layers
         if trial.calls != layers:
@@ -392,9 +388,8 @@ class Backbone:
         return self._forward_eager(packed)
 
     def sample(self, lengths: tuple[int, ...]) -> PackedBatch:
-        """Return packed sequences of random ids, for trials. The pad id does not occur, because transformers' classes
-        treat it as padding. The first sequence has a mask token: ESM scales the embeddings of a row by the share of
-        mask tokens in it.
+        """Return packed sequences of random ids, for trials, without the pad id, which models treat as padding. The
+        first sequence has a mask token: ESM scales the embeddings of a row by the share of mask tokens in it.
         """
         counts = np.minimum(lengths, self._max_tokens).astype(np.int64)
         ids = np.random.default_rng(0).integers(0, self.vocabulary, int(counts.sum()), dtype=np.int32)

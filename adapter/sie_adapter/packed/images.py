@@ -176,9 +176,8 @@ class Patches(NamedTuple):
 
 class GridTower:
     """Image encoder for images of any size, whose outputs are cached. It calls `run` for a few images at a time, with
-    two arguments. The patches, [patches, values], are in the order of Qwen2-VL's image processors, block by block. The
-    grid of each image, int64 [images, 3], has the numbers of frames, rows and columns of patches. `run` returns tensors
-    [blocks, width].
+    the patches, [patches, values], in the order of Qwen2-VL's image processors, block by block, and with the grid of
+    each image, int64 [images, 3]: frames, rows and columns of patches. `run` returns tensors [blocks, width].
     """
 
     def __init__(

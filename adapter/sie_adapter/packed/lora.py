@@ -76,8 +76,7 @@ def lora_acts() -> bool:
 
 class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Linear layer that adds B A x to the output of the base layer. A and B are the matrices of the active LoRA for
-    `path`. If the LoRA has no matrices for `path`, or no LoRA is active, the layer returns the output of the base
-    layer.
+    `path`. Without an active LoRA, or without matrices for `path`, the layer returns the output of the base layer.
     """
 
     def __init__(self, base: nn.Module, path: str) -> None:

@@ -24,9 +24,8 @@ from sie_contracts.media.sounds import Shape, SoundRecipe
 from sie_contracts.models.entries import Engine
 from sie_contracts.wire.ipc import IMAGE_KEY_BYTES
 
-# Pairs (limit, step), limits ascending. `missing` rounds a number of tokens or rows up to a multiple of a step: the
-# step of the first limit that is at least this number, or the last step if there is no such limit. Passes then have
-# only few different shapes.
+# Pairs (limit, step), limits ascending. `missing` rounds a number of tokens or rows up to a multiple of the step of the
+# first limit that is at least this number, else of the last step. Passes then have few different shapes.
 Steps = Sequence[tuple[int, int]]
 # Steps for the tokens of a pass. Passes of up to 64 tokens are not padded, because a padding sequence took
 # 1 ms of the 4.5 ms of a pass with one short text.
@@ -138,9 +137,8 @@ def items(
 
 
 def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"") -> BatchFiles[Shown] | None:
-    """Return the images of a batch; None if `places` is empty. `places`: int32 [images, 5]: row, height and width of
-    the pixels, height and width of the upright submitted image. `keys`: `ipc.RunBatch.image_keys`. Raises
-    MalformedBatch.
+    """Return the images of a batch; None without images. `places`: int32 [images, 5]: row, height and width of the
+    pixels, height and width of the upright submitted image. `keys`: `ipc.RunBatch.image_keys`. Raises MalformedBatch.
     """
     if len(places) % 20:
         raise MalformedBatch("the bytes of the rows and sizes of images, int32 [images, 5], do not divide by 20")
@@ -326,9 +324,7 @@ def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedB
 
 
 def missing(count: int, steps: Steps = _STEPS) -> int:
-    """Return the number of tokens or rows to add to `count`, so that the sum is a multiple of the step that `steps` has
-    for `count`.
-    """
+    """Return the tokens or rows to add to `count`, so that the sum is a multiple of the step of `count` in `steps`."""
     step = next((step for limit, step in steps if count <= limit), steps[-1][1])
     return -count % step
 
@@ -337,8 +333,7 @@ def evenly_long(
     lengths: Sequence[int], waste: float = PADDED_WASTE, budget: float = math.inf
 ) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of each group of sequences that is padded together. `lengths` must ascend. A group has at
-    most `waste` positions per token, and at most `budget` positions. A sequence of more than `budget` tokens is a group
-    of its own.
+    most `waste` positions per token and `budget` positions. A sequence of more than `budget` tokens is its own group.
     """
     start, real = 0, 0
     for place, length in enumerate(lengths):
@@ -364,9 +359,8 @@ class Padded(NamedTuple):
 
 
 def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int, rows: int = 0) -> Padded:
-    """Return the sequences from `start` to before `stop`, each padded with `filler` ids to `columns` tokens. If there
-    are fewer than `rows` sequences, add rows of `filler` ids, in which `attended` is True. Count all added positions in
-    `packed.padding`.
+    """Return the sequences from `start` to before `stop`, each padded with `filler` ids to `columns` tokens. Add rows
+    of `filler` ids, with `attended` True, up to `rows` rows. Count all added positions in `packed.padding`.
     """
     places = np.arange(columns)[None, :]
     real = _with_rows(places < packed.lengths[start:stop, None], rows, False)

@@ -37,8 +37,8 @@ Read = Callable[[Sequence[Shown]], Sequence[Output]]
 
 class _CachedOutput(NamedTuple):
     """Cached output of an image encoder for one image. `is_finite`: whether all values are finite, bool [] on the
-    device; the host reads it only at the next use, to avoid a wait for the encoder. `use`: the number that
-    `TowerOutputs.number` returned at the last use.
+    device; the host reads it only at the next use, to avoid a wait for the encoder. `use`: number of the last use
+    (`number`).
     """
 
     output: Output
@@ -128,8 +128,7 @@ class OutputsOfTower:
                 if bool(entry.is_finite):
                     outputs[name] = entry.output
                 else:
-                    # an output that is not finite is computed again, because another image of the pass may have caused
-                    # the overflow
+                    # computed again if not finite, because another image of the pass may have caused the overflow
                     self._discard(name, entry)
             misses += len(own)
             outputs.update(self._read_missing({name: images_by_name[name] for name in own}, read))

@@ -140,9 +140,7 @@ class ParakeetReader:
         return ParakeetWindow(self, sound, seek, self._end(sound.levels[0, seek:]) + seek, self._rules)
 
     def _end(self, levels: Any) -> int:
-        """Return the number of frames of the first window of `levels`. After this window, either no frame remains, or
-        at least two frames remain.
-        """
+        """Return the frames of the first window of `levels`. After the window, no frame remains, or at least two."""
         if len(levels) <= self._frames:
             return len(levels)
         start = self._frames - self._frames // _SEARCHED_SHARE
@@ -152,9 +150,8 @@ class ParakeetReader:
         return int(min(start + quiet, len(levels) - 2))
 
     def begin(self, prompts: Sequence[ParakeetWindow]) -> list[RowStart]:
-        """Decode the windows of new rows. The returned scores of a row select the end token, so the row ends at once.
-        If the scores of a window are not finite, the returned scores of its row are NaN, so the loop reports an error
-        for this row only.
+        """Decode the windows of new rows. The returned scores select the end token, so each row ends at once. For a
+        window whose scores are not finite, the returned scores are NaN, so the loop reports an error for this row only.
         """
         frames = [window.stop - window.seek for window in prompts]
         levels = np.zeros((len(prompts), max(frames), prompts[0].sound.levels.shape[2]), np.float32)
@@ -213,9 +210,8 @@ class ParakeetReader:
 
 
 def _normalised(levels: Tensor, mask: Tensor) -> Tensor:
-    """Return levels [sounds, frames, bins] with mean 0 and standard deviation 1 in each sound and bin. `mask` is False
-    at frames beyond the end of a sound; the levels of these frames become 0. Source: transformers,
-    ParakeetFeatureExtractor.
+    """Return levels [sounds, frames, bins] with mean 0 and standard deviation 1 in each sound and bin. Frames beyond
+    the end of a sound, where `mask` is False, become 0. Source: transformers, ParakeetFeatureExtractor.
     """
     inside, frames = mask[..., None], mask.sum(1)[:, None]
     mean = ((levels * inside).sum(1) / frames)[:, None]

@@ -213,8 +213,7 @@ class WhisperReader:
 
     def _words_before(self, text: str) -> list[int]:
         """Return the ids of the client's instruction. The model reads the instruction before the sound, for example to
-        see how names are spelt. Raises InvalidInput if the model reads no instruction, or reserves a token of the
-        instruction.
+        see how names are spelt. Raises InvalidInput if the model reads no instruction, or reserves one of its tokens.
         """
         if not text:
             return []
