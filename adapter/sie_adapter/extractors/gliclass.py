@@ -161,8 +161,8 @@ class GliclassModel(Extractor[GliclassTexts]):
         return prompt
 
     def _encoded(self, texts: list[str], labels: list[str], around: _Around) -> list[list[int]]:
-        """Return the ids of each text with its labels, at most `max_tokens`. A text that precedes labels or examples in
-        the prompt is truncated here, because the package would truncate the labels or examples.
+        """Return the ids of each text with its labels, at most `max_tokens`. If labels or examples follow the text in
+        the prompt, this method truncates the text, because the package would truncate the labels or examples.
         """
         if not texts:
             return []
@@ -176,7 +176,7 @@ class GliclassModel(Extractor[GliclassTexts]):
 
     def _cut(self, text: str, labels: list[str], around: _Around) -> str:
         """Cut a text whose prompt has more tokens than the model reads. The tokens are counted inside the prompt,
-        because an instruction directly before the text changes the tokens of its first word.
+        because an instruction directly before the text changes the tokens of the text's first word.
         """
         offsets = self._counter.encode(self._prompt(text, labels, around)).offsets
         beyond = len(offsets) - self.max_tokens
@@ -190,7 +190,7 @@ class GliclassModel(Extractor[GliclassTexts]):
         return text[: min(head[-1][1], tail[0][0]) - begin] if head else ""
 
     def _head(self, text: str) -> str:
-        """Cut a very long text at a space, after more tokens than the model reads. This saves tokenising the rest."""
+        """Cut a very long text at a space, after more tokens than the model reads. The rest is then never tokenised."""
         length = _CHARACTERS_PER_TOKEN * self.max_tokens
         while length < len(text):
             stop = text.rfind(" ", 0, length)

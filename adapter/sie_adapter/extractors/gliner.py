@@ -45,11 +45,11 @@ from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
-# A word is cut after this number of characters times `max_tokens`, because the model reads only its first token.
+# A word is cut after this number of characters times `max_tokens`: the model reads only the first token of a word.
 _CHARACTERS_PER_TOKEN = 16
-# Largest number of candidates per window that the decoder gets: the best candidates. The decoder's time grows with the
-# square of this number, because the decoder compares each candidate with all selected candidates. For a token-level
-# model, the decoder also compares all starts with all ends.
+# Largest number of candidates per window; the decoder gets only the best ones. The decoder's time grows with the square
+# of this number, because the decoder compares each candidate with all selected candidates. For a token-level model, the
+# decoder also compares all starts with all ends.
 _CANDIDATES = 2048
 # the same limit for requests whose entities have one label and must not overlap: the decoder then selects few
 # candidates and makes few comparisons
@@ -61,7 +61,7 @@ Span = tuple[int, int, str, float]  # entity in a text: first word, last word, l
 
 @dataclass(frozen=True)
 class GlinerWords:
-    """Words of a text that have tokens. `sizes`: the number of tokens of each word. `starts`, `ends`: its offsets."""
+    """Words of a text that have tokens. `sizes`: tokens of each word. `starts`, `ends`: offsets of each word."""
 
     strings: list[str]
     sizes: list[int]
@@ -125,7 +125,7 @@ class GlinerModel(Extractor[GlinerTexts]):
     longer text is read in several windows.
     """
 
-    pass_tokens = 512, 8192  # for a model of width 512, the span states of a pass need about 0.2 MB per word
+    pass_tokens = 512, 8192  # on a CPU, elsewhere; for a model of width 512, span states need about 0.2 MB per word
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -141,7 +141,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         self._processor = self._gliner.data_processor
         self._decoder = self._gliner.decoder
         self._is_token_level = self._gliner.config.span_mode == "token_level"
-        # a token-level bi-encoder reads no labels here, but the package's processor still needs their number
+        # a token-level bi-encoder reads no labels here, but the package's processor needs the number of labels
         counted = {"prepare_entities": True} if self._is_token_level else {}
         self._collate = self._gliner.data_collator_class(
             self._gliner.config,
@@ -339,8 +339,8 @@ class GlinerModel(Extractor[GlinerTexts]):
 
 
 def _merged(entities: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join neighbouring entities of one label with at most one character between them; the higher score is kept.
-    Source: model card of NuNER_Zero.
+    """Join neighbouring entities of one label with at most one character between them. A joined entity has the higher
+    of both scores. Source: model card of NuNER_Zero.
     """
     merged: list[dict[str, Any]] = []
     last: dict[str, dict[str, Any]] = {}

@@ -1,6 +1,6 @@
 """GLiNER2, run by the package `gliner2`. A model finds entities and relations of the types that a request names. If the
 entry has the output classifications, a model scores the classes of a request instead. A model scores all spans of words
-up to a width, or has the boundary architecture (`gliner2_boundary.py`), here without relations and records.
+up to a width, or has the boundary architecture (`gliner2_boundary.py`), which supports no relations and records here.
 
     text ──► words that have tokens ──► windows that overlap, each after the prompt with all labels ──► padded
          passes ──► the package's model ──► scores [labels, words, widths] ──► the best spans of each label, over all
@@ -139,8 +139,8 @@ class _WindowAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class Gliner2Texts:
-    """Tokenised texts. `passes`: for each pass its windows, and the package's batch, on the host. `errors`: the index
-    of each text that is not run -> its error.
+    """Tokenised texts. `passes`: for each pass its windows, and the package's batch, on the host. `errors`: a map from
+    the index of a text that gets no pass to its error.
     """
 
     labels: list[str]
@@ -167,7 +167,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     in several windows.
     """
 
-    pass_tokens = 512, 16384  # for a model of width 768, the span states of a pass need about 0.1 MB per word
+    pass_tokens = 512, 16384  # on a CPU, elsewhere; for a model of width 768, span states need about 0.1 MB per word
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -413,8 +413,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         """Split a text into words in the same way as the package, in lower case."""
         longest = _CHARACTERS_PER_TOKEN * self.max_tokens
         split = list(self._processor.word_splitter(self._processor._normalize_text(text), lower=True))
-        # The package adds a full stop to the text. Drop the full stop if it is a separate word; if the full stop ends
-        # a URL, clip the word's end offset to the text.
+        # The package adds a full stop to the text. A full stop that is a separate word is dropped here. If the full
+        # stop belongs to the last word, such as a URL, the end of this word is clipped to the end of the text.
         inside = [(word, start, min(end, len(text))) for word, start, end in split if start < len(text)]
         ids, sizes, words = words_with_tokens(self._counter, inside, longest)
         return _Gliner2Words(
@@ -479,9 +479,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
 
 def _above(logits: Tensor | None, at: TextWindow, thresholds: Sequence[float]) -> _Spans | SIEError:
-    """Return the spans whose score reaches the threshold of their label. If these are more than _CANDIDATES, return
-    the best _CANDIDATES, and all spans with the score of the last of these. `logits`: [1, labels, words, widths];
-    `words` may include an added full stop after the words of the window.
+    """Return the spans whose score reaches the threshold of their label. If more than _CANDIDATES spans reach it,
+    return the best _CANDIDATES, and all other spans with the lowest score among these. `logits`: [1, labels, words,
+    widths]; `words` may include an added full stop after the words of the window.
     """
     if logits is None:
         none = np.zeros(0, np.int64)

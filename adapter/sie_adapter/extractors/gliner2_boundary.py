@@ -19,12 +19,12 @@ from sie_adapter.extractors.gliner2_records import WordPlaces
 from sie_adapter.families.extraction import TextWindow, own_ranges, scores_not_finite
 from sie_contracts.errors import SIEError
 
-# largest number of overlapping spans of a label that the package compares: as many as 8 windows usually have
+# largest number of overlapping spans of a label that the package compares: the usual number in 8 windows
 _CANDIDATES = 1024
 
 
 class BoundedSpan(NamedTuple):
-    """Span of words that may be an entity. `end`: the word after its last word. `label`: index of its label."""
+    """Span of words that may be an entity. `end`: index of its last word, plus 1. `label`: index of its label."""
 
     score: float
     start: int
@@ -53,7 +53,7 @@ def window_candidates(
         count_log_rates=output.count_log_rates,
         adaptive_threshold=settings.adaptive_threshold,
     )[0]
-    if output.null_logits is not None:  # for each label, the logit that the window lacks it
+    if output.null_logits is not None:  # logit of each label that the window has no such entity
         absent = (torch.sigmoid(output.null_logits[0].float()) > settings.abstention_threshold).tolist()
         grouped = [[] if is_absent else own for is_absent, own in zip(absent, grouped, strict=True)]
     size = at.stop - at.start
@@ -99,10 +99,10 @@ _KEYS: dict[str, Any] = {
 
 
 def _clusters(candidates: Sequence[BoundedSpan]) -> Iterator[list[BoundedSpan]]:
-    """Yield groups of candidates that overlap, directly or through other candidates. If a group has more than
-    _CANDIDATES spans, yield only its best spans: a client may choose a threshold of 0, and the time and memory of the
-    package grow with the square of the number of spans. If a text has one window and no such group, its entities equal
-    those of the package.
+    """Yield groups of candidates that overlap, directly or through other candidates. A group with more than _CANDIDATES
+    spans is reduced to its best spans, because the time and memory of the package grow with the square of their number.
+    A client may choose a threshold of 0, which all spans reach. If a text has one window and no group is reduced, its
+    entities equal those of the package.
     """
     cluster: list[BoundedSpan] = []
     stop = 0

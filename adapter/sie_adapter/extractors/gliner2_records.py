@@ -83,7 +83,7 @@ def window_objects(
             else _spans(text_field, own_spans[index], text, words, at, thresholds[index])
             for index, text_field in enumerate(record.fields)
         }
-        if record.path:  # without a path, no value is dropped: another window may have the best value
+        if record.path:  # without a path, all values stay, because another window may have the best value
             for text_field in record.fields:
                 candidates[text_field.name] = candidates[text_field.name][: None if text_field.is_list else 1]
         if any(candidates.values()):
@@ -132,9 +132,9 @@ def _begin(span: FieldSpan) -> int:
 def joined_objects(
     record: TextRecord, words: WordPlaces, by_window: Mapping[TextWindow, Sequence[FieldCandidates]]
 ) -> list[FieldCandidates]:
-    """Return the objects of a text in the order of its windows. For a record without a path, whose properties are at
-    the root of `data`, the windows together have one object: it gets the values of the first object of each window. A
-    value without offsets in the text, such as a choice, is taken from the first window only.
+    """Return the objects of a text in the order of its windows. A record without a path has its properties at the root
+    of `data`. For such a record, all windows together have one object, with the values of the first object of each
+    window. A value without offsets in the text, such as a choice, is taken from the first window only.
     """
     order = sorted(by_window, key=lambda at: at.start)
     starts = [0, *(words.starts[begin] for begin, _ in own_ranges(order)[1:])]
@@ -166,5 +166,5 @@ def joined_objects(
 
 
 def _first(candidates: FieldCandidates) -> int:
-    """Return the index of an object's first character; 0 for an object without spans, for the first window."""
+    """Return the index of an object's first character; 0 without spans, so that the first window has the object."""
     return min((row["start"] for rows in candidates.values() for row in rows if row["start"] is not None), default=0)

@@ -20,7 +20,7 @@ FIELDS = ("head", "tail")
 
 
 class WordPair(NamedTuple):
-    """Relation between two ranges of words, each (first word, last word). `score`: the lower score of both ranges."""
+    """Relation between two ranges of words, each (first word, last word). `score`: the lower of both ranges' scores."""
 
     head: tuple[int, int]
     tail: tuple[int, int]

@@ -67,7 +67,7 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, *, eager: bool) -
     with construction():
         kind = GLiNER._get_gliner_class(GLiNERConfig(**raw))
         model = kind(kind.config_class(**raw), tokenizer=tokenizer, backbone_from_pretrained=False)
-        if not issubclass(kind, BaseBiEncoderGLiNER):  # only a uni-encoder has label tokens in its prompt
+        if not issubclass(kind, BaseBiEncoderGLiNER):  # only a uni-encoder needs embeddings of label tokens
             kind._resize_token_embeddings(model, model.config, tokenizer)
     return model
 

@@ -42,7 +42,7 @@ class GlinerRelationModel(GlinerModel):
     A span can be head or tail if its best score is above the threshold, if it is among the _CANDIDATES best spans of
     its window, and if the result has an entity with the same words. A result has a relation if its score is above
     `relation_threshold` (default: the threshold of entities), and if it is among the _RELATIONS best of its window. In
-    a long text, relations are found within one window.
+    a long text, a relation is found only if one window contains its head and its tail.
     """
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
@@ -81,7 +81,7 @@ class GlinerRelationModel(GlinerModel):
         inputs, model = self._inputs(batch), self._gliner.model
         if not request.relation_labels:
             return self._window_results(UniEncoderSpanModel.forward(model, **inputs).logits, words, batch, request)
-        # the threshold of the spans is also that of the pairs, as by default in the package
+        # the threshold of spans also applies to pairs, as by default in the package
         output = model(**inputs, threshold=request.threshold, adjacency_threshold=request.threshold)
         results = self._window_results(output.logits, words, batch, request)
         places, _ = _candidates(output.logits, inputs["span_mask"], request.threshold)
@@ -130,7 +130,7 @@ def _selected(
     vectors: Tensor, scores: Tensor, mask: Tensor, labels: Tensor | None = None, threshold: float = 0.5
 ) -> tuple[Tensor, Tensor]:
     """Return the vectors of the spans of `_candidates`, [windows, spans, width], and the mask of `_candidates`. This
-    replaces the method of the package's model, which selects without a limit.
+    function replaces the method of the package's model, which does not limit the number of spans.
     """
     places, counting = _candidates(scores, mask, threshold)
     flat = vectors.flatten(1, 2)

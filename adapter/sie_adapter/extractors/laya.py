@@ -67,7 +67,7 @@ _UNREAD = ("act_head.", "temperature")  # prefixes of tensors that do not affect
 
 @dataclass(frozen=True)
 class _QuestionIds:
-    """Question as ids: `head`: the ids before a text. `marks`: the positions of the mask tokens."""
+    """Question as ids. `head`: the ids before a text. `marks`: the positions of the mask tokens in `head`."""
 
     head: list[int]
     marks: list[int]

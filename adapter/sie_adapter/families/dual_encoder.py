@@ -117,7 +117,7 @@ class _Siglip:
     def __init__(self, model: Any) -> None:
         self._vision = model.vision_model
         self._head = model.text_model.head.float()
-        # the head is removed from the tower, whose forward pass would call the float32 head with states of 16 bits
+        # removed from the tower, because its forward pass would call the float32 head with states of 16 bits
         model.text_model.head = nn.Identity()
         config = model.config.text_config
         self.filled: int = config.max_position_embeddings
@@ -137,8 +137,8 @@ MODEL_TYPES = frozenset(_TOWERS)
 
 
 class VectorHead:
-    """Head that returns the vector of each row. In a normal pass, the towers have already computed the vectors. The
-    check of a loaded model (`certificate`) runs only the text backbone, so this head computes the vectors from states.
+    """Head that returns the vector of each row. In a normal pass, the towers have already computed the vectors. In the
+    check of a loaded model (`certificate`), only the text backbone runs, and this head computes the vectors.
     """
 
     def __init__(self, towers: TextTower) -> None:

@@ -150,7 +150,7 @@ class Preparation:
                 _logger.debug("tokenising texts failed, so the device thread tries again: %s", type(error).__name__)
 
     def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
-        """Remove and return the tokenised form of these texts. Tokenise now if `make` has not done so."""
+        """Remove and return the tokenised form of these texts. If `make` has not tokenised them, tokenise them now."""
         prepared: M | None = self._prepared.pop((option.same(), tuple(texts)), None)
         if prepared is None:
             prepared = self._timed(texts, option, make)
@@ -350,8 +350,8 @@ def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
 
 def windows(sizes: Sequence[int], room: int, max_words: int, min_shared: int) -> Iterator[tuple[int, int]]:
     """Yield the windows of a text, as (first word, last word + 1). `sizes`: the tokens of each word. A window has at
-    most `max_words` words and `room` tokens, but at least one word. The next window repeats the last eighth of
-    these words, at least `min_shared` and at most half of the words.
+    most `max_words` words and `room` tokens, but at least one word. The next window repeats the last eighth of the
+    words of this window, at least `min_shared` and at most half of the words.
     """
     start, stop, tokens = 0, 0, 0
     while start < len(sizes):
@@ -408,9 +408,9 @@ def tokens_of(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[NDArray[np.in
 
 
 def classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Result:
-    """Return the labels with a score of at least the threshold, best first. A label's threshold is in the parameter
-    `label_thresholds`, else the threshold of the options, else 0. `logits`: float32 [labels], on the host. Scores are
-    a softmax, or sigmoids if `multi_label` is set.
+    """Return the labels with a score of at least the threshold, best first. The threshold of a label is its value in
+    the parameter `label_thresholds`, else the threshold of the options, else 0. `logits`: float32 [labels], on the
+    host. Scores are a softmax, or sigmoids if `multi_label` is set.
     """
     if not bool(torch.isfinite(logits).all()):
         return scores_not_finite()
@@ -433,7 +433,7 @@ def absolute_positions(encoder: Any) -> int:
 
 def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
     """Set and return the length at which a transformers tokenizer truncates, in tokens, special tokens included: the
-    smaller of the tokenizer's own limit and the encoder's number of absolute positions (or `otherwise` if it has none).
+    smaller of the tokenizer's own limit and the encoder's number of absolute positions (`otherwise` if this is 0).
     """
     tokenizer.model_max_length = min(tokenizer.model_max_length, absolute_positions(encoder) or otherwise)
     return int(tokenizer.model_max_length)

@@ -68,8 +68,8 @@ class StaticEmbedding:
             self._read_as_model2vec(folder)
 
     def _read_as_model2vec(self, folder: Path) -> None:
-        """Make `encode` truncate texts like model2vec: to a number of characters, then, without their unknown tokens,
-        to a number of tokens.
+        """Make `encode` truncate texts like model2vec: `encode` first cuts a text to a number of characters, then drops
+        unknown tokens, then cuts the remaining ids to a number of tokens.
         """
         length = read_json(folder / "config.json").get("max_length", _CUT)
         if length is not None:

@@ -74,8 +74,8 @@ class VisionLanguageKind(Protocol):
         """Return the tokenizer with the special tokens that the model expects before and after every text."""
 
     def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
-        """Return an image's ids in the prompt: the placeholder id that features replace, the number of placeholders (0:
-        one for each block of the image), and the ids before and after the placeholders.
+        """Return an image's ids in the prompt: the placeholder id that features replace, the number of placeholders (0
+        if there is one for each block of the image), and the ids before and after the placeholders.
         """
 
     def priced(self, recipe: Recipe) -> Recipe:

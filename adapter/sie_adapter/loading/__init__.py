@@ -1,1 +1,1 @@
-"""Load of a model from its folder: its files are inspected, its weights read, and its results checked."""
+"""Load of a model from its folder: inspection of the files, reading of the weights, checks of the results."""

@@ -107,9 +107,7 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
 
 
 def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
-    """Check that the tokenizer fits the model. For a model without the attribute `vocabulary`, check only that the
-    tokenizer can be parsed.
-    """
+    """Check that the tokenizer can be parsed, and that it fits a model that has the attribute `vocabulary`."""
     try:
         tokenizer = Tokenizer.from_buffer(model.tokenizer)
     except ValueError as error:
@@ -196,7 +194,7 @@ def _dense(left: Row, right: Row) -> tuple[Tensor, Tensor]:
 
 
 def _cosine(left: Tensor, right: Tensor) -> float:
-    """Return the cosine of two vectors; two zero vectors have 1. For matrices with a vector per token, return the mean
+    """Return the cosine of two vectors; 1 for two zero vectors. For matrices with a vector per token, return the mean
     over the tokens, since in 16 bit single tokens of a correct model may deviate.
     """
     left, right = left.cpu().double(), right.cpu().double()

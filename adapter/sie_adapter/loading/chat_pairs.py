@@ -18,8 +18,8 @@ _ROLES = ("query", "document")
 
 
 def pair_pieces(tokenizer: Any, options: Mapping[str, Any], *, instructed: bool) -> tuple[str, ...]:
-    """Return the texts of the option `pair`. If `instructed`, they contain {instruction} where the template has the
-    system message.
+    """Return the texts of the option `pair`. If `instructed`, these texts contain {instruction} where the template has
+    the system message.
 
     `tokenizer`: a transformers tokenizer. `options`: arguments of apply_chat_template. Raises ModelLoadFailed
     INCOMPATIBLE for a template that fails, or that leaves out, repeats or changes one of the fields.

@@ -213,7 +213,7 @@ def tensor(folder: Path, name: str) -> Tensor | None:
 
 
 def stored_rows(folder: Path, name: str) -> int:
-    """Return the number of rows of one matrix, from the header of its file; 0 if no file has the matrix."""
+    """Return the number of rows of the matrix `name`, from the headers of the safetensors; 0 if no file has it."""
     stored = (tensors_in(path).get(name) for path in sorted(folder.glob("*.safetensors")))
     return next((tensor.shape[0] for tensor in stored if tensor is not None), 0)
 

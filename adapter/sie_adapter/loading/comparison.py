@@ -23,7 +23,7 @@ from sie_contracts.models.load_errors import load_failed
 
 
 def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
-    """Raise ModelLoadFailed if the files in `folder` do not fit `entry`, so that a load would be refused. Return the
+    """Raise ModelLoadFailed if the files in `folder` do not fit `entry`, so that a load would refuse them. Return the
     parts that could not be checked, each with the reason. No code in the folder is run.
     """
     if entry.family not in FAMILIES:

@@ -67,11 +67,12 @@ class Inspection:
 def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: ModelEntry | None = None) -> Inspection:
     """Return the entry of `model`, whose files are in `folder`. `weights`: the field weights of the entry.
 
-    `current`: an entry of the catalogue for the same model. The new entry has its options, but new weights, digests,
-    download size (only from the hub) and licence (if the model card has one). Raises ModelLoadFailed: NOT_FOUND for a
-    folder without config.json, weights or tokenizer; INCOMPATIBLE for a model that no family here runs, for files that
-    cannot be read, and for weights that are truncated, contain NaN or lack tensors; CERTIFICATE for a tokenizer that
-    lacks tokens or does not fit the weights, and for static embeddings whose width is not outputs.dense of `current`.
+    `current`: a catalogue entry for the same model. The new entry has the options of `current`, but new weights,
+    digests, licence (if the model card has one) and, from the hub, download size. Raises ModelLoadFailed: NOT_FOUND for
+    a folder without config.json, weights or tokenizer; INCOMPATIBLE for a model that no family here runs, for files
+    that cannot be read, and for weights that are truncated, contain NaN or lack tensors; CERTIFICATE for a tokenizer
+    that lacks tokens or does not fit the weights, and for static embeddings with another width than outputs.dense of
+    `current`.
     """
     if not folder.is_dir():
         raise load_failed("NOT_FOUND", f"there is no folder {folder}")
@@ -362,7 +363,7 @@ def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) 
     # getattr also finds a length that the configuration class stores under another name
     stored = {name: getattr(config, name, None) for name in names}
     limits: dict[str, int | None] = {"max_position_embeddings of config.json": positions(stored)}
-    if modules.transformer.max_tokens:  # replaces the tokenizer's limit, even a lower limit
+    if modules.transformer.max_tokens:  # replaces the tokenizer's limit, even if that limit is lower
         limits[f"max_seq_length or model_max_length of {modules.transformer.file}"] = modules.transformer.max_tokens
     else:
         limits["model_max_length of tokenizer_config.json"] = tokenizer_limit(modules.folder)

@@ -60,7 +60,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def family_of(name: str) -> Any:
-    """Return the class of a family. Raises ModelLoadFailed for an unknown name, ImportError without its library."""
+    """Return the class of a family. Raises ModelLoadFailed for an unknown name, ImportError if a package is missing."""
     if name in FAMILIES:
         module, _, attribute = FAMILIES[name].implementation.partition(":")
         return getattr(importlib.import_module(module), attribute)
@@ -130,7 +130,7 @@ class Loader:
 
     def _compute_of(self, resolved: Resolved) -> Compute:
         """Return the settings (device, engine, precision) for the model, before its files are read. Raises
-        ModelLoadFailed if the engine that the entry demands cannot run the model, or no engine can.
+        ModelLoadFailed if the engine that the entry demands cannot run the model, or if no engine can run it.
         """
         compute = self.compute(resolved.load.precision)
         family = FAMILIES.get(resolved.entry.family)
@@ -144,8 +144,8 @@ class Loader:
             int8=resolved.load.precision == "int8",
         )
         choice = engines.choose(resolved.load.engine, facts)
-        # temporary files of the load can be as large as the weights. In a pod they would exceed the limit of /tmp, and
-        # the pod would be evicted, so they are written into the cache folder if it is writable.
+        # Temporary files of the load can be as large as the weights. In a pod, such files in /tmp would exceed its
+        # limit, and the pod would be evicted. So the load writes them into the cache folder if that folder is writable.
         cache = self.settings.cache_folder
         scratch = cache if os.access(cache, os.W_OK) else None
         return dataclasses.replace(compute, model=facts, engine=choice, scratch=scratch, int8=facts.int8)
@@ -203,7 +203,7 @@ class Loader:
             if choice.engine == TORCH.engine or choice.demand:
                 raise
             cause = f"{choice.engine}: {error.message}"
-        # gc.collect frees the model, whose objects refer to each other, before its weights are read again
+        # gc.collect frees the model, whose objects refer to each other, before the weights are read again
         del model
         gc.collect()
         return self._on_torch(family, folder, resolved, compute, cause)
@@ -220,7 +220,7 @@ class Loader:
         return model
 
     def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
-        """Check weight files. Skip files that are unchanged since a check, and files of a family of another package."""
+        """Check weight files. Skip folders that have not changed since a check, and families of another package."""
         facts = (str(folder), *_facts(_files_of(folder)))
         if entry.family in FAMILIES and facts not in self._checked:
             check_weights(folder)
@@ -230,7 +230,7 @@ class Loader:
 
     def _note_precision(self, model: Any, resolved: Resolved, compute: Compute) -> None:
         """Store the requested precision with the model. Warn once if the entry sets a precision and the model computes
-        in another one.
+        in another precision.
         """
         reason = compute.precision_reason
         if model.precision != compute.precision:

@@ -25,8 +25,8 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
-# class name of a module -> settings of its file (config.json, or one of TRANSFORMER_FILES) that this adapter reads, or
-# that do not change the results. A load refuses a value that this adapter does not support.
+# class name of a module -> accepted settings of its file (config.json, or one of TRANSFORMER_FILES). This adapter reads
+# these settings, or they do not change the results. A load refuses a value that this adapter does not support.
 FIELDS: Mapping[str, frozenset[str]] = {
     "Transformer": frozenset(
         {
@@ -78,13 +78,13 @@ _LATE = ("MultiVectorMask", "HierarchicalTokenPooling")
 _LATE_LENGTHS = ("query_length", "document_length", "query_expansion")
 STATIC = "StaticEmbedding"
 _OF_TOKENS = frozenset({"Pooling", "SpladePooling", "MultiVectorMask", "HierarchicalTokenPooling", "LogitScore"})
-# arguments of from_pretrained that this adapter ignores: for speed, for the reading and the place of the weights, and
-# for the precision, which the catalogue entry decides
+# Arguments of from_pretrained that this adapter ignores. They concern the speed, the reading and the place of the
+# weights, and the precision, which the catalogue entry decides.
 _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
 _NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})  # further ignored arguments of from_pretrained
-_OUTPUTS = {  # task of a Transformer module -> the name of the model's output, and the feature that it becomes
+_OUTPUTS = {  # task of a Transformer module -> the model's output, and the feature with this output
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "fill-mask": ("logits", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),
@@ -427,8 +427,8 @@ def read_transformer(folder: Path) -> TransformerSettings:
 
 
 def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
-    """Return whether texts are inserted into the chat template; False without modality_config. Raises ModelLoadFailed
-    INCOMPATIBLE if modality_config comes with an unsupported task, or with an unsupported output of the model.
+    """Return whether the tokenizer inserts texts into its chat template; False without modality_config. Raises
+    ModelLoadFailed INCOMPATIBLE for modality_config with an unsupported task, or an unsupported output of the model.
     """
     config = raw.get("modality_config")
     if not config:

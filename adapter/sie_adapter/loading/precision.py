@@ -40,8 +40,8 @@ def resolve_precision(
     if the dtype is the requested precision, and for int8. The requested precision is `own`, the precision of the entry,
     or `default` if `own` is None.
 
-    A CPU computes 16-bit models in bfloat16 if it supports bfloat16, else in float32. `lacks`: the reason why this CPU
-    does not support bfloat16; empty if it does. Other devices ignore `lacks`.
+    A CPU computes 16-bit models in bfloat16 if the CPU supports bfloat16, else in float32. `lacks`: the reason why this
+    CPU does not support bfloat16; empty if the CPU supports bfloat16. Other devices ignore `lacks`.
     """
     dtype = _DTYPES[own or default]
     if device_type != "cpu" or dtype is torch.float32:

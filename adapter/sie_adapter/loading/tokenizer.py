@@ -67,8 +67,8 @@ class TokenNeeds(NamedTuple):
 
     @classmethod
     def for_family(cls, family: str, pooling: str, *, is_decoder: bool) -> TokenNeeds:
-        """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder reads a pair as one text, so
-        it needs no separator. It needs a first token only for the pooling cls.
+        """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder reads a pair as one text, so a
+        decoder needs no separator. A decoder needs a first token only for the pooling cls.
         """
         row = families.row(family)
         return cls(
@@ -84,7 +84,7 @@ _NO_SETTINGS = TransformerSettings()
 
 def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """Return the transformers tokenizer of `folder`; `options` replace settings of its files. Raises ModelLoadFailed:
-    NOT_FOUND without a tokenizer, INCOMPATIBLE for an unreadable one.
+    NOT_FOUND if the folder has no tokenizer, INCOMPATIBLE if the tokenizer cannot be read.
     """
     if not any(any(folder.glob(name)) for name in _FILES):
         raise load_failed("NOT_FOUND", f"{folder} has no tokenizer (none of {', '.join(_FILES)}): {_REMEDY}")
@@ -118,9 +118,9 @@ def bare_tokenizer(tokenizer: Any) -> Tokenizer:
 
 def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSettings = _NO_SETTINGS) -> Tokenizer:
     """Return the fast tokenizer of `folder`, without truncation and padding, changed according to the `settings` of
-    sentence-transformers. Raises ModelLoadFailed: NOT_FOUND if there is no tokenizer; INCOMPATIBLE if it is unreadable,
-    has no fast backend, or has no end token although load.append_eos is set; CERTIFICATE if its files do not define a
-    special token that the tokenizer adds to texts, or the unknown token of its WordPiece or WordLevel model.
+    sentence-transformers. Raises ModelLoadFailed: NOT_FOUND without a tokenizer; INCOMPATIBLE for a tokenizer that is
+    unreadable, has no fast backend, or has no end token although load.append_eos is set; CERTIFICATE for files that do
+    not define a special token that the tokenizer adds to texts, or the unknown token of a WordPiece or WordLevel model.
     """
     tokenizer = read_tokenizer(folder, trust_remote_code=load.trust_remote_code, **settings.tokenizer)
     bare = bare_tokenizer(tokenizer)
@@ -136,7 +136,7 @@ def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSetting
 
 def text_tokenizer(modules: Modules, load: LoadOptions) -> Tokenizer:
     """Return the tokenizer of a text model. Raises ModelLoadFailed as `load_tokenizer`, and INCOMPATIBLE if the folder
-    has a tokenizer for queries that differs from the one for documents.
+    has different tokenizers for queries and for documents.
     """
     tokenizer = load_tokenizer(modules.folder, load, modules.transformer)
     if modules.query_folder is not None:
@@ -175,7 +175,7 @@ def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def _stored_tokens(folder: Path) -> set[str] | None:
-    """Return all tokens in the files; None if the only file is one of sentencepiece, which is not read."""
+    """Return all tokens in the files; None if the folder has only a sentencepiece file, which is not read here."""
     tokens: set[str] = set()
     if (file := folder / "tokenizer.json").is_file():
         tokens.update(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
@@ -320,7 +320,7 @@ def _separated(pair: Encoding) -> bool:
 
 
 def _share(tokenizer: Tokenizer, text: str) -> float:
-    """Return the fraction of the characters of `text` that become tokens which the tokenizer knows."""
+    """Return the fraction of the characters of `text`, white space excluded, that become known tokens."""
     encoding = tokenizer.encode(text, add_special_tokens=False)
     unread = _unread_ids(tokenizer)
     read = {

@@ -37,7 +37,7 @@ _SOFTMAX_ROW = 16
 
 
 class Kernel(IntEnum):
-    """Kernel that computes a group of sequences. Its number is in the last column of a layout."""
+    """Kernel that computes a group of sequences. Its number is in the last column of a layout (`layout_of`)."""
 
     SDPA = 0  # torch's fused kernel, for sequences of equal length
     # matrix products over blocks of queries, for sequences of equal length, with any window. In a layer whose window is
@@ -137,8 +137,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention function that transformers' AttentionInterface calls. `query`: [1, heads, tokens, width], `key`,
     `value`: [1, key heads, tokens, width]. Returns [1, tokens, heads, width]. Raises AttentionUnsupported for dropout
-    and for an unknown keyword that is not None, since these would change the result. In a trial pass, raises it also
-    for a mask that differs from the pattern computed here.
+    and for an unknown keyword that is not None, since these would change the result. In a trial pass, raises
+    AttentionUnsupported also for a mask that differs from the pattern computed here.
 
     `sliding_window` is defined as in transformers' flash attention: it counts the token itself, and extends to both
     sides if the attention is not causal. transformers' eager and sdpa attention use the window of the mask instead,
@@ -332,7 +332,7 @@ def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
     the number of visible tokens, and the kernel.
     """
     if kernel >= Kernel.VARLEN:
-        # these kernels count windows from the last token, which is wrong if only the first tokens are visible
+        # these kernels count windows from the last token: wrong windows if only the first tokens are visible
         if packed.visible is None:
             longest = packed.groups[-1, 2]
             return np.array([[0, len(packed.order), longest, longest, kernel]], np.int64)

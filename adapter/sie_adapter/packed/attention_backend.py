@@ -34,7 +34,7 @@ def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
     return AttentionFacts(
         device_type=device.type,
         capability=capability,
-        # The import of flash-attn is tried, because a build for another torch is installed but cannot be imported.
+        # flash-attn is imported, because a look-up also finds a build for another torch, which cannot be imported.
         # Without CUDA, no code uses flash-attn.
         flash_lacks=flash_import() if device.type == "cuda" else "the device is no GPU of NVIDIA",
         varlen_present=importlib.util.find_spec("torch.nn.attention.varlen") is not None,
@@ -84,6 +84,6 @@ def flash_import() -> str:
 
 def uses_varlen_kernel(facts: AttentionFacts) -> bool:
     """Return whether PyTorch's variable-length kernel may run: on CUDA from capability 8.0 on, in 16 bits, if the
-    installed torch has it.
+    installed torch has this kernel.
     """
     return facts.device_type == "cuda" and facts.capability >= (8, 0) and facts.varlen_present and facts.is_16_bit

@@ -60,7 +60,7 @@ _PADDED_LENGTHS = (8, 10, 40, 49)  # lengths of sequences that `evenly_long` pad
 
 class StateRunner(Protocol):
     """Engine other than torch that computes the hidden states of one model. Several threads may call `run` at once.
-    `attention`: the name of its attention, for reports. `memory_bytes`: bytes of device memory in use.
+    `attention`: the name of the engine's attention, for reports. `memory_bytes`: bytes of device memory in use.
     """
 
     attention: str
@@ -73,11 +73,11 @@ class StateRunner(Protocol):
 class Backbone:
     """Transformers model without its head. Several threads may call `forward` at once, under inference mode.
 
-    `vocabulary`: all ids are below this number. `crossover_tokens`: the length of a sequence at which attention takes
-    as long as all other layers, by the model's configuration (`costs`); 0 if no layer attends to the whole sequence.
-    `positions`: the length of the longest sequence, None if there is no limit.
-    `engine`: the engine that runs the model, and the reason. `attention`: the attention backend in use. If torch runs
-    the model on padded batches, ` padded` is appended.
+    `vocabulary`: all ids are below this number. `crossover_tokens`: the length of a sequence at which the attention
+    takes as long as all other layers (`costs` computes this length from the model's configuration); 0 if no layer
+    attends to the whole sequence. `positions`: the length of the longest sequence, None if there is no limit. `engine`:
+    the engine that runs the model, and the reason. `attention`: the attention backend in use, followed by ` padded` if
+    torch runs the model on padded batches.
     """
 
     def __init__(
@@ -88,23 +88,23 @@ class Backbone:
         more_samples: int = 0,
         server: Callable[[], SGLang] | None = None,
     ) -> None:
-        """Prepare the model. On torch, a packed kernel that passes the trial replaces the attention, and on a CPU
-        blocked layers replace the linear layers.
+        """Prepare the model. On torch, the first packed kernel that passes the trial replaces the model's attention. On
+        a CPU, layers with weights in the blocked order of oneDNN replace the linear layers.
 
         `more_samples`: additional short sequences in the trial of the packed path. `server`: starts an SGLang server,
         or raises SglangNotStarted. Raises Unserved if sglang cannot run the model. Raises ModelLoadFailed if the entry
-        demands an engine that cannot run the model, or if max_tokens is too large for its rotary embedding or its
+        demands an engine that cannot run the model, or if max_tokens is too large for the model's rotary embedding or
         sparse attention.
         """
         attention.register()
-        # the loader has set use_cache only in the configuration of the whole model, and `model` may be a part of it
+        # `model` may be a part of the loaded model, and the loader sets use_cache only in the whole model's config
         model.config.use_cache = False
         self._model = model
         self._compute = compute
         self._max_tokens = max_tokens
         self._lengths = (*_TRIAL_LENGTHS, *(12 + number % 13 for number in range(more_samples)))
         self._pad = model.config.pad_token_id or 0
-        # attention implementation with which the model was loaded; not every class supports sdpa
+        # attention implementation of transformers with which the model was loaded: not sdpa if its class lacks sdpa
         self._stock = model.config._attn_implementation
         self._edge = 0
         _check_rotary(model, max_tokens)
@@ -216,8 +216,8 @@ class Backbone:
         return hidden.flatten(0, 1)[to_device(np.flatnonzero(part.real), device)]
 
     def _inputs(self, ids: Tensor, on_host: Int64, features: PlacedFeatures | None) -> dict[str, Any]:
-        """Return the arguments of the model for a pass: ids [.., tokens], or their embeddings, in which features
-        replace the image tokens. Features for deeper layers are separate arguments.
+        """Return the arguments of the model for a pass: `ids` [.., tokens], or the embeddings of `ids`, if features
+        replace the embeddings of image tokens. Features for deeper layers are separate arguments.
         """
         if features is None:
             return {"input_ids": ids}
@@ -236,8 +236,8 @@ class Backbone:
 
     def _compile(self) -> None:
         """Compile the model with OpenVINO. If the graph's states agree with the states of the unchanged transformers
-        model, replace torch by the graph and free torch's weights. If OpenVINO fails or its states differ, keep torch;
-        raise ModelLoadFailed in this case if the entry demands OpenVINO.
+        model, replace torch by the graph and free torch's weights. If OpenVINO fails or its states differ, raise
+        ModelLoadFailed if the entry demands OpenVINO, else keep torch.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -256,8 +256,8 @@ class Backbone:
 
     def _hand_over(self, server: Callable[[], SGLang]) -> None:
         """Start an SGLang server, and use it in place of torch if its hidden states agree with the states of the
-        unchanged transformers model. The weights of torch are freed first, since a GPU may not have memory for both
-        copies. Raises Unserved if the server cannot run the model, or ModelLoadFailed if the entry demands the engine.
+        unchanged transformers model. Torch's weights are freed first, since a GPU may not have memory for two copies of
+        them. Raises Unserved if the server cannot run the model, or ModelLoadFailed if the entry demands the engine.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -338,7 +338,7 @@ class Backbone:
     def _try(self, kernel: Kernel, reference: Tensor) -> None:
         """Run a trial with this kernel. Raises AttentionUnsupported if the states do not agree with `reference`."""
         trial, self._edge = Trial(), 0
-        # a single sequence, so that the mask does not depend on the packing of several sequences
+        # a single sequence, so that transformers' mask does not depend on the packing of several sequences
         self._forward_packed(self.sample(_TRIAL_LENGTHS[-1:]), kernel, trial)
         layers = self._model.config.num_hidden_layers
         if trial.calls != layers:
@@ -354,17 +354,17 @@ class Backbone:
             raise AttentionUnsupported(f"{subject} and those of the stock path have cosine {cosine:.6f}")
 
     def take_trial(self) -> tuple[PackedBatch, Tensor]:
-        """Remove and return the sequences of the trial and their states in the unchanged transformers model. May be
-        called once.
+        """Remove and return the sequences of the trial and their states in the unchanged transformers model. Call this
+        at most once.
         """
         assert self._trial is not None
         trial, self._trial = self._trial, None
         return trial
 
     def is_causal(self) -> bool | None:
-        """Return True if the state of a text's first token does not depend on the text's last token, else False.
-        Measure this twice by a change of the last token: in a batch of this text, and in a batch with a longer text.
-        Return None if the two results differ.
+        """Return True if the state of a text's first token does not depend on the text's last token, else False. Two
+        measurements change the last token: one in a batch of this text alone, one in a batch with a longer text. Return
+        None if their results differ.
         """
         if self._is_causal is not None:
             return self._is_causal
@@ -388,8 +388,8 @@ class Backbone:
         return self._forward_eager(packed)
 
     def sample(self, lengths: tuple[int, ...]) -> PackedBatch:
-        """Return packed sequences of random ids, for trials, without the pad id, which stock code treats as padding.
-        The first sequence has a mask token: ESM scales the embeddings of a row by the share of mask tokens in it.
+        """Return packed sequences of random ids, for trials, without the pad id, which models treat as padding. The
+        first sequence has a mask token: ESM scales the embeddings of a row by the share of mask tokens in it.
         """
         counts = np.minimum(lengths, self._max_tokens).astype(np.int64)
         ids = np.random.default_rng(0).integers(0, self.vocabulary, int(counts.sum()), dtype=np.int32)
@@ -440,8 +440,8 @@ def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
 
 
 def _check_sparse(config: PretrainedConfig, max_tokens: int) -> None:
-    """Raise ModelLoadFailed if BigBird has sparse attention for a text of at most `max_tokens` tokens. After one
-    short text, its class in transformers uses full attention for all later texts.
+    """Raise ModelLoadFailed if BigBird has sparse attention for a text of at most `max_tokens` tokens. After one short
+    text, BigBird's class in transformers uses full attention for all later texts.
     """
     if getattr(config, "attention_type", None) != "block_sparse":
         return

@@ -39,9 +39,9 @@ _BLOCKS_PER_PASS = 16384
 
 
 def read_processor(folder: Path, entry: ModelEntry, part: str) -> dict[str, Any]:
-    """Return the settings of the image processor or feature extractor of a folder. `part`: the name of their section in
-    processor_config.json, which transformers 5 writes. A folder without this section has the settings in
-    preprocessor_config.json. Source: transformers 5.23. Raises ModelLoadFailed NOT_FOUND if no file has settings.
+    """Return the settings of the image processor or feature extractor of a folder. `part`: the name of the section with
+    these settings in processor_config.json, which transformers 5 writes. A folder without this section has the settings
+    in preprocessor_config.json. Source: transformers 5.23. Raises ModelLoadFailed NOT_FOUND if no file has settings.
     """
     config = read_json(folder / "processor_config.json").get(part) or read_json(folder / PROCESSOR)
     if not config:
@@ -154,8 +154,8 @@ def per_pass(compute: Compute) -> int:
 
 
 def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each pass over images or sounds. The size of a pass is a power of two, at most `most`:
-    oneDNN keeps memory for each size, and there are few powers of two.
+    """Yield begin and end of each pass over images or sounds. The size of a pass is a power of two, at most `most`, so
+    that few different sizes occur: oneDNN keeps memory for each size.
     """
     start = 0
     while start < images:
@@ -175,9 +175,9 @@ class Patches(NamedTuple):
 
 
 class GridTower:
-    """Image encoder for images of any size, whose outputs are cached. It calls `run` with a few images at a time:
-    patches [patches, values] in the order of Qwen2-VL's image processors, block by block, and the grid of each image,
-    int64 [images, 3]: frames, rows and columns of patches. `run` returns tensors [blocks, width].
+    """Image encoder for images of any size, whose outputs are cached. It calls `run` for a few images at a time, with
+    the patches, [patches, values], in the order of Qwen2-VL's image processors, block by block, and with the grid of
+    each image, int64 [images, 3]: frames, rows and columns of patches. `run` returns tensors [blocks, width].
     """
 
     def __init__(
@@ -227,8 +227,8 @@ class GridTower:
         grids = [self.grid(image) for image in images]
         patches = [self._cut(image, *grid) for image, grid in zip(images, grids, strict=True)]
         blocks = sum(rows * columns for rows, columns in grids)
-        # oneDNN keeps memory for each number of rows. An empty image pads the pass to one of a few numbers, so that
-        # little memory is kept.
+        # oneDNN keeps memory for each number of rows. An empty image pads the pass to one of a few numbers of blocks,
+        # so that oneDNN keeps little memory.
         more = missing(blocks) if self._compute.device.type == "cpu" else 0
         if more:
             grids.append((1, more))

@@ -17,7 +17,7 @@ from sie_adapter.engine.device import claim, is_limited
 
 _ROWS = 64  # number of rows of random states by which a layer is checked
 _CHUNK = 512  # largest number of rows of one product if memory is limited
-_RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # limit of largest error divided by largest result
+_RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # largest allowed error, divided by the largest result
 
 
 class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
@@ -44,8 +44,8 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
 
     def _in_few_sizes(self, states: Tensor) -> Tensor:
         """Return the product of `states` and the weight, for a process whose memory is limited. The product is computed
-        in parts of at most _CHUNK rows, each padded to a power of two, because oneDNN keeps 0.5 to 1 MB for every
-        different number of rows: 1 GB after 1,200 numbers.
+        in parts of at most _CHUNK rows, each padded to a power of two. For every different number of rows, oneDNN keeps
+        0.5 to 1 MB: 1 GB after 1,200 different numbers.
         """
         rows = states.reshape(-1, self.in_features)
         output = rows.new_empty((len(rows), self.out_features))
@@ -68,8 +68,8 @@ def block_linears(model: nn.Module) -> int:
     """Replace the linear layers of `model` on a CPU by layers with blocked weights, and return the number of replaced
     layers. No other references to the layers may exist. A layer is not replaced if its weight is tied to an embedding,
     or if its parent reads the weight. Kernels depend on shape and dtype, so the first layer of each shape and dtype is
-    checked. If it cannot be blocked, or its blocked results differ by more than _RELATIVE_ERROR, no layer of this shape
-    and dtype is replaced.
+    checked. If this layer cannot be blocked, or its blocked results differ by more than _RELATIVE_ERROR, no layer of
+    this shape and dtype is replaced.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [

@@ -31,8 +31,8 @@ from sie_store.folder_files import read_json
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Supported fields of adapter_config.json, and fields that only describe the training. A LoRA with any other field is
-# refused, because the field may change the output in a way that the two matrices of a layer do not contain.
+# Supported fields of adapter_config.json, and fields that only describe the training. `load` refuses a LoRA with any
+# other field, because such a field may change more than the two matrices of a layer express.
 _UNDERSTOOD = frozenset(
     {
         "task_type",
@@ -76,7 +76,7 @@ def lora_acts() -> bool:
 
 class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Linear layer that adds B A x to the output of the base layer. A and B are the matrices of the active LoRA for
-    `path`. If the LoRA has no matrices for `path`, or no LoRA is active, the output of the base layer is returned.
+    `path`. Without an active LoRA, or without matrices for `path`, the layer returns the output of the base layer.
     """
 
     def __init__(self, base: nn.Module, path: str) -> None:
@@ -98,7 +98,7 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 class ModelLoras:
     """LoRAs of one model. Thread-safe. `model`: the model whose layers a LoRA must fit; it may have no weights.
     `adapted`: returns the module that LoRAs change, and loads its weights if necessary. `run`: returns the states of a
-    short, constant sample. A LoRA that does not change these states is refused.
+    short, constant sample. `load` refuses a LoRA that does not change these states.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class ModelLoras:
         self.leases: dict[str, Any] = {}  # locks on the files of loaded LoRAs, so that the files stay on the disk
 
     def load(self, name: str, folder: Path, most: int) -> str:
-        """Load a LoRA if it is not loaded yet, and check that it changes the output. Return the SHA-256, in hex, of the
-        digests of its two files. Raises LoraLoadFailed, which names the fault. `most`: the largest number of loaded
-        LoRAs; the least recently used are dropped.
+        """Load a LoRA if it is not loaded yet, and check that the LoRA changes the output. Return the SHA-256, in hex,
+        of the digests of its two files. Raises LoraLoadFailed, which names the fault. `most`: the largest number of
+        loaded LoRAs; the least recently used are dropped.
         """
         with self._lock:
             if name in self._kept:
@@ -157,7 +157,7 @@ class ModelLoras:
         file = folder / _WEIGHTS
         if config.get("peft_type") != "LORA" or not file.is_file():
             raise lora_rejected(
-                name, "its folder has no adapter_config.json of the type LORA with adapter_model.safetensors"
+                name, "its folder needs adapter_model.safetensors, and adapter_config.json with peft_type LORA"
             )
         _check_config(name, config)
         layers = {path: module for path, module in self._model.named_modules() if hasattr(module, "in_features")}

@@ -5,7 +5,7 @@
     images, pixels ──► BatchFiles, the images of each item
     sounds, features ──► BatchFiles, the sounds of each item
 
-Sequences are ordered by length, so that a group of equal length is one view, without a copy.
+Sequences are ordered by length, so that sequences of equal length are adjacent: they are one view, without a copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sie_contracts.models.entries import Engine
 from sie_contracts.wire.ipc import IMAGE_KEY_BYTES
 
 # Pairs (limit, step), limits ascending. `missing` rounds a number of tokens or rows up to a multiple of the step of the
-# first limit that is not exceeded, else of the last step. Passes then have only few different shapes.
+# first limit that is at least this number, else of the last step. Passes then have few different shapes.
 Steps = Sequence[tuple[int, int]]
 # Steps for the tokens of a pass. Passes of up to 64 tokens are not padded, because a padding sequence took
 # 1 ms of the 4.5 ms of a pass with one short text.
@@ -43,8 +43,8 @@ class MalformedBatch(Exception):
 
 class Shown(NamedTuple):
     """Image of a batch. `pixels`: the image, resized for the model, uint8 [rows, columns, 3]. `height`, `width`: size
-    of the submitted image, upright. `key`: images with equal keys and sizes have equal outputs of a tower, and these
-    outputs may be cached. The output of an image with an empty key is not cached.
+    of the submitted image, upright. `key`: images with equal keys and sizes have equal outputs of an image encoder, so
+    these outputs may be cached. If the key is empty, the output of the image is not cached.
     """
 
     pixels: UInt8
@@ -137,11 +137,11 @@ def items(
 
 
 def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"") -> BatchFiles[Shown] | None:
-    """Return the images of a batch; None if it has none. `places`: int32 [images, 5]: row, height and width of the
+    """Return the images of a batch; None without images. `places`: int32 [images, 5]: row, height and width of the
     pixels, height and width of the upright submitted image. `keys`: `ipc.RunBatch.image_keys`. Raises MalformedBatch.
     """
     if len(places) % 20:
-        raise MalformedBatch("the bytes of int32 rows and sizes of images, [images, 5], do not divide by 20")
+        raise MalformedBatch("the bytes of the rows and sizes of images, int32 [images, 5], do not divide by 20")
     if not places:
         return None
     if recipe is None:
@@ -231,7 +231,7 @@ class PackedBatch:
 
     ids: Int64  # shape [tokens]
     positions: Int64  # shape [tokens]
-    bounds: Int32  # [sequences + 1], index of the first token of each sequence, then the end
+    bounds: Int32  # [sequences + 1], index of the first token of each sequence, then the number of tokens
     groups: Int64  # [groups, 4]: index of the first token, number of sequences, length, visible tokens
     order: Int64  # shape [sequences]
     types: UInt8 | None = None  # shape [tokens]
@@ -246,7 +246,7 @@ class PackedBatch:
         return np.diff(self.bounds).astype(np.int64)
 
     def filled(self, positions: int) -> None:
-        """Count positions without a token that a pass computed."""
+        """Add a number of computed positions without a token to `padding`."""
         self.padding += positions
 
 
@@ -324,7 +324,7 @@ def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedB
 
 
 def missing(count: int, steps: Steps = _STEPS) -> int:
-    """Return the number of tokens or rows to add to `count`, so that the sum is a multiple of its step in `steps`."""
+    """Return the tokens or rows to add to `count`, so that the sum is a multiple of the step of `count` in `steps`."""
     step = next((step for limit, step in steps if count <= limit), steps[-1][1])
     return -count % step
 
@@ -332,8 +332,8 @@ def missing(count: int, steps: Steps = _STEPS) -> int:
 def evenly_long(
     lengths: Sequence[int], waste: float = PADDED_WASTE, budget: float = math.inf
 ) -> Iterator[tuple[int, int]]:
-    """Yield ranges of sequences. `lengths` must ascend. A padded range has at most `waste` positions per token, and at
-    most `budget` positions. A sequence of more than `budget` tokens is a range of its own.
+    """Yield (start, stop) of each group of sequences that is padded together. `lengths` must ascend. A group has at
+    most `waste` positions per token and `budget` positions. A sequence of more than `budget` tokens is its own group.
     """
     start, real = 0, 0
     for place, length in enumerate(lengths):
@@ -346,8 +346,8 @@ def evenly_long(
 
 
 class Padded(NamedTuple):
-    """Sequences of a batch, padded to one length, one per row from the left: [sequences, columns]. `tokens`: the
-    range of their tokens in the batch. `real`: True at positions with a token. `attended`: True at positions that are
+    """Sequences of a batch, one per row, padded on the right to one length: [sequences, columns]. `tokens`: the range
+    of their tokens in the batch. `real`: True at positions with a token. `attended`: True at positions that are
     attended to. `types`: token types, None if all are 0.
     """
 
@@ -360,7 +360,7 @@ class Padded(NamedTuple):
 
 def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int, rows: int = 0) -> Padded:
     """Return the sequences from `start` to before `stop`, each padded with `filler` ids to `columns` tokens. Add rows
-    of `filler` ids up to `rows` rows, in which `attended` is True. Count all added positions in `packed.padding`.
+    of `filler` ids, with `attended` True, up to `rows` rows. Count all added positions in `packed.padding`.
     """
     places = np.arange(columns)[None, :]
     real = _with_rows(places < packed.lengths[start:stop, None], rows, False)

@@ -198,7 +198,7 @@ class CudaRecorder:
 
     def _end_capture(self, graph: Any, pool: Any) -> None:
         """End a capture that failed. If CUDA returns no graph, torch keeps allocating in the capture's memory pool, and
-        then refuses to return memory; this method ends the allocation.
+        later refuses to return memory. Therefore this method ends the allocation.
         """
         try:
             graph.capture_end()
@@ -261,8 +261,8 @@ class PassGraphs:
         return len(self._captured)
 
     def states(self, packed: PackedBatch, eager: Eager, run: RunStatic) -> Tensor:
-        """Return the states of a batch: by a replay if its bucket has a graph and no other thread holds the recorder's
-        lock, else by `eager`. `run`: the pass that is captured. Raises the errors of `eager`.
+        """Return the states of a batch: by a replay if the batch's bucket has a graph and no other thread holds the
+        recorder's lock, else by `eager`. `run`: the pass that is captured. Raises the errors of `eager`.
         """
         bucket = None if self.is_eager else bucket_of(packed)
         if bucket is None or not self._recorder.lock.acquire(blocking=False):
@@ -301,8 +301,8 @@ class PassGraphs:
             captured = self._capture(bucket, run)
             if captured is None:
                 return
-            # the capture ran on padding only: if the graph contains a value of the padding as a constant, the states of
-            # this batch are wrong
+            # the capture ran on padding only. If the graph contains a value of the padding as a constant, its states of
+            # this batch differ from those of the eager pass.
             cosine = float(F.cosine_similarity(captured.replay(packed).float(), expected.float(), dim=1).min())
         except Exception as error:  # noqa: BLE001  model code, kernels and CUDA may raise anything
             expected.sum().item()  # this waits for the device, so that the error of a lost device is raised here

@@ -37,7 +37,8 @@ Read = Callable[[Sequence[Shown]], Sequence[Output]]
 
 class _CachedOutput(NamedTuple):
     """Cached output of an image encoder for one image. `is_finite`: whether all values are finite, bool [] on the
-    device; the host reads it only at the next use, to avoid a wait for the encoder. `use`: the number of the last use.
+    device; the host reads it only at the next use, to avoid a wait for the encoder. `use`: number of the last use
+    (`number`).
     """
 
     output: Output
@@ -46,8 +47,8 @@ class _CachedOutput(NamedTuple):
 
 
 class TowerOutputs:
-    """Cache for the outputs of all image encoders of a process, at most `max_bytes`; 0 disables it. Thread-safe: one
-    lock, which is never held while an encoder runs. `hits`: images whose output was cached, was computed by another
+    """Cache for the outputs of all image encoders of a process, at most `max_bytes`; 0 disables the cache. Thread-safe:
+    one lock, which is never held while an encoder runs. `hits`: images whose output was cached, was computed by another
     thread, or belongs to an equal image of the same call. `misses`: images that were encoded.
     """
 
@@ -127,7 +128,7 @@ class OutputsOfTower:
                 if bool(entry.is_finite):
                     outputs[name] = entry.output
                 else:
-                    # the output is computed again, because another image of the pass may have caused the overflow
+                    # computed again if not finite, because another image of the pass may have caused the overflow
                     self._discard(name, entry)
             misses += len(own)
             outputs.update(self._read_missing({name: images_by_name[name] for name in own}, read))
@@ -162,8 +163,8 @@ class OutputsOfTower:
         return cached, elsewhere, own
 
     def _read_missing(self, images: Mapping[Hashable, Shown], read: Read) -> dict[Hashable, Output]:
-        """Compute the outputs of images, and cache outputs that are not too large. If the computation
-        fails, wake the threads that wait for these outputs: the threads then compute the outputs themselves.
+        """Compute the outputs of images, and cache outputs that are not too large. If the computation fails, wake the
+        threads that wait for these outputs: the threads then compute the outputs themselves.
         """
         outputs: dict[Hashable, Output] = {}
         try:

@@ -214,8 +214,8 @@ def _features(model: Any, recipe: Recipe) -> int:
 def placed(text: str, numbers: int, width: int, height: int) -> Iterator[tuple[str, list[int]]]:
     """Yield each label with each of its boxes, as x, y, width and height in pixels of the image. In the text, a box has
     `numbers` bins (thousandths of width or height), alternately x and y: two corners, or the four corners of a
-    quadrangle, whose bounding rectangle is returned. A bin becomes the pixel at its middle. Source: transformers,
-    Florence2PostProcessor.
+    quadrangle. The box of a quadrangle is its bounding rectangle. A bin becomes the pixel at its middle. Source:
+    transformers, Florence2PostProcessor.
     """
     for name, run in _PLACED.findall(text):
         bins = [min(int(number), _BINS - 1) for number in _PLACE.findall(run)]

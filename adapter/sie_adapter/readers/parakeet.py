@@ -46,7 +46,7 @@ _SEARCHED_SHARE = 4
 _QUIET_FRAMES = 10
 # generation options that are refused because they end a text early
 _UNSET = ("eos_token_id", "max_length", "max_new_tokens")
-# largest number of windows in one pass of the encoder; a CPU is not faster with more than one
+# largest number of windows in one pass of the encoder; a CPU is not faster with several windows
 _WINDOWS_PER_PASS = 8
 _END = 0  # the only token of a row in the loop of `reading`: one step decodes a whole window
 
@@ -75,7 +75,7 @@ class ParakeetWindow:
     read: DecodedSound | None = None
 
     def following(self, written: GeneratedText) -> ParakeetWindow | None:
-        """Append the words of this window, and return the next window; None after the last one."""
+        """Append the words of this window, and return the next window; None after the last window."""
         self.reader.add(self)
         return self.reader.window(self.sound, self.stop) if self.stop < self.sound.levels.shape[1] else None
 
@@ -140,7 +140,7 @@ class ParakeetReader:
         return ParakeetWindow(self, sound, seek, self._end(sound.levels[0, seek:]) + seek, self._rules)
 
     def _end(self, levels: Any) -> int:
-        """Return the number of frames of the first window of `levels`. After it, no frame remains, or at least two."""
+        """Return the frames of the first window of `levels`. After the window, no frame remains, or at least two."""
         if len(levels) <= self._frames:
             return len(levels)
         start = self._frames - self._frames // _SEARCHED_SHARE
@@ -151,7 +151,7 @@ class ParakeetReader:
 
     def begin(self, prompts: Sequence[ParakeetWindow]) -> list[RowStart]:
         """Decode the windows of new rows. The returned scores select the end token, so each row ends at once. For a
-        window whose own scores are not finite they are NaN, so the loop reports an error for this row only.
+        window whose scores are not finite, the returned scores are NaN, so the loop reports an error for this row only.
         """
         frames = [window.stop - window.seek for window in prompts]
         levels = np.zeros((len(prompts), max(frames), prompts[0].sound.levels.shape[2]), np.float32)
@@ -184,7 +184,7 @@ class ParakeetReader:
         """Append the words of a decoded window to the transcription of its sound."""
         sound, read = window.sound, window.read
         assert read is not None
-        if not window.seek:  # after a failed batch, the loop starts again with the first window of the sound
+        if not window.seek:  # after a failed batch, the loop starts again with the first window: drop earlier results
             sound.words, sound.texts, sound.tokens, sound.finish = [], [], 0, "stop"
         tokens = read.tokens[: sound.most or None]
         if read.is_cut or len(tokens) < len(read.tokens):
@@ -210,8 +210,8 @@ class ParakeetReader:
 
 
 def _normalised(levels: Tensor, mask: Tensor) -> Tensor:
-    """Return levels [sounds, frames, bins] with mean 0 and standard deviation 1 in each sound and bin. `mask` is
-    False at frames beyond the end of a sound, which become 0. Source: transformers, ParakeetFeatureExtractor.
+    """Return levels [sounds, frames, bins] with mean 0 and standard deviation 1 in each sound and bin. Frames beyond
+    the end of a sound, where `mask` is False, become 0. Source: transformers, ParakeetFeatureExtractor.
     """
     inside, frames = mask[..., None], mask.sum(1)[:, None]
     mean = ((levels * inside).sum(1) / frames)[:, None]

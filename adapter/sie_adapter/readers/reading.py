@@ -58,8 +58,8 @@ class GenerationPrompt(Protocol):
 
 
 class GenerationModel(Protocol[P_contra]):
-    """Model that generates text. Only the loop's thread calls it, in inference mode. `together`: limit of rows per
-    `begin`.
+    """Model that generates text. Only the loop's thread calls the model, in inference mode. `together`: limit of rows
+    per `begin`.
     """
 
     together: int
@@ -245,7 +245,7 @@ class _Loop:
         self._closed_until_s = time.monotonic() + _CLOSED_S
 
     def _wait(self, rows: Sequence[_GenerationRow]) -> None:
-        """Put these rows back at the head of the waiting rows. They start again and generate the same text again."""
+        """Put these rows back at the head of the waiting rows. These rows start again and generate equal text."""
         for row in rows:
             row.ids.clear()
         self.waiting.extendleft(reversed(rows))
@@ -409,8 +409,8 @@ class Readings:
                 self._turn(is_stopped=is_stopped)
 
     def _join(self) -> None:
-        """Add the new rows to the loops of their models. This is no part of `_run`, because a local variable of `_run`
-        would keep a row in memory during waits, for example the features of a long sound.
+        """Add the new rows to the loops of their models. This is a method of its own, because a local variable of
+        `_run` would keep a row in memory during waits, for example the features of a long sound.
         """
         for model, rows in self._joining:
             loop = _Loop(model, self._device, self._fits, self._shed)

@@ -172,7 +172,7 @@ class _SlotStates:
         return slots * positions * position_bytes - held + held // len(states)
 
     def _reserve(self, states: States, slots: int, positions: int) -> None:
-        """Allocate at least these slots and positions, with zeros, as masked values must be finite. Raises
+        """Allocate at least these slots and positions, filled with zeros, because masked values must be finite. Raises
         SlotsFull.
         """
         has_slots, has_positions = self._sizes()
@@ -212,7 +212,7 @@ class _SlotStates:
 
     def open(self, needed: int) -> None:
         """Make the first `needed` positions of the cache visible to the model. If a row is shorter than `needed`, this
-        step uses a mask anyway, and the number of positions is rounded up to a multiple of _STEP.
+        step needs a mask in any case, so the number of visible positions is rounded up to a multiple of _STEP.
         """
         keys = self._layers[0][0]
         is_even = min(self.lengths) == needed

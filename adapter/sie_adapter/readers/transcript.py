@@ -38,7 +38,7 @@ class PromptStart(NamedTuple):
 class PromptTokens:
     """Tokens of which the prompts of a checkpoint consist. `languages`, `tasks`: names with the ids of their tokens.
     `language`, `task`: the defaults. `forced`: the ids after the first token if neither the request nor the defaults
-    name a language or a task; None is replaced by the language that the model recognises.
+    name a language or a task. The language that the model recognises replaces a None in `forced`.
     """
 
     first: int

@@ -26,7 +26,7 @@ _MARKS = frozenset("?'¡¿-:,%/.!")
 
 
 class TranscribedToken(NamedTuple):
-    """Token that is not blank, with its first position, and its number of positions."""
+    """Token other than the blank token. `start`: its first position. `duration`: its number of positions."""
 
     id: int
     start: int
@@ -111,8 +111,8 @@ def words_of(
 
 
 def sentences_of(words: Sequence[SpokenText]) -> list[SpokenText]:
-    """Return the sentences of these words. A sentence ends at a mark of _ENDS, after the last word, or before a word
-    with which the sentence would be longer than _LONGEST_S.
+    """Return the sentences of these words. A sentence ends after a word with a mark of _ENDS, after the last word, or
+    before a word with which the sentence would be longer than _LONGEST_S.
     """
     sentences: list[SpokenText] = []
     is_open = False

@@ -54,7 +54,7 @@ _BEFORE = "<|startofprev|>"
 _LABELS = {"transcribe": "transcript", "translate": "translation"}
 # refused options of generation_config.json: they make windows depend on earlier windows, or skip windows
 _REFUSED = ("condition_on_prev_tokens", "no_speech_threshold")
-# largest number of windows in one pass of the encoder; a CPU is not faster with more than one
+# largest number of windows in one pass of the encoder; a CPU is not faster with several windows
 _WINDOWS_PER_PASS = 8
 
 
@@ -119,9 +119,9 @@ class SoundWindow:
         return max(0, int(loud[-1]) - self.seek) if is_filled else self.frames
 
     def following(self, written: GeneratedText) -> SoundWindow | None:
-        """Append this window's segments to `sound.segments`, and return the next window; None after the last one."""
+        """Append this window's segments to `sound.segments`, and return the next window; None after the last window."""
         sound = self.sound
-        if not self.seek:  # after a failed batch, the loop starts again with the first window of the sound
+        if not self.seek:  # after a failed batch, the loop starts again with the first window: drop earlier results
             sound.segments, sound.windows, sound.tokens, sound.finish = [], [], 0, "stop"
         ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
         new_segments, used = segments(ids, sound.prompt_tokens.times, self.seek, self.frames)
@@ -212,8 +212,8 @@ class WhisperReader:
         )
 
     def _words_before(self, text: str) -> list[int]:
-        """Return the ids of the client's instruction. The model reads it before the sound, for example to see how names
-        are spelt. Raises InvalidInput if the model reads no instruction, or reserves a token of the instruction.
+        """Return the ids of the client's instruction. The model reads the instruction before the sound, for example to
+        see how names are spelt. Raises InvalidInput if the model reads no instruction, or reserves one of its tokens.
         """
         if not text:
             return []

@@ -59,7 +59,7 @@ class ReaderCall(Generic[P, F_contra]):
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], files: Sequence[Sequence[F_contra]]
     ) -> list[Result]:
-        """Return a result for the file of each input, or the input's error. Texts are not read."""
+        """Return a result for the file of each input, or the input's error. The contents of `texts` are not read."""
         numbers = list(range(len(texts)))
         results: dict[int, Result] = {}
         prompts: dict[int, P] = {}
@@ -163,8 +163,8 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def task_of(
     options: ExtractOptions, is_task: Callable[[str], bool], listed: Sequence[str], *, otherwise: str = ""
 ) -> str:
-    """Return the task of the request or entry; without one, `otherwise`. Raises InvalidInput if the task is empty or
-    the model does not have it.
+    """Return the task that the request or the entry names, else `otherwise`. Raises InvalidInput if this task is empty,
+    or if the model does not have this task.
     """
     task = options.parameters.get("task") or otherwise
     if task and is_task(task):
@@ -214,7 +214,7 @@ class RowPositions(nn.Module):  # type: ignore[misc]  # the type checker skips t
         self.given: Tensor | None = None
 
     def give(self, positions: Tensor | None) -> None:
-        """Set the positions of the rows for the next passes. Only one thread may call it."""
+        """Set the positions of the rows for the next passes. Only one thread may call this method."""
         self.given = positions
 
     def forward(self, input_ids: Tensor, past: int = 0, position_ids: Tensor | None = None) -> Tensor:
