@@ -3,7 +3,7 @@
 hub id, folder or catalogue name, with or without :profile
     ├ an alias ──► its model with the largest weight, looked up in the same way
     ├ the catalogue has it, with pinned weights ──► its entry
-    └ else ──► inspected as in `sie models add` ──► DIR/ID.yaml; the command prints that it was added
+    └ else ──► inspected as in `sie models add` ──► ID.yaml in the models folder; the command prints its path
 """
 
 from __future__ import annotations
