@@ -92,7 +92,7 @@ def described(settings: Settings, source: str, name: str, revision: str | None) 
         report = inspect_folder(folder, model, weights, packaged)
         return _yaml(report.entry, report.findings, report.assumed), parse_entry(report.entry)
     except SIEError as error:
-        # joined to one line, because messages of libraries may have several paragraphs
+        # one line, because the messages of libraries may have several paragraphs
         raise CommandRefused(" ".join(error.message.split())) from error
 
 

@@ -86,7 +86,7 @@ def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
 
 
 def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
-    """Return the entry of a model folder, or None. Raises CommandRefused if another model has the folder's name."""
+    """Return the catalogue entry of a model folder, or None. Raises CommandRefused if the entry is of another model."""
     entry = catalogue.find(folder_name(folder))
     if entry is None or (
         entry.weights.path and Path(os.path.expanduser(entry.weights.path)).resolve() == folder.resolve()

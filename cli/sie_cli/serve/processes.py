@@ -251,7 +251,7 @@ class LocalCluster:
     def _await_gateway(self, name: str, port: int) -> None:
         self._await_answer(name, port)
         if self._plan.settings.gateway_workers is not None:
-            # the gateway reads only the workers in SIE_GATEWAY_WORKERS, so it may never see those of this start
+            # the gateway reads only the workers in SIE_GATEWAY_WORKERS, so it may never see the workers of this start
             return
         self._visibility[f"workers, as {name} sees them"] = functools.partial(
             lacks_workers, url=f"{self._url(port)}/health", token=self._admin_token, count=self._plan.workers
