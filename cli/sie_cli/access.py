@@ -35,7 +35,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     admin_token: str = ""
     metrics_urls: tuple[str, ...] = ()  # base addresses of metrics and probes: gateways, then workers
     models_dir: str = ""  # folder or bucket of the served models
-    # stream whose files the starting broker is still reading, if its start takes long; else empty
+    # name of the stream whose files the broker is still reading at its start, if the start takes long; else empty
     unread_stream: str = ""
 
     def __repr__(self) -> str:
@@ -68,8 +68,8 @@ def published(data_dir: Path, access: Access) -> Iterator[None]:
 
 
 def read(data_dir: Path) -> Access | None:
-    """Read the access file in a data directory. Return None if there is no file, or if its `sie serve` was killed: then
-    the lock file is not locked. Raises SettingError for a file that cannot be used.
+    """Read the access file in a data directory. Return None if there is no file, or if the lock file is not locked,
+    because a killed `sie serve` left the access file then. Raises SettingError for a file that cannot be used.
     """
     path = data_dir / FILE
     try:

@@ -41,8 +41,8 @@ def socket_path(data_dir: Path, worker: int) -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder that only this user may use, or accept an existing one. Raises SettingError if the path is a link
-    to a folder, or a folder of another user. Raises OSError, also if the path is a file.
+    """Create a folder that only this user may use, or accept an existing folder. Raises SettingError if the path is a
+    link to a folder, or a folder of another user. Raises OSError, also if the path is a file.
     """
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()
@@ -79,7 +79,7 @@ def locked_data_dir(path: Path) -> Iterator[None]:
                 raise SettingError(
                     "--data-dir", f"{path}: {why}; name another folder, or `chown` and `chmod o-w` this one"
                 )
-            # mode 0600: another user who can open the file could lock it
+            # with mode 0600, no other user can open the file and lock it
             lock = held.enter_context(open(path / LOCK, "w", opener=lambda name, flags: os.open(name, flags, 0o600)))
             os.fchmod(lock.fileno(), 0o600)
             try:
@@ -102,7 +102,8 @@ def locked_data_dir(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # removed before the lock is released, because afterwards the next `sie serve` may use the folder
+            # remove the sockets' folder before the lock is released: afterwards the next `sie serve` may use this
+            # folder
             if sockets.parent != path:
-                with contextlib.suppress(OSError):  # not empty, if a killed process left its socket
+                with contextlib.suppress(OSError):  # a killed process may have left its socket there
                     sockets.rmdir()

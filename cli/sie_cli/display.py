@@ -26,7 +26,7 @@ def size(count: float) -> str:
 
 
 def rounded_size(count: int) -> str:
-    """Format an estimate of bytes with two digits and a unit in powers of 1,000, as the hub shows sizes; `-` for 0."""
+    """Format an estimate of bytes with two significant digits, in powers of 1,000 as on the hub; `-` for 0."""
     if count <= 0:
         return "-"
     rounded = float(f"{count:.2g}")
@@ -39,8 +39,8 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Replace each unprintable character of an untrusted text by a space or `?`, and cut it to MAX_LINE. `lines`: keep
-    line breaks and the whole text.
+    """Replace each unprintable character of an untrusted text by a space or `?`, and cut the text to MAX_LINE. `lines`:
+    keep line breaks and the whole text.
     """
     return "".join(
         letter if letter.isprintable() or (lines and letter == "\n") else " " if letter.isspace() else "?"

@@ -37,12 +37,13 @@ def _letters(broker: Broker, pool: str) -> Letters:
 
 
 async def _letter(letters: Letters, name: str) -> DeadLetterEntry:
-    """Return the dead letter whose id begins with `name`. Raises CommandRefused unless exactly one letter matches."""
-    if not name:  # "$ID" with an empty variable must not select letters: every id begins with the empty text
+    """Return the dead letter whose id begins with `name`. Raises CommandRefused if none or several match."""
+    # Every id begins with the empty text, so "$ID" with an empty variable would select a letter.
+    if not name:
         raise CommandRefused("the ID is empty: `sie dlq list` shows the ids")
     letter = await letters.named(name)
     if not letter:
-        raise CommandRefused(f"there is no dead letter {name}")
+        raise CommandRefused(f"there is no dead letter {name}: `sie dlq list` shows the ids")
     if len(letter) > 1:
         raise CommandRefused(f"{len(letter)} dead letters have an id that begins with {name}")
     return letter[0]

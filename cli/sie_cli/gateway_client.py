@@ -43,10 +43,10 @@ class _AdminErrorBody(msgspec.Struct):
 
 
 def checked_url(url: str) -> str:
-    """Return `url` if a client can send requests to it. Raises CommandRefused. The host may be unknown."""
+    """Return `url` if it is a valid address of an HTTP server. The host need not exist. Raises CommandRefused."""
     try:
         parsed = httpx.URL(url)
-        # the lookup of the host encodes its name too, and raises a UnicodeError, which is no error of httpx
+        # Encode the host here. At its lookup, an invalid host would raise a UnicodeError, which is no error of httpx.
         is_usable = parsed.scheme in ("http", "https") and bool(parsed.host.encode("idna"))
     except (httpx.InvalidURL, UnicodeError):
         is_usable = False
@@ -56,7 +56,7 @@ def checked_url(url: str) -> str:
 
 
 def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return headers that a client can send. Raises CommandRefused, without the value, which may be a token."""
+    """Return the headers if a client can send them. Raises CommandRefused, without the value, which may be a token."""
     for name, value in headers.items():
         if not (value.isascii() and value.isprintable()):
             raise CommandRefused(f"header {name}: expected printable ASCII in one line")
@@ -64,7 +64,7 @@ def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 class HttpConnection:
-    """Base of the clients for one server. They send `token`, unless it is empty."""
+    """Base of the clients for one server. A client sends `token` as a bearer token, unless `token` is empty."""
 
     def __init__(self, url: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
         self.url = checked_url(url.rstrip("/"))

@@ -1,6 +1,6 @@
 """Home folder for a user who has none. A container often runs under a user id that has no name and no home folder.
-Libraries need both (torch the name, Hugging Face the folder). So both are set in the environment, which child processes
-inherit.
+Libraries need both (torch the name, Hugging Face the folder). So `settle` sets both in the environment, and child
+processes inherit both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def settle(environ: MutableMapping[str, str]) -> None:
     except SettingError:
         why = f"{named or 'unset'}, and {folder} belongs to another user: name a folder where this user may write"
         raise SettingError("HOME", why) from None
-    except OSError:  # no folder is writable; a command that needs one reports the setting to change
+    except OSError:  # no folder is writable; a command that needs a folder reports the setting to change
         return
     state = "is unset" if not named else f"is {named}, where this user may not write"
     sys.stderr.write(f"HOME {state}: data and caches are in {folder}, until it is cleared\n")

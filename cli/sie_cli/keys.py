@@ -251,7 +251,7 @@ def _prompted_token() -> str:
 
 
 async def _opened(broker: Broker, cluster: Cluster) -> tuple[KeyBuckets, float]:
-    """Open the buckets of the keys. Return them and the broker's time, by which keys expire. Raises BrokerError."""
+    """Return the buckets of the keys, and the broker's time (Unix), by which keys expire. Raises BrokerError."""
     buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
     return buckets, await broker.server_time(f"KV_{topology.KEYS_BUCKET}")
 

@@ -39,8 +39,8 @@ from sie_runtime.process import run as run_process
 
 
 class _Program(AnyPosition):
-    """Group of all commands. After a command, calling the group ends the process by `os._exit`. Tests call its method
-    `main`, which raises SystemExit instead.
+    """Group of all commands. A call of the group runs a command and ends the process by `os._exit`. Tests call the
+    method `main` instead, which raises SystemExit.
     """
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
@@ -94,7 +94,7 @@ class _Program(AnyPosition):
             refuse(f"the package {package} is not installed: pip install 'sie-cluster[{extra}]'")
         except OSError as error:
             is_output = error.errno in _UNWRITABLE
-            # a process of the cluster logs its last error itself, with the place in the code
+            # a process of the cluster has an excepthook of its own, which logs this error with the place in the code
             if not (is_output or error.filename) or sys.excepthook is not sys.__excepthook__:
                 raise
             place = error.filename or "the output cannot be written"

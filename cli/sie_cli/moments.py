@@ -53,8 +53,8 @@ def moment(at_s: float, form: str = "%Y-%m-%d %H:%M") -> str:
 
 
 def local(at_s: float, now_s: float) -> str:
-    """Format a time in the time zone of this machine. The date is left out if it is today. Return FAR for a number too
-    large for a date.
+    """Format a time in the time zone of this machine, without the date if this is the date of `now_s`. Return FAR for a
+    number too large for a date.
     """
     try:
         at, now = (datetime.fromtimestamp(time_s).astimezone() for time_s in (at_s, now_s))
@@ -64,8 +64,8 @@ def local(at_s: float, now_s: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Format a duration in days, h or min: the largest of these units of which it has at least two. Durations below two
-    minutes are in seconds.
+    """Format a duration in the largest of the units days, h and min of which the duration has at least two. Durations
+    below two minutes are in seconds.
     """
     for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * length:

@@ -98,8 +98,8 @@ def _help_all(context: click.Context, parameter: click.Parameter, value: bool) -
 class ManyOptions(click.Command):
     """Command with options for many settings. --help shows them in groups, each in alphabetical order.
 
-    The settings in `first` come before the groups, under the heading FIRST, and then the command's own options. If
-    `first` is not empty, --help ends there, and --help-all shows all groups.
+    The options in `first` come first, under the heading FIRST. The command's own options follow, and then the groups.
+    If `first` is not empty, --help shows no groups, and --help-all shows them.
     """
 
     FIRST, OWN, ALL = "Most used options", "Options", "--help-all"
@@ -134,8 +134,8 @@ class ManyOptions(click.Command):
 
 
 class Commands(UserDict[str, Any]):
-    """Commands of a group, by name: commands, or their places as `module:attribute`. A place is imported when its
-    command is first used. So processes of the cluster do not import the modules of operators' commands.
+    """Commands of a group, by name. A value is a command, or its `module:attribute`, which is imported when the command
+    is first used. So processes of the cluster do not import the modules of operators' commands.
     """
 
     def __getitem__(self, name: str) -> click.Command:
@@ -203,7 +203,7 @@ def flags_of(values: dict[str, Any]) -> dict[str, str]:
 
 
 def loaded(values: dict[str, Any], mode: Mode = "queue") -> Loaded:
-    """Return all settings. An invalid one ends the process with status 2. Warnings go to standard error, in JSON if
+    """Return all settings. An invalid setting ends the process with status 2. Warnings go to standard error, in JSON if
     SIE_LOG_JSON is set. Also arms the fail points in `values`.
     """
     try:

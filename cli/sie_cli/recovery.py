@@ -83,7 +83,8 @@ def backup(cluster: Cluster, file: Path, force: bool) -> None:
         replicas = cluster.settings.stream_replicas
         buckets = await KeyBuckets.open(broker, replicas)
         entries = {}
-        # shards are read before jobs, so that no shard of a job that begins meanwhile is stored without its job
+        # Read the shards first: if a job begins between the two reads, the backup has the job without its shards, and
+        # not the shards without their job.
         for name in (topology.SHARDS_BUCKET, topology.JOBS_BUCKET):
             stored = await (await broker.key_value(name, replicas=replicas)).entries()
             entries[name] = [(entry.key, entry.value) for entry in stored if entry.value is not None]
@@ -112,7 +113,7 @@ def read_backup(file: Path) -> Backup:
     try:
         saved = msgspec.msgpack.decode(content, type=Backup)
         for key in (key for entries in saved.entries.values() for key, _ in entries):
-            Write(key, None)  # refuses a key that no bucket can have
+            Write(key, None)  # raises ValueError for a key that no bucket accepts
         for record in saved.keys:
             Write(record.id, None)
     except UNDECODABLE as error:
@@ -267,7 +268,7 @@ def _set_aside(cluster: Cluster, stream: str) -> str:
 def _saved(
     cluster: Cluster, stream: str, keys: list[Key], entries: dict[str, list[tuple[str, bytes]]]
 ) -> Iterator[None]:
-    """Save entries in a file that `sie restore` reads, and remove it when the context ends without an error."""
+    """Save entries in a file that `sie restore` reads. Remove the file when the context ends without an error."""
     file = cluster.data_dir / DAMAGED / f"{stream}-{time.time_ns()}.sie"
     empty: dict[str, list[tuple[str, bytes]]] = {name: [] for name in LASTING}
     with refusing():

@@ -100,7 +100,7 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
 
 
 def _entry_of(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry | Alias]:
-    """Return an entry, as text and parsed: read from a file or standard input (-), or created for a model."""
+    """Return an entry as text and as an object: read from a file or standard input (-), or created for a model."""
     if source != "-" and not (Path(source).suffix in (".yaml", ".yml", ".json") and Path(source).is_file()):
         return described(settings, source, name, revision)
     if name or revision:

@@ -183,7 +183,8 @@ def _show_status(body: dict[str, Any]) -> None:
     lag = [worker for bundle in body["bundles"] for worker in bundle.get("pending_workers", ())]
     count = sum(bundle.get("total_eligible_workers", 0) for bundle in body["bundles"])
     served = f"all of {count} workers have it" if count else "no worker is up; one that starts has it"
-    # Workers do not load an alias, so it has no bundle (model families of one worker image). Only gateways have it.
+    # An alias has no bundle (model families of one worker image), because workers do not load it. Only gateways have
+    # it.
     if not body["bundles"]:
         lag = [process["id"] for process in body.get("gateways", ()) if not process["acked"]]
         served = f"all of {len(body.get('gateways', ()))} gateways have it"
@@ -343,7 +344,7 @@ _WARNINGS = {
 
 
 def print_body(body: Any, output: str | None, table: Any) -> None:
-    """Print a reply in the format `output` (json, yaml). For any other value, `table` prints it."""
+    """Print a reply in the format `output` (json, yaml). For any other `output`, call `table`, which prints it."""
     if output == "json":
         click.echo(display.document(body))
     elif output == "yaml":

@@ -44,8 +44,8 @@ Matrix = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class ComparisonSample:
-    """Sample for a comparison. `rankings`: queries with their documents. `texts`: all texts and documents. `queries`:
-    all texts, and the queries of the rankings.
+    """Sample for a comparison. `rankings`: queries with their documents. `texts`: the plain texts, and the documents of
+    the rankings. `queries`: the plain texts, and the queries of the rankings.
     """
 
     texts: tuple[str, ...] = ()
@@ -152,8 +152,8 @@ def compare(
 
 
 def read(file: Path, limit: int) -> ComparisonSample:
-    """Read a sample, until it has `limit` texts or rankings. Repeated texts are dropped, because copies would be
-    nearest neighbours. Raises CommandRefused.
+    """Read a sample, until it has `limit` texts or rankings. Drop repeated texts, because equal texts would be each
+    other's nearest neighbours. Raises CommandRefused.
     """
     texts, queries = dict[str, None](), dict[str, None]()
     rankings: list[tuple[str, tuple[str, ...]]] = []
@@ -180,7 +180,7 @@ def read(file: Path, limit: int) -> ComparisonSample:
 
 
 def _read_line(line: str, where: str, *, is_json: bool) -> str | tuple[str, tuple[str, ...]]:
-    """Return the text of a line, or its query and documents. `is_json`: the line must be JSON."""
+    """Return the text of a line, or (query, documents). `is_json`: the line must be JSON. Raises CommandRefused."""
     if not is_json and not line.startswith("{"):
         return line
     try:
@@ -280,7 +280,7 @@ def similarities(asking: Matrix, rows: Matrix, *, own: bool) -> Matrix:
 
 
 def _without_own(similar: Matrix) -> Matrix:
-    """Remove the diagonal, which is each text's similarity with itself. Return the shape [texts, texts - 1]."""
+    """Remove the diagonal from [texts, texts], because it pairs each text with itself. Return [texts, texts - 1]."""
     return similar[~np.eye(len(similar), dtype=bool)].reshape(len(similar), -1)
 
 
@@ -290,7 +290,9 @@ def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
 
 
 def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
-    """Return the mean share of the first k rows that both rankings of a query have in common, for k from 1 on."""
+    """Return at index k - 1 the mean share of the first k rows that both rankings of a query have in common. `first`,
+    `second`: row indices, [queries, most].
+    """
     most = first.shape[1]
     # shares[k] first counts the rows that are at place k (from 0) in one ranking, and at k or before in the other. The
     # cumulative sum below is then the number of rows that both rankings have among their first k + 1.

@@ -85,14 +85,14 @@ def described(settings: Settings, source: str, name: str, revision: str | None) 
         model = name or model
         if not is_id(model):
             raise CommandRefused(f"{model!r} cannot be the id of a model: give another id with --id")
-        # imported here: the import takes seconds, because it imports torch
+        # imported here, because it imports torch, which takes seconds
         from sie_adapter.loading.inspection import inspect as inspect_folder
 
         packaged = read_folder(packaged_folder() / "models").get(weights.get("hub", ""))
         report = inspect_folder(folder, model, weights, packaged)
         return _yaml(report.entry, report.findings, report.assumed), parse_entry(report.entry)
     except SIEError as error:
-        # joined to one line, because messages of libraries may have several paragraphs
+        # one line, because the messages of libraries may have several paragraphs
         raise CommandRefused(" ".join(error.message.split())) from error
 
 
@@ -204,8 +204,8 @@ def shown_progress(bars: Progress, title: str) -> FetchProgress:
 
 
 def answers(entry: ModelEntry, settings: Settings) -> list[str]:
-    """Load a model on the CPU, and run a sample of each of its tasks through a worker's code. Return the results as
-    lines of text. Raises ModelLoadFailed, and CommandRefused if a task fails.
+    """Load a model on the CPU, and run one sample for each of its tasks through the tokenizer and the engine of a
+    worker. Return the results as lines of text. Raises ModelLoadFailed, and CommandRefused if a task fails.
     """
     from sie_adapter.engine.engine import AdapterEngine
     from sie_sidecar.prepare.tokens import ModelTokenizer

@@ -3,7 +3,7 @@
 hub id, folder or catalogue name, with or without :profile
     ├ an alias ──► its model with the largest weight, looked up in the same way
     ├ the catalogue has it, with pinned weights ──► its entry
-    └ else ──► inspected as in `sie models add` ──► DIR/ID.yaml; the command prints that it was added
+    └ else ──► inspected as in `sie models add` ──► ID.yaml in the models folder; the command prints its path
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
 
 
 def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
-    """Return the entry of a model folder, or None. Raises CommandRefused if another model has the folder's name."""
+    """Return the catalogue entry of a model folder, or None. Raises CommandRefused if the entry is of another model."""
     entry = catalogue.find(folder_name(folder))
     if entry is None or (
         entry.weights.path and Path(os.path.expanduser(entry.weights.path)).resolve() == folder.resolve()

@@ -25,8 +25,8 @@ from sie_contracts.settings import public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
 POLL_S = 0.5
-# seconds after the request in which the state `failed` is ignored if no load was seen, because an earlier load may have
-# caused this state
+# If the command has not seen the state `loading`, it ignores `failed` for this number of seconds after its request,
+# because an earlier load may have failed.
 STALE_S = 3.0
 
 

@@ -119,7 +119,7 @@ class ConfigServiceClient(HttpConnection):
                 if answer.headers.get("x-should-retry") != "true":
                     return self._accepted(method, answer, body_type)
                 after = answer.headers.get("retry-after", "1")
-                # some proxies send a date in retry-after, which is not parsed
+                # a proxy may send a date as retry-after, which is not parsed: wait for MAX_PAUSE_S
                 wait_s = float(after) if after.isdecimal() else MAX_PAUSE_S
                 refusal = _refusal_of(answer)
                 trouble = printable(refusal.error.message if refusal else f"status {answer.status_code}")

@@ -328,8 +328,8 @@ def _stored(settings: Settings, local: bool) -> list[CommitState]:
 
 
 def _stored_here(settings: Settings) -> list[CommitState]:
-    """Return the snapshots in the local cache. Names and sizes of their files are compared with the manifest. Other
-    programs write no manifest; their snapshots are left out if they lack files that workers need.
+    """Return the snapshots in the local cache, with the differences in names and sizes between the files and the
+    manifest. Other programs write no manifest; their snapshots are left out if they lack files that workers need.
     """
     cache, copies = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):

@@ -141,7 +141,7 @@ def _write(files: Sequence[Path], spec: str) -> None:
                 file.writelines(traces.write(requests))
                 file.flush()
             except BaseException:
-                files[0].unlink()  # a partial trace would be taken for a whole one
+                files[0].unlink()  # a later replay could not tell a partial trace from a whole trace
                 raise
     except OSError as error:
         raise TraceError(f"{files[0]}: {error.strerror}") from error

@@ -162,7 +162,7 @@ class _Feed:
     credit: int = 0  # number of messages that the worker has requested and the broker has not sent
     on_way: int = 0  # number of messages that the broker has sent and the worker has not received
     mean_cost: float = 0.0
-    pending: int = 0  # number of messages that waited at the broker when it sent the last one
+    pending: int = 0  # messages that still waited at the broker when the broker sent the message that arrived last
     delivered_s: float = -1e9
 
     @property
@@ -260,9 +260,9 @@ class _ReplayWorker:
         self._lanes = [0.0] * int(plan.lanes)  # for each lane, the time at which its batch ends
         # arrival times of the first and the last message since the last tokenising
         self._began_s = self._last_s = 0.0
-        self._wire_s = 0.0  # time at which all messages sent so far will have arrived; the next one arrives after it
+        self._wire_s = 0.0  # time at which the last message that was sent arrives; the next message arrives later
         self._tokenising = False
-        self._held = ([0, 0], [0, 0])  # tokens and number of the chunks at this worker: interactive, then bulk
+        self._held = ([0, 0], [0, 0])  # [tokens, chunks] at this worker: of priority interactive, then of bulk
         self._sent = 0
         self._wake_s = -1.0
 
@@ -321,8 +321,8 @@ class _ReplayWorker:
         return any(feed.pending and feed.outstanding for feed in self._active.values())
 
     def _gather(self) -> None:
-        """Tokenise the messages that have arrived. Wait while the tokeniser's thread is busy. If more messages are on
-        their way, wait for them until the quantum ends.
+        """Tokenise the messages that have arrived. If the tokenizer is busy, do nothing: `_tokenised` calls this again.
+        If more messages are on their way, wait for them until the quantum ends.
         """
         if not self._arrived or self._tokenising:
             return

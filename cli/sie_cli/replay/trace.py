@@ -35,7 +35,7 @@ class TraceError(ValueError):
 
 
 class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One request. In a recorded trace, it is one message of a request."""
+    """Request of a trace. In a recorded trace, it is the part of a request that one message carried."""
 
     at: float
     tokens: tuple[int, ...]
@@ -191,7 +191,7 @@ def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
             coefficients = np.zeros(3)
             coefficients[list(chosen)] = solution
             error = float(np.sum((scaled @ coefficients - 1.0) ** 2))
-            # because of the margin, an additional term must improve the fit
+            # the margin rejects an additional term that does not improve the fit
             if (coefficients >= 0).all() and error < best_error - 1e-9 * len(ran):
                 best, best_error = (float(coefficients[0]), float(coefficients[1]), float(coefficients[2])), error
     return best

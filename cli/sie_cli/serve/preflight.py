@@ -25,11 +25,11 @@ from sie_runtime.descriptors import SPARE_FILES, raise_limit
 
 # bytes of disk space that are kept free for the catalogue's streams, the broker's files, and files written at a start
 RESERVE_BYTES = 8 << 20
-# Bytes of address space that the largest process needs, which is an adapter with torch and a small model. 1.8 GiB were
-# measured on 2 cores; more threads need more.
+# Bytes of address space that the largest process needs: an adapter with torch and a small model. 1.8 GiB were measured
+# on 2 cores; more threads need more.
 MIN_ADDRESS_BYTES = 3 << 30
-# Bytes of memory that the processes need before a model is loaded: all with one worker and one gateway, each further
-# worker, and each further gateway. 0.55 GiB were measured in total on 2 cores.
+# Bytes of memory before a model is loaded: of all processes with one worker and one gateway, of each further worker,
+# and of each further gateway. All processes with one worker and one gateway took 0.55 GiB on 2 cores.
 MIN_MEMORY_BYTES, WORKER_BYTES, GATEWAY_BYTES = 640 << 20, 320 << 20, 64 << 20
 
 

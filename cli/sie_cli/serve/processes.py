@@ -48,12 +48,13 @@ READY_POLL_S = 0.1
 TELL_EVERY_S = 10.0
 REPEAT = 3  # during the start, an unchanged status line is printed only every third time
 BROKER_POLL_S = 2.0
-ROOM_BYTES = 8 << 20  # free bytes on a full disk above which `sie serve` restarts the broker
+ROOM_BYTES = 8 << 20  # if a disk that was full has more free bytes than this, `sie serve` restarts the broker
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 # Seconds: the drain of a gateway (part of its grace period), and the grace periods of a gateway, of a sidecar or
 # adapter, and of the config service or broker. These five groups of processes are stopped one after the other.
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5
-# Seconds. The time is short, because the gateways have ended: only work of jobs is left, and jobs continue later.
+# Seconds for which a sidecar drains. A short time is enough: the gateways have ended, so only jobs still have work, and
+# jobs continue after the next start.
 _WORKER_DRAIN_S = 1.5
 _logger = logging.getLogger("sie.serve")
 
@@ -93,7 +94,7 @@ class LocalCluster:
         self._lacking = ""  # reason why a model from the command line cannot be loaded; empty if none failed
         self._embedded: EmbeddedBroker | None = None
         self._admin_token = plan.settings.admin_token or Secret(secrets.token_urlsafe(32))
-        # lines of the broker's output about streams
+        # the last lines of the broker's output about streams, from which `unread_stream` finds the stream being read
         self._restores: deque[str] = deque(maxlen=1000)
         self._metrics_urls: dict[str, list[str]] = {}  # "gateway" or "worker" -> URLs for probes and metrics
 
@@ -250,7 +251,7 @@ class LocalCluster:
     def _await_gateway(self, name: str, port: int) -> None:
         self._await_answer(name, port)
         if self._plan.settings.gateway_workers is not None:
-            # the gateway reads only the workers in SIE_GATEWAY_WORKERS, so it may never see those of this start
+            # the gateway reads only the workers in SIE_GATEWAY_WORKERS, so it may never see the workers of this start
             return
         self._visibility[f"workers, as {name} sees them"] = functools.partial(
             lacks_workers, url=f"{self._url(port)}/health", token=self._admin_token, count=self._plan.workers
@@ -320,7 +321,7 @@ class LocalCluster:
                         self._say("serve", line)
                     self._tell_unread()
                 await asyncio.sleep(READY_POLL_S)
-        if self._restores:  # the broker has now read all streams: publish without `unread_stream`
+        if self._restores:  # the broker has read all streams: publish the access file without `unread_stream`
             self._publish_again(self._access())
         supervisor.is_up = True
         self._say("serve", f"ready in {time.monotonic() - started_s:.1f} s")

@@ -22,7 +22,7 @@ from sie_cli.refusal import CommandRefused
 from sie_runtime.process import EXIT_BAD_SETTING, Tasks
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-# before all processes are ready, a child that fails this number of times in a row is not restarted again
+# failures of one child in a row, before all processes are ready, after which the supervisor gives up
 MAX_FIRST_FAILURES = 5
 LAST_LINES_S = 2.0  # seconds to wait for output that an ended child has left in its pipe
 MAX_LINE_BYTES = 1 << 20  # maximum length of one line of output, in bytes
@@ -72,11 +72,12 @@ class Child:
     keeper: asyncio.Task[None] | None = None
     output: set[asyncio.Task[None]] = field(default_factory=set)
     ending: bool = False
-    refusal: str = ""  # the last line that the child printed about an error
+    refusal: str = ""  # the last line of the child's output that begins with `error: `
 
 
 class Supervisor:
-    """Owner of the child processes. `say(child, line, level)` gets each line that they print, and reports about them.
+    """Owner of the child processes. `say(child, line, level)` gets each line that a child prints, and the supervisor's
+    own reports about the child.
 
     `fatal` gets the reason if a restart cannot help: a child refuses its settings, or it fails MAX_FIRST_FAILURES times
     in a row while `is_up` is False. The owner of this object sets `is_up` once all processes are ready.
@@ -168,7 +169,8 @@ class Supervisor:
         child.ending = True
         _signal(child, signal.SIGTERM)
         process = child.process
-        if process is not None and process.returncode is None:  # without a wait, the keeper starts no other process
+        # a process that has ended needs no wait: since `ending` is set, `_keep` does not start it again
+        if process is not None and process.returncode is None:
             try:
                 await asyncio.wait_for(process.wait(), child.grace_s)
             except TimeoutError:

@@ -95,7 +95,7 @@ async def _follow_past(view: View, url: str, token: str | None) -> None:
 
 
 async def _ask_past(view: View, url: str, token: str | None) -> None:
-    """Read the history of the last hour. If the answer is missing or has another format, keep the earlier one."""
+    """Read the history of the last hour. If this fails, keep the history that was read before."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         async with httpx.AsyncClient(timeout=PAST_S, **client_options(url, httpx.AsyncHTTPTransport)) as client:
@@ -185,7 +185,7 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
             on_key(key)
 
     before = termios.tcgetattr(descriptor)
-    # TCSANOW does not wait for pending output: if nobody reads the terminal, that wait would never end
+    # TCSANOW, because the default mode waits for pending output: without a reader of the terminal, for ever
     tty.setcbreak(descriptor, termios.TCSANOW)
     loop.add_reader(descriptor, read)
     try:

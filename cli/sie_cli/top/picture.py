@@ -73,7 +73,7 @@ class LaneRow:
 
     @property
     def is_well(self) -> bool:
-        """Return whether all workers of the lane are healthy. A lane without workers must have no queued work."""
+        """Return whether all workers of the lane are healthy; for a lane without workers, whether no work is queued."""
         return self.healthy == self.workers and (self.healthy > 0 or not (self.queued and self.queued.messages))
 
 
@@ -171,8 +171,8 @@ def _reason(model: str, why: str) -> Text:
 
 
 def _fitting(count: int, room: int) -> int:
-    """Return how many rows fit. If only one row would be hidden, it is shown, because the line that counts hidden rows
-    needs the same space.
+    """Return how many of `count` rows to show in `room` lines. If one row would be hidden, show it too, because the
+    line that counts hidden rows needs the same space.
     """
     return count if count <= room + 1 else room
 

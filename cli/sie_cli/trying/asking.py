@@ -44,7 +44,7 @@ def read(arguments: Sequence[str], query: str | None) -> tuple[tuple[QuestionInp
             "a file"
         )
     if [*arguments, query].count(STDIN) > 1:
-        raise CommandRefused(f"{STDIN} stands for standard input, which can be read only once")
+        raise CommandRefused(f"{STDIN} reads standard input, which can be read only once: give it once")
     inputs = tuple(_input(argument, f"text {number}") for number, argument in enumerate(arguments, 1))
     return inputs, None if query is None else _input(query, "--query")
 
@@ -130,8 +130,8 @@ class ModelAnswer:
 
 
 def verb_of(info: Mapping[str, Any], question: Question) -> str:
-    """Return the task (encode, score or extract) that the options require. Without such options, return the model's
-    first task, or encode if the first one is score, which needs a query. Raises CommandRefused if the options
+    """Return the task (encode, score or extract) that the options require. If no option requires a task, return the
+    model's first task; instead of score, which needs a query, return encode. Raises CommandRefused if the options
     contradict each other or do not fit the model, or if the model needs a query.
     """
     tasks, name = list(info["tasks"]), info["name"]

@@ -85,7 +85,7 @@ def run_model(cluster: Cluster, model: str, **question: Any) -> None:
 
 
 def _served(cluster: Cluster, model: str) -> str:
-    """Return the name under which the gateway serves a model. If it lacks the model, add it and wait."""
+    """Return the name under which the gateway serves a model. Add a missing model first. Raises CommandRefused."""
     from sie_cli.models.lookup import look_up
     from sie_cli.models.pull import where_served
 
@@ -95,9 +95,9 @@ def _served(cluster: Cluster, model: str) -> str:
         if cluster.local() is None:
             if Path(model).is_dir():
                 raise CommandRefused(
-                    f"{model} is a folder, and no `sie serve` of this machine runs that could read it: start one"
+                    f"{model} is a folder, and no `sie serve` of this machine runs to read it: start one"
                 )
-            # this raises the gateway's error for an unknown model: no `sie serve` here could read an added entry
+            # no `sie serve` here would read an added entry, so raise the gateway's error for an unknown model
             client.get_model(model)
         named = look_up(where_served(cluster), model)
         if named.message:

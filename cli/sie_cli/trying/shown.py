@@ -295,7 +295,7 @@ def bar(share: float, colour: str = "cyan") -> Text:
 
 
 def shares(values: Sequence[float], most: float | None = None) -> list[float]:
-    """Scale values so that 0 stays 0 and `most` is 1. If a value is outside, the range is widened to include it.
+    """Scale values so that 0 stays 0 and `most` is 1. If a value is outside this range, widen the range to include it.
     If `most` is None, the largest value is 1.
     """
     low = min(0.0, *values) if values else 0.0
