@@ -1,26 +1,27 @@
-"""Refusals of the gateway's rule and of a simpler one, side by side in virtual time, and whether each was needed.
+"""Refusals by the gateway's admission rule and by a simpler rule, simulated in virtual time, and the share of needless
+refusals.
 
-Every cell is one run of `tests/admission_simulation.py`: real Admission, a device that takes a + b x tokens for a
-batch, and clients that come again at their Retry-After, to any of the gateways. The clock is virtual, so the figures do
-not depend on the processor.
+Every cell is one run of `tests/admission_simulation.py`: the real Admission class, a device that takes a + b x tokens
+seconds for a batch, and clients that repeat a refused request after its Retry-After at any gateway. The clock is
+virtual, so the figures do not depend on the processor.
 
-* false: the share of all requests that were refused, at once or later, although their answers would have come a tenth
-  of the budget and one batch early, after all work ahead of them and all promised turns;
-* late: the share of accepted requests that were not answered within the budget. The onset is twice the budget or ten
-  batches from the start, a stall or a slow-down on;
-* struck: the share of all requests that a gateway could not judge. They were late, but accepted before the stall or the
-  slow-down, or within one usual batch after it; or they were refused when the device had stood still for the whole
-  budget, and the stall ended in time. They are neither in `late` nor in `false`;
-* served: the share of the requests that came again at their Retry-After which were let in and answered in time;
-* told before: the same share for the requests whose Retry-After was sent before the stall or the slow-down could be
-  known (a usual batch after a stall began, two slow batches after the device became slow), and which it met. They are
-  not in `served`;
-* goodput: the share of the capacity that is answers in time, after the onset, while requests come at ten times the
-  capacity.
+* false: the share of all requests that were refused needlessly, at once or later. Their answers, after all work ahead
+  of them and all promised turns, would have come at least a tenth of the budget and one batch before the deadline;
+* late: the share of accepted requests that were not answered within the budget. The onset lasts twice the budget or ten
+  batches from the start, from a stall, or from a slow-down;
+* struck: the share of all requests whose outcome a gateway could not predict. A gateway accepted them at most one usual
+  batch after the begin of the stall or slow-down, and they were late; or it refused them in a stall that ended in time,
+  after the device had stood still for the whole budget. They are neither in `late` nor in `false`;
+* served: of the requests that clients repeated after a Retry-After, the share that was accepted and answered in time;
+* told before: the same share of the repeated requests that the stall or the slow-down affected, and whose Retry-After
+  the gateway sent before it could detect this event (one usual batch after a stall began, two slow batches after the
+  device became slow). They are not in `served`;
+* goodput: answers in time after the onset, as a share of the capacity, while requests come at ten times the capacity.
 
 The capacity under a budget is x / (a + b x) for the largest batch of x tokens with 2 (a + b x) <= budget, at most a
-full batch: a request may come when a batch begins, and waits for the end of that batch and of its own. If not even a
-batch of one request satisfies this, a device under load cannot answer. Such cells are listed, but in no average.
+full batch. The factor is 2 because a request that comes when a batch begins waits for the end of that batch and of its
+own. If a batch of one request already exceeds this limit, a device under load cannot answer. The report lists such
+cells, but no average contains them.
 
     python bench/admission.py [--set tuned|held-out] [--every 7] [--jobs 2] [--out bench/results/admission.md]
 """
@@ -46,13 +47,15 @@ from sie_gateway.admission.admission import Admission
 
 CLIENTS = (1, 10, 100, 500)
 STARTS = ("cold", "tiny", "stall", "slow")
-MAX_OPEN = 12_000  # maximum number of requests of a cell at ten times the capacity
+MAX_OPEN = 12_000  # limit of expected requests; cells beyond it are omitted
 MAX_CLOSED = 2_000
 RULES = {"before": Before, "now": Admission}
 
 
 class Matrix(NamedTuple):
-    """Values of the cells. `tokens`: of a request; from 16 on, median of a lognormal distribution with sigma 0.6."""
+    """Values of the cells. `tokens`: tokens of each request; if 16 or more, the median of a lognormal distribution with
+    sigma 0.6.
+    """
 
     batch_s: tuple[float, ...]
     token_s: tuple[float, ...]
@@ -115,7 +118,7 @@ def overload(of: Matrix) -> Iterator[Case]:
 
 
 class Cell(NamedTuple):
-    """Results of a run: counts, and shares as pairs (part, whole)."""
+    """Results of a run: numbers of requests, and shares as pairs (number, total)."""
 
     tries: int
     refused: int
@@ -179,7 +182,7 @@ def main() -> None:
     options = parser.parse_args()
     matrix = MATRICES[options.set]
     cases = [*closed(matrix), *overload(matrix)]
-    random.Random(matrix.seed).shuffle(cases)  # each N-th of the ordered cases would have few different budgets
+    random.Random(matrix.seed).shuffle(cases)  # each N-th case in order would cover few budgets
     cases = cases[:: options.every]
     possible = [case for case in cases if case.is_possible]
     tasks = list(itertools.product(possible, options.rule or RULES))

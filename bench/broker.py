@@ -1,10 +1,12 @@
-"""Processor time of the broker and of our client for one request: publish, pull, result with confirmation, ack.
+"""Processor time of the broker and of SIE's broker client for one request: publish, pull, confirmed publication of the
+result, ack.
 
     python bench/broker.py [--messages 20000] [--consumers 1 50 200] [--credit 1 16]
 
-One process publishes and takes results as a gateway does, with 64 requests in flight. Another process pulls and answers
-as a sidecar does, with a fixed credit at each consumer that is topped up at half. The broker is a new nats-server with
-file storage and sync_interval 100ms. No process computes vectors, so the queue uses all the processor time.
+One process publishes requests and receives results as a gateway does, with 64 requests in flight. Another process pulls
+requests and publishes results as a sidecar does. Each consumer has a fixed credit (number of messages that the broker
+may send); the sidecar renews the credit at half. The broker is a new nats-server with file storage and sync_interval
+100ms. No process computes vectors, so all processor time is that of the queue.
 """
 
 from __future__ import annotations

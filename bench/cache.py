@@ -1,13 +1,15 @@
-"""The cache of answers beside the same cluster without it, in turn in one run. The device is a clock: a batch takes a
-fixed time and a time for each token, so the ratio does not depend on other load of the machine.
+"""Gain and cost of the gateway's response cache: two equal clusters, with and without the cache, are measured
+alternately. The device is simulated: a batch takes a fixed time and a time for each token, so the ratio does not depend
+on other load of the machine.
 
-1. Zipf traffic with 37 % repeats, 64 clients, one text a request: texts a second, and the share of inputs that were not
-   computed beside the share of repeats in the traffic.
+1. Zipf traffic with 37 % repeats, 64 clients, one text a request: texts a second, and the share of inputs that the
+   cache answered, compared with the share of repeats in the traffic.
 2. Traffic without repeats, which shows the cost of the cache.
 3. One client that sends one cached text.
-4. Many distinct inputs to an adapter that takes no time: the memory of the gateway and the limit of the cache.
-5. `--answers 10000000`: so many distinct inputs through only the code of the cache: memory of the process, answers,
-   bytes that the cache counts.
+4. Many distinct inputs to an adapter that takes no time: the memory of the gateway, compared with the limit of the
+   cache.
+5. `--answers 10000000`: that many distinct inputs, cached by calls in this process: its memory, the number of cached
+   answers, and the bytes that the cache counts.
 6. `--policies`: hit shares of LRU, of segmented LRU and of W-TinyLFU, if the package theine is installed, on Zipf
    traffic.
 
@@ -62,7 +64,7 @@ GOALS = "goals: 1.4 with repeats, 0.98 without, 1.5 ms"
 
 
 def zipf(count: int, universe: int, seed: int) -> list[int]:
-    """Return the ranks of `count` requests for `universe` texts."""
+    """Return the Zipf-distributed ranks of `count` requests for `universe` texts."""
     weights = 1.0 / np.arange(1, universe + 1) ** EXPONENT
     drawn = np.random.default_rng(seed).choice(universe, count, p=weights / weights.sum())
     return [int(rank) for rank in drawn]
@@ -73,7 +75,9 @@ def repeats_of(ranks: Sequence[int]) -> float:
 
 
 def traffic(count: int, seed: int) -> list[int]:
-    """Return Zipf traffic whose share of repeats is about REPEATS. A larger universe has fewer repeats."""
+    """Return `count` ranks with a share of repeats of about REPEATS. The search uses that a larger universe has fewer
+    repeats.
+    """
     low, high = count // 8, count * 4096
     while low + 1 < high:
         middle = (low + high) // 2
@@ -139,7 +143,7 @@ def compare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             for kind, order in (("repeats", ranks), ("no repeats", list(range(options.requests)))):
                 fresh = texts_of("mix", len(set(order)), turn)
                 own = dict(zip(dict.fromkeys(order), fresh, strict=False))
-                mark = next(number)  # number that makes the texts of each round new
+                mark = next(number)  # makes the texts differ from those of earlier rounds
                 sent = bodies([f"{mark} {own[rank]}" for rank in order])
                 before = counted(cached)
                 both = {}
@@ -176,7 +180,7 @@ def compare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def memory(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Send distinct short inputs through a gateway, 64 in a request. The vectors have 384 numbers."""
+    """Report the memory of a gateway that caches distinct short inputs, 64 in a request. The vectors have width 384."""
     limit, size = 64 << 20, 64
     environ = {"SIE_CACHE_BYTES": str(limit)}
     with (
@@ -210,8 +214,9 @@ def memory(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def answers(count: int, say: Callable[[str], None]) -> None:
-    """Cache the answers to `count` distinct inputs. One in ten has options of its own, which tests the limit of spaces.
-    One in ten is requested again at once, which tests the limit of protected answers.
+    """Cache the answers to `count` distinct inputs. One input in ten has its own options, which tests the limit of
+    spaces (groups of answers with equal model and options). One in ten is read again at once, which tests the limit of
+    protected answers.
     """
     limit, width, run = 64 << 20, 384, RunOptions(outputs=("dense",))
     cache = AnswerMemory(limit, 3600.0)
@@ -236,7 +241,7 @@ def answers(count: int, say: Callable[[str], None]) -> None:
         if number % 10 == 1 and cache.find(key) is None:
             raise RuntimeError(f"the answer to input {number} is not cached")
         if cache.held_bytes > limit:
-            raise RuntimeError(f"{cache.held_bytes} bytes are counted, the limit is {limit}")
+            raise RuntimeError(f"the cache counts {cache.held_bytes} bytes, its limit is {limit}")
     say(f"\nThe cache had {limit >> 20} MiB; {cache.evictions:,} answers were removed for lack of room.")
 
 
@@ -257,7 +262,9 @@ class Lru:
 
 
 class Segmented:
-    """A segmented LRU cache. An answer that is used twice is protected, and may use four fifths of the room."""
+    """A segmented LRU cache. A second use moves an answer to the protected segment, which has four fifths of the
+    capacity.
+    """
 
     def __init__(self, room: int) -> None:
         self._room, self._most = room, room * 4 // 5
@@ -281,7 +288,7 @@ class Segmented:
 
 
 class Theine:
-    """W-TinyLFU of the package theine."""
+    """A cache with the policy W-TinyLFU of the package theine."""
 
     def __init__(self, room: int) -> None:
         self._cache = importlib.import_module("theine").Cache(room)
@@ -294,7 +301,7 @@ class Theine:
 
 
 def policies(say: Callable[[str], None]) -> None:
-    """Report the hit shares in percent on 400,000 requests."""
+    """Report the hit share of each cache policy, in percent of 400,000 requests."""
     kinds: dict[str, Callable[[int], Lru | Segmented | Theine]] = {"LRU": Lru, "segmented LRU": Segmented}
     try:
         importlib.import_module("theine")

@@ -1,11 +1,12 @@
-"""Tokens a second of documents in chunks beside the same tokens as texts, in turn, several rounds in one run.
+"""Tokens a second of documents with chunks, compared with the same tokens as plain texts, measured alternately in one
+run.
 
-1. The engine alone on ready rows, on all its lanes, with batches within the token budget.
+1. The engine alone on tokenised rows, on all its lanes (device threads), with batches within the token budget.
 2. `sie serve` with 8 clients and some documents a request.
 
-Texts have the longest length of the model. Documents are these texts, with chunks of `--chunk` tokens, or documents
-that are five times as long and read in windows. A chunk with context is pooled from the pass over its document. Without
-context each chunk is a text of its own, which is shown for comparison.
+Texts have the longest length of the model. Documents are these texts with chunks of `--chunk` tokens, or documents five
+times as long, which the model reads in windows. With context, the vector of a chunk is pooled from the forward pass
+over its document. Without context, each chunk is encoded as a separate text, for comparison.
 
     python bench/chunks.py [--rounds 5 --seconds 5 --chunk 64] [--out bench/results/chunks.md]
 """
@@ -39,7 +40,7 @@ TEXTS = 40
 
 
 def texts_of(alone: Alone, tokens: int, count: int, seed: int = 5) -> list[str]:
-    """Return texts of sentences with about this number of tokens, and not more."""
+    """Return `count` texts of sentences, each cut to at most `tokens` tokens."""
     rng = np.random.default_rng(seed)
     texts = []
     for _ in range(count):
@@ -50,7 +51,7 @@ def texts_of(alone: Alone, tokens: int, count: int, seed: int = 5) -> list[str]:
 
 
 def batches_of(alone: Alone, inputs: list[Input]) -> tuple[list[ipc.RunBatch], float]:
-    """Return batches of these inputs within the token budget, and the mean tokens of their rows."""
+    """Return batches of these inputs within the token budget, and the mean number of tokens of a row."""
     run = RunOptions(("dense",))
     parts: list[list[Input]] = [[]]
     used = 0
@@ -79,7 +80,7 @@ def requests_of(url: str, items: list[dict[str, object]], size: int) -> tuple[li
     """Return requests with `size` items, and the mean number of computed tokens of an item."""
     parts = [items[start : start + size] for start in range(0, len(items) - size + 1, size)]
     answer = httpx.post(f"{url}/v1/encode/{MODEL}", json={"items": parts[0]}, timeout=120, trust_env=False)
-    tokens = answer.raise_for_status().json()["usage"]["total_tokens"]  # all items of a kind are equally long
+    tokens = answer.raise_for_status().json()["usage"]["total_tokens"]  # all items are equally long
     bodies = [request(f"/v1/encode/{MODEL}", msgspec.msgpack.encode({"items": part})) for part in parts]
     return bodies, tokens / size
 

@@ -15,8 +15,8 @@ from typing import cast
 class Connection(asyncio.Protocol):
     """One HTTP/1.1 connection with one request in progress.
 
-    `head` is the head of the last response in lower case. `unasked` counts bytes that came while no request was in
-    progress.
+    `head`: status line and headers of the last response, in lower case. `unasked`: number of bytes that the server sent
+    while no request was in progress.
     """
 
     def __init__(self) -> None:
@@ -89,8 +89,9 @@ def request(path: str, body: bytes, content_type: str = "application/msgpack", *
 async def closed_loop(
     host: str, port: int, requests: Sequence[bytes], *, clients: int, seconds: float
 ) -> tuple[int, float, list[float]]:
-    """Run clients that each send their next request after the last answer. Return (answered, seconds taken, latencies).
-    Raise an error if a request fails.
+    """Run clients, each of which sends its next request when its last one is answered. Return the number of answers,
+    the seconds of the run, and the latencies in seconds. Raise RuntimeError if a status is not 200, ConnectionError if
+    the server closes a connection.
     """
     latencies: list[float] = []
     end_s = time.perf_counter() + seconds
@@ -115,7 +116,7 @@ async def closed_loop(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to one request. Times are of `time.perf_counter`. Status 0 means that no answer came."""
+    """The answer to one request. Times are of `time.perf_counter`. Status 0: the connection failed."""
 
     started_s: float
     ended_s: float
@@ -134,8 +135,8 @@ def statuses(answers: Sequence[Answer]) -> str:
 
 
 class Clients:
-    """Clients of one server that each send their next request after the last answer, until `stop`. Failures are answers
-    too.
+    """Clients of one server. Until `stop`, each sends its next request when its last one is answered. `answers`
+    includes failures.
     """
 
     def __init__(self, host: str, port: int, requests: Iterator[bytes], *, count: int) -> None:
@@ -153,15 +154,15 @@ class Clients:
         connection.close()
 
     async def stop(self) -> list[Answer]:
-        """Wait for the answers to sent requests, and return all answers."""
+        """Stop sending, wait for the answers to the requests in progress, and return all answers."""
         self._stopping.set()
         await asyncio.gather(*self._tasks)
         return self.answers
 
 
 async def open_loop(host: str, port: int, message: bytes, *, each_s: float, seconds: float) -> list[Answer]:
-    """Send a request each `each_s` seconds over a connection of its own, without waiting for earlier answers. Return
-    all answers.
+    """Send a request every `each_s` seconds, each on a new connection, without waiting for earlier answers. Return all
+    answers.
     """
 
     async def one(after_s: float) -> Answer:
@@ -184,5 +185,5 @@ async def _timed(connection: Connection, message: bytes) -> Answer:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which this share of the values lies, or 0 without values."""
+    """Return the value below which this share of the values lies, or 0 if there are none."""
     return sorted(values)[min(len(values) - 1, int(len(values) * share))] if values else 0.0

@@ -1,7 +1,8 @@
-"""Cost of a large catalogue: starts, resolutions, the way of a change to a gateway and a worker, memory, and processor
-time without requests.
+"""Cost of a large catalogue: start times, time to resolve a model name, delay of a change until a gateway and a worker
+have it, memory, and processor time without requests.
 
-A broker, a config service, a gateway and a worker run while the catalogue gets its models. Then each process restarts.
+A broker, a config service, a gateway and a worker run while the benchmark adds the models. Then the config service, the
+gateway and the sidecar restart.
 
     python bench/config.py [--models 10000] [--idle 60]
 """
@@ -48,7 +49,9 @@ def restarted_s(part: Part) -> float:
 
 
 def written_ms(stack: Stack, model: str) -> tuple[list[float], list[float]]:
-    """Return two times of each write: until its answer, and from the answer until the gateway serves the change."""
+    """Write changes of one model. Return the milliseconds of each write until its answer, and from the answer until the
+    gateway serves the change.
+    """
     answered, delays_ms = [], []
     path = f"/v1/configs/models/{model}"
     with httpx.Client(timeout=30, trust_env=False, headers={"Authorization": f"Bearer {ADMIN}"}) as client:
@@ -65,12 +68,12 @@ def written_ms(stack: Stack, model: str) -> tuple[list[float], list[float]]:
 
 
 async def read_s(stack: Stack) -> tuple[float, float, Catalogue]:
-    """Read the export into a catalogue. Return the processor seconds, the longest turn of the loop meanwhile, and the
-    catalogue.
+    """Read the export into a catalogue. Return the processor seconds, the longest block of the event loop in seconds,
+    and the catalogue.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)  # as in a gateway
+    gc.set_threshold(*GC_THRESHOLDS)  # the gateway sets the same thresholds
     source = HttpConfigSource(stack.config_url, Secret(READ))
     export = await source.export()
     longest = 0.0
@@ -100,7 +103,7 @@ def measure(stack: Stack, options: argparse.Namespace, say: Report) -> None:
     path = "/v1/configs/models"
     served = httpx.get(stack.urls[0] + path, timeout=30, trust_env=False).json()["models"]
     if len(served) < options.models:
-        raise RuntimeError(f"the gateway serves {len(served)} models")
+        raise RuntimeError(f"the gateway serves {len(served)} of {options.models} models")
     answered, delays_ms = written_ms(stack, served[len(served) // 2]["model_id"])
     acked = f"{stack.config_url}{path}/{served[len(served) // 2]['model_id']}/status"
     headers = {"Authorization": f"Bearer {READ}"}

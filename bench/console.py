@@ -1,8 +1,8 @@
 """Cost of an open console in a cluster of many models and workers, for the gateway, the network and the browser.
 
 The gateway, the broker, the config service and one worker are real; heartbeats simulate all other workers, as in
-fleet.py. Each view of the console is open in a real browser for a while, in turn with no view, whose processor time is
-subtracted.
+fleet.py. A real browser opens each view of the console for a while. The processor time of the gateway without a view is
+measured in turn and subtracted.
 
     python bench/console.py [--models 10000 --workers 1000 --rounds 5]
 
@@ -32,7 +32,7 @@ from websockets.sync.client import connect
 
 VIEWS = {"playground": "#run", "models": "#catalogue", "cluster": "#workers tr"}
 GOALS = "goals: at most 1 % of a core, 1 MB a minute, 100 ms a frame"
-# the longest time between two frames, and the longest task of the page, since this code ran
+# JavaScript that records the longest time between two frames and the longest task of the page, in ms
 WATCH = """(() => {
   window.worst = 0; window.task = 0;
   let last = performance.now();
@@ -50,7 +50,7 @@ TYPING = """(() => {
 
 
 class Counting(browser.Page):
-    """A page that counts the bytes that it receives."""
+    """A browser page. `received`: bytes that it has received."""
 
     received = 0
 
@@ -61,7 +61,7 @@ class Counting(browser.Page):
 
 
 def cpu_share(part: stack.Part, seconds: float, meanwhile: Any = None) -> float:
-    """Return the processor time of a process, as a part of a core."""
+    """Return the mean number of cores that a process uses during `seconds`. `meanwhile` is called about every 2 s."""
     before_s, at_s = part.cpu_s(), time.perf_counter()
     while time.perf_counter() - at_s < seconds:
         time.sleep(min(2.0, seconds))

@@ -1,11 +1,11 @@
-"""Texts a second of the engine alone, without sockets, beside other libraries with the same weights and texts.
+"""Texts a second of the engine alone, without sockets, compared with other libraries on the same weights and texts.
 
     python bench/engine.py [--rounds 5] [--corpus FOLDER] [--only NAME ...]
 
-Every variant is a process of its own that stays up. Rounds alternate between the variants, so that a change of the
-machine's load affects all of them. Loads: `mix`, log-normal lengths with a mean of about 87 tokens; `short`, texts of 8
-tokens; `mail`, the texts of a folder of JSON files with a key `text` (--corpus), cut at 256 tokens; `single`, one short
-text at a time, in milliseconds.
+Every variant runs in its own process for the whole benchmark. Rounds alternate between the variants, so that a change
+of the machine's load affects all of them. Loads: `mix`, log-normal lengths with a mean of about 87 tokens; `short`,
+texts of 8 tokens; `mail`, the texts of a folder of JSON files with a key `text` (--corpus), cut at 256 tokens;
+`single`, one short text at a time, in milliseconds.
 
     engine ...                our engine, one lane per core, as its rules choose; `torch`: always the packed path on
                               torch; `eager`: with attention in plain tensor operations
@@ -14,8 +14,8 @@ text at a time, in milliseconds.
                               without tokenising
     floor                     only the matrix products of the linear layers and the attention, on the engine's lanes
 
-The rows of onnxruntime and openvino need the package and onnx; without these they are left out. `cosine` is the worst
-cosine of a sample to sentence-transformers in float32.
+The rows of onnxruntime and openvino need that package and onnx; the report omits them otherwise. `cosine` is the lowest
+cosine between vectors of a sample and those of sentence-transformers in float32.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def ids_of(texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def batched(ids: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-    """Return batches in order of arrival, as a worker forms them."""
+    """Return batches of at most BATCH_TOKENS tokens, in the order of `ids`, as a worker forms them."""
     batches: list[list[np.ndarray]] = [[]]
     for text_ids in ids:
         if sum(map(len, batches[-1])) + len(text_ids) > BATCH_TOKENS:
@@ -106,8 +106,8 @@ def batched(ids: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
 
 
 def evenly(texts: list[str]) -> list[str]:
-    """Return the first texts, as many as fill an equal number of whole batches for each lane. A lane without a batch
-    would wait for the others at the end of each round; a server has further batches then.
+    """Return the first texts that fill the same number of whole batches for each lane. Otherwise some lanes would be
+    idle at the end of each round, which a loaded server avoids by further batches.
     """
     batches = batched(ids_of(texts))[:-1]
     count = len(batches) // CORES * CORES or len(batches)
@@ -245,7 +245,7 @@ def padded(forward: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Run:
 
 
 def exported() -> Path:
-    """Return the file of the model as ONNX, which is exported once to a temporary folder."""
+    """Return the path of the model's ONNX file in the temporary folder. Export the model if the file is missing."""
     import torch
     from transformers import AutoModel
 
@@ -256,7 +256,7 @@ def exported() -> Path:
 
 
 def exported_to(path: Path, build: Callable[[], Any]) -> Path:
-    """Save the model that `build` returns as ONNX, once. Return its file."""
+    """Return `path`, the ONNX file of the model that `build` returns. Export the model if the file is missing."""
     import torch
 
     if not path.exists():
@@ -265,7 +265,7 @@ def exported_to(path: Path, build: Callable[[], Any]) -> Path:
         class States(torch.nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.model = model  # a submodule, so that its weights are initializers, which the quantiser needs
+                self.model = model  # the quantiser needs the weights as initializers
 
             def forward(self, input_ids: Any, attention_mask: Any) -> Any:
                 return self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
@@ -307,8 +307,8 @@ def openvino(precision: str) -> Run:
 
 
 def padding(rounds: int) -> None:
-    """Print the padding and the speed of a family that cannot run packed: in order of arrival, with each batch padded
-    to its longest text, and sorted by length, as our engine does.
+    """Print the padding and the speed of MPNet, which cannot run packed. Compare batches in order of arrival, each
+    padded to its longest text, with batches sorted by length as the engine forms them.
     """
     import torch
     from transformers import MPNetConfig, MPNetModel
@@ -372,10 +372,10 @@ def made(name: str) -> Run:
 
 
 def work(name: str, corpus: str) -> None:
-    """Run as a worker. For each input line with the name of a load, run it and print the number of texts and the
-    seconds. For `sample`, print vectors as JSON.
+    """Serve the parent process through standard input and output. For each line with the name of a load, run the load
+    and print the number of texts and the seconds. For `sample`, print vectors as JSON.
     """
-    sys.stdout, out = sys.stderr, sys.stdout  # libraries print to sys.stdout
+    sys.stdout, out = sys.stderr, sys.stdout  # libraries print to sys.stdout, which the parent process parses
     run = made(name)
     loads = {load: evenly(texts_of(load, corpus)) for load in ("mix", "short", *(("mail",) if corpus else ()))}
     loads["single"] = texts_of("single", corpus)

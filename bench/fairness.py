@@ -1,18 +1,19 @@
-"""Waiting times of interactive work beside bulk work, and of one key beside another, on the fixed-cost adapter and on
-MiniLM.
+"""Latency of interactive requests during bulk load, and of one API key during the load of another key, on the
+fixed-cost adapter and on MiniLM.
 
 The steps for each device, in this order:
 
 1. unloaded      one interactive client alone: p99
 2. bulk alone    30 bulk clients: texts/s
-3. p99           an interactive client beside the 30 bulk clients, a request each --pause-ms: p99 of at least --samples
+3. p99 an interactive client beside the 30 bulk clients, one request every --pause-ms: p99 of at least --samples
 4. one a second  the same with one interactive request a second: bulk keeps 80 % of its rate alone
-5. saturated     interactive clients that fill the device alone: bulk keeps 20 % of its rate alone
-6. two keys      one key has a backlog of --backlog texts, the other one client, both interactive: p99 of the other
-7. many clients  one key has 400 clients with a text each, the other one client, both interactive: p99 of the other
+5. saturated so many interactive clients that they alone use the whole device: bulk keeps 20 % of its rate alone
+6. two keys key 1 has a backlog of --backlog texts, key 2 has one client, both interactive: p99 of key 2
+7. many clients key 1 has 400 clients with one text each, key 2 has one client, both interactive: p99 of key 2
 
-The bound of 3, 6 and 7 is 2 x unloaded p99 + the batches at the adapter: pipeline depth x the time of a full batch.
-That time is the p99 of the forward passes that the bulk answers of step 2 report, and in 7 the answers of the clients.
+The bound of 3, 6 and 7 is 2 x unloaded p99 + pipeline depth x the time of a full batch, because the adapter holds that
+many batches. The batch time is the p99 of the forward passes that answers report: in 3 and 6 the bulk answers of step
+2, in 7 the answers to key 1.
 
     python bench/fairness.py [--device fixed,minilm] [--code CHECKOUT]
 """
@@ -53,8 +54,8 @@ REQUEST_TEXTS = 2048
 
 @dataclass(frozen=True)
 class Load:
-    """The load of a device: texts of a bulk request, words of a text, and the number of clients that saturate the
-    device with single queries.
+    """Load for one device. `texts`: texts of a bulk request. `words`: words of a text. `saturating`: number of clients
+    whose single queries use the whole device.
     """
 
     model: str
@@ -115,7 +116,7 @@ class Bench:
         return answers
 
     async def rate(self, clients: Clients, seconds: float) -> float:
-        """Return the texts per second of bulk clients from now on."""
+        """Return the texts per second of bulk clients during the next `seconds`."""
         begin_s = time.perf_counter()
         await asyncio.sleep(seconds)
         end_s = time.perf_counter()
@@ -132,7 +133,7 @@ class Bench:
         )
 
         bulk = self.clients(self._bulk_requests(), BULK_CLIENTS)
-        await asyncio.sleep(3)  # the first bulk requests must have answers
+        await asyncio.sleep(3)  # the rate counts after the first bulk answers
         solo = await self.rate(bulk, seconds)
         batch_ms = percentile([_inference_ms(answer) for answer in bulk.answers if answer.status == 200], 0.99)
         bound_ms = 2 * unloaded_ms + DEPTH * batch_ms
@@ -157,7 +158,7 @@ class Bench:
         await self.small(unloaded_ms)
 
     async def small(self, unloaded_ms: float) -> None:
-        """Measure the second key beside many clients of the first key, whose messages are small."""
+        """Measure the p99 of the second key while many clients of the first key send one text each."""
         options = self.options
         crowd = self.clients(self._queries(key=KEYS[0]), SMALL_CLIENTS)
         await asyncio.sleep(3)
@@ -174,13 +175,15 @@ class Bench:
         )
 
     async def keys(self, unloaded_ms: float, bound_ms: float) -> None:
-        """Measure the second key while the first key has sent its whole backlog at once. Then drop the backlog."""
+        """Measure the p99 of the second key after the first key has sent its backlog at once. Then close the
+        connections of the backlog.
+        """
         options = self.options
         texts = [f"{QUERY} {number}" for number in range(REQUEST_TEXTS)]
         message = self._request(texts, key=KEYS[0], budget_ms=600_000)
         connections = [await connect(self.host, self.port) for _ in range(-(-options.backlog // REQUEST_TEXTS))]
         backlog = [asyncio.create_task(connection.send(message)) for connection in connections]
-        await asyncio.sleep(3)  # the queue must be full of the backlog
+        await asyncio.sleep(3)  # the backlog must be in the queue
         begin_s = time.perf_counter()
         answers = await self.samples(self._queries(key=KEYS[1], budget_ms=5000), options.samples, 0.0, options.limit)
         left = sum(not task.done() for task in backlog)
@@ -189,7 +192,7 @@ class Bench:
         self.say(f"\n{left} of {len(backlog)} requests of the backlog were open after {taken_s:.0f} s.")
         for connection in connections:
             connection.close()
-        await asyncio.gather(*backlog, return_exceptions=True)  # the closed connections make them fail
+        await asyncio.gather(*backlog, return_exceptions=True)  # raises ConnectionError for each open request
 
     def judge_p99(self, label: str, answers: Sequence[Answer], bound_ms: float) -> None:
         """Judge a p99. An answer other than 200 counts as infinitely slow."""

@@ -1,10 +1,10 @@
-"""Cost of a request in a gateway that knows many models and many workers.
+"""Processor time of the gateway for a request, in a cluster of many models and many workers.
 
 The gateway, the broker, the config service and one worker are real, and its adapter takes no time. Heartbeats simulate
 all other workers of its lane, one each 5 s; these workers share the other models of the catalogue. The requests, with
 one short text each from 16 clients, go to the one model of the real worker. The processor time of the gateway without
-requests (heartbeats, placement) is measured separately, as a part of a core, and subtracted, because it does not grow
-with the requests.
+requests (heartbeats, placement) does not grow with the requests, so the benchmark measures it separately, as a part of
+a core, and subtracts it.
 
 Cases take turns, so that other load of the machine affects all of them.
 
@@ -39,12 +39,12 @@ from sie_contracts.wire import messages, topology
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 
 BEAT_S = 5.0
-SETTLE_S = 12.0  # two rounds of heartbeats
-MAX_EACH = 14  # the most models of a simulated worker
+SETTLE_S = 12.0  # seconds; two heartbeats of each worker
+MAX_EACH = 14  # maximum number of models of a simulated worker
 
 
 def beats(workers: int, models: list[str]) -> list[Heartbeat]:
-    """Return the heartbeats of simulated workers that share these models."""
+    """Return one heartbeat for each simulated worker; the workers share these models."""
     model_count = min(MAX_EACH, -(-len(models) // workers)) if models else 0
     generator = np.random.default_rng(1)
     heartbeats = []
@@ -75,7 +75,7 @@ def beats(workers: int, models: list[str]) -> list[Heartbeat]:
 
 @contextlib.contextmanager
 def simulated(url: str, workers: int, models: list[str]) -> Iterator[None]:
-    """Send the heartbeats of simulated workers at an even rate within the block."""
+    """Within the block, send the heartbeats of simulated workers, evenly spread over BEAT_S."""
     ending = threading.Event()
 
     async def send() -> None:
@@ -105,7 +105,7 @@ def gateway_us(part: stack.Part, load: wrk.Load, before_s: float) -> float:
 
 
 class Case:
-    """A cluster with so many models in its catalogue and so many workers."""
+    """A cluster with `models` models in its catalogue and `workers` workers."""
 
     def __init__(self, models: int, workers: int, options: argparse.Namespace, stacked: contextlib.ExitStack) -> None:
         self.name = f"{models} | {workers}"
@@ -122,13 +122,15 @@ class Case:
         self.rates: list[float] = []
 
     def idle_cpu(self, seconds: float) -> None:
-        """Measure the processors that the gateway uses without any request."""
+        """Measure the processor time of the gateway without requests, as a part of a core."""
         gateway, before_s, at_s = self.stack.gateways[0], self.stack.gateways[0].cpu_s(), time.perf_counter()
         time.sleep(seconds)
         self.idle.append((gateway.cpu_s() - before_s) / (time.perf_counter() - at_s))
 
     def cost(self) -> float:
-        """Return the microseconds of the gateway for a request, less its processor time without requests."""
+        """Return the median processor time of the gateway for a request in microseconds, less its processor time
+        without requests.
+        """
         return float(
             np.median(
                 [cost_us - 1e6 * self.idle[0] / rate for cost_us, rate in zip(self.cost_us, self.rates, strict=True)]
@@ -142,7 +144,7 @@ class Case:
         url, folder = self.stack.urls[0], self.stack.folder
         load = wrk.closed_loop(url, [(self._path, body)], clients=self._clients, seconds=self._seconds, folder=folder)
         if load.refused or load.failed:
-            raise RuntimeError(f"{load.refused} answers were no 200, {load.failed} did not come\n{self.stack.log()}")
+            raise RuntimeError(f"{load.refused} replies were not 200, {load.failed} are missing\n{self.stack.log()}")
         self.cost_us.append(gateway_us(gateway, load, before_s))
         self.rates.append(load.rate)
 
@@ -163,7 +165,7 @@ def main() -> None:
         cases = [Case(*map(int, text.split("x")), options, stacked) for text in options.cases.split(",")]
         time.sleep(SETTLE_S)
         for case in cases:
-            case.measure()  # not counted
+            case.measure()  # warms up
             case.cost_us.clear()
             case.rates.clear()
         for _ in range(options.rounds):

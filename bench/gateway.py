@@ -1,10 +1,10 @@
 """Cost of each format of replies at the gateway: JSON, base64, msgpack, raw bytes, Arrow, with an adapter that takes no
 time.
 
-Each format is measured beside a gateway that sends prepared bytes in place of its reply, as many as the vectors have.
-That gateway still reads the request, uses the queue, takes the results and writes the bytes, so the further cost of a
-format is its serialisation. Rounds of all formats take turns, and the median by rate is shown. Other load of the
-machine changes rates, and processor time much less.
+Each format is compared with a gateway that sends prepared bytes, as many as the vectors have, in place of its reply.
+That gateway also reads the request, uses the queue, receives the results and writes bytes, so the difference is the
+cost of serialisation. The formats are measured in turn, and the report shows the round with the median rate. Other load
+of the machine changes rates, but hardly processor time.
 
     python bench/gateway.py [--seconds 4] [--rounds 3] [--out FILE]
 """
@@ -32,7 +32,7 @@ MODEL = "toy/one"
 GOAL = 0.10
 OTHERS = ("sidecar", "broker", "adapter")
 PREPARED = "BENCH_REPLY_BYTES"
-# code that the gateway with prepared bytes runs first
+# sitecustomize.py of the gateway processes: with PREPARED in the environment, replies become prepared bytes
 PREPARE = f"""
 import os
 if os.environ.get("{PREPARED}"):
@@ -89,7 +89,7 @@ def sample(stack: Stack, body_format: Format, texts: int, options: argparse.Name
 
 
 def measure(texts: int, width: int, options: argparse.Namespace, say: Report) -> None:
-    """Measure all formats for a shape and report one table."""
+    """Measure all formats for `texts` texts with vectors of this width, and report one table."""
     with tempfile.TemporaryDirectory() as folder:
         patch = Path(folder, "patch")
         patch.mkdir()
@@ -110,7 +110,7 @@ def measure(texts: int, width: int, options: argparse.Namespace, say: Report) ->
                     stack = fixed if body_format.prepared else real
                     sizes[body_format.name] = size_of(stack, body_format, texts)
                     measurement = sample(stack, body_format, texts, options)
-                    if turn:  # the first warms up
+                    if turn:  # the first round warms up
                         rounds[body_format.name].append(measurement)
     base = middle(rounds[FORMATS[0].name])
     say(f"\n## {texts} x {width}\n")
