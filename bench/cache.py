@@ -2,8 +2,8 @@
 alternately. The device is simulated: a batch takes a fixed time and a time for each token, so the ratio does not depend
 on other load of the machine.
 
-1. Zipf traffic with 37 % repeats, 64 clients, one text a request: texts a second, and the share of inputs that the
-   cache answered, compared with the share of repeats in the traffic.
+1. Zipf traffic with 37 % repeats, 64 clients, one text a request: texts a second, and the share of inputs that no
+   adapter computed, compared with the share of repeats in the traffic.
 2. Traffic without repeats, which shows the cost of the cache.
 3. One client that sends one cached text.
 4. Many distinct inputs to an adapter that takes no time: the memory of the gateway, compared with the limit of the

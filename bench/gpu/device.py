@@ -10,10 +10,11 @@ device.
 
 Loads: texts of one length, and `mix` (log-normal lengths, mean about 87 tokens). Utilisation: the engine's operations a
 second in linear layers and attention (2 for each multiplication), divided by the dense 16-bit peak of the data sheet,
-or by a measured product if the card is not in the list. Busy share: the mean of NVML's utilisation while the engine
-runs. `cosine`: the lowest cosine of all texts between engine and default. The file device-profile.md has the kernels of
-the first model at the longest length. `pass`: full batches whose inputs are on the device, without the rest of the
-engine, at the longest length; then with compiled layers. Each has its utilisation.
+or by the measured rate of a matrix product if PEAKS lacks the card. Busy share: the mean of NVML's utilisation while
+the engine runs. `cosine`: the lowest cosine between the vectors of the engine and of the default, over all texts. The
+file device-profile.md has the kernels of the first model at the longest length. `pass`: the forward pass alone, on full
+batches of the longest texts whose inputs are on the device; the next column is the same with compiled layers. Both
+cells add the utilisation.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SIZES: dict[str, PreTrainedConfig] = {
     ),
 }
 TINY: dict[str, PreTrainedConfig] = {"tiny": BertConfig(**kit.TINY, vocab_size=len(kit.TOKENS))}
-TOKENS = 512 if REHEARSAL else 131_072  # tokens of all texts of a load
+TOKENS = 512 if REHEARSAL else 131_072  # total tokens of the texts of a load
 # Dense 16-bit operations a second, without sparsity, from the vendor's data sheets.
 PEAKS = {
     "H200": 989e12,
@@ -70,19 +71,19 @@ COLUMNS = (
     *("utilisation", "busy", "cosine", "pass, tokens/s", "compiled layers, tokens/s"),
 )
 
-Run = Callable[[], np.ndarray]  # vectors [texts, width]
+Run = Callable[[], np.ndarray]  # vectors, float32 [texts, width]
 
 
 @dataclass(frozen=True)
 class Load:
-    """Texts by their token ids, int32 each."""
+    """Texts of a load. `ids`: for each text its token ids, int32 [tokens]."""
 
     name: str
     ids: list[np.ndarray]
 
     @classmethod
     def from_name(cls, name: str, tokens: int) -> Load:
-        """Make the load `mix`, or texts of the length that `name` says, with about `tokens` tokens."""
+        """Make a load of about `tokens` tokens. `name`: `mix`, or the length of every text in tokens."""
         lengths = kit.mixed_lengths(tokens // 87) if name == "mix" else [int(name)] * (tokens // int(name))
         return cls(name, kit.random_ids(lengths))
 
@@ -95,7 +96,7 @@ class Load:
         return sum(map(len, self.ids))
 
     def batches(self, most: int, *, padded: bool) -> list[list[np.ndarray]]:
-        """Return batches in order, of at most `most` tokens each. With `padded` their padding counts."""
+        """Return batches of the texts in order, each of at most `most` tokens. `padded`: padding counts as tokens."""
         batches: list[list[np.ndarray]] = [[]]
         for row in self.ids:
             together = [*batches[-1], row]
@@ -160,13 +161,15 @@ def stock(folder: Path, precision: str) -> SentenceTransformer:
 
 
 def operations(config: Any, length: int) -> float:
-    """Return the floating-point operations of one text: linear layers, then the two products of attention."""
+    """Return the floating-point operations of one text: those of the linear layers plus the two matrix products of
+    attention.
+    """
     hidden, inner = config.hidden_size, config.intermediate_size
     return float(config.num_hidden_layers * length * (2 * (4 * hidden**2 + 2 * hidden * inner) + 4 * length * hidden))
 
 
 def peak() -> tuple[float, str]:
-    """Return operations a second, and the source of the figure."""
+    """Return the device's peak operations a second, and the source of this figure."""
     name = torch.cuda.get_device_name(DEVICE) if DEVICE.type == "cuda" else ""
     listed = next((peak for part, peak in PEAKS.items() if part in name), None)
     if listed is not None:
@@ -175,14 +178,14 @@ def peak() -> tuple[float, str]:
 
 
 def product(size: int) -> float:
-    """Measure the operations a second of a square product in the kit's precision."""
+    """Measure the operations a second of a product of two [size, size] matrices in the kit's precision."""
     left = torch.randn(size, size, device=DEVICE).to(getattr(torch, PRECISION))
     torch.mm(left, left)
     return 2 * size**3 / kit.seconds_of(lambda: torch.mm(left, left), least=10, budget_s=0.2)
 
 
 def measure(size: str, config: PreTrainedConfig, engine: AdapterEngine, table: kit.Table, batch_tokens: int) -> None:
-    """Write the rows of one model."""
+    """Measure one model with all loads and write a row for each load."""
     ceiling, source = peak()
     with tempfile.TemporaryDirectory() as root:
         folder = kit.save(Path(root), config)
@@ -233,8 +236,8 @@ def measure(size: str, config: PreTrainedConfig, engine: AdapterEngine, table: k
 
 
 def passes(engine: AdapterEngine, size: str, length: int, batch_tokens: int, share: float) -> list[str]:
-    """Measure tokens a second of the pass alone, then with compiled layers, and the utilisation of each. The layers
-    stay compiled. A text a second is `share` of the peak.
+    """Measure the forward pass alone, then with compiled layers. Return a cell with tokens a second and utilisation for
+    each. `share`: part of the device's peak that one text a second needs. The layers stay compiled.
     """
     cells = []
     texts = 1 if REHEARSAL else batch_tokens // length
@@ -251,7 +254,7 @@ def passes(engine: AdapterEngine, size: str, length: int, batch_tokens: int, sha
 
 
 def profile(size: str, config: PreTrainedConfig, engine: AdapterEngine, batch_tokens: int) -> None:
-    """Write the kernels of a few full batches of the longest texts, and the rate of the products in them."""
+    """Profile a few full batches of the longest texts. Write their kernels and the rate of the matrix products."""
     length = 16 if REHEARSAL else LONGEST
     texts = 4 * max(1, batch_tokens // length) if not REHEARSAL else 4
     with tempfile.TemporaryDirectory() as root, torch.inference_mode():
@@ -284,7 +287,7 @@ def profile(size: str, config: PreTrainedConfig, engine: AdapterEngine, batch_to
 
 
 def main() -> None:
-    """Write the profile first, since it is short, then all rows."""
+    """Write the profile first, because it takes little time, then the rows of all models."""
     sizes = TINY if REHEARSAL else SIZES
     batch_tokens = Settings().max_batch_cost
     with kit.new_engine() as engine:

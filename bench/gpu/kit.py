@@ -1,7 +1,8 @@
-"""Shared code of the parts of the GPU kit: the device, tables that are written row by row, random models, measurements.
+"""Shared code of the scripts (parts) of the GPU kit: the device, tables that are written row by row, models with random
+weights, measurements.
 
-`GPU_RESULTS` in the environment is the folder of the tables. With `GPU_REHEARSE` the parts run on a processor with tiny
-models, to exercise the code. The figures then mean nothing, and no bound is checked.
+The environment variable `GPU_RESULTS` names the folder of the tables. If `GPU_REHEARSE` is set, the parts run tiny
+models on a CPU, to exercise the code. The figures are then meaningless, and no bound is checked.
 """
 
 from __future__ import annotations
@@ -39,20 +40,24 @@ RESULTS = Path(os.environ.get("GPU_RESULTS", "."))
 DEVICE = torch.device("cpu" if REHEARSAL else "cuda:0")
 PRECISION = "float32" if REHEARSAL else "bfloat16"
 LONGEST = 512
-TOKENS = ["<0>", "<1>", *sorted(pre_tokenizers.ByteLevel.alphabet())]  # one of the first two is for padding
+TOKENS = [
+    "<0>",
+    "<1>",
+    *sorted(pre_tokenizers.ByteLevel.alphabet()),
+]  # one of the first two is the padding token
 LETTERS = [TOKENS.index(letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
 MIB = 1 << 20
 TINY: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-prepare_process()  # as the adapter's process does, before anything computes
+prepare_process()  # sets threads as the adapter process does; must run before any computation
 _PACKAGES = ("torch", "transformers", "sentence-transformers", "flash-attn")
 
 
 class CheckFailed(Exception):
-    """Raised if a bound that a part checks does not hold."""
+    """Raised if a measured value misses a bound of a part."""
 
 
 def versions() -> str:
-    """Return the card and the versions that a table was measured with."""
+    """Return the names of the GPU and the versions of CUDA and of the packages, for the head of a table."""
     parts = [f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if not REHEARSAL else "a processor"]
     for package in _PACKAGES:
         try:
@@ -63,7 +68,7 @@ def versions() -> str:
 
 
 class Table:
-    """A Markdown table in the folder of results. Each row is in the file before the next is measured."""
+    """A Markdown table in the folder RESULTS. `row` writes at once, so the rows remain if the part is stopped."""
 
     def __init__(self, name: str, title: str, columns: Sequence[str], *, is_shown: bool = True) -> None:
         self._is_shown = is_shown
@@ -74,12 +79,12 @@ class Table:
         self._write("|" + "---|" * len(columns))
 
     def row(self, *cells: object) -> None:
-        """Add a row; a float has three significant digits."""
+        """Add a row. Floats below 1000 get three significant digits."""
         texts = (f"{cell:.3g}" if isinstance(cell, float) and abs(cell) < 1000 else _text(cell) for cell in cells)
         self._write(f"| {' | '.join(texts)} |")
 
     def text(self, text: str) -> None:
-        """Add a paragraph."""
+        """Add a paragraph after the table."""
         self._write(f"\n{text}")
 
     def _write(self, line: str) -> None:
@@ -95,7 +100,7 @@ def _text(cell: object) -> str:
 
 
 def check(holds: bool, bound: str) -> str:
-    """Return the cell of a bound. Raise CheckFailed if the bound does not hold, except in a rehearsal."""
+    """Return a cell with the text `bound`. Raise CheckFailed if the bound does not hold, except in a rehearsal."""
     if not holds and not REHEARSAL:
         raise CheckFailed(bound)
     return bound if holds else f"not here: {bound}"
@@ -105,9 +110,9 @@ def check(holds: bool, bound: str) -> str:
 
 
 def save(folder: Path, config: PreTrainedConfig) -> Path:
-    """Save random weights and a tokenizer of bytes without special tokens. A text has as many tokens as letters."""
+    """Save random weights, and a tokenizer of bytes without special tokens. A text has as many tokens as letters."""
     torch.manual_seed(0)
-    with DEVICE:  # a GPU draws the weights of large models in seconds
+    with DEVICE:  # create the weights on the GPU: this takes seconds for large models
         model = AutoModel.from_config(config, dtype=getattr(torch, PRECISION))
     model.save_pretrained(folder)
     del model
@@ -121,7 +126,7 @@ def save(folder: Path, config: PreTrainedConfig) -> Path:
 
 
 def entry_of(name: str, folder: Path, width: int) -> ModelEntry:
-    """Return a catalogue entry of the folder, in the precision of the kit."""
+    """Return a catalogue entry for the model in `folder`, with dense vectors of `width`, in the kit's precision."""
     return parse_entry(
         {
             "id": name,
@@ -136,7 +141,7 @@ def entry_of(name: str, folder: Path, width: int) -> ModelEntry:
 
 @contextlib.contextmanager
 def new_engine(**settings: Any) -> Iterator[AdapterEngine]:
-    """Yield an engine on the device with a cache folder of its own."""
+    """Yield an engine on DEVICE with a temporary cache folder."""
     with tempfile.TemporaryDirectory() as cache:
         engine = AdapterEngine(Settings(**{"device": str(DEVICE), "local_cache": cache, **settings}))
         try:
@@ -148,32 +153,32 @@ def new_engine(**settings: Any) -> Iterator[AdapterEngine]:
 
 
 def batch(model: str, ids: Sequence[np.ndarray], number: int = 0) -> RunBatch:
-    """Return the message of texts that become mean-pooled vectors."""
+    """Return the worker's message (RunBatch) that encodes texts, given as token ids, to mean-pooled vectors."""
     lengths = np.array([len(row) for row in ids], "<i4").tobytes()
     joined = np.concatenate(ids).astype("<i4").tobytes()
     return RunBatch(str(number), model, "encode", lengths, joined, (Group(0, len(ids)),), pooling="mean")
 
 
 def vectors(reply: object) -> np.ndarray:
-    """Return the vectors of a reply, float32 [texts, width]. Fail unless each text has a vector."""
+    """Return the vectors of a reply, float32 [texts, width]. Raise TypeError if a text has no vector."""
     if not isinstance(reply, BatchDone) or not all(isinstance(outcome, Ok) for outcome in reply.outcomes):
-        raise TypeError(f"a batch failed: {reply}")
+        raise TypeError(f"the engine refused a batch or a text: {reply}")
     return np.frombuffer(reply.block, "<f4").reshape(len(reply.outcomes), -1)
 
 
 def random_ids(lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
-    """Return random token ids, int32 [length] each."""
+    """Return random token ids for texts of these lengths, each int32 [length]."""
     generator = np.random.default_rng(seed)
     return [generator.choice(np.array(LETTERS, np.int32), length) for length in lengths]
 
 
 def text_of(ids: np.ndarray) -> str:
-    """Return the text that has these tokens."""
+    """Return the text whose token ids are `ids`."""
     return "".join(TOKENS[number] for number in ids)
 
 
 def mixed_lengths(count: int) -> list[int]:
-    """Return log-normal lengths with a mean of about 87 tokens."""
+    """Return `count` log-normal text lengths with a mean of about 87 tokens."""
     drawn = np.random.default_rng(3).lognormal(4.1, 0.82, count)
     return [int(length) for length in np.clip(drawn, 2, 254)]
 
@@ -199,7 +204,7 @@ def forward_of(backbone: Backbone, lengths: Sequence[int]) -> Callable[[], Any]:
 
 
 def compile_layers(backbone: Backbone) -> None:
-    """Compile the layers of a BERT at their next call, all with one graph."""
+    """Let torch compile the layers of a BERT at their next call, with one graph for all layers."""
     for layer in backbone._model.encoder.layer:
         layer.compile(backend="eager" if REHEARSAL else "inductor", dynamic=True)
 
@@ -208,13 +213,15 @@ def compile_layers(backbone: Backbone) -> None:
 
 
 def synchronize() -> None:
-    """Wait for the device."""
+    """Wait until the GPU has run all queued kernels; return at once on a CPU."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize(DEVICE)
 
 
 def seconds_of(run: Callable[[], object], *, least: int = 3, budget_s: float = 2.0) -> float:
-    """Return the median seconds of at least `least` runs, and of as many as fit into the budget. Warm up before."""
+    """Return the median seconds of a run. Repeat it at least `least` times, and until `budget_s` is spent. The caller
+    warms up.
+    """
     times: list[float] = []
     while len(times) < least or (sum(times) < budget_s and not REHEARSAL):
         synchronize()
@@ -226,13 +233,13 @@ def seconds_of(run: Callable[[], object], *, least: int = 3, budget_s: float = 2
 
 
 def used_mib() -> float:
-    """Return the device memory that all processes use, on a GPU as NVML reports it."""
+    """Return the device memory in MiB that all processes use; on a GPU this is NVML's figure."""
     return devices.memory(DEVICE).used_bytes / MIB
 
 
 @contextlib.contextmanager
 def utilisation() -> Iterator[list[float]]:
-    """Yield a list that is filled with samples of NVML's utilisation, percent, while the block runs."""
+    """Yield a list to which a thread adds NVML's utilisation in percent, every 0.1 s while the block runs."""
     probe, ended, samples = devices.UtilisationProbe(DEVICE), threading.Event(), list[float]()
 
     def sample() -> None:
@@ -251,8 +258,9 @@ def utilisation() -> Iterator[list[float]]:
 
 @dataclass(frozen=True)
 class KernelProfile:
-    """Kernels of a run: `rows` (name, calls, microseconds), most time first; the share of `span_us`, from the first
-    kernel to the end of the last, in which no kernel ran; and the gaps between kernels, microseconds.
+    """Kernels of a run. `rows`: (name, calls, microseconds), most time first. `span_us`: time from the start of the
+    first kernel to the end of the last. `idle_share`: part of this time without a kernel. `gaps_us`: the pauses between
+    kernels.
     """
 
     rows: list[tuple[str, int, float]]
@@ -262,7 +270,7 @@ class KernelProfile:
 
 
 def profiled(run: Callable[[], object]) -> KernelProfile:
-    """Profile the kernels of one run, or in a rehearsal the operators of the processor. Warm up before."""
+    """Profile the kernels of one run, or its CPU operators in a rehearsal. The caller warms up."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     device_type = DeviceType.CPU
     if DEVICE.type == "cuda":

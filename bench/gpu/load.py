@@ -1,9 +1,9 @@
-"""Loading and swapping of models of 0.6 to 8 billion parameters with random weights, and the time of the copy to the
-GPU alone: from pageable memory, as a load does it, and through two pinned buffers.
+"""Time to load and swap models of 0.6 to 8 billion parameters with random weights, and the rate of the copy to the GPU
+alone: from pageable memory, as the engine copies, and through two pinned buffers.
 
-`load`: from the files in the page cache to a resident model with its certificate. `again`: the same files once more,
-whose check and certificate are known. `swap`: unload and load, during which a request waits. The copies alone use all
-cores; a load uses one.
+`load`: from files in the page cache to a resident model, with the check of the files and the load certificate. `again`:
+a second load of the same files, which reuses both. `swap`: unload of one model and load of another, for which a request
+waits. The copies alone use all cores; a load uses one core.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kit import DEVICE, REHEARSAL
 from safetensors import safe_open
 from transformers import Qwen3Config
 
-# billions of parameters: layers, width, heads, key heads, width of the inner layer
+# billions of parameters -> layers, width, heads, key-value heads, width of the feed-forward layers
 SIZES = {
     "0.6": (28, 1024, 16, 8, 3072),
     "1.7": (28, 2048, 16, 8, 6144),
@@ -33,7 +33,7 @@ COLUMNS = ("billions", "GB", "load, s", "again, s", "swap, s", "unload, s", "pag
 
 
 def config_of(layers: int, width: int, heads: int, key_heads: int, inner: int) -> Qwen3Config:
-    """Return the configuration of a decoder of this size with the vocabulary of the published models."""
+    """Return the configuration of a Qwen3 decoder of this size, with the vocabulary size of the published models."""
     return Qwen3Config(
         vocab_size=len(kit.TOKENS) if REHEARSAL else 151_936,
         num_hidden_layers=layers,
@@ -47,7 +47,7 @@ def config_of(layers: int, width: int, heads: int, key_heads: int, inner: int) -
 
 
 def stored(folder: Path) -> Iterator[torch.Tensor]:
-    """Yield the tensors of the files, memory-mapped."""
+    """Yield the tensors of the folder's safetensors files, memory-mapped."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118  no mapping
@@ -61,7 +61,7 @@ def pageable(folder: Path) -> None:
 
 
 def pinned(folder: Path, stages: list[torch.Tensor]) -> None:
-    """Copy through two buffers: one is filled while the other is copied to the device."""
+    """Copy each tensor through two pinned buffers: the CPU fills one while the GPU copies the other."""
     sent: list[torch.cuda.Event | None] = [None, None]
     turn = 0
     for tensor in stored(folder):
@@ -80,7 +80,7 @@ def pinned(folder: Path, stages: list[torch.Tensor]) -> None:
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Return the seconds of a run until the device has finished too."""
+    """Return the seconds of a run, with the kernels that it leaves queued on the device."""
     kit.synchronize()
     started_s = time.perf_counter()
     run()

@@ -1,5 +1,6 @@
-"""Memory of the device: the figures of NVML, eviction, and the memory that an unload returns to the driver. The last
-rows are the results of tests/gpu/test_memory.py: recovery from failed allocations and the limits that follow from them.
+"""Checks of device memory: the figures of NVML, eviction, and the memory that an unload returns to the driver. The last
+rows are the results of tests/gpu/test_memory.py: the engine recovers from failed allocations, and then limits its
+batches.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers import BertConfig
 
 HELD_MIB = 64 if REHEARSAL else 2048
 WIDTH = 64 if REHEARSAL else 1024
-CONTEXT_MIB = 512  # memory of a CUDA context and of the workspaces of its libraries
+CONTEXT_MIB = 512  # most MiB of a CUDA context with its libraries' workspaces
 LARGE = BertConfig(
     hidden_size=WIDTH,
     num_attention_heads=WIDTH // 64,
@@ -30,7 +31,7 @@ _HOLDER = (
 
 
 def other_process(table: kit.Table) -> None:
-    """Check that memory of another process is seen."""
+    """Check that used_mib() counts the memory of another process."""
     before = kit.used_mib()
     command = [sys.executable, "-c", _HOLDER.format(HELD_MIB * MIB, DEVICE.type)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
@@ -46,7 +47,7 @@ def other_process(table: kit.Table) -> None:
 
 
 def unload(table: kit.Table, folder: Path) -> None:
-    """Check that an unload returns the memory of a model that was loaded and has served."""
+    """Check that an unload returns the device memory of a model after a batch."""
     with kit.new_engine() as engine:
         kit.synchronize()
         before = kit.used_mib()
@@ -65,7 +66,7 @@ def unload(table: kit.Table, folder: Path) -> None:
 
 
 def eviction(table: kit.Table, folder: Path) -> None:
-    """Check that a second model, which exceeds the threshold, evicts the first one."""
+    """Check that the load of a second model evicts the first, because both together exceed the memory threshold."""
     entries = {name: kit.entry_of(name, folder, WIDTH) for name in ("first", "second")}
     with kit.new_engine() as engine:
         size = engine.residency.ensure("first", entries["first"]).weights.memory_bytes

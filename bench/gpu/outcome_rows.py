@@ -1,4 +1,4 @@
-"""Pytest plugin that writes a line of JSON to the file GPU_OUTCOMES as soon as a test has ended."""
+"""Pytest plugin that appends a line of JSON to the file GPU_OUTCOMES (an environment variable) when a test ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ _FILE = Path(os.environ["GPU_OUTCOMES"])
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Write a line for the call of a test, and for a setup or teardown that did not pass."""
+    """Write (test, outcome, seconds, last line of the failure) for a test's call, and for a setup or teardown that did
+    not pass.
+    """
     if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.passed):
         return
     message = "" if report.passed else str(report.longrepr).strip().splitlines()[-1][:200]

@@ -4,7 +4,8 @@
 
     python3 bench/gpu/run.py [--parts tests,parity] [--results FOLDER] [--limit 480,load=60] [--within S] [--rehearse]
 
-Exit status: 0; 1 if a part failed, was cut off, or lacked a package, after all others; 3 without a GPU.
+Exit status: 0; 1 if a part failed, exceeded its limit, or lacked a package (the other parts still run); 3 without a
+GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NO_GPU = 3
 LIMIT_S = 480.0
 PRODUCT = ("core/contracts", "core/broker", "core/runtime", "core/store", "gateway", "sidecar", "adapter")
 PRODUCT = (*PRODUCT, "config_service", "sdk", "cli", "tests", "tools")
-# by part: its script and its argument
+# part -> its script and the argument of the script
 PARTS: dict[str, tuple[str, ...]] = {
     "tests": ("suites.py", "tests"),
     "parity": ("suites.py", "parity"),
@@ -41,7 +42,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "load": ("load.py",),
 }
 _TESTS = ("tests", "parity", "memory")
-# by module: the parts that do not run without it; an empty tuple stands for all parts
+# module -> parts that need the module; an empty tuple means all parts
 NEEDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "obstore", "psutil"), ()
@@ -55,7 +56,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
         ("nanoarrow", "python_multipart", "prometheus_client", "websockets", "fastapi_offline"), ("serve",)
     ),
 }
-# by module: the loss without it
+# optional module -> effect if the module is missing
 USES = {
     "pynvml": "no utilisation, and memory of this process alone",
     "flash_attn": "attention is SDPA alone",
@@ -63,13 +64,13 @@ USES = {
     "pytest_timeout": "a test that hangs ends its part",
     "triton": "no compiled layers",
 }
-# without one of these modules a part still runs; only the tests that need the module fail
+# If one of these modules is missing, the part still runs. Only the tests that import the module fail.
 _PARTLY = {"gliner", "gliner2", "gliclass", "soundfile", "soxr", "timm", "peft"}
 
 
 def lacks(parts: Sequence[str]) -> dict[str, str]:
     """Print the modules that are missing or have another version than SIE requires. Return the parts that cannot run,
-    with the module that they lack.
+    each with the module that it lacks.
     """
     stopped: dict[str, str] = {}
     for module, needed in NEEDS.items():
@@ -98,8 +99,8 @@ def lacks(parts: Sequence[str]) -> dict[str, str]:
 
 
 def gpu() -> str:
-    """Return the name of the GPU, empty without one that torch can use. A process of its own reads it, because this one
-    never uses CUDA.
+    """Return the name of the GPU; empty if torch can use none. A child process reads the name, because this process
+    must not initialise CUDA.
     """
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
         return ""
@@ -109,7 +110,9 @@ def gpu() -> str:
 
 
 def environment(results: Path, *, rehearse: bool, site: Path) -> dict[str, str]:
-    """Return the environment of the parts: packages of this tree, programs of carried packages, no network."""
+    """Return the environment of the parts: import path with this tree, programs of the packages in PYTHONPATH, hub
+    offline.
+    """
     own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     paths = [str(HERE), *(str(ROOT / part) for part in PRODUCT), str(site), *own]
     programs = [str(Path(sys.executable).parent), *(f"{path}/bin" for path in own), os.environ.get("PATH", "")]
@@ -125,7 +128,7 @@ def environment(results: Path, *, rehearse: bool, site: Path) -> dict[str, str]:
 
 
 def describe_package(site: Path) -> None:
-    """Write the version of SIE to `site` as an installation does: the parts read it, and SIE is not installed here."""
+    """Write the version of SIE to `site` as an installation does. The parts read it, but SIE is not installed here."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
     folder = site / f"sie_cluster-{version}.dist-info"
     folder.mkdir(parents=True)
@@ -133,7 +136,7 @@ def describe_package(site: Path) -> None:
 
 
 def run(part: str, results: Path, environ: Mapping[str, str], limit_s: float) -> bool:
-    """Run a part to its end or its limit. Its rows go to the terminal, its whole output to its log."""
+    """Run a part until it ends or its time limit passes. Print its table rows, and write its whole output to PART.log."""
     script, *arguments = PARTS[part]
     print(f"== {part}, at most {limit_s:.0f} s", flush=True)
     begun_s = time.monotonic()
@@ -157,7 +160,7 @@ def run(part: str, results: Path, environ: Mapping[str, str], limit_s: float) ->
 
 
 def _show(log: str, shown: int) -> int:
-    """Print the lines of tables that the log has beyond `shown` bytes. Return the end of the part that was read."""
+    """Print the table rows of the log from byte `shown` on. Return the byte up to which the log is printed."""
     with open(log, "rb") as file:
         file.seek(shown)
         read = file.read()

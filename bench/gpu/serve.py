@@ -1,9 +1,9 @@
-"""Rates and latencies of `sie serve` on the device. The clients run in one process, and each sends its next request
-when the last was answered.
+"""Rates and latencies of `sie serve` on the device. All clients run in one process. Each sends its next request when
+its last one is answered.
 
 The requests are OpenAI's, for texts of the mix (log-normal lengths, mean about 87 tokens) of random letters. `busy`:
-the mean of NVML's utilisation, of all processes. `cores`: processor time of all processes of the cluster a second.
-Without nats-server the queue is in the gateway's process (`--standalone`); the head of the table says this.
+the mean of NVML's utilisation by all processes. `cores`: processor seconds of the cluster's processes for each second.
+Without nats-server the queue is in the gateway's process (`--standalone`); the title of the table says this.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Cluster:
     def __init__(self, folder: Path, model: str) -> None:
         self.port, self._worker_port = free_port(), free_port()
         self._log = (kit.RESULTS / "serve-cluster.log").open("w")
-        # SIE is not installed, so there is no script `sie`
+        # run the module, because SIE is not installed and has no script `sie` here
         command = [sys.executable, "-m", "sie_cli", "serve", model, "--port", str(self.port), "--no-spare"]
         command += ["--data-dir", str(folder / "data"), "--models-dir", str(folder / "models"), "--device", DEVICE.type]
         command += ["--gateway-metrics-port", "0", "--worker-metrics-port", str(self._worker_port)]
@@ -66,7 +66,7 @@ class Cluster:
         while not self._is_ready():
             if time.monotonic() > end_s or self._process.poll() is not None:
                 self.stop()
-                raise kit.CheckFailed(f"sie serve did not start, see {self._log.name}")
+                raise kit.CheckFailed(f"`sie serve` did not start: its log {self._log.name} has the reason")
             time.sleep(0.1)
 
     def _is_ready(self) -> bool:
@@ -120,7 +120,8 @@ def running(name: str, config: BertConfig) -> Iterator[Cluster]:
         (folder / "1_Pooling" / "config.json").write_text(
             json.dumps({"word_embedding_dimension": config.hidden_size, "pooling_mode_mean_tokens": True})
         )
-        # the bundle `default` requires versions that this machine may not have
+        # Serve from a new bundle without version requirements, because this machine may lack the versions of the bundle
+        # `default`.
         bundles = Path(root, "models", "bundles")
         bundles.mkdir()
         (bundles / f"{BUNDLE}.yaml").write_text(f"id: {BUNDLE}\npriority: -1\nfamilies: [built-in]\n")
@@ -132,7 +133,7 @@ def running(name: str, config: BertConfig) -> Iterator[Cluster]:
 
 
 def main() -> None:
-    """Write a row of each load."""
+    """Write a row for each load of each model."""
     broker = "nats-server" if shutil.which("nats-server") else "no nats-server is here, so --standalone"
     table = kit.Table("serve", f"`sie serve` on one device, {PRECISION}, {broker}", COLUMNS)
     ids = kit.random_ids(kit.mixed_lengths(2048))

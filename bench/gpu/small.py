@@ -1,10 +1,10 @@
-"""Time of small batches: the engine with and without CUDA graphs, its forward pass alone, and that pass as a CUDA
-graph; and the time that the GPU waits between kernels.
+"""Time of small batches: the engine with and without CUDA graphs, the forward pass alone, and the forward pass as a
+CUDA graph. Also the time without a running kernel.
 
 `engine`: a message from its bytes to its vectors on the calling thread. The other cells run the model on inputs that
 are on the device. Figures are medians in milliseconds. `graphs`: the number of graphs that the engine has after the
-row, or `eager` if it gave them up; its log has the reason. `cosine`: the lowest cosine between vectors with and without
-graphs. A cell that failed has the name of the error; the log has its traceback.
+row; `eager` if the engine has stopped using graphs, for the reason in its log. `cosine`: the lowest cosine between
+vectors with and without graphs. A cell that failed has the name of the error; the log has its traceback.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ COLUMNS = (
 
 
 def captured(run: Run) -> Run:
-    """Return the run as a CUDA graph, or on a processor the run itself."""
+    """Capture the run as a CUDA graph and return its replay. On a CPU, return the run itself."""
     if DEVICE.type != "cuda":
         return run
     stream = torch.cuda.Stream()
@@ -90,7 +90,7 @@ def ratio(before: str, after: str) -> str:
 
 
 def measure(engine: AdapterEngine, name: str, config: BertConfig, table: kit.Table) -> None:
-    """Write the rows of one model."""
+    """Measure one model with all batch sizes and write a row for each."""
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         resident = engine.residency.ensure(name, kit.entry_of(name, kit.save(Path(folder), config), config.hidden_size))
         backbone: Any = resident.weights.backbone
@@ -104,7 +104,7 @@ def measure(engine: AdapterEngine, name: str, config: BertConfig, table: kit.Tab
             backbone.use_graphs(None)
             expected, eager = whole(), cell(lambda whole=whole: whole)
             backbone.use_graphs(recorder)
-            for _ in range(2):  # the engine captures a graph at the second use
+            for _ in range(2):  # the engine captures a graph at the second batch of a shape
                 whole()
             got, replayed = whole(), cell(lambda whole=whole: whole)
             graphs = backbone._graphs
@@ -126,7 +126,7 @@ def measure(engine: AdapterEngine, name: str, config: BertConfig, table: kit.Tab
 
 
 def main() -> None:
-    """Write all rows."""
+    """Write the rows of all models."""
     table = kit.Table("small", "Small batches on one device", COLUMNS)
     with kit.new_engine() as engine:
         for name, sizes in {"tiny": kit.TINY}.items() if REHEARSAL else SIZES.items():

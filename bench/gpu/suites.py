@@ -1,9 +1,9 @@
-"""Two parts that run tests of this repository: tests/gpu, and tests/parity with its models on the GPU.
+"""Two parts of the GPU kit, `tests` and `parity`. They run tests/gpu, and tests/parity with its models on the GPU.
 
     pytest ──a line for each test──► NAME.jsonl ─┐
     ParityTable.record ──a line for each cell──► parity-cells.jsonl ─┴──► tables
 
-The lines are written at once, so they remain if a run is cut off. The tables are made of the lines.
+The tests write each line at once, so the lines remain if a time limit stops the run. The tables show these lines.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kit import REHEARSAL, RESULTS
 ROOT = Path(__file__).parents[2]
 OUTCOMES = ("passed", "skipped", "failed")
 PRECISIONS = ("float32", "float16", "bfloat16")
-_SIXTEEN = "float16 or half or 16_bit"  # in the names of tests, or of their parameters, that compute in 16 bits
-# tests of engines and memory of a processor
+_SIXTEEN = "float16 or half or 16_bit"  # -k expression: tests that compute in 16 bits
+# -k expression: tests of CPU engines and CPU memory
 _OF_CPU = "graph or openvino or int8 or blocked"
 
 
 def start(
     name: str, arguments: Sequence[str], environ: Mapping[str, str] = {}, processes: int = 1
 ) -> subprocess.Popen[bytes]:
-    """Start pytest. Its output goes to the output of this process."""
+    """Start pytest and return its process. Its output goes to the output of this process."""
     (RESULTS / f"{name}.jsonl").unlink(missing_ok=True)
     command = [
         sys.executable,
@@ -47,13 +47,13 @@ def start(
     if processes > 1 and importlib.util.find_spec("xdist"):
         command += ["-n", str(processes), "--dist", "worksteal"]
     more = {"GPU_OUTCOMES": str(RESULTS / f"{name}.jsonl"), "OMP_NUM_THREADS": "1", **environ}
-    # if a worker of pytest-xdist started the kit, this pytest must not take itself for that worker
+    # A test of the kit may run in a pytest-xdist worker. Without this filter, the new pytest would act as that worker.
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     return subprocess.Popen(command, cwd=ROOT, env=own | more)
 
 
 def lines(name: str) -> Iterator[tuple[str, str, float, str]]:
-    """Yield test, outcome, seconds and message of each test that has ended so far."""
+    """Yield (test, outcome, seconds, message) for each test that has ended."""
     file = RESULTS / f"{name}.jsonl"
     for line in file.read_text().splitlines() if file.exists() else ():
         yield tuple(json.loads(line))
@@ -63,12 +63,14 @@ def outcomes(name: str, arguments: Sequence[str]) -> list[tuple[str, str, float,
     """Run tests to their end and return their lines. Raise CheckFailed if pytest could not run the tests."""
     status = start(name, arguments).wait()
     if status not in (0, 1):
-        raise kit.CheckFailed(f"pytest ended with {status}")
+        raise kit.CheckFailed(f"pytest could not run the tests of {name}: exit status {status}")
     return list(lines(name))
 
 
 def tabulate(name: str, names: Sequence[str], taken_s: float, *, is_shown: bool) -> bool:
-    """Write the table of outcomes by file, and of the tests that failed. Return True if no test failed."""
+    """Write a table of outcomes by test file, and a table of failed tests. `names`: runs to read. Return True if tests
+    ended and none failed.
+    """
     ended = [line for run in names for line in lines(run)]
     table = kit.Table(
         name, f"Outcomes of the tests, {taken_s:.0f} s", ("file", *OUTCOMES, "seconds of tests"), is_shown=is_shown
@@ -86,7 +88,7 @@ def tabulate(name: str, names: Sequence[str], taken_s: float, *, is_shown: bool)
 
 
 def finish(name: str, running: Mapping[str, subprocess.Popen[bytes]]) -> None:
-    """Write the tables again and again until the runs have ended. Raise CheckFailed if a test failed."""
+    """Write the tables every 20 s until the runs have ended. Raise CheckFailed if a test failed or none ran."""
     begun_s = time.monotonic()
     while True:
         is_running = any(process.poll() is None for process in running.values())
@@ -103,7 +105,7 @@ def finish(name: str, running: Mapping[str, subprocess.Popen[bytes]]) -> None:
 
 
 def cells(*, is_shown: bool) -> None:
-    """Write the table of worst values."""
+    """Write the table of the worst parity values, by kind of model, path and precision."""
     from parity.table import ParityTable
 
     table = ParityTable.read(RESULTS / "parity-cells.jsonl")
@@ -120,7 +122,7 @@ def cells(*, is_shown: bool) -> None:
 
 
 def tests() -> None:
-    """Run tests/gpu, without the tests of memory, which the part `memory` runs alone."""
+    """Run tests/gpu without the tests of memory. The part `memory` runs those, with no other test at the same time."""
     paths = ["tests/gpu", "--ignore=tests/gpu/test_memory.py"]
     if REHEARSAL:
         paths = ["tests/gpu/test_kernels.py", "-k", "mates"]
