@@ -1,9 +1,9 @@
-"""Cost of serving images by the cluster, beside the library in one process, measured in one run.
+"""Cost of image requests to the cluster, compared with the library (transformers) in one process, measured in one run.
 
 1. Images per second. The library in this process decodes, prepares and computes on all cores, in the better of two
-   ways: a thread for each core that does all steps for its own images, or one thread that gives torch all cores and
-   batches of 16. The cluster is measured with 16 clients and one image a request, and with 4 clients and 8 images. Both
-   take turns for several rounds. The model has the size of CLIP ViT-B/32 and random weights.
+   ways: one thread for each core, which does all steps for its images, or one thread with batches of 16, for which
+   torch uses all cores. The cluster is measured with 16 clients and one image a request, and with 4 clients and 8
+   images. Both take turns for several rounds. The model has the size of CLIP ViT-B/32 and random weights.
 2. The parts of the cost: processor time of each process for one image, where image workers decode and resize; the
    share of each stage in the time of a request; bytes that are copied between processes for one image.
 
@@ -50,7 +50,7 @@ NAME, MODEL = "clip-b32", "test/clip-b32"
 SIZE, PATCH, WIDTH = 224, 32, 512
 BATCH = 16
 GOAL = 0.9
-LOADS = ((16, 1), (4, 8))  # clients, and images of a request
+LOADS = ((16, 1), (4, 8))  # (clients, images of a request)
 
 
 def checkpoint(folder: Path) -> None:
@@ -71,7 +71,7 @@ def photographs(count: int, width: int, height: int) -> list[bytes]:
 
 
 class Library:
-    """`CLIPModel` and its image processor on Pillow, in the precision that the cluster serves."""
+    """Transformers' `CLIPModel` and its image processor on Pillow, in the cluster's precision."""
 
     def __init__(self, folder: Path, precision: str) -> None:
         self._model = CLIPModel.from_pretrained(folder, dtype=getattr(torch, precision)).eval()
@@ -90,13 +90,13 @@ class Library:
         return vectors
 
     def rate(self, files: Sequence[bytes], seconds: float, *, threads: int, batch: int) -> float:
-        """Return the images per second. Each of `threads` threads has its share of the cores."""
+        """Return the images per second with `threads` threads, which share the cores evenly."""
         torch.set_num_threads(max(1, cores() // threads))
         end_s, done, lock = time.perf_counter() + seconds, 0, threading.Lock()
 
         def run(number: int) -> None:
             nonlocal done
-            torch.set_num_threads(max(1, cores() // threads))  # OpenMP keeps one number for each thread
+            torch.set_num_threads(max(1, cores() // threads))  # OpenMP stores this number per calling thread
             place = number * len(files) // threads
             while time.perf_counter() < end_s:
                 self.vectors([files[(place + index) % len(files)] for index in range(batch)])
@@ -116,7 +116,7 @@ class Library:
         }
 
     def parts_ms(self, files: Sequence[bytes]) -> tuple[float, float]:
-        """Return the processor time of preparing one image and of its forward pass, on one thread."""
+        """Return the milliseconds of processor time to prepare one image, and for its forward pass, on one thread."""
         torch.set_num_threads(1)
         started_s = time.process_time()
         pixels = [self.prepared([file]) for file in files]
@@ -129,7 +129,7 @@ class Library:
 
 
 class Served:
-    """The cluster, and encoded requests."""
+    """The cluster, with prebuilt requests of images."""
 
     def __init__(self, cluster: Cluster, files: Sequence[bytes]) -> None:
         self.cluster = cluster
@@ -171,7 +171,7 @@ class Served:
         return self.cluster.rate(self._requests[batch_size], clients, seconds, batch_size)
 
     def stages_ms(self, clients: int, batch_size: int, seconds: float) -> dict[str, float]:
-        """Return the milliseconds by stage of the mean request, with so many concurrent clients."""
+        """Return the mean milliseconds of each stage of a request, with `clients` concurrent clients."""
         end_s, timings, lock = time.perf_counter() + seconds, list[dict[str, float]](), threading.Lock()
 
         def ask(number: int) -> None:
@@ -205,7 +205,7 @@ def main() -> None:
                 "inputs": ["text", "image"],
                 "outputs": {"dense": WIDTH},
                 "max_tokens": CLIP_TOKENS,
-                "load": {},  # the precision of the machine
+                "load": {},  # empty: the machine chooses the precision
             },
         )
         width, height = map(int, arguments.size.split("x"))
@@ -276,8 +276,8 @@ def processor_ms(served: Served, clients: int, batch_size: int, seconds: float) 
 
 
 def copied(served: Served, mean_bytes: float, seconds: float) -> str:
-    """Return a text with the bytes that go through sockets for one image. TCP on loopback is measured, so no other
-    program may use it. The bytes over Unix sockets are computed.
+    """Return a text with the bytes that go through sockets for one image. The bytes over TCP are those of the loopback
+    interface, so no other program may use it. The bytes over Unix sockets are computed.
     """
     clients, batch_size = LOADS[1]
     pixels = 3 * SIZE * SIZE

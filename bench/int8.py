@@ -1,4 +1,5 @@
-"""Weights and activations in 8 bits on a CPU: the speed of each recipe beside bfloat16, and its loss, in one run.
+"""Quantisation to 8 bits on a CPU: speed of each recipe (a way to quantise and run the model) relative to bfloat16, and
+its loss of quality, in one run.
 
     pip install onnx onnx-ir nncf torchao      # the product does not need them; onnxruntime and openvino are installed
     python bench/int8.py [--rounds 3] [--only NAME ...] [--out FILE]
@@ -21,10 +22,10 @@ length. A speed-up is relative to the fastest row in bfloat16 of the same load.
     torch             the packed path with other linear layers: `per tensor`: torch's dynamic linear layer; `per token`:
                       a scale for each token and each output channel; `torchao`: the same by torchao
 
-The quality is the least and the mean cosine to float32 over the queries of the task stsb-retrieval and texts of the
-mix, and the loss of NDCG@10 on the task, by the metric of `sie eval`. `products` times the linear layers alone, which
-shows their gain without other work. The quantised models stay in --folder, so a second run starts at once. A recipe
-whose package is not installed is left out.
+The quality is the least and the mean cosine to float32 vectors, over texts of the mix and the queries of the task
+stsb-retrieval, and the loss of NDCG@10 on this task, as `sie eval` computes it. `products` times the linear layers
+alone. The quantised models stay in --folder, so a second run starts at once. Recipes whose package is not installed are
+skipped.
 """
 
 from __future__ import annotations
@@ -63,15 +64,15 @@ from sie_cli.evals.steps import EvalStep, EvalWork, ResultCache
 BATCH = 32
 MAX_TOKENS = 256
 LEAST_COSINE, MOST_LOSS, LEAST_GAIN = 0.99, 0.005, 1.5
-LEFT_ALONE = 6  # number of the 36 products that `sensitive` leaves in bfloat16
-CALIBRATION = 100  # number of sentences, and number of texts of six sentences
+LEFT_ALONE = 6  # number of the 36 linear layers that `sensitive` leaves in bfloat16
+CALIBRATION = 100  # numbers of single sentences and of texts of six sentences, 100 each
 Ids = Sequence[np.ndarray]
-Embed = Callable[[Ids], np.ndarray]  # ids of texts that run together -> vectors
+Embed = Callable[[Ids], np.ndarray]  # token ids of one batch -> vectors [texts, width]
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredModel:
-    """A model to measure. `build` returns it in float32 with an implementation of attention. `folder` is for its
+    """A model to measure. `build(attention)` returns it in float32. `folder`: directory of its exported and quantised
     files.
     """
 
@@ -80,7 +81,9 @@ class MeasuredModel:
 
     @functools.cached_property
     def sensitive(self) -> list[str]:
-        """Return the names of the linear layers whose quantisation alone changes the vectors most."""
+        """Return the names of the LEFT_ALONE linear layers that change the vectors most when only this layer is
+        quantised.
+        """
         model = self.build("eager")
         sample = calibration()[: CALIBRATION // 4]
         arrays = [torch.from_numpy(array) for array in filled(sample)]
@@ -114,7 +117,7 @@ def rounded(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """Return the linear layers by name, without the pooler, whose output is not used."""
+    """Return (name, layer) of the linear layers. The pooler is omitted, because its output is not used."""
     return [
         (name, layer)
         for name, layer in model.named_modules()
@@ -133,7 +136,9 @@ def bert_base(attention: str) -> Any:
 
 @functools.cache
 def calibration() -> list[np.ndarray]:
-    """Return sentences of the training set of STS-B, which the task does not use, and texts of six of them."""
+    """Return token ids of sentences, and of texts of six sentences, from the training set of STS-B; the task does not
+    use this set.
+    """
     files = importlib.metadata.files(STSB_PACKAGE) or ()
     (file,) = (Path(str(file.locate())) for file in files if file.name == "sts-train.csv")
     with file.open(encoding="utf-8", newline="") as lines:
@@ -143,7 +148,7 @@ def calibration() -> list[np.ndarray]:
 
 
 def filled(ids: Ids) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids and mask of a batch, padded to its longest text."""
+    """Return token ids and mask of a batch, int64 [texts, longest text]."""
     shape = len(ids), max(map(len, ids))
     tokens, mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for row, own in enumerate(ids):
@@ -152,7 +157,7 @@ def filled(ids: Ids) -> tuple[np.ndarray, np.ndarray]:
 
 
 def padded(forward: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Embed:
-    """Return the normalised means of the states that `forward` computes from ids and mask."""
+    """Return a function from token ids to normalised mean-pooled vectors. `forward`: (ids, mask) -> hidden states."""
 
     def embed(ids: Ids) -> np.ndarray:
         tokens, mask = filled(ids)
@@ -168,7 +173,7 @@ def packed(
     engine: Choice = TORCH,
     int8: bool = False,
 ) -> Embed:
-    """Return the product's path of the model, after `change`."""
+    """Return a function that encodes on the packed path of the product. `change` replaces layers of the model first."""
     device = torch.device("cpu")
     facts = attention_facts(device, dtype)
     compute = Compute(device, dtype, *resolve_attention("auto", facts), facts, engine=engine, int8=int8)
@@ -186,7 +191,7 @@ def packed(
 
 
 class PerToken(nn.Module):
-    """A linear layer with a scale for each token of its input and each output channel of its weight."""
+    """A linear layer in 8 bits, with one scale for each token of its input and each output channel of its weight."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -198,7 +203,7 @@ class PerToken(nn.Module):
         self.bias = layer.bias
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        # 126, not 127, because rounding to 16 bits can enlarge a state
+        # 126 instead of 127, because rounding to bfloat16 can enlarge a state beyond 127 steps
         scale = states.abs().amax(-1, keepdim=True).clamp_min(1e-6) / 126
         product = self.product((states / scale).round_().add_(128).to(torch.uint8), states.dtype)
         return torch.addcmul(self.bias, product, scale)
@@ -238,7 +243,7 @@ class ModelStates(nn.Module):
 
 
 def graph_of(source: MeasuredModel) -> Path:
-    """Return the file of the model as a graph of OpenVINO, in float32."""
+    """Return the path of the model's OpenVINO graph in float32. Convert the model if the file is missing."""
     import openvino
 
     path = source.folder / "float32.xml"
@@ -251,7 +256,9 @@ def graph_of(source: MeasuredModel) -> Path:
 
 
 def openvino_of(name: str = "", change: Any = None, precision: str = "bf16", **options: Any) -> Recipe:
-    """Return the recipe of the graph after `change(graph, source)`. The changed graph is saved as the file `name`."""
+    """Return a recipe that runs the OpenVINO graph after `change(graph, source)`. `name`: file name of the changed
+    graph.
+    """
 
     def embed_of(source: MeasuredModel) -> Embed:
         import openvino
@@ -284,8 +291,9 @@ def weights_in_8_bits(graph: Any, source: MeasuredModel) -> Any:
 def both_in_8_bits(
     alpha: float, left_alone: Callable[[MeasuredModel], Sequence[str]] = lambda _: ()
 ) -> Callable[[Any, MeasuredModel], Any]:
-    """Return a change that quantises weights per channel and activations by their ranges. `alpha`: strength of
-    SmoothQuant; -1: no SmoothQuant. `left_alone` returns the names of layers that are not quantised.
+    """Return a change for `openvino_of`: it quantises weights per channel, and activations by their ranges on the
+    calibration texts. `alpha`: strength of SmoothQuant; -1 disables it. `left_alone` returns the names of layers that
+    stay unquantised.
     """
 
     def change(graph: Any, source: MeasuredModel) -> Any:
@@ -305,7 +313,7 @@ def both_in_8_bits(
             model_type=nncf.ModelType.TRANSFORMER,
             ignored_scope=nncf.IgnoredScope(names=stay),
             advanced_parameters=AdvancedQuantizationParameters(
-                overflow_fix=OverflowFix.DISABLE,  # only processors without VNNI need the fix
+                overflow_fix=OverflowFix.DISABLE,  # the fix against overflow is only for processors without VNNI
                 smooth_quant_alphas=AdvancedSmoothQuantParameters(matmul=alpha),
             ),
         )
@@ -314,12 +322,12 @@ def both_in_8_bits(
 
 
 def mixed(graph: Any, source: MeasuredModel) -> Any:
-    """Quantise as `both_in_8_bits`, but only the weights of the sensitive products and not their activations."""
+    """Quantise as `both_in_8_bits`. For the sensitive layers, quantise only the weights, not the activations."""
     return weights_in_8_bits(both_in_8_bits(0.5, lambda source: source.sensitive)(graph, source), source)
 
 
 def onnxruntime_of(name: str, change: Callable[[Path, Path], None]) -> Recipe:
-    """Return the recipe of the exported model after `change(from, to)`, whose result is saved as the file `name`."""
+    """Return a recipe that runs the exported ONNX model after `change(from, to)`. `name`: name of the changed file."""
 
     def embed_of(source: MeasuredModel) -> Embed:
         import onnxruntime
@@ -362,14 +370,14 @@ def blocks(before: Path, after: Path) -> None:
     import onnx
     from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, MatMulNBitsQuantizer
 
-    # level 4: the kernel may compute in 8 bits
+    # accuracy_level 4 allows the kernel to compute in 8 bits
     config = DefaultWeightOnlyQuantConfig(block_size=128, is_symmetric=True, accuracy_level=4, bits=8)
     quantiser = MatMulNBitsQuantizer(onnx.load(before), algo_config=config)
     quantiser.process()
     quantiser.model.save_model_to_file(str(after))
 
 
-GROUPS = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 128}  # OpenVINO quantises activations in groups in float32 only
+GROUPS = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 128}  # OpenVINO needs float32 for activations in groups
 REFERENCE = "openvino float32"
 BASES = ("engine bfloat16", "engine bfloat16, graph", "openvino bfloat16")
 GRAPH = Choice("openvino", "", "this benchmark")
@@ -409,7 +417,7 @@ def in_batches(ids: Ids, size: int) -> list[Ids]:
 
 
 def of_texts(embed: Embed, texts: Sequence[str]) -> np.ndarray:
-    """Return the vectors of texts, in their order, in batches of texts of similar length."""
+    """Return the vectors of texts, in the order of `texts`. Batches have texts of similar length."""
     ids = ids_of(texts)
     order = np.argsort([len(own) for own in ids], kind="stable")
     parts = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
@@ -418,7 +426,7 @@ def of_texts(embed: Embed, texts: Sequence[str]) -> np.ndarray:
 
 
 class RecipeSource:
-    """A recipe as a source of `sie eval`."""
+    """A recipe as a source of vectors for `sie eval`."""
 
     name, is_here, scores_pairs, main, identity, tokens = "recipe", True, False, outputs.DENSE, (), 0
 
@@ -448,7 +456,7 @@ def losses(recipes: dict[str, Embed]) -> dict[str, tuple[float, float, float]]:
 
 
 def speeds(recipes: dict[str, Embed], rounds: int, share: float) -> dict[tuple[str, str], float]:
-    """Return texts a second of each recipe and load, as medians of rounds, on a `share` of the texts."""
+    """Return the median texts a second by (recipe, load). `share`: part of the texts that is used."""
     mix, short = ids_of(texts_of("mix", "")), ids_of(texts_of("single", ""))
     loads = {
         "mix, 1": in_batches(mix[: int(32 * share)], 1),
@@ -470,8 +478,8 @@ def speeds(recipes: dict[str, Embed], rounds: int, share: float) -> dict[tuple[s
 
 
 def products(source: MeasuredModel, rows: int) -> tuple[float, float, float]:
-    """Return milliseconds of all linear layers for `rows` tokens: in bfloat16 as in the packed path, in 8 bits on
-    states that are already quantised, and in 8 bits by `PerToken`.
+    """Return the milliseconds of all linear layers for `rows` tokens, in three ways: in bfloat16 as on the packed path,
+    in 8 bits without the quantisation of the input, and in 8 bits by `PerToken`.
     """
     from sie_adapter.packed.linear import BlockedLinear
 

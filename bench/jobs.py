@@ -1,15 +1,16 @@
-"""A job over a file beside other ways to encode the same texts, in turn, several rounds in one run.
+"""Speed of a job (batch encoding of a file), compared with other ways to encode the same texts, measured in turn in one
+run.
 
 1. Texts a second of the engine alone on ready token ids (all its lanes, batches within the token budget), of 8 clients
    with 32 texts a request, and of a job, from its start to its end with its output. Medians, and ratios.
 2. One interactive request a second: its latency with and without the job, and the rate of the job with and without the
-   requests. The bound of the latency is that of docs/queue.md: twice the p99 without the job, and
-   SIE_RUST_PIPELINE_DEPTH batches of the largest size at the adapter.
-3. `client.embed` of an iterator of many texts beside a job over them, in turn: texts a second, and the memory of the
-   client's process beside the array that it returns, for these texts and for a fifth of them.
+   requests. The bound of the latency, as in docs/queue.md, is twice the p99 without the job plus the time of
+   SIE_RUST_PIPELINE_DEPTH batches of the largest size.
+3. `client.embed` over an iterator of many texts, compared with a job over the same texts: texts a second, and the peak
+   memory of the client's process without the returned array, for all texts and for a fifth of them.
 
     python bench/jobs.py [--texts 4000 --rounds 3 --embed-texts 100000]
-    python bench/jobs.py --embed-only [--rounds 3 --embed-texts 100000]     only the third, on MiniLM-L6
+    python bench/jobs.py --embed-only [--rounds 3 --embed-texts 100000] only part 3, on MiniLM-L6
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from words import texts_of
 
 GOALS = "goals: a job at least 0.95 of the engine alone on the mix and 1.3 of 8 x 32; 0.80 of itself beside requests"
 EMBED_GOALS = "goals: embed at least 0.95 of a job, and no more memory for five times the texts"
-# prints texts a second, and peak bytes of memory less the bytes before the call and the bytes of the array
+# Script of a client process. It prints texts a second, and the peak memory in bytes, less the memory before the call
+# and the returned array.
 EMBED = """
 import json, sys, threading, time
 import psutil
@@ -67,7 +69,7 @@ assert len(rows) == count
 print(json.dumps([count / seconds, peak - before - rows.nbytes]))
 """
 DEPTH = 2  # SIE_RUST_PIPELINE_DEPTH
-STEADY = Device(batch_ms=2.0, token_us=100.0)  # a device that needs little processor time
+STEADY = Device(batch_ms=2.0, token_us=100.0)  # a simulated device that needs little processor time
 TOY = "toy/one"
 
 
@@ -83,7 +85,7 @@ class Jobs:
         self._count = len(texts)
 
     def rate(self) -> float:
-        """Run one job and return its texts a second."""
+        """Run one job and return its texts a second. Raise RuntimeError if a text failed."""
         body = {"model": self._model, "input": {"file": self._file, "text": "{t}"}}
         job = self._client.post("/v1/jobs", json=body).raise_for_status().json()["id"]
         while True:
@@ -184,7 +186,7 @@ def embed_many(cluster: Cluster, options: argparse.Namespace, say: Report) -> No
 
 
 def measure_embed(url: str, model: str, texts: list[str], rounds: int, say: Report) -> None:
-    """Measure `client.embed`, in a process of its own, beside a job."""
+    """Measure `client.embed` in a child process, and a job over the same texts, in turn."""
     rates: dict[str, list[float]] = {"embed": [], "job": []}
     memory: dict[int, list[float]] = {len(texts) // 5: [], len(texts): []}
     with tempfile.TemporaryDirectory() as folder:
@@ -212,7 +214,7 @@ def measure_embed(url: str, model: str, texts: list[str], rounds: int, say: Repo
 
 
 def measure_steady(options: argparse.Namespace, say: Report) -> None:
-    """Measure `client.embed` beside a job on a device whose speed does not depend on the load of this machine."""
+    """Measure `client.embed` and a job on a simulated device. Other load of this machine does not change its speed."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "stack").mkdir()
         environ = {"SIE_PAYLOAD_STORE_URL": f"{folder}/payloads"}

@@ -1,5 +1,5 @@
-"""Time of a token by the length of its text, beside the cost by which waits are predicted. Backbones with random
-weights in bfloat16 run by the functions of the product on one thread, in rounds that alternate.
+"""Time for each token by the length of its text, compared with the cost by which the product predicts waiting times.
+The product's code runs backbones with random weights in bfloat16 on one thread. Rounds alternate between the lengths.
 
     python bench/lengths.py [--rounds 5]
 """
@@ -17,7 +17,9 @@ from report import Report, machine, parser_of
 
 
 def of_width() -> dict[str, Callable[[], Any]]:
-    """Return backbones with random weights and a few layers. A layer takes as long for a token as a trained one."""
+    """Return functions that build backbones with few layers and random weights. Random weights do not change the time
+    of a layer.
+    """
     from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel, Qwen3Config, Qwen3Model
 
     small = {"vocab_size": 1000, "max_position_embeddings": 4200, "pad_token_id": 0}

@@ -1,12 +1,13 @@
-"""Compare a GLiNER and a GLiClass model in SIE with their own public libraries, for the same texts, in one run.
+"""Compare a GLiNER and a GLiClass model in SIE with the same models in the libraries gliner and gliclass, on the same
+texts, in one run.
 
     python bench/libraries.py [--rounds 5] [--seconds 5] [--layers 6] [--width 768] [--precision float32]
 
-Both sides load the same folder: a random checkpoint of the real class with a backbone of the size of DeBERTa-v3-small.
-The library runs in this process as its users call it, in float32 on all cores: one text a call, and calls of a batch of
-64 texts. `sie serve` gets one text a request from 1 and from 64 clients. Labels, texts (log-normal lengths, mean about
-87 words) and thresholds are equal. The sides take turns. The result at 64 clients is compared with the better one of
-the library's two rates.
+Both load the same folder: a checkpoint of the library's model class, with random weights and a backbone of the size of
+DeBERTa-v3-small. The library runs in this process with its public API, in float32 on all cores: one text a call, and
+calls of a batch of 64 texts. `sie serve` gets one text a request from 1 and from 64 clients. Labels, texts (log-normal
+lengths, mean about 87 words) and thresholds are equal. SIE and the library are measured in turn. The result at 64
+clients is compared with the better one of the library's two rates.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from report import Report, in_turn, machine, parser_of
 from words import texts_of
 
 LABELS = ["person", "city", "organization", "date", "product", "event"]
-THRESHOLD = 0.9  # random weights then find few entities, as in real texts
+THRESHOLD = 0.9  # with random weights a lower threshold would find too many entities
 BATCH = 64
 Library = Callable[[list[str]], object]
 
 
 def gliner(folder: Path, backbone: dict[str, Any]) -> tuple[Library, dict[str, Any]]:
-    """Return the library's model as a function of texts, and the entry of the same weights."""
+    """Return the GLiNER library's model as a function of texts, and the catalogue entry of the same weights."""
     from gliner import GLiNER
 
     model = GLiNER.from_pretrained(str(gliner_folder(folder, backbone=backbone)), map_location="cpu")
@@ -50,7 +51,7 @@ def gliner(folder: Path, backbone: dict[str, Any]) -> tuple[Library, dict[str, A
 
 
 def gliclass(folder: Path, backbone: dict[str, Any]) -> tuple[Library, dict[str, Any]]:
-    """Return the library's pipeline as a function of texts, and the entry of the same weights."""
+    """Return the GLiClass library's pipeline as a function of texts, and the catalogue entry of the same weights."""
     from gliclass import GLiClassModel, ZeroShotClassificationPipeline
     from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Simple server of MiniLM with LitServe and sentence-transformers, on all cores, for `servers.py`.
+"""HTTP server of MiniLM embeddings with LitServe and sentence-transformers, on all cores. `servers.py` starts it.
 
 FOLDER/litserve/bin/python bench/litserve_server.py WEIGHTS PORT PRECISION
 """
@@ -20,7 +20,7 @@ WEIGHTS, PORT, PRECISION = sys.argv[1:]
 
 
 class Embeddings(litserve.LitAPI):  # type: ignore[misc]  # litserve has no types
-    """API that returns one vector for each request of one text."""
+    """LitServe API: one text a request, one vector a reply."""
 
     def setup(self, device: str) -> None:
         torch.set_num_threads(len(os.sched_getaffinity(0)))

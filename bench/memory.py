@@ -1,13 +1,14 @@
-"""Memory of an adapter that runs for long: ragged batches of several models, in one process for each engine.
+"""Growth of an adapter's memory over time, with batches of varying shapes for several models, in one process for each
+engine.
 
     python bench/memory.py [--minutes 30] [--rate 11] [--engines auto torch] [--out bench/results/memory.md]
 
 Seven models of texts, MiniLM with its weights and six others with random ones, get --rate batches a second in turn, of
-1 to 8 texts of log-normal lengths with a mean of about 87 tokens. Before that each lane warms up: every model gets each
-number of texts and each length once. Otherwise the memory that is allocated for a rare shape would look like growth for
-hours. The anonymous memory of each process is read every five seconds (Linux). Growth is the slope of a line through
-the samples after the first third of the time. A plot is written beside the report. With `auto`, the product's rules
-choose the engine.
+1 to 8 texts of log-normal lengths with a mean of about 87 tokens. Before that, every model runs each combination of
+number of texts and length on each lane (device thread). Otherwise the first allocation for a rare shape would look like
+growth for hours. The anonymous memory of each process is read every five seconds (Linux). Growth is the slope of a line
+through the samples after the first third of the time. A plot is written beside the report. With `auto`, the product's
+rules choose the engine.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def entry(name: str, weights: Weights, width: int) -> ModelEntry:
 
 
 def batches(names: Sequence[str]) -> Iterator[RunBatch]:
-    """Yield batches without an end, of random shapes."""
+    """Yield endless batches of random shapes, for the models in turn."""
     rng = np.random.default_rng(0)
     for number in itertools.count():
         lengths = np.clip(rng.lognormal(np.log(87) - 0.32, 0.8, rng.integers(1, 9)), 4, MAX_TOKENS).astype("<i4")
@@ -92,7 +93,7 @@ def batches(names: Sequence[str]) -> Iterator[RunBatch]:
 
 
 def warm_up(engine: AdapterEngine, names: Sequence[str]) -> None:
-    """Run batches of each shape: first one lane alone, then all lanes at the same time, twice."""
+    """Run each shape on each model: one batch alone, then one batch for each lane at the same time, twice."""
     shapes = [(texts, length) for length in _LENGTHS for texts in _TEXTS if texts * length <= GROUP_TOKENS]
     for name in names:
         for texts, length in shapes:
@@ -105,7 +106,9 @@ def warm_up(engine: AdapterEngine, names: Sequence[str]) -> None:
 
 
 class Sent:
-    """Batch that is submitted to a lane."""
+    """Batch that the constructor submits to the lanes. `wait` blocks until its reply, and raises TypeError if the batch
+    failed.
+    """
 
     def __init__(self, engine: AdapterEngine, message: RunBatch) -> None:
         self._replies: list[Reply] = []
@@ -115,11 +118,13 @@ class Sent:
     def wait(self) -> None:
         self._job.finished.wait()
         if not isinstance(self._replies[-1], BatchDone):
-            raise TypeError(f"a batch was refused: {self._replies[-1]}")
+            raise TypeError(f"the engine refused a batch: {self._replies[-1]}")
 
 
 def work(engine: str, rate: float, minutes: float) -> None:
-    """Run batches at `rate` in this process, and print a line with seconds, batches and bytes every five seconds."""
+    """Run `rate` batches a second for `minutes`. Print seconds, number of batches and bytes of memory every five
+    seconds.
+    """
     prepare_process()
     adapter_engine = AdapterEngine(Settings(device="cpu"))
     with tempfile.TemporaryDirectory() as folder:
@@ -139,7 +144,7 @@ def work(engine: str, rate: float, minutes: float) -> None:
         if past_s >= 60 * minutes:
             break
         under_way.append(Sent(adapter_engine, message))
-        # wait for the oldest batch, so that the queue does not grow if the engine is slower than the rate
+        # Wait for the oldest batches. Otherwise the queue would grow if the engine is slower than the rate.
         while len(under_way) > 2 * len(adapter_engine.device_threads):
             under_way.pop(0).wait()
     adapter_engine.stop(30)
@@ -150,7 +155,7 @@ def fields(model_entry: ModelEntry) -> dict[str, object]:
 
 
 def anonymous_bytes() -> int:
-    """Return the memory of this process that is not backed by a file."""
+    """Return the bytes of this process's anonymous memory (memory that is not backed by a file)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 

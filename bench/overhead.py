@@ -1,12 +1,12 @@
 """Cost of the cluster over its engine, measured side by side in one run.
 
-1. Latency of one short text: in this process (tokenise, forward, pool) and over HTTP through the whole cluster, in
-   turn; the difference of each pair.
-2. Texts per second: the engine alone on ready token ids (all its lanes, batches within the token budget of the machine
-   profile), against the cluster at 64 clients with one text a request and at 8 clients with 32, in turn, several
-   rounds; medians and their ratio.
-3. Causes of the difference: the engine alone in batches as large as the cluster formed at 64 x 1, and the processor
-   time of each process for one text. This separates the loss by smaller batches from the overhead of the processes.
+1. Latency of one short text: in this process (tokenise, forward, pool), then over HTTP through the whole cluster, and
+   the difference of each such pair.
+2. Texts per second: the engine alone on token ids (all its lanes, batches within the token budget of the machine
+   profile), and the cluster at 64 clients with one text a request and at 8 clients with 32. They are measured in turn,
+   for several rounds. The report has medians and their ratio.
+3. Causes of the difference: the rate of the engine with batches as small as those of the cluster at 64 x 1 shows the
+   loss by smaller batches. The processor time of each process for one text shows the overhead of the processes.
 
 Run `make bench`. Writes a table to bench/results/overhead.md.
 """
@@ -91,7 +91,7 @@ class Alone:
         assert isinstance(done, ipc.BatchDone), done
 
     def batches(self, texts: list[str], most: int = 1 << 30) -> list[ipc.RunBatch]:
-        """Return the texts in order, in batches within the token budget and of at most `most` texts."""
+        """Tokenise the texts. Return them in order, in batches within the token budget and of at most `most` texts."""
         run_batches: list[ipc.RunBatch] = []
         ids: list[np.ndarray] = []
         for row in text_rows(self.tokenizer, texts):
@@ -102,7 +102,7 @@ class Alone:
         return [*run_batches, self.batch(ids)]
 
     def rate(self, batches: list[ipc.RunBatch], seconds: float) -> float:
-        """Return texts per second with every lane busy."""
+        """Return the texts per second of the engine while every lane (device thread) is busy."""
         end_s = time.perf_counter() + seconds
         done = 0
         lock = threading.Lock()
@@ -126,7 +126,7 @@ class Alone:
 
 
 class Cluster:
-    """`sie serve` as a user starts it, with one model loaded. `sie`: the command of an installed version."""
+    """A running `sie serve` with one loaded model. `sie`: path of the command, which may be that of another version."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Cluster:
         argv += ["--preload", model, *extra]
         environ = {**os.environ, **(environ or {})}
         self._process = subprocess.Popen(argv, stdout=self._log, stderr=subprocess.STDOUT, env=environ)
-        end_s = time.monotonic() + 180  # long enough on a busy machine
+        end_s = time.monotonic() + 180  # a start takes longer on a busy machine
         while not self._ready():
             if time.monotonic() > end_s or self._process.poll() is not None:
                 raise RuntimeError(Path(self._folder.name, "log").read_text()[-3000:])
@@ -157,7 +157,7 @@ class Cluster:
         return any(model["id"] == self._model and model["loaded"] for model in models)
 
     def batch_sizes(self) -> tuple[float, float]:
-        """Return the numbers of texts and of batches so far."""
+        """Return the numbers of texts and of batches that the worker has run so far."""
         text = httpx.get(f"http://127.0.0.1:{self._worker_port}/metrics", timeout=5, trust_env=False).text
         lines = [
             line.split()
@@ -168,7 +168,7 @@ class Cluster:
         return metrics.get("sie_batch_size_sum", 0.0), metrics.get("sie_batch_size_count", 0.0)
 
     def cpu_s(self) -> dict[str, float]:
-        """Return the processor time of each process so far, by role."""
+        """Return role -> processor seconds of its processes so far."""
         cpu_by_role: dict[str, float] = {}
         root = psutil.Process(self._process.pid)
         for process in [root, *root.children(recursive=True)]:
@@ -183,7 +183,7 @@ class Cluster:
         return [request(f"/v1/encode/{MODEL}", msgspec.msgpack.encode({"items": part})) for part in parts]
 
     def rate(self, requests: list[bytes], clients: int, seconds: float, batch_size: int = 1) -> float:
-        """Return texts per second of clients that each send their next request when the last was answered."""
+        """Return texts per second of `clients` clients. Each sends its next request when its last one is answered."""
         loop = closed_loop("127.0.0.1", self.port, requests, clients=clients, seconds=seconds)
         answered, taken_s, _ = uvloop.run(loop)
         return answered * batch_size / taken_s
@@ -202,7 +202,9 @@ class Cluster:
 
 
 async def latency(alone: Alone, cluster: Cluster, pairs: int) -> tuple[list[float], list[float]]:
-    """Return the milliseconds in this process and through the cluster, pair by pair."""
+    """Return the latencies of one text in milliseconds, in this process and through the cluster. Equal indices are a
+    pair.
+    """
     connection = await connect("127.0.0.1", cluster.port)
     (message,) = cluster.requests([SHORT], 1)
     here, there = [], []
@@ -281,8 +283,8 @@ def measure(alone: Alone, cluster: Cluster, arguments: argparse.Namespace, say: 
 
 
 def profile(alone: Alone, cluster: Cluster, kind: str, arguments: argparse.Namespace) -> str:
-    """Return one row: rate of the engine in batches as large as the cluster's, rate of the cluster, and processor time
-    of each process for a text.
+    """Return a table row: texts of a batch in the cluster, the engine's rate with such batches, the cluster's rate,
+    their ratio, and the processor time of each process for a text.
     """
     texts = texts_of(kind, 1024 if kind == "mix" else 8192)
     single_requests = cluster.requests(texts, 1)

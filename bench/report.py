@@ -1,4 +1,4 @@
-"""Options, turns and report of a benchmark. The report is printed at once, and stored for a file."""
+"""Options, alternating rounds, and report of a benchmark."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cores() -> int:
 
 
 class Report:
-    """Report that is called with each line. `save` writes all lines to the file of --out."""
+    """Report of a benchmark. A call prints one line; `save` writes all lines to the file of --out."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -43,8 +43,8 @@ class Report:
 def parser_of(
     doc: str | None, *, rounds: int = 0, seconds: float = 0.0, out: str = "", has_code: bool = False
 ) -> argparse.ArgumentParser:
-    """Return a parser with the option --out, whose default is the file `out` in bench/results. `rounds`, `seconds`:
-    defaults of --rounds and --seconds; 0 for a benchmark without the option. `has_code`: add --code. `doc`: the help.
+    """Return a parser with the option --out. `out`: default file of --out, in bench/results. `rounds`, `seconds`:
+    defaults of --rounds and --seconds; 0 omits the option. `has_code`: add --code. `doc`: the help text.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds:
@@ -59,8 +59,8 @@ def parser_of(
 
 
 def in_turn(rounds: int, runs: Mapping[K, Callable[[], T]]) -> dict[K, list[T]]:
-    """Call each function once in each round, so that other load of the machine affects all of them. Return the results
-    of each. A first round, which warms up, is left out.
+    """Call each function once in each round, so that other load of the machine affects all functions. Return name ->
+    results. One further round before these warms up; its results are dropped.
     """
     results = [{name: run() for name, run in runs.items()} for _ in range(rounds + 1)][1:]
     return {name: [result[name] for result in results] for name in runs}

@@ -1,13 +1,13 @@
 """Cost of the queue: HTTP -> JetStream -> sidecar -> Unix socket -> HTTP, with an adapter that costs nothing.
 
-1. Requests a second at 64 clients, one short text each, and the processor time of a request in each process. The load
-   generator is counted apart.
-2. The same with 1, 20 and 200 models that have had traffic: all requests to one model, then to each in turn. The former
-   must not depend on the number of models. The latter is slower, since only requests of one model share a batch.
+1. Requests a second at 64 clients, one short text each, and the processor time of a request in each process. The report
+   lists the load generator separately.
+2. The same with 1, 20 and 200 models that have had requests: all requests to one model, then to the models in turn. The
+   cost of the first case must not depend on the number of models. The second is slower, since only requests of one
+   model share a batch.
 3. With --long, 100,000 requests and the resident memory of each process before, between and after.
 
-Rates depend on the other load of the machine; processor time per request depends on it much less. The generator is
-`wrk`.
+Rates depend on other load of the machine; processor time per request hardly does. The load generator is `wrk`.
 
     python bench/request_cost.py [--long] [--code CHECKOUT]
 """
@@ -43,7 +43,7 @@ GOAL_RATE = 4000
 @dataclass(frozen=True)
 class Sample:
     load: wrk.Load
-    cpu_us: dict[str, float]  # processor time of a request, by role
+    cpu_us: dict[str, float]  # role -> microseconds of processor time for a request
 
     @property
     def generator_us(self) -> float:
@@ -55,7 +55,9 @@ def names(count: int) -> list[str]:
 
 
 def check(stack: Stack, models: Sequence[str]) -> None:
-    """Send a request to each model, which creates its consumer. Raise RuntimeError if an answer is wrong."""
+    """Send a request to each model, so that the broker's consumer of each model exists. Raise RuntimeError if an answer
+    is wrong.
+    """
     expected = vector_of(ids_of(TEXT))
     with httpx.Client(base_url=stack.urls[0], timeout=30, trust_env=False) as client:
         for model in models:
@@ -65,7 +67,7 @@ def check(stack: Stack, models: Sequence[str]) -> None:
 
 
 def sample(stack: Stack, models: Sequence[str], *, clients: int, seconds: float) -> Sample:
-    """Return the measurement of requests to these models in turn."""
+    """Send requests to the models in turn, and return the measurement."""
     return measured(
         stack,
         [(f"/v1/encode/{model}", json.dumps({"items": [TEXT]})) for model in models],
@@ -82,8 +84,8 @@ def measured(
     seconds: float,
     headers: Mapping[str, str] = wrk.NO_HEADERS,
 ) -> Sample:
-    """Send requests, (path, JSON body), in turn, and return the measurement. Raise RuntimeError if an answer was not
-    200.
+    """Send the requests, (path, JSON body), in turn. Return the measurement. Raise RuntimeError if a reply is not 200
+    or missing.
     """
     before = stack.cpu_s()
     load = wrk.closed_loop(
@@ -91,7 +93,7 @@ def measured(
     )
     after = stack.cpu_s()
     if load.refused or load.failed:
-        raise RuntimeError(f"{load.refused} answers were no 200, {load.failed} did not come\n{stack.log()}")
+        raise RuntimeError(f"{load.refused} replies were not 200, {load.failed} are missing\n{stack.log()}")
     return Sample(load, {role: (after[role] - before[role]) / load.answered * 1e6 for role in ROLES})
 
 
@@ -116,7 +118,7 @@ HEAD = (
 
 
 def by_models(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Report a table by number of models."""
+    """Report a table with one row for each number of models."""
     say(HEAD.format("models"))
     measurements: dict[int, Sample] = {}
     for count in options.models:
@@ -146,7 +148,7 @@ def plan(options: argparse.Namespace, models: Sequence[str]) -> Plan:
 
 
 def memory(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Report the resident memory over --requests requests, in ten parts. The slope is fitted over the last eight."""
+    """Report the resident memory during --requests requests, in ten parts, and its slope over the last eight parts."""
     with tempfile.TemporaryDirectory() as folder, Stack(Path(folder, "stack"), plan(options, names(1))) as stack:
         check(stack, names(1))
         readings: list[tuple[int, dict[str, int]]] = [(0, stack.rss_bytes())]

@@ -1,8 +1,7 @@
-"""Cost of the scheduler's core: microseconds for each job that is added and sent, with many models and many jobs
-waiting.
+"""Cost of the sidecar's scheduler: microseconds to add a job and to form its batch, with many models and many waiting
+jobs.
 
-Run `python bench/scheduler.py`. It uses one thread and no device: every batch is taken as soon as it is formed, and as
-many new jobs are added.
+Run `python bench/scheduler.py`. It uses one thread and no device. After each formed batch, as many new jobs are added.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ DEVICE = DeviceLoad(sent=1, lanes=1, depth=2, more_expected=True)
 
 
 def measured(models: int, depth: int, requests: int, rounds: int) -> tuple[float, float]:
-    """Return the microseconds for a job and for a batch, with `depth` jobs waiting all the time."""
+    """Return the microseconds for a job, and for a batch. `depth`: number of waiting jobs, which stays constant."""
     chance = random.Random(1)
     keys = [BatchKey(f"m{number}", "1", "encode", "", "") for number in range(models)]
     limits = BatchLimits(16384, requests, wait_s=0.0)

@@ -1,21 +1,21 @@
-"""Compare the cluster with other servers of embeddings in one run: with their defaults, and in one precision.
+"""Compare the cluster with other embedding servers in one run: with their default settings, and in equal precision.
 
     python bench/servers.py [--rounds 5] [--seconds 5] [--others FOLDER] [--only NAME ...] [--out FILE]
 
-All servers run all-MiniLM-L6-v2. They get OpenAI's request for one text of the mix (log-normal lengths, mean about 87
-tokens) as JSON and answer with the vector as JSON. Loads: 1, 8 and 64 clients, each sending its next request when the
-last was answered; the servers take turns. The other servers are stopped (SIGSTOP) while one is measured, since idle
-ones take up to 15 % of a core.
+All servers run all-MiniLM-L6-v2. A request is OpenAI's /v1/embeddings for one text of the mix (log-normal lengths, mean
+about 87 tokens); the reply has the vector as JSON. Loads: 1, 8 and 64 clients; each sends its next request when its
+last one is answered. The servers are measured in turn. Meanwhile the other servers are stopped (SIGSTOP), since an idle
+server takes up to 15 % of a core.
 
     cluster       `sie serve`, which chooses bfloat16 where the processor has it
     LitServe      a server of a few lines (`litserve_server.py`): sentence-transformers on all cores, batches of up to
                   32 waiting requests
     Infinity      `infinity_emb v2`
-    sie-server    the public server of that name, without its gateway; it computes on half of the cores unless
-                  SIE_TORCH_NUM_THREADS says otherwise
+    sie-server    the public server of that name, without its gateway; it computes on half of the cores, or on
+                  SIE_TORCH_NUM_THREADS of them
 
-Each of the others has an environment of its own below --others, since it needs other versions than the product. A
-server without its environment is left out:
+Each of the other servers needs a virtual environment in the folder --others, since it requires other versions than the
+product. Servers without an environment are skipped. The commands to create them:
 
     python3 -m venv FOLDER/litserve && FOLDER/litserve/bin/pip install litserve==0.2.19 sentence-transformers==6.2.0
     python3 -m venv FOLDER/infinity && FOLDER/infinity/bin/pip install 'infinity-emb[torch,server]==0.0.78'
@@ -55,13 +55,13 @@ from sie_cli.serve.ports import free_port
 
 CLIENTS = (1, 8, 64)
 START_S = 600  # seconds for a server to start, enough on a busy machine
-ENDING = threading.Event()  # set when a signal ends this process
+ENDING = threading.Event()  # set by SIGTERM; servers that still start then give up
 
 
 @dataclass(frozen=True)
 class OtherServer:
-    """Server to compare with. `environment`: its folder below --others. `command`: returns the arguments after the
-    program, for a port and a folder of its files.
+    """Another server. `environment`: its folder below --others. `command(port, folder)` returns the arguments of
+    `program`; `folder` is for the server's files.
     """
 
     environment: str
@@ -128,7 +128,9 @@ CLUSTERS = ("cluster float32", "cluster bfloat16")
 
 
 class ServerProcess:
-    """Process of another server, which answers requests once the object exists."""
+    """Process of another server. The constructor returns when the server answers requests, and raises RuntimeError if
+    it does not.
+    """
 
     def __init__(self, name: str, environments: Path) -> None:
         rival = OTHERS[name]
@@ -152,7 +154,8 @@ class ServerProcess:
     def _wait(self, name: str) -> None:
         end_s = time.monotonic() + START_S
         url, body = f"http://127.0.0.1:{self.port}/v1/embeddings", {"model": MODEL, "input": "one text"}
-        client = httpx.Client(timeout=30, trust_env=False)  # only one, since each client creates a TLS context
+        # one client for all attempts, since each new client creates a TLS context
+        client = httpx.Client(timeout=30, trust_env=False)
         while True:
             try:
                 answer = client.post(url, json=body)
@@ -168,14 +171,14 @@ class ServerProcess:
         os.killpg(self._process.pid, number)
 
     def stop(self) -> None:
-        self.signal(signal.SIGKILL)  # otherwise the server's children outlive it
+        self.signal(signal.SIGKILL)  # of the process group: children would outlive the server
         self._process.wait()
         self._log.close()
         self._folder.cleanup()
 
 
 def end(*_: object) -> None:
-    """End this process with all servers, those that still start included."""
+    """Handle a signal: end this process and all servers, also those that are still starting."""
     ENDING.set()
     sys.exit("ended")
 
@@ -199,7 +202,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, end)
     measured: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
     try:
-        with ThreadPoolExecutor() as pool:  # a start waits more than it computes
+        with ThreadPoolExecutor() as pool:  # parallel, because a start mostly waits
             starts = {name: pool.submit(started, name, options.others) for name in names}
             wait(starts.values())
         servers = {name: start.result() for name, start in starts.items() if start.exception() is None}

@@ -1,9 +1,9 @@
-"""Time of tokenising texts on the event loop and in a thread. All figures are medians of one run that takes turns.
+"""Time to tokenise texts on the event loop and in a thread. The variants are measured in turn; all figures are medians.
 
 1. Texts of growing length, on the event loop and in a thread: the length from which on the thread answers sooner.
-2. Gathers of short texts that are tokenised one by one, because their options differ: all on the event loop, each in a
-   thread of its own, and as the product does it. The columns are the wall time of the gather, its processor time, and
-   the delay of the loop's timers meanwhile.
+2. Many short texts at once, tokenised one by one because their options differ: all on the event loop, each in its own
+   thread, and in the product's TokenizerPool. The columns are the wall time for all texts, the processor time, and the
+   largest delay of the event loop's timers.
 
 Run `python bench/tokens.py`; `--tokenizer PATH` takes another tokenizer.json.
 """
@@ -35,8 +35,8 @@ TICK_S = 0.0005
 
 
 def prose(words: Sequence[str], characters: int, seed: int) -> str:
-    """Return a text of words of the vocabulary, few of them common. A token with its space has some six characters, as
-    in easy English.
+    """Return a text of `characters` characters with Zipf-distributed words of the vocabulary. A token with its space
+    has about six characters, as in simple English.
     """
     common = [1 / rank for rank in range(1, len(words) + 1)]
     parts = random.Random(seed).choices(words, common, k=characters // 4 + 9)
@@ -44,7 +44,7 @@ def prose(words: Sequence[str], characters: int, seed: int) -> str:
 
 
 def medians(rows: dict[str, Callable[[], object]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Return the median wall and processor seconds of each function; the functions run in turn."""
+    """Return name -> (wall seconds, processor seconds), medians over `rounds` rounds of all functions."""
     durations: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
     for _ in range(rounds):
         for name, run in rows.items():
@@ -105,7 +105,9 @@ Run = Callable[[int, Callable[[], object]], Awaitable[None]]
 
 
 async def gathered(run: Run, works: list[tuple[int, Callable[[], object]]]) -> tuple[float, ...]:
-    """Return the wall time, the processor time, and the largest delay of a timer of the loop, seconds."""
+    """Run all works at once. Return wall time, processor time, and the largest delay of an event-loop timer, in
+    seconds.
+    """
     late_s, ended = 0.0, False
 
     async def tick() -> None:

@@ -1,9 +1,9 @@
-"""Savings of a worker that reuses the outputs of a model's tower for a page, measured side by side in one run.
+"""Time that a worker saves if it caches the output of a model's vision tower for a page.
 
 A reranker scores ten questions about one page, one after the other. It has the layers of Qwen3-VL 2B, a quarter of its
-widths and random weights. Two cases take turns: batches without an asker, for which the tower runs for each question,
-and batches of one asker, for which it runs only for the first. Each round has a page of its own. Times are processor
-times.
+widths and random weights. Two cases alternate. In batches without an asker (an id of the client that separates cache
+entries), the tower runs for each question. In batches of one asker, it runs only for the first question. Each round has
+a new page. Times are processor times.
 
 `python bench/towers.py` takes some 3 minutes of one core. --rounds 1 --edge 256 shows that the benchmark works.
 """
@@ -85,7 +85,7 @@ def load(engine: AdapterEngine, folder: Path, pixels: int) -> Served:
 
 
 def ask(served: Served, page: Image.Image, questions: Sequence[str] = QUESTIONS) -> tuple[list[float], bytes]:
-    """Return the milliseconds of each question, and all scores."""
+    """Return the processor milliseconds of each question, and the bytes of all scores."""
     took_ms, scores = [], []
     for question in questions:
         batch = served.asked("score", [page], question)
@@ -106,7 +106,7 @@ def main() -> None:
     kept_bytes, uncached_ms, first, later, ratios = 0, [], [], [], []
     with tempfile.TemporaryDirectory() as folder:
         served = load(engine, Path(folder) / "reranker", arguments.edge**2)
-        ask(served, image(arguments.edge, arguments.edge, 0), QUESTIONS[:1])  # warms up this size of image
+        ask(served, image(arguments.edge, arguments.edge, 0), QUESTIONS[:1])  # warms up for this image size
         for number in range(1, arguments.rounds + 1):
             page = image(arguments.edge, arguments.edge, number)
             alone_ms, expected = ask(served, page)

@@ -1,12 +1,11 @@
-"""Effect of the batching settings on this machine: texts a second, their processor time and their latency with a real
-`sie serve`, one setting changed at a time.
+"""Effect of each batching setting on this machine: texts a second, processor time and latency of a text. Each `sie
+serve` has one changed setting.
 
     python bench/tuning.py [--seconds 1.5] [--rounds 8]
 
-Clients send one text a request (log-normal lengths, about 87 tokens) and the next one when it was answered. Each value
-of a setting has a cluster of its own. The clusters are measured in turn. The fastest round of each value counts, since
-other work on the machine only ever slows a round down. The files bench/results/tuning.md and docs/tuning.svg are
-written.
+Clients send one text a request (log-normal lengths, about 87 tokens), and the next request after the answer. Each value
+of a setting has its own cluster. The clusters are measured in turn. The fastest round of each value counts, since other
+work on the machine can only slow a round down. The script writes bench/results/tuning.md and docs/tuning.svg.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SETTINGS = {
     "--max-batch-cost": (256, 1024, 4096, 16384),
     "--batcher-max-batch-requests": (1, 4, 16, 64),
 }
-AT = 32  # number of clients while a setting is changed
+AT = 32  # number of clients in the measurements of all settings
 BLUE, RED = "#1b6ca8", "#c8553d"
 
 
@@ -68,7 +67,7 @@ def measured(cluster: Cluster, requests: list[bytes], value: int, clients: int, 
 
 
 def fastest(rounds: int, measures: Sequence[Callable[[], Point]]) -> list[Point]:
-    """Return the best round of each measurement."""
+    """Return the round with the highest rate of each measurement."""
     points = in_turn(rounds, dict(enumerate(measures))).values()
     return [max(own, key=lambda point: point.rate) for own in points]
 

@@ -1,16 +1,17 @@
-"""Compare two installed versions in one run, in turn: the cost of a change for a user.
+"""Compare the speed of two installed versions of SIE, measured alternately in one run.
 
-1. Latencies of one short text, one request to each version in turn, and the difference of each pair.
-2. Texts per second at 64 clients with one text a request and at 8 clients with 32, in turn, several rounds; medians and
-   their ratio. Processor time of each process for one text.
+1. Latencies of one short text: pairs of one request to each version, and the difference of each pair.
+2. Texts per second at 64 clients with one text a request and at 8 clients with 32, in alternating rounds: medians,
+   their ratio, and the processor time of each process for one text.
 
     python bench/versions.py --old ../before/.venv/bin/sie
 
-`--old` names the command of another checkout, made by its own `make install`. Writes a table to
+`--old` names the command `sie` of another checkout after its `make install`. The script writes a table to
 bench/results/versions.md.
 
-A difference of a few percent only counts if both run with the same packages: in an environment with the packages of the
-tests, a sidecar took up to a tenth more processor time. `--new` names an environment without these packages.
+A difference of a few percent means something only if both versions run with the same packages: with the packages of the
+tests installed, a sidecar took up to a tenth more processor time. `--new` names the command `sie` of an environment
+without the test packages.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ from overhead import SHORT, TARGETS, Cluster
 from report import Report, machine, parser_of
 from words import texts_of
 
-LOADS = {"64 x 1": (64, 1), "8 x 32": (8, 32)}  # clients, texts of a request
+LOADS = {"64 x 1": (64, 1), "8 x 32": (8, 32)}  # (clients, texts of a request)
 WARM_UP = 30
 
 
 async def latencies(clusters: Mapping[str, Cluster], pairs: int) -> dict[str, list[float]]:
-    """Return the milliseconds of one short text, pair by pair. The versions take turns in being first."""
+    """Return version -> latencies of one short text in milliseconds; equal indices are a pair. The versions alternate
+    in being first.
+    """
     connections = {name: await connect("127.0.0.1", cluster.port) for name, cluster in clusters.items()}
     (message,) = clusters["old"].requests([SHORT], 1)
     times_ms: dict[str, list[float]] = {name: [] for name in clusters}
@@ -58,7 +61,9 @@ async def latencies(clusters: Mapping[str, Cluster], pairs: int) -> dict[str, li
 def throughput(
     clusters: Mapping[str, Cluster], kind: str, load: str, rounds: int, seconds: float
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
-    """Return texts per second of each round, and the milliseconds of processor time for a text by process."""
+    """Return version -> texts per second of each round, and version -> role of the process -> processor milliseconds
+    for a text.
+    """
     clients, batch_size = LOADS[load]
     requests = {
         name: cluster.requests(texts_of(kind, 1024 if kind == "mix" else 8192), batch_size)

@@ -1,5 +1,5 @@
-"""Run the load generator `wrk` (Debian package), which takes little processor time: its requests are built beforehand
-and its connections are kept alive.
+"""Run the load generator `wrk` (Debian package). It takes little processor time, because it sends prebuilt requests
+over keep-alive connections.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ end
 
 @dataclass(frozen=True)
 class Load:
-    """Results of a run of wrk. Latencies in milliseconds, `cpu_s` its own processor time."""
+    """Results of a run of wrk. `refused`: replies that are not 2xx or 3xx. `failed`: errors of connections, and
+    timeouts. `cpu_s`: processor time of wrk.
+    """
 
     answered: int
     seconds: float
@@ -68,8 +70,8 @@ def closed_loop(
     folder: Path,
     headers: Mapping[str, str] = NO_HEADERS,
 ) -> Load:
-    """Run `clients` connections for whole `seconds`. Each sends its next request, a (path, JSON body), when the last
-    was answered. Raise RuntimeError if wrk fails.
+    """Run `clients` connections for `seconds`, rounded up to whole seconds. Each sends its next request, a (path, JSON
+    body), when its last one is answered. Raise RuntimeError if wrk fails.
     """
     script = folder / "requests.lua"
     bodies = ", ".join(f"{{ {_quoted(path)}, {_quoted(body)} }}" for path, body in requests)
@@ -97,7 +99,7 @@ def closed_loop(
     process.returncode = os.waitstatus_to_exitcode(status)
     match = re.search(r"RESULT (\d+) (\d+) (\d+) (\d+) (\d+) (\d+)", text)
     if match is None:
-        raise RuntimeError(f"wrk ended with {process.returncode}:\n{text}")
+        raise RuntimeError(f"wrk reported no result, exit status {process.returncode}:\n{text}")
     answered, micros, p50, p99, refused, failed = map(int, match.groups())
     return Load(answered, micros / 1e6, p50 / 1000, p99 / 1000, refused, failed, usage.ru_utime + usage.ru_stime)
 

@@ -110,9 +110,7 @@ def gpu() -> str:
 
 
 def environment(results: Path, *, rehearse: bool, site: Path) -> dict[str, str]:
-    """Return the environment of the parts: import path with this tree, programs of the packages in PYTHONPATH, hub
-    offline.
-    """
+    """Return the environment of the parts: this tree on PYTHONPATH, programs of its packages on PATH, no hub."""
     own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     paths = [str(HERE), *(str(ROOT / part) for part in PRODUCT), str(site), *own]
     programs = [str(Path(sys.executable).parent), *(f"{path}/bin" for path in own), os.environ.get("PATH", "")]
@@ -136,7 +134,7 @@ def describe_package(site: Path) -> None:
 
 
 def run(part: str, results: Path, environ: Mapping[str, str], limit_s: float) -> bool:
-    """Run a part until it ends or its time limit passes. Print its table rows, and write its whole output to PART.log."""
+    """Run a part until its end or its time limit. Print its table rows, and write all its output to PART.log."""
     script, *arguments = PARTS[part]
     print(f"== {part}, at most {limit_s:.0f} s", flush=True)
     begun_s = time.monotonic()
